@@ -1,0 +1,1 @@
+"""The `sparrow` attention backend: dense prefill, sparse decode over selected KV pages."""

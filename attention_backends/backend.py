@@ -1,0 +1,116 @@
+"""SGLang attention backend `sparrow`: dense prefill and extend, sparse decode.
+
+A pass runs in two steps, as SGLang's interface has it: `init_forward_metadata*` plans from lengths
+that the host knows, then `forward_extend` or `forward_decode` runs once per layer. Whatever is
+dense is handed to the stock backend of the device, which writes its own KV.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sparrow_sglang.attention_backends.landmarks import LandmarkPool
+from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
+from sparrow_sglang.schedule import BudgetSchedule
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def _sparse_layer_ids(model_runner: "ModelRunner", schedule: BudgetSchedule) -> list[int]:
+    pool = model_runner.token_to_kv_pool
+    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+    return [layer for layer in layers if layer not in schedule.dense_layers]
+
+
+class SparrowAttnBackend(AttentionBackend):
+    """Dense prefill by the device's stock backend, sparse decode under a KV budget.
+
+    Args:
+        model_runner: SGLang's runner, its KV pool allocated already.
+        schedule: the budget schedule in force; its page size is that of the pool.
+    """
+
+    def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
+        super().__init__()
+        pool = model_runner.token_to_kv_pool
+        self.schedule = schedule
+        self.token_to_kv_pool = pool
+        self.landmarks = LandmarkPool(
+            _sparse_layer_ids(model_runner, schedule),
+            num_pages=pool.k_buffer[0].shape[0] // schedule.page_size,
+            num_kv_heads=pool.head_num,
+            head_dim=pool.head_dim,
+            dtype=pool.dtype,
+            device=pool.device,
+            allocation=pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE),
+        )
+        self.dense: AttentionBackend = ATTENTION_BACKENDS["torch_native"](model_runner)
+        self.sparse = TorchPagedDecode(schedule, model_runner.req_to_token_pool.req_to_token)
+        self._first_sparse_length = schedule.first_sparse_length()
+        self._all_dense = True
+
+    def support_triton(self) -> bool:
+        return self.dense.support_triton()
+
+    def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
+        self.dense.init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_idle():
+            return
+        decode = forward_batch.forward_mode.is_decode()
+        plan = self.sparse.plan_decode if decode else self.sparse.plan_extend
+        plan(forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu)
+        self._all_dense = int(forward_batch.seq_lens_cpu.max()) < self._first_sparse_length
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if layer.layer_id in self.landmarks:
+            # From the pool and not from `k`: some models write their KV fused with RoPE.
+            k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            self.sparse.update_landmarks(k_buffer, self.landmarks[layer.layer_id])
+        return out
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if layer.layer_id not in self.landmarks:
+            return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        pool = self.token_to_kv_pool
+        if self._all_dense:
+            out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            self.sparse.update_landmarks(
+                pool.get_key_buffer(layer.layer_id), self.landmarks[layer.layer_id]
+            )
+            return out
+        if save_kv_cache and k is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        out = self.sparse.decode(
+            q.view(-1, layer.tp_q_head_num, layer.head_dim),
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            self.landmarks[layer.layer_id],
+            layer.scaling,
+        )
+        return out.view(-1, layer.tp_q_head_num * layer.head_dim)

@@ -1,0 +1,1 @@
+"""Triton kernels of the sparse decode step; one operation a file, each defined by `reference`."""

@@ -1,0 +1,124 @@
+"""The sparse decode step in plain torch: the definition that the kernels are tested against.
+
+It is also the path that runs on the CPU. Shapes use B requests, Hq query heads, Hkv KV heads,
+D head dimensions, N pages of the longest request and K selected pages of the largest budget.
+"Logical" page indices count a request's own pages from 0; "physical" ones index the KV pool.
+"""
+
+import torch
+
+
+def page_landmarks(k_pages: torch.Tensor) -> torch.Tensor:
+    """The landmark of each page: the mean of its cached (post-RoPE) keys.
+
+    Args:
+        k_pages: [P, page_size, Hkv, D], the keys as they stand in the KV pool.
+
+    Returns:
+        [P, Hkv, D] in the dtype of the keys; the mean is taken in fp32.
+    """
+    return k_pages.mean(dim=1, dtype=torch.float32).to(k_pages.dtype)
+
+
+def score_pages(q: torch.Tensor, landmarks: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
+    """Score every page by (mean query of the KV head's group) · landmark, in fp32.
+
+    Args:
+        q: [B, Hq, D], queries after RoPE; Hq is a multiple of Hkv.
+        landmarks: [num_pages, Hkv, D], indexed by physical page.
+        page_table: [B, N], physical page of each logical page; entries past a request's end may
+            name any existing page.
+
+    Returns:
+        [B, Hkv, N] in fp32.
+    """
+    batch, num_q_heads, head_dim = q.shape
+    num_kv_heads = landmarks.shape[1]
+    group_query = q.float().view(batch, num_kv_heads, -1, head_dim).mean(dim=2)
+    return torch.einsum("bhd,bnhd->bhn", group_query, landmarks[page_table].float())
+
+
+def select_pages(
+    scores: torch.Tensor,
+    num_pages: torch.Tensor,
+    num_selected: torch.Tensor,
+    sink_pages: int,
+    recent_pages: int,
+) -> torch.Tensor:
+    """Choose the pages to attend to: sinks, recent pages, and the best-scored between them.
+
+    Ties go to the lower index. Sinks and recent pages are kept whatever their score, and a score
+    of NaN ranks last.
+
+    Args:
+        scores: [B, Hkv, N] in fp32.
+        num_pages: [B], pages that each request holds, the partial one included.
+        num_selected: [B], pages to keep, min(num_pages, KV budget in pages).
+        sink_pages: first pages that are always kept.
+        recent_pages: last pages that are always kept.
+
+    Returns:
+        [B, Hkv, max(num_selected)] int64, logical pages in ascending order; in a row with fewer
+        pages selected the entries behind them are 0 and mean nothing.
+    """
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    held = position < num_pages[:, None]
+    kept = held & ((position < sink_pages) | (position >= num_pages[:, None] - recent_pages))
+    # nan_to_num maps -inf to the least finite float, so that only pages past the end stay at -inf.
+    rank_key = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)
+    rank_key = rank_key.masked_fill(kept[:, None], torch.inf)
+    rank_key = rank_key.masked_fill(~held[:, None], -torch.inf)
+    best_first = rank_key.sort(dim=-1, descending=True, stable=True).indices
+    width = int(num_selected.max())
+    chosen = best_first[..., :width]
+    unused = torch.arange(width, device=scores.device) >= num_selected[:, None]
+    # Unused entries sort behind the used ones, then read as 0.
+    past_end = scores.shape[-1]
+    ascending = chosen.masked_fill(unused[:, None], past_end).sort(dim=-1).values
+    return ascending.masked_fill(unused[:, None], 0)
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    page_ids: torch.Tensor,
+    num_selected: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+) -> torch.Tensor:
+    """Exact attention of one query token per request over its selected pages.
+
+    Args:
+        q: [B, Hq, D].
+        k_buffer: [num_slots, Hkv, D], SGLang's token pool; page p is slots p·page_size onwards.
+        v_buffer: [num_slots, Hkv, Dv].
+        page_ids: [B, Hkv, K] physical pages in ascending logical order, so that the last of the
+            first num_selected entries is the request's last page.
+        num_selected: [B], how many entries of page_ids count.
+        seq_lens: [B], cached tokens, the current one included.
+        page_size: tokens a page.
+        sm_scale: factor of the logits.
+
+    Returns:
+        [B, Hq, Dv] in q's dtype; the softmax runs over the kept tokens only, in fp32.
+    """
+    batch, num_q_heads, head_dim = q.shape
+    num_kv_heads, width = page_ids.shape[1:]
+    head = torch.arange(num_kv_heads, device=q.device)[None, :, None]
+
+    def gather(buffer: torch.Tensor) -> torch.Tensor:
+        pages = buffer.view(-1, page_size, num_kv_heads, buffer.shape[-1]).transpose(1, 2)
+        return pages[page_ids, head].reshape(batch, num_kv_heads, width * page_size, -1)
+
+    token = torch.arange(width * page_size, device=q.device)
+    tail = (seq_lens - 1) % page_size + 1
+    kept_tokens = (num_selected - 1) * page_size + tail
+    masked = token >= kept_tokens[:, None]
+
+    grouped = q.view(batch, num_kv_heads, -1, head_dim)
+    logits = torch.matmul(grouped.float(), gather(k_buffer).float().transpose(-1, -2)) * sm_scale
+    weights = logits.masked_fill(masked[:, None, None], -torch.inf).softmax(dim=-1)
+    out = torch.matmul(weights, gather(v_buffer).float())
+    return out.reshape(batch, num_q_heads, -1).to(q.dtype)

@@ -1,0 +1,20 @@
+"""Sparse decode for stock SGLang under a KV budget that grows with the sequence length.
+
+The names below are the public surface; everything else may change. They load on first use, so
+that importing the package costs nothing and never pulls in SGLang.
+"""
+
+from importlib import import_module
+
+_EXPORTS = {
+    "BudgetSchedule": "sparrow_sglang.schedule",
+    "SparrowConfig": "sparrow_sglang.config",
+}
+
+__all__ = ["BudgetSchedule", "SparrowConfig"]
+
+
+def __getattr__(name: str) -> object:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

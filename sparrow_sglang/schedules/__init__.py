@@ -1,0 +1,1 @@
+"""Shipped budget schedules: data with provenance, loaded by `sparrow_sglang.schedule`."""

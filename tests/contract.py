@@ -1,0 +1,89 @@
+"""The contract of one sparse decode step as a slow float64 loop, written from its wording alone.
+
+1. With L cached tokens, n = ceil(L / p) pages and a budget of b pages, n <= b attends to all.
+2. Otherwise each KV head keeps the first `sinks` pages, the last `recents` pages (the partial page
+   among them) and, of the pages between, those with the highest score; ties go to the lower index.
+3. score = (mean of the query heads of the group) . landmark; landmark = mean of the page's keys,
+   stored in the dtype of the KV cache.
+4. Attention over the kept pages is exact; the softmax runs over the kept tokens only.
+"""
+
+import numpy as np
+
+
+def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: list[int]) -> int:
+    """KV budget in pages at a length, by walking the bins one at a time."""
+    pages = -(-length // page_size)
+    pages_per_bin = bin_tokens // page_size
+    index = 0
+    while index + 1 < len(budget_tokens) and pages >= (index + 1) * pages_per_bin:
+        index += 1
+    return budget_tokens[index] // page_size
+
+
+def choose_pages(scores: list[float], pages: int, budget: int, sinks: int, recents: int) -> list:
+    """Logical pages kept by one KV head, ascending; `scores` has one entry per page."""
+    if pages <= budget:
+        return list(range(pages))
+    kept = set(range(sinks)) | set(range(pages - recents, pages))
+    between = [page for page in range(pages) if page not in kept]
+    while len(kept) < budget:
+        best = between[0]
+        for page in between[1:]:
+            if scores[page] > scores[best]:
+                best = page
+        between.remove(best)
+        kept.add(best)
+    return sorted(kept)
+
+
+def decode_one(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    budget: int,
+    page_size: int,
+    sm_scale: float,
+    sinks: int = 1,
+    recents: int = 2,
+    store=lambda landmark: landmark,
+) -> tuple[np.ndarray, list]:
+    """One request's decode step.
+
+    Args:
+        q: [Hq, D]; keys, values: [L, Hkv, D], all float64; `store` rounds a landmark [D] the way
+        the KV dtype does.
+
+    Returns:
+        Output [Hq, D] and the list of kept logical pages per KV head.
+    """
+    num_q_heads, head_dim = q.shape
+    length, num_kv_heads, _ = keys.shape
+    group = num_q_heads // num_kv_heads
+    pages = -(-length // page_size)
+    out = np.zeros((num_q_heads, values.shape[-1]))
+    kept_by_head = []
+    for head in range(num_kv_heads):
+        mean_query = np.zeros(head_dim)
+        for member in range(group):
+            mean_query += q[head * group + member] / group
+        scores = []
+        for page in range(pages):
+            page_keys = keys[page * page_size : (page + 1) * page_size, head]
+            full = len(page_keys) == page_size
+            scores.append(float(mean_query @ store(page_keys.mean(0))) if full else float("nan"))
+        kept = choose_pages(scores, pages, budget, sinks, recents)
+        kept_by_head.append(kept)
+        tokens = [
+            token
+            for page in kept
+            for token in range(page * page_size, min((page + 1) * page_size, length))
+        ]
+        for member in range(group):
+            row = head * group + member
+            logits = np.array([q[row] @ keys[token, head] for token in tokens]) * sm_scale
+            weights = np.exp(logits - logits.max())
+            weights /= weights.sum()
+            for weight, token in zip(weights, tokens, strict=True):
+                out[row] += weight * values[token, head]
+    return out, kept_by_head

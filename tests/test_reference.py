@@ -1,0 +1,181 @@
+"""The torch step against the float64 loop of `contract.py`, at every kind of boundary."""
+
+import numpy as np
+import pytest
+import torch
+from contract import budget_pages, choose_pages, decode_one
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
+from sparrow_sglang.schedule import BudgetSchedule
+
+HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (4, 4)]
+
+
+def make_schedule(page_size: int, bin_pages: int, budgets: list[int]) -> BudgetSchedule:
+    return BudgetSchedule(
+        name="test",
+        page_size=page_size,
+        bin_tokens=bin_pages * page_size,
+        budget_tokens=tuple(pages * page_size for pages in budgets),
+        calibrated=False,
+    )
+
+
+class Pool:
+    """A KV pool in which each request's pages lie scattered, as after many allocations."""
+
+    def __init__(self, lengths: list[int], heads: tuple, head_dim: int, page_size: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        pages = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(pages), generator=generator) + 1
+        self.k = torch.randn((sum(pages) + 1) * page_size, heads[1], head_dim, generator=generator)
+        self.v = torch.randn(self.k.shape, generator=generator)
+        self.q = torch.randn(len(lengths), heads[0], head_dim, generator=generator)
+        self.req_to_token = torch.zeros(
+            len(lengths) + 1, max(pages) * page_size + 8, dtype=torch.int32
+        )
+        self.slots = []
+        for row, count in enumerate(pages):
+            physical = order[sum(pages[:row]) : sum(pages[:row]) + count]
+            slots = (physical[:, None] * page_size + torch.arange(page_size)).flatten()
+            slots = slots[: lengths[row]]
+            # Rows are used in reverse, so that request index and table row differ.
+            self.req_to_token[len(lengths) - row, : len(slots)] = slots.int()
+            self.slots.append(slots)
+        self.rows = torch.arange(len(lengths), 0, -1)
+        self.lengths = torch.tensor(lengths)
+
+    def keys_of(self, row: int) -> np.ndarray:
+        return self.k[self.slots[row]].double().numpy()
+
+    def values_of(self, row: int) -> np.ndarray:
+        return self.v[self.slots[row]].double().numpy()
+
+
+def run_step(pool: Pool, schedule: BudgetSchedule, sm_scale: float) -> torch.Tensor:
+    """Prefill all but the last token of each request, then decode it, as a server does."""
+    step = TorchPagedDecode(schedule, pool.req_to_token)
+    landmarks = torch.full((pool.k.shape[0] // schedule.page_size, *pool.k.shape[1:]), torch.nan)
+    before = (pool.lengths - 1).clamp_min(1)
+    step.plan_extend(pool.rows, before, before)
+    step.update_landmarks(pool.k, landmarks)
+    step.plan_decode(pool.rows, pool.lengths, pool.lengths)
+    return step.decode(pool.q, pool.k, pool.v, landmarks, sm_scale)
+
+
+def edge_lengths(page_size: int, bin_pages: int, bins: int) -> list[int]:
+    """One token either side of every page edge near every bin edge, and the shortest lengths."""
+    lengths = {1, 2, page_size - 1, page_size, page_size + 1}
+    for edge in range(1, bins + 1):
+        pages = edge * bin_pages
+        for near in (pages - 1, pages, pages + 1):
+            lengths |= {near * page_size + offset for offset in (-1, 0, 1)}
+    return sorted(length for length in lengths if length > 0)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("heads", HEADS)
+def test_step_equals_the_contract_on_both_sides_of_every_edge(page_size: int, heads: tuple):
+    bin_pages, budgets = 3, [3, 4, 4, 6]
+    schedule = make_schedule(page_size, bin_pages, budgets)
+    lengths = edge_lengths(page_size, bin_pages, len(budgets))
+    pool = Pool(lengths, heads, head_dim=16, page_size=page_size, seed=page_size + heads[0])
+    out = run_step(pool, schedule, sm_scale=0.25)
+    for row, length in enumerate(lengths):
+        budget = budget_pages(length, page_size, schedule.bin_tokens, schedule.budget_tokens)
+        expected, _ = decode_one(
+            pool.q[row].double().numpy(),
+            pool.keys_of(row),
+            pool.values_of(row),
+            budget,
+            page_size,
+            0.25,
+            store=lambda mean: mean.astype(np.float32).astype(np.float64),
+        )
+        np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6, err_msg=f"{length=}")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=5),
+    budgets=st.lists(st.integers(3, 12), min_size=1, max_size=5).map(sorted),
+    bin_pages=st.integers(1, 6),
+    heads=st.sampled_from(HEADS),
+    seed=st.integers(0, 2**20),
+)
+def test_step_equals_the_contract_on_random_batches(lengths, budgets, bin_pages, heads, seed):
+    schedule = make_schedule(16, bin_pages, budgets)
+    pool = Pool(lengths, heads, head_dim=8, page_size=16, seed=seed)
+    out = run_step(pool, schedule, sm_scale=0.5)
+    for row, length in enumerate(lengths):
+        budget = budget_pages(length, 16, schedule.bin_tokens, schedule.budget_tokens)
+        expected, _ = decode_one(
+            pool.q[row].double().numpy(), pool.keys_of(row), pool.values_of(row), budget, 16, 0.5
+        )
+        np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(),
+    num_pages=st.integers(1, 40),
+    sinks=st.integers(0, 3),
+    recents=st.integers(1, 4),
+)
+def test_selection_equals_the_contract_with_many_ties(data, num_pages, sinks, recents):
+    budget = data.draw(st.integers(sinks + recents, sinks + recents + 12))
+    # Few distinct values, so that most thresholds fall inside a run of equal scores.
+    values = data.draw(st.lists(st.integers(-1, 1), min_size=num_pages, max_size=num_pages))
+    padding = data.draw(st.integers(0, 5))
+    scores = torch.tensor(values + [9] * padding, dtype=torch.float32)[None, None]
+    selected = reference.select_pages(
+        scores,
+        torch.tensor([num_pages]),
+        torch.tensor([min(num_pages, budget)]),
+        sinks,
+        recents,
+    )
+    assert selected[0, 0].tolist() == choose_pages(values, num_pages, budget, sinks, recents)
+
+
+def test_a_nan_score_ranks_last_and_nothing_past_the_end_is_chosen():
+    scores = torch.tensor([[[0.0, torch.nan, -5.0, -1e30, 3.0, 0.0, 9.0, 9.0]]])
+    selected = reference.select_pages(scores, torch.tensor([6]), torch.tensor([5]), 1, 1)
+    assert selected[0, 0].tolist() == [0, 2, 3, 4, 5]
+
+
+def test_a_request_in_a_batch_selects_and_attends_as_it_does_alone():
+    lengths = [700, 33, 350, 1]
+    schedule = make_schedule(16, 5, [4, 6, 8])
+    pool = Pool(lengths, (9, 3), head_dim=16, page_size=16, seed=3)
+    together = run_step(pool, schedule, 0.25)
+    for row in range(len(lengths)):
+        step = TorchPagedDecode(schedule, pool.req_to_token)
+        landmarks = torch.zeros((pool.k.shape[0] // 16, 3, 16))
+        one = slice(row, row + 1)
+        step.plan_extend(pool.rows[one], pool.lengths[one], pool.lengths[one])
+        step.update_landmarks(pool.k, landmarks)
+        step.plan_decode(pool.rows[one], pool.lengths[one], pool.lengths[one])
+        alone = step.decode(pool.q[one], pool.k, pool.v, landmarks, 0.25)
+        torch.testing.assert_close(alone[0], together[row], atol=1e-6, rtol=0)
+
+
+def test_a_landmark_is_rounded_to_the_kv_dtype_only_after_the_mean():
+    keys = torch.randn(7, 16, 3, 8, dtype=torch.bfloat16) + 100
+    landmarks = reference.page_landmarks(keys)
+    assert landmarks.dtype == torch.bfloat16
+    exact = keys.double().mean(1)
+    # Half a bf16 unit in the last place at 100 is 0.25; a bf16 running sum would be off by more.
+    assert (landmarks.double() - exact).abs().max() <= 0.25 + 1e-4
+
+
+def test_budget_table_follows_the_schedule_at_every_length():
+    schedule = make_schedule(16, 4, [3, 5, 5, 9])
+    pages = torch.arange(1, 60)
+    table = BudgetTable(schedule, "cpu").num_selected(pages)
+    expected = [schedule.num_selected_pages(int(count) * 16) for count in pages]
+    assert table.tolist() == expected
