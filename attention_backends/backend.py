@@ -12,9 +12,14 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.landmarks import LandmarkPool
-from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
+from sparrow_sglang.attention_backends.paged_decode import (
+    PagedDecode,
+    TorchPagedDecode,
+    TritonPagedDecode,
+)
 from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
@@ -23,10 +28,19 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+_EAGER_BATCH = 256
+
+
 def _sparse_layer_ids(model_runner: "ModelRunner", schedule: BudgetSchedule) -> list[int]:
     pool = model_runner.token_to_kv_pool
     layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
     return [layer for layer in layers if layer not in schedule.dense_layers]
+
+
+def _max_graph_batch(model_runner: "ModelRunner") -> int:
+    """Rows of the decode buffers: the largest captured batch; larger ones run in slices."""
+    captured = model_runner.server_args.cuda_graph_config.decode.max_bs
+    return min(captured or _EAGER_BATCH, model_runner.req_to_token_pool.size)
 
 
 class SparrowAttnBackend(AttentionBackend):
@@ -51,13 +65,33 @@ class SparrowAttnBackend(AttentionBackend):
             device=pool.device,
             allocation=pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE),
         )
-        self.dense: AttentionBackend = ATTENTION_BACKENDS["torch_native"](model_runner)
-        self.sparse = TorchPagedDecode(schedule, model_runner.req_to_token_pool.req_to_token)
-        self._first_sparse_length = schedule.first_sparse_length()
-        self._all_dense = True
+        on_cuda = model_runner.device == "cuda"
+        stock = "flashinfer" if on_cuda else "torch_native"
+        self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
+        req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.sparse: PagedDecode
+        if on_cuda:
+            self.sparse = TritonPagedDecode(
+                schedule,
+                req_to_token,
+                num_q_heads=model_runner.model_config.num_attention_heads
+                // get_parallel().attn_tp_size,
+                num_kv_heads=pool.head_num,
+                head_dim=pool.head_dim,
+                max_batch=_max_graph_batch(model_runner),
+                max_context=model_runner.model_config.context_len,
+            )
+        else:
+            self.sparse = TorchPagedDecode(schedule, req_to_token)
 
     def support_triton(self) -> bool:
         return self.dense.support_triton()
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.dense.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         self.dense.init_forward_metadata(forward_batch)
@@ -66,7 +100,17 @@ class SparrowAttnBackend(AttentionBackend):
         decode = forward_batch.forward_mode.is_decode()
         plan = self.sparse.plan_decode if decode else self.sparse.plan_extend
         plan(forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu)
-        self._all_dense = int(forward_batch.seq_lens_cpu.max()) < self._first_sparse_length
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: "ForwardBatch", in_capture: bool = False
+    ) -> None:
+        self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+        batch = forward_batch.batch_size
+        self.sparse.plan_decode(
+            forward_batch.req_pool_indices[:batch],
+            forward_batch.seq_lens[:batch],
+            forward_batch.seq_lens_cpu,
+        )
 
     def forward_extend(
         self,
@@ -98,7 +142,7 @@ class SparrowAttnBackend(AttentionBackend):
         if layer.layer_id not in self.landmarks:
             return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         pool = self.token_to_kv_pool
-        if self._all_dense:
+        if self.sparse.within_budget:
             out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             self.sparse.update_landmarks(
                 pool.get_key_buffer(layer.layer_id), self.landmarks[layer.layer_id]

@@ -1,0 +1,63 @@
+"""Argument checks shared by the launchers: name, value got, value expected."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+PAGE_SIZES = (16, 32, 64)
+HEAD_DIMS = (64, 128, 256)
+KV_DTYPES = (torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+# What an H200 or H100 has; used where the tensors are on the CPU (Triton's interpreter).
+INTERPRETER_SM_COUNT = 132
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype]
+) -> None:
+    """Refuse a tensor of another shape (None = any size) or dtype, or with a strided last axis."""
+    got = tensor.shape
+    if len(got) != len(shape) or any(
+        want is not None and have != want for have, want in zip(got, shape, strict=True)
+    ):
+        wanted = tuple("any" if size is None else size for size in shape)
+        raise ValueError(f"{name} has shape {tuple(got)}: expected {wanted}")
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} has dtype {tensor.dtype}: expected {allowed}")
+    if got[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(-1)} on its last axis: expected 1; "
+            "pass a contiguous tensor"
+        )
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that the kernel would misread because it assumes dense strides."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}: expected a contiguous tensor")
+
+
+def check_member(name: str, got: int, allowed: Sequence[int]) -> None:
+    """Refuse a number that the kernels are not built for."""
+    if got not in allowed:
+        raise ValueError(f"{name}={got} is not supported: expected one of {tuple(allowed)}")
+
+
+def group_size(num_q_heads: int, num_kv_heads: int) -> int:
+    """Query heads per KV head, 1 to 16."""
+    if num_q_heads % num_kv_heads or not 1 <= num_q_heads // num_kv_heads <= 16:
+        raise ValueError(
+            f"num_q_heads={num_q_heads} with num_kv_heads={num_kv_heads} is not supported: "
+            "expected 1 to 16 query heads for each KV head"
+        )
+    return num_q_heads // num_kv_heads
+
+
+@cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; an H200's count where the device is the CPU."""
+    if device.type != "cuda":
+        return INTERPRETER_SM_COUNT
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,372 @@
+"""Attention of one query token per request over its selected pages: split-KV, no plan.
+
+In: queries, the KV pool, page ids and counts from `select`. Out: [bs, Hq, D]. The split of the
+work depends on numbers that the kernel reads itself, so a captured launch serves every length.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sparrow_sglang.attention_backends.kernels.checks import (
+    HEAD_DIMS,
+    INDEX_DTYPES,
+    KV_DTYPES,
+    PAGE_SIZES,
+    check_contiguous,
+    check_member,
+    check_tensor,
+    group_size,
+    sm_count,
+)
+
+MAX_SPLITS = 64
+# Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.
+_MIN_SPLIT_TOKENS = 256
+_LOG2_E = 1.4426950408889634
+# The tensor cores' smallest M: a group of fewer query heads is padded to it.
+_MMA_ROWS = 16
+
+
+class DecodeScratch(NamedTuple):
+    """partial_out: [programs · group, D] fp32 and partial_lse: [programs · group] fp32, any
+    content; arrivals: [rows] int32, zero between launches."""
+
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    arrivals: torch.Tensor
+
+
+class DecodeLaunch(NamedTuple):
+    """Launch shape, fixed at capture.
+
+    splits: programs that share one (request, KV head); block_tokens: tokens a tile; stages: tiles
+    in flight; merge: who combines the splits, the last program of a row or a second kernel.
+    """
+
+    splits: int
+    block_tokens: int = 64
+    num_warps: int = 4
+    stages: int = 3
+    merge: Literal["fused", "kernel"] = "fused"
+
+
+def decode_launch(
+    batch: int, num_kv_heads: int, max_selected_tokens: int, device: torch.device
+) -> DecodeLaunch:
+    """Programs enough to fill every SM four times over, of at least _MIN_SPLIT_TOKENS each."""
+    wanted = triton.cdiv(4 * sm_count(device), batch * num_kv_heads)
+    useful = triton.cdiv(max_selected_tokens, _MIN_SPLIT_TOKENS)
+    return DecodeLaunch(splits=max(1, min(wanted, useful, MAX_SPLITS)))
+
+
+def allocate_decode_scratch(
+    max_batch: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_splits: int,
+    device: torch.device,
+) -> DecodeScratch:
+    """Scratch for up to max_batch requests in up to max_splits splits; all layers may share it."""
+    rows = max_batch * num_q_heads * max_splits
+    return DecodeScratch(
+        partial_out=torch.empty(rows, head_dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
+        arrivals=torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit
+def _split_tokens(kept: tl.tensor, SPLITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Tokens a split: an even share of this row, in whole tiles. Rows differ in length, so each
+    row is cut by its own count; a fixed share would leave SMs idle on short rows."""
+    return tl.cdiv(tl.cdiv(kept, SPLITS), BLOCK) * BLOCK
+
+
+@triton.jit
+def _kept_tokens(counts: tl.tensor, seq_lens: tl.tensor, row: tl.tensor, PAGE: tl.constexpr):
+    """Tokens in the selected pages of a row; all are full but the last one."""
+    count = tl.load(counts + row).to(tl.int32)
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    return tl.where(count > 0, (count - 1) * PAGE + (seq_len - 1) % PAGE + 1, 0)
+
+
+@triton.jit
+def _merge_splits(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    out_row: tl.tensor,
+    pair: tl.tensor,
+    active: tl.tensor,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+) -> None:
+    """Combine the splits of one (request, KV head), one query head after the other."""
+    columns = tl.arange(0, D)
+    split = tl.arange(0, SPLITS_PAD)
+    for member in tl.static_range(GROUP):
+        part = (pair.to(tl.int64) * GROUP + member) * SPLITS + split
+        # .cg: other SMs wrote them.
+        lse = tl.load(
+            partial_lse + part, mask=split < active, other=float("-inf"), cache_modifier=".cg"
+        )
+        parts = tl.load(
+            partial_out + part[:, None] * D + columns[None, :],
+            mask=split[:, None] < active,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight = tl.exp2(lse - tl.max(lse, axis=0))
+        merged = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+        tl.store(out_row + member * D + columns, merged.to(out_row.dtype.element_ty))
+
+
+@triton.jit
+def _attend(
+    queries: tl.tensor,
+    k_head: tl.tensor,
+    v_head: tl.tensor,
+    pages: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    ROW: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Output [_MMA_ROWS, D] and base-2 log-sum-exp [_MMA_ROWS] over the row's tokens [first, end).
+    """
+    columns = tl.arange(0, D)
+    largest = tl.full((queries.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((queries.shape[0],), tl.float32)
+    acc = tl.zeros((queries.shape[0], D), tl.float32)
+    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < end
+        page = tl.load(pages + token // PAGE, mask=inside, other=0)
+        slot = page.to(tl.int64) * PAGE + token % PAGE
+        at = slot[:, None] * ROW + columns[None, :]
+        keys = tl.load(k_head + at, mask=inside[:, None], other=0.0)
+        logits = tl.dot(queries, tl.trans(keys)) * scale
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+        running = tl.maximum(largest, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - running[:, None])
+        shrink = tl.exp2(largest - running)
+        # Slots past the end may hold anything, NaN too: read them as 0.
+        values = tl.load(v_head + at, mask=inside[:, None], other=0.0)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
+        largest = running
+    total = tl.where(total == 0.0, 1.0, total)
+    return acc / total[:, None], largest + tl.log2(total)
+
+
+@triton.jit
+def _decode_kernel(
+    q: tl.tensor,
+    k_buffer: tl.tensor,
+    v_buffer: tl.tensor,
+    page_ids: tl.tensor,
+    counts: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    arrivals: tl.tensor,
+    scale: tl.tensor,
+    q_stride: tl.tensor,
+    ids_row_stride: tl.tensor,
+    ids_head_stride: tl.tensor,
+    out_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    MMA_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    FUSED_MERGE: tl.constexpr,
+) -> None:
+    """Program (row · HEADS + head, split) attends to its share of the row's kept tokens."""
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    row = (pair // HEADS).to(tl.int64)
+    head = pair % HEADS
+    kept = _kept_tokens(counts, seq_lens, row, PAGE)
+    share = _split_tokens(kept, SPLITS, BLOCK)
+    first = split * share
+    # A row without tokens still has one program, which writes zeros.
+    if (first < kept) | (split == 0):
+        columns = tl.arange(0, D)
+        member = tl.arange(0, MMA_ROWS)
+        used = member[:, None] < GROUP
+        offsets = (head * GROUP + member[:, None]) * D + columns[None, :]
+        queries = tl.load(q + row * q_stride + offsets, mask=used, other=0.0)
+        pages = page_ids + row * ids_row_stride + head * ids_head_stride
+        end = tl.minimum(first + share, kept)
+        k_head = k_buffer + head * D
+        v_head = v_buffer + head * D
+        result, lse = _attend(
+            queries, k_head, v_head, pages, first, end, scale, HEADS * D, D, PAGE, BLOCK, STAGES
+        )
+        out_row = out + row * out_stride + head * GROUP * D
+        if share >= kept:
+            own = member[:, None] * D + columns[None, :]
+            tl.store(out_row + own, result.to(out.dtype.element_ty), mask=used)
+        else:
+            part = (pair.to(tl.int64) * GROUP + member) * SPLITS + split
+            tl.store(partial_lse + part, lse, mask=member < GROUP)
+            tl.store(partial_out + part[:, None] * D + columns[None, :], result, mask=used)
+            if FUSED_MERGE:
+                # Every thread's part must be out before this program reports it.
+                tl.debug_barrier()
+                active = tl.cdiv(kept, share)
+                arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
+                if arrived == active - 1:
+                    # Zero again for the next launch, or the next replay of a graph.
+                    tl.store(arrivals + pair, 0)
+                    _merge_splits(
+                        partial_out, partial_lse, out_row, pair, active, GROUP, D, SPLITS, SPLITS_PAD
+                    )
+
+
+@triton.jit
+def _merge_kernel(
+    counts: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    out_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program row · HEADS + head merges that row's splits, where it has more than one."""
+    pair = tl.program_id(0)
+    row = (pair // HEADS).to(tl.int64)
+    kept = _kept_tokens(counts, seq_lens, row, PAGE)
+    share = _split_tokens(kept, SPLITS, BLOCK)
+    if share < kept:
+        out_row = out + row * out_stride + (pair % HEADS) * GROUP * D
+        active = tl.cdiv(kept, share)
+        _merge_splits(
+            partial_out, partial_lse, out_row, pair, active, GROUP, D, SPLITS, SPLITS_PAD
+        )
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    page_ids: torch.Tensor,
+    counts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    page_size: int,
+    sm_scale: float,
+    scratch: DecodeScratch,
+    launch: DecodeLaunch,
+) -> None:
+    """Attend exactly to the selected pages, as `reference.sparse_decode` defines it.
+
+    With the page table for every head (`page_table[:, None].expand(bs, Hkv, max_pages)`) and the
+    page counts, the same launch is dense decode.
+
+    Args:
+        q: [bs, Hq, D]; 1 to 16 query heads for each KV head.
+        k_buffer, v_buffer: [num_slots, Hkv, D], contiguous.
+        page_ids: [bs, Hkv, K] int32, physical pages in ascending logical order; the head axis may
+            be expanded.
+        counts: [bs] int32, entries of page_ids that count.
+        seq_lens: [bs] int32 or int64, the current token included.
+        out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
+        sm_scale: factor of the logits.
+    """
+    batch, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_buffer.shape[1]
+    group = group_size(num_q_heads, num_kv_heads)
+    check_member("page_size", page_size, PAGE_SIZES)
+    check_member("head_dim", head_dim, HEAD_DIMS)
+    pool = (k_buffer.shape[0], num_kv_heads, head_dim)
+    check_tensor("q", q, (batch, num_q_heads, head_dim), KV_DTYPES)
+    check_tensor("k_buffer", k_buffer, pool, (q.dtype,))
+    check_tensor("v_buffer", v_buffer, pool, (q.dtype,))
+    check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
+    check_tensor("counts", counts, (batch,), (torch.int32,))
+    check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
+    check_tensor("out", out, (batch, num_q_heads, head_dim), (q.dtype,))
+    check_contiguous("k_buffer", k_buffer)
+    check_contiguous("v_buffer", v_buffer)
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor.stride(1) != head_dim:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}: expected heads side by side in each row"
+            )
+    parts = batch * num_q_heads * launch.splits
+    if launch.splits > 1 and scratch.partial_lse.shape[0] < parts:
+        raise ValueError(
+            f"scratch holds {scratch.partial_lse.shape[0]} partial rows: expected at least "
+            f"bs·Hq·splits={parts}; allocate it with max_splits={launch.splits}"
+        )
+    if launch.splits > 1 and scratch.arrivals.shape[0] < batch * num_kv_heads:
+        raise ValueError(
+            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv="
+            f"{batch * num_kv_heads}; allocate it with max_batch={batch}"
+        )
+    shape = {
+        "HEADS": num_kv_heads,
+        "GROUP": group,
+        "D": head_dim,
+        "PAGE": page_size,
+        "SPLITS": launch.splits,
+        "SPLITS_PAD": triton.next_power_of_2(launch.splits),
+        "BLOCK": launch.block_tokens,
+    }
+    _decode_kernel[(batch * num_kv_heads, launch.splits)](
+        q,
+        k_buffer,
+        v_buffer,
+        page_ids,
+        counts,
+        seq_lens,
+        out,
+        scratch.partial_out,
+        scratch.partial_lse,
+        scratch.arrivals,
+        sm_scale * _LOG2_E,
+        q.stride(0),
+        page_ids.stride(0),
+        page_ids.stride(1),
+        out.stride(0),
+        **shape,
+        MMA_ROWS=_MMA_ROWS,
+        STAGES=launch.stages,
+        FUSED_MERGE=launch.merge == "fused",
+        num_warps=launch.num_warps,
+    )
+    if launch.merge == "kernel" and launch.splits > 1:
+        _merge_kernel[(batch * num_kv_heads,)](
+            counts,
+            seq_lens,
+            out,
+            scratch.partial_out,
+            scratch.partial_lse,
+            out.stride(0),
+            **shape,
+            num_warps=launch.num_warps,
+        )

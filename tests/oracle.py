@@ -1,0 +1,77 @@
+"""What a server with the sparrow backend must answer, from transformers and the contract's loop.
+
+A transformers model in float64 whose attention is dense for the prompt and follows `contract.py`
+for every later position. It shares nothing with the backend but the checkpoint.
+"""
+
+import numpy as np
+import torch
+from contract import budget_pages, decode_one
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from sparrow_sglang.schedule import BudgetSchedule
+
+
+class ContractModel:
+    """Teacher-forced log-probs under dense prefill and sparse decode.
+
+    Args:
+        path: a checkpoint folder.
+        schedule: supplies numbers only (page size, bins, budgets); None attends densely throughout.
+    """
+
+    def __init__(self, path: str, schedule: BudgetSchedule | None = None) -> None:
+        self._schedule = schedule
+        self._prompt_len = 0
+        name = f"contract_{id(self)}"
+        AttentionInterface.register(name, self._attend)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float64, attn_implementation=name
+        ).eval()
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        queries, keys, values = (t[0].transpose(0, 1).numpy() for t in (query, key, value))
+        total, num_q_heads, head_dim = queries.shape
+        group = num_q_heads // keys.shape[1]
+        dense = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(group, 1),
+            value.repeat_interleave(group, 1),
+            is_causal=True,
+            scale=scaling,
+        )
+        out = dense[0].transpose(0, 1).clone()
+        schedule = self._schedule
+        if schedule is not None and module.layer_idx not in schedule.dense_layers:
+            for position in range(self._prompt_len, total):
+                length = position + 1
+                budget = budget_pages(
+                    length, schedule.page_size, schedule.bin_tokens, schedule.budget_tokens
+                )
+                row, _ = decode_one(
+                    queries[position],
+                    keys[:length],
+                    values[:length],
+                    budget,
+                    schedule.page_size,
+                    scaling,
+                    store=lambda mean: mean.astype(np.float32).astype(np.float64),
+                )
+                out[position] = torch.from_numpy(row)
+        return out[None], None
+
+    @torch.inference_mode()
+    def log_probs(self, prompt: list[int], response: list[int]) -> torch.Tensor:
+        """Log-probs of the whole vocabulary before each response token, [len(response), V]."""
+        self._prompt_len = len(prompt)
+        logits = self._model(torch.tensor([prompt + response[:-1]])).logits[0]
+        return logits[len(prompt) - 1 :].log_softmax(-1)
