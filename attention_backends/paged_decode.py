@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.kernels import decode, landmark, select
+from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -185,7 +185,7 @@ class TritonPagedDecode:
         self._schedule = schedule
         self._req_to_token = req_to_token
         self._max_batch = max_batch
-        self._budgets = select.Budgets(
+        self._budgets = page_table.Budgets(
             table=torch.tensor([schedule.budget_pages], dtype=torch.int32, device=device),
             bin_pages=torch.tensor([schedule.bin_pages], dtype=torch.int32, device=device),
             schedule_ids=torch.zeros(max_batch, dtype=torch.int32, device=device),
@@ -196,26 +196,26 @@ class TritonPagedDecode:
             for batch in batches
         }
         self._decode_launch = {
-            batch: decode.decode_launch(batch, num_kv_heads, max_selected * page_size, device)
+            batch: decode.decode_launch(
+                batch, num_kv_heads, head_dim, max_selected * page_size, device
+            )
             for batch in batches
         }
         self._page_table = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
         self._page_ids = torch.zeros(
             max_batch, num_kv_heads, max_selected, dtype=torch.int32, device=device
         )
-        self._counts = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._page_counts = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._select_scratch = select.allocate_select_scratch(
             max_batch, num_kv_heads, max_pages, device
         )
+        # Small batches are split most, so the largest batch is not the one with most parts.
+        parts = max(batch * launch.splits for batch, launch in self._decode_launch.items())
         self._decode_scratch = decode.allocate_decode_scratch(
-            max_batch,
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            max(batch * launch.splits for batch, launch in self._decode_launch.items()),
-            device,
+            num_q_heads * parts, max_batch * num_kv_heads, head_dim, device
         )
         self._pages: torch.Tensor
+        self._counts: torch.Tensor
         self._seq_lens: torch.Tensor
         self._longest = 0
 
@@ -223,31 +223,37 @@ class TritonPagedDecode:
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
         self._longest = -(-int(seq_lens_cpu.max()) // self._schedule.page_size)
-        pages = self._page_table.new_empty(len(seq_lens), self._longest)
-        self._snapshot(req_pool_indices, seq_lens, pages)
+        self._pages = self._page_table.new_empty(len(seq_lens), self._longest)
+        self._seq_lens = seq_lens
+        page_table.snapshot_page_table(
+            self._req_to_token,
+            req_pool_indices,
+            seq_lens,
+            self._pages,
+            page_size=self._schedule.page_size,
+        )
 
     def plan_decode(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
         batch = len(seq_lens)
-        if batch <= self._max_batch:
-            # Always the same addresses: a captured graph reads them at every replay.
-            pages = self._page_table[:batch]
-        else:
-            pages = self._page_table.new_empty(batch, self._page_table.shape[1])
-        self._snapshot(req_pool_indices, seq_lens, pages)
-
-    def _snapshot(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, pages: torch.Tensor
-    ) -> None:
-        landmark.snapshot_page_table(
+        # Always the same addresses: a captured graph reads them at every replay.
+        self._pages, self._counts = self._page_table[:batch], self._page_counts[:batch]
+        budgets = self._budgets
+        if batch > self._max_batch:
+            self._pages = self._page_table.new_empty(batch, self._page_table.shape[1])
+            self._counts = self._page_counts.new_empty(batch)
+            budgets = budgets._replace(schedule_ids=budgets.schedule_ids.new_zeros(batch))
+        self._seq_lens = seq_lens
+        page_table.snapshot_page_table(
             self._req_to_token,
             req_pool_indices,
             seq_lens,
-            pages,
+            self._pages,
             page_size=self._schedule.page_size,
+            budgets=budgets,
+            counts=self._counts,
         )
-        self._pages, self._seq_lens = pages, seq_lens
 
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: torch.Tensor) -> None:
         landmark.update_landmarks_bulk(
@@ -271,18 +277,17 @@ class TritonPagedDecode:
         out = torch.empty_like(q)
         for start in range(0, len(q), self._max_batch):
             rows = slice(start, start + self._max_batch)
-            pages, seq_lens = self._pages[rows], self._seq_lens[rows]
+            pages, counts, seq_lens = self._pages[rows], self._counts[rows], self._seq_lens[rows]
             batch = len(seq_lens)
-            page_ids, counts = self._page_ids[:batch], self._counts[:batch]
+            page_ids = self._page_ids[:batch]
             select.select_pages(
                 q[rows],
                 k_buffer,
                 landmarks,
                 pages,
                 seq_lens,
-                self._budgets,
-                page_ids,
                 counts,
+                page_ids,
                 page_size=self._schedule.page_size,
                 sink_pages=self._schedule.sink_pages,
                 recent_pages=self._schedule.recent_pages,

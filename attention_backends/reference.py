@@ -48,7 +48,7 @@ def select_pages(
     """Choose the pages to attend to: sinks, recent pages, and the best-scored between them.
 
     Ties go to the lower index. Sinks and recent pages are kept whatever their score, and a score
-    of NaN ranks last.
+    that is not finite ranks last.
 
     Args:
         scores: [B, Hkv, N] in fp32.
@@ -64,8 +64,8 @@ def select_pages(
     position = torch.arange(scores.shape[-1], device=scores.device)
     held = position < num_pages[:, None]
     kept = held & ((position < sink_pages) | (position >= num_pages[:, None] - recent_pages))
-    # nan_to_num maps -inf to the least finite float, so that only pages past the end stay at -inf.
-    rank_key = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)
+    # The least finite float, so that only pages past the end stand at -inf.
+    rank_key = scores.masked_fill(~scores.isfinite(), torch.finfo(scores.dtype).min)
     rank_key = rank_key.masked_fill(kept[:, None], torch.inf)
     rank_key = rank_key.masked_fill(~held[:, None], -torch.inf)
     best_first = rank_key.sort(dim=-1, descending=True, stable=True).indices

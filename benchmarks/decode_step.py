@@ -6,6 +6,7 @@ cache, over the difference of their lengths, so that prefill and request handlin
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -151,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", default="qwen3-1.7b", help="comma-separated folders of models/")
     parser.add_argument("--backends", default="flashinfer,sparrow")
     parser.add_argument("--cases", nargs="+", default=["16x32768"], help=batch_lengths.__doc__)
-    parser.add_argument("--schedule", default="{model}-0.86")
+    parser.add_argument("--schedules", nargs="+", default=["{model}-0.86"], metavar="SCHEDULE")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory-fraction", type=float, default=0.88)
     parser.add_argument(
@@ -161,26 +162,27 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
-        options.model, options.backend = options.one.split(",")
-        options.schedule = options.schedule.format(model=options.model)
+        options.model, options.backend, options.schedule = options.one.split(",")
         run_engine(options)
         return
     rows: list[dict[str, Any]] = []
-    for model in options.models.split(","):
-        for backend in options.backends.split(","):
+    for model, backend in itertools.product(options.models.split(","), options.backends.split(",")):
+        schedules = [name.format(model=model) for name in options.schedules]
+        # The dense backends ignore the schedule.
+        for schedule in schedules if backend == "sparrow" else schedules[:1]:
             part = options.out.with_suffix(f".{model}.{backend}.part")
             command = [sys.executable, "-m", __spec__.name, *(argv or sys.argv[1:])]
-            command += ["--one", f"{model},{backend}", "--out", str(part)]
+            command += ["--one", f"{model},{backend},{schedule}", "--out", str(part)]
             if subprocess.run(command).returncode or not part.exists():
-                print(f"{model} {backend}: failed, left out", flush=True)
+                print(f"{model} {backend} {schedule}: failed, left out", flush=True)
                 continue
             rows += json.loads(part.read_text())
             part.unlink()
             write_result(options.out, {**provenance(), "rows": rows, "speedups": speedups(rows)})
     for row in speedups(rows):
         print(
-            f"{row['model']:12} {row['case']:22} {row['dense_ms']:7.2f} -> {row['sparse_ms']:6.2f} ms"
-            f"  {row['speedup']:5.2f}x  (floor {row['floor_ms']:.2f})"
+            f"{row['model']:12} {row['schedule']:16} {row['case']:22} {row['dense_ms']:7.2f} ->"
+            f" {row['sparse_ms']:6.2f} ms  {row['speedup']:5.2f}x  (floor {row['floor_ms']:.2f})"
         )
 
 

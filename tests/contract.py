@@ -81,9 +81,7 @@ def decode_one(
         ]
         for member in range(group):
             row = head * group + member
-            logits = np.array([q[row] @ keys[token, head] for token in tokens]) * sm_scale
+            logits = keys[tokens, head] @ q[row] * sm_scale
             weights = np.exp(logits - logits.max())
-            weights /= weights.sum()
-            for weight, token in zip(weights, tokens, strict=True):
-                out[row] += weight * values[token, head]
+            out[row] = weights / weights.sum() @ values[tokens, head]
     return out, kept_by_head

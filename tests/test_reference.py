@@ -6,6 +6,7 @@ import torch
 from contract import budget_pages, choose_pages, decode_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.metadata import BudgetTable
@@ -13,47 +14,6 @@ from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.schedule import BudgetSchedule
 
 HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (4, 4)]
-
-
-def make_schedule(page_size: int, bin_pages: int, budgets: list[int]) -> BudgetSchedule:
-    return BudgetSchedule(
-        name="test",
-        page_size=page_size,
-        bin_tokens=bin_pages * page_size,
-        budget_tokens=tuple(pages * page_size for pages in budgets),
-        calibrated=False,
-    )
-
-
-class Pool:
-    """A KV pool in which each request's pages lie scattered, as after many allocations."""
-
-    def __init__(self, lengths: list[int], heads: tuple, head_dim: int, page_size: int, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        pages = [-(-length // page_size) for length in lengths]
-        order = torch.randperm(sum(pages), generator=generator) + 1
-        self.k = torch.randn((sum(pages) + 1) * page_size, heads[1], head_dim, generator=generator)
-        self.v = torch.randn(self.k.shape, generator=generator)
-        self.q = torch.randn(len(lengths), heads[0], head_dim, generator=generator)
-        self.req_to_token = torch.zeros(
-            len(lengths) + 1, max(pages) * page_size + 8, dtype=torch.int32
-        )
-        self.slots = []
-        for row, count in enumerate(pages):
-            physical = order[sum(pages[:row]) : sum(pages[:row]) + count]
-            slots = (physical[:, None] * page_size + torch.arange(page_size)).flatten()
-            slots = slots[: lengths[row]]
-            # Rows are used in reverse, so that request index and table row differ.
-            self.req_to_token[len(lengths) - row, : len(slots)] = slots.int()
-            self.slots.append(slots)
-        self.rows = torch.arange(len(lengths), 0, -1)
-        self.lengths = torch.tensor(lengths)
-
-    def keys_of(self, row: int) -> np.ndarray:
-        return self.k[self.slots[row]].double().numpy()
-
-    def values_of(self, row: int) -> np.ndarray:
-        return self.v[self.slots[row]].double().numpy()
 
 
 def run_step(pool: Pool, schedule: BudgetSchedule, sm_scale: float) -> torch.Tensor:
@@ -142,8 +102,9 @@ def test_selection_equals_the_contract_with_many_ties(data, num_pages, sinks, re
     assert selected[0, 0].tolist() == choose_pages(values, num_pages, budget, sinks, recents)
 
 
-def test_a_nan_score_ranks_last_and_nothing_past_the_end_is_chosen():
-    scores = torch.tensor([[[0.0, torch.nan, -5.0, -1e30, 3.0, 0.0, 9.0, 9.0]]])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_score_that_is_not_finite_ranks_last_and_nothing_past_the_end_is_chosen(value):
+    scores = torch.tensor([[[0.0, value, -5.0, -1e30, 3.0, 0.0, 9.0, 9.0]]])
     selected = reference.select_pages(scores, torch.tensor([6]), torch.tensor([5]), 1, 1)
     assert selected[0, 0].tolist() == [0, 2, 3, 4, 5]
 

@@ -54,7 +54,7 @@ def dense_oracle(sharp_llama) -> ContractModel:
     return ContractModel(sharp_llama)
 
 
-def generate(engine, prompts: list[list[int]], new_tokens: int | list[int]) -> list[dict]:
+def generate(engine, prompts: list, new_tokens: int | list[int], lora=None) -> list[dict]:
     """Greedy generations: token ids, their log-probs and the prompt tokens found in the cache."""
     lengths = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(prompts)
     answers = engine.generate(
@@ -63,6 +63,7 @@ def generate(engine, prompts: list[list[int]], new_tokens: int | list[int]) -> l
             {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths
         ],
         return_logprob=True,
+        lora_path=lora,
     )
     return [
         {
@@ -98,6 +99,56 @@ def assert_follows(oracle: ContractModel, prompt: list[int], answer: dict) -> No
         answer["log_probs"], chosen(expected, answer["ids"]), atol=FP32, rtol=0
     )
     assert (expected.max(-1).values - chosen(expected, answer["ids"]).double()).max() < 2 * FP32
+
+
+@pytest.fixture(scope="module")
+def adapter(sharp_llama, tmp_path_factory) -> str:
+    """A LoRA adapter strong enough to change the greedy tokens."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(sharp_llama),
+        LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False),
+    )
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, adapter):
+    """Through batching, chunked prefill, prefix-cache hits, LoRA on and off."""
+    prompts = [tokens(20 + length, length) for length in (3, 40, 64, 150, 210)]
+    # The last prompt shares 160 tokens with the one before it.
+    prompts.append(prompts[-1][:160] + tokens(99, 30))
+    answers = {}
+    for backend in ("torch_native", "sparrow"):
+        schedule = {"sparrow_schedule": "fixed-1024"} if backend == "sparrow" else {}
+        with start_engine(
+            sharp_llama,
+            attention_backend=backend,
+            page_size=PAGE,
+            dtype="float32",
+            chunked_prefill_size=64,
+            enable_lora=True,
+            max_lora_rank=4,
+            lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            lora_paths={"adapter": adapter},
+            **schedule,
+        ) as engine:
+            cold = generate(engine, prompts, 40)
+            warm = generate(engine, prompts, 40)
+            adapted = generate(engine, prompts, 40, lora=["adapter", None] * 3)
+            answers[backend] = cold + warm + adapted
+    for stock, ours in zip(answers["torch_native"], answers["sparrow"], strict=True):
+        assert ours["ids"] == stock["ids"]
+        assert ours["cached"] == stock["cached"]
+        torch.testing.assert_close(ours["log_probs"], stock["log_probs"], atol=1e-5, rtol=0)
+    plain, adapted = answers["sparrow"][0], answers["sparrow"][12]
+    assert plain["ids"] != adapted["ids"]
+    assert answers["sparrow"][1]["ids"] == answers["sparrow"][13]["ids"]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +200,7 @@ def test_a_second_turn_reuses_the_prompt_but_no_sparse_written_kv(
     second = generate(sparse_engine, [history + follow_up], 1)[0]
     assert second["cached"] == 128  # whole pages of the first prompt, and nothing generated
     dense = dense_oracle.log_probs(history + follow_up, second["ids"])
-    torch.testing.assert_close(
-        second["log_probs"], chosen(dense, second["ids"]), atol=FP32, rtol=0
-    )
+    torch.testing.assert_close(second["log_probs"], chosen(dense, second["ids"]), atol=FP32, rtol=0)
     # Had the KV of the sparse turn been reused, the answer would be this one:
     reused = sparse_oracle.log_probs(prompt, first["ids"] + follow_up + second["ids"])[-1:]
     assert (chosen(reused, second["ids"]) - second["log_probs"]).abs().max() > 10 * FP32

@@ -4,7 +4,7 @@ In: queries, the KV pool, page ids and counts from `select`. Out: [bs, Hq, D]. T
 work depends on numbers that the kernel reads itself, so a captured launch serves every length.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,7 +24,8 @@ from sparrow_sglang.attention_backends.kernels.checks import (
 
 MAX_SPLITS = 64
 # Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.
-_MIN_SPLIT_TOKENS = 256
+_MIN_SPLIT_TOKENS = 128
+_PROGRAMS_PER_SM = 4
 _LOG2_E = 1.4426950408889634
 # The tensor cores' smallest M: a group of fewer query heads is padded to it.
 _MMA_ROWS = 16
@@ -43,39 +44,42 @@ class DecodeLaunch(NamedTuple):
     """Launch shape, fixed at capture.
 
     splits: programs that share one (request, KV head); block_tokens: tokens a tile; stages: tiles
-    in flight; merge: who combines the splits, the last program of a row or a second kernel.
+    in flight.
     """
 
     splits: int
-    block_tokens: int = 64
-    num_warps: int = 4
-    stages: int = 3
-    merge: Literal["fused", "kernel"] = "fused"
+    block_tokens: int = 32
+    num_warps: int = 1
+    stages: int = 5
 
 
 def decode_launch(
-    batch: int, num_kv_heads: int, max_selected_tokens: int, device: torch.device
+    batch: int, num_kv_heads: int, head_dim: int, max_selected_tokens: int, device: torch.device
 ) -> DecodeLaunch:
-    """Programs enough to fill every SM four times over, of at least _MIN_SPLIT_TOKENS each."""
-    wanted = triton.cdiv(4 * sm_count(device), batch * num_kv_heads)
+    """One wave of one-warp programs of at least _MIN_SPLIT_TOKENS tokens each.
+
+    Small tiles and many independent programs keep more loads in flight than wide tiles do.
+    """
+    wanted = _PROGRAMS_PER_SM * sm_count(device) // (batch * num_kv_heads)
     useful = triton.cdiv(max_selected_tokens, _MIN_SPLIT_TOKENS)
-    return DecodeLaunch(splits=max(1, min(wanted, useful, MAX_SPLITS)))
+    return DecodeLaunch(
+        splits=max(1, min(wanted, useful, MAX_SPLITS)), block_tokens=max(16, 4096 // head_dim)
+    )
 
 
 def allocate_decode_scratch(
-    max_batch: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_splits: int,
-    device: torch.device,
+    parts: int, rows: int, head_dim: int, device: torch.device
 ) -> DecodeScratch:
-    """Scratch for up to max_batch requests in up to max_splits splits; all layers may share it."""
-    rows = max_batch * num_q_heads * max_splits
+    """Scratch that all layers and batch sizes may share.
+
+    Args:
+        parts: largest bs·Hq·splits of the launches that will use it.
+        rows: largest bs·Hkv.
+    """
     return DecodeScratch(
-        partial_out=torch.empty(rows, head_dim, dtype=torch.float32, device=device),
-        partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
-        arrivals=torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device),
+        partial_out=torch.empty(parts, head_dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(parts, dtype=torch.float32, device=device),
+        arrivals=torch.zeros(rows, dtype=torch.int32, device=device),
     )
 
 
@@ -87,7 +91,9 @@ def _split_tokens(kept: tl.tensor, SPLITS: tl.constexpr, BLOCK: tl.constexpr) ->
 
 
 @triton.jit
-def _kept_tokens(counts: tl.tensor, seq_lens: tl.tensor, row: tl.tensor, PAGE: tl.constexpr):
+def _kept_tokens(
+    counts: tl.tensor, seq_lens: tl.tensor, row: tl.tensor, PAGE: tl.constexpr
+) -> tl.tensor:
     """Tokens in the selected pages of a row; all are full but the last one."""
     count = tl.load(counts + row).to(tl.int32)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
@@ -141,8 +147,7 @@ def _attend(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Output [_MMA_ROWS, D] and base-2 log-sum-exp [_MMA_ROWS] over the row's tokens [first, end).
-    """
+    """Output [rows of queries, D] and base-2 log-sum-exp over the tokens [first, end)."""
     columns = tl.arange(0, D)
     largest = tl.full((queries.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
@@ -194,7 +199,6 @@ def _decode_kernel(
     MMA_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    FUSED_MERGE: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) attends to its share of the row's kept tokens."""
     pair = tl.program_id(0)
@@ -226,45 +230,48 @@ def _decode_kernel(
             part = (pair.to(tl.int64) * GROUP + member) * SPLITS + split
             tl.store(partial_lse + part, lse, mask=member < GROUP)
             tl.store(partial_out + part[:, None] * D + columns[None, :], result, mask=used)
-            if FUSED_MERGE:
-                # Every thread's part must be out before this program reports it.
-                tl.debug_barrier()
-                active = tl.cdiv(kept, share)
-                arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
-                if arrived == active - 1:
-                    # Zero again for the next launch, or the next replay of a graph.
-                    tl.store(arrivals + pair, 0)
-                    _merge_splits(
-                        partial_out, partial_lse, out_row, pair, active, GROUP, D, SPLITS, SPLITS_PAD
-                    )
+            # Every thread's part must be out before this program reports it.
+            tl.debug_barrier()
+            active = tl.cdiv(kept, share)
+            arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
+            if arrived == active - 1:
+                # Zero again for the next launch, or the next replay of a graph.
+                tl.store(arrivals + pair, 0)
+                _merge_splits(
+                    partial_out, partial_lse, out_row, pair, active, GROUP, D, SPLITS, SPLITS_PAD
+                )
 
 
-@triton.jit
-def _merge_kernel(
-    counts: tl.tensor,
-    seq_lens: tl.tensor,
-    out: tl.tensor,
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,
-    out_stride: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _check_pools(
+    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Program row · HEADS + head merges that row's splits, where it has more than one."""
-    pair = tl.program_id(0)
-    row = (pair // HEADS).to(tl.int64)
-    kept = _kept_tokens(counts, seq_lens, row, PAGE)
-    share = _split_tokens(kept, SPLITS, BLOCK)
-    if share < kept:
-        out_row = out + row * out_stride + (pair % HEADS) * GROUP * D
-        active = tl.cdiv(kept, share)
-        _merge_splits(
-            partial_out, partial_lse, out_row, pair, active, GROUP, D, SPLITS, SPLITS_PAD
+    batch, num_q_heads, head_dim = q.shape
+    check_member("head_dim", head_dim, HEAD_DIMS)
+    pool = (k_buffer.shape[0], k_buffer.shape[1], head_dim)
+    check_tensor("q", q, (batch, num_q_heads, head_dim), KV_DTYPES)
+    check_tensor("k_buffer", k_buffer, pool, (q.dtype,))
+    check_tensor("v_buffer", v_buffer, pool, (q.dtype,))
+    check_tensor("out", out, (batch, num_q_heads, head_dim), (q.dtype,))
+    check_contiguous("k_buffer", k_buffer)
+    check_contiguous("v_buffer", v_buffer)
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor.stride(1) != head_dim:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}: expected heads side by side in each row"
+            )
+
+
+def _check_scratch(scratch: DecodeScratch, rows: int, group: int, splits: int) -> None:
+    parts = rows * group * splits
+    if splits > 1 and scratch.partial_lse.shape[0] < parts:
+        raise ValueError(
+            f"scratch holds {scratch.partial_lse.shape[0]} partial rows: expected at least "
+            f"bs·Hq·splits={parts}; allocate it with more parts"
+        )
+    if splits > 1 and scratch.arrivals.shape[0] < rows:
+        raise ValueError(
+            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
+            "allocate it with more rows"
         )
 
 
@@ -301,42 +308,11 @@ def sparse_decode(
     num_kv_heads = k_buffer.shape[1]
     group = group_size(num_q_heads, num_kv_heads)
     check_member("page_size", page_size, PAGE_SIZES)
-    check_member("head_dim", head_dim, HEAD_DIMS)
-    pool = (k_buffer.shape[0], num_kv_heads, head_dim)
-    check_tensor("q", q, (batch, num_q_heads, head_dim), KV_DTYPES)
-    check_tensor("k_buffer", k_buffer, pool, (q.dtype,))
-    check_tensor("v_buffer", v_buffer, pool, (q.dtype,))
     check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
     check_tensor("counts", counts, (batch,), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
-    check_tensor("out", out, (batch, num_q_heads, head_dim), (q.dtype,))
-    check_contiguous("k_buffer", k_buffer)
-    check_contiguous("v_buffer", v_buffer)
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.stride(1) != head_dim:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}: expected heads side by side in each row"
-            )
-    parts = batch * num_q_heads * launch.splits
-    if launch.splits > 1 and scratch.partial_lse.shape[0] < parts:
-        raise ValueError(
-            f"scratch holds {scratch.partial_lse.shape[0]} partial rows: expected at least "
-            f"bs·Hq·splits={parts}; allocate it with max_splits={launch.splits}"
-        )
-    if launch.splits > 1 and scratch.arrivals.shape[0] < batch * num_kv_heads:
-        raise ValueError(
-            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv="
-            f"{batch * num_kv_heads}; allocate it with max_batch={batch}"
-        )
-    shape = {
-        "HEADS": num_kv_heads,
-        "GROUP": group,
-        "D": head_dim,
-        "PAGE": page_size,
-        "SPLITS": launch.splits,
-        "SPLITS_PAD": triton.next_power_of_2(launch.splits),
-        "BLOCK": launch.block_tokens,
-    }
+    _check_pools(q, k_buffer, v_buffer, out)
+    _check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
     _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
@@ -353,20 +329,14 @@ def sparse_decode(
         page_ids.stride(0),
         page_ids.stride(1),
         out.stride(0),
-        **shape,
+        HEADS=num_kv_heads,
+        GROUP=group,
+        D=head_dim,
+        PAGE=page_size,
+        SPLITS=launch.splits,
+        SPLITS_PAD=triton.next_power_of_2(launch.splits),
         MMA_ROWS=_MMA_ROWS,
+        BLOCK=launch.block_tokens,
         STAGES=launch.stages,
-        FUSED_MERGE=launch.merge == "fused",
         num_warps=launch.num_warps,
     )
-    if launch.merge == "kernel" and launch.splits > 1:
-        _merge_kernel[(batch * num_kv_heads,)](
-            counts,
-            seq_lens,
-            out,
-            scratch.partial_out,
-            scratch.partial_lse,
-            out.stride(0),
-            **shape,
-            num_warps=launch.num_warps,
-        )

@@ -1,8 +1,4 @@
-"""Landmarks of full pages, and the page table that the decode kernels read.
-
-In: SGLang's token pool and `req_to_token`. Out: landmarks [num_pages, Hkv, D] and a page table
-[bs, max_pages] of physical page ids, one snapshot per step.
-"""
+"""Landmarks of full pages: in, SGLang's token pool; out, landmarks [num_pages, Hkv, D]."""
 
 import torch
 import triton
@@ -21,7 +17,6 @@ from sparrow_sglang.attention_backends.kernels.checks import (
 # One thread reads 16 bytes of a row: 1024 columns of 2 bytes are 4 warps side by side, each thread
 # sums its own 8 columns, and a page needs no exchange between threads.
 _COLUMNS = 1024
-_SNAPSHOT_PAGES = 256
 
 
 @triton.jit
@@ -112,68 +107,4 @@ def update_landmarks_bulk(
         PAGE=page_size,
         COLUMNS=columns,
         num_warps=max(1, columns // 256),
-    )
-
-
-@triton.jit
-def _snapshot_kernel(
-    req_to_token: tl.tensor,
-    req_pool_indices: tl.tensor,
-    seq_lens: tl.tensor,
-    page_table: tl.tensor,
-    req_stride: tl.tensor,
-    table_stride: tl.tensor,
-    table_width: tl.tensor,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Program (row, block) writes BLOCK entries of one row, those below the row's page count."""
-    row = tl.program_id(0)
-    pages = tl.minimum(tl.cdiv(tl.load(seq_lens + row), PAGE), table_width)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if tl.program_id(1) * BLOCK < pages:
-        request = tl.load(req_pool_indices + row).to(tl.int64)
-        mask = index < pages
-        slot = tl.load(req_to_token + request * req_stride + index * PAGE, mask=mask, other=0)
-        tl.store(page_table + row.to(tl.int64) * table_stride + index, slot // PAGE, mask=mask)
-
-
-def snapshot_page_table(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    *,
-    page_size: int,
-) -> None:
-    """Copy each request's physical pages out of `req_to_token`, which may change during a replay.
-
-    Args:
-        req_to_token: [num_requests, max_context] int32 slots, page-aligned runs.
-        req_pool_indices: [bs] int32 or int64, rows of req_to_token.
-        seq_lens: [bs] int32 or int64.
-        page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
-        page_size: 16, 32 or 64.
-    """
-    batch = seq_lens.shape[0]
-    check_member("page_size", page_size, PAGE_SIZES)
-    check_tensor("req_to_token", req_to_token, (None, None), (torch.int32,))
-    check_tensor("req_pool_indices", req_pool_indices, (batch,), INDEX_DTYPES)
-    check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
-    check_tensor("page_table", page_table, (None, None), (torch.int32,))
-    if page_table.shape[0] < batch:
-        raise ValueError(
-            f"page_table has {page_table.shape[0]} rows: expected at least bs={batch}"
-        )
-    _snapshot_kernel[(batch, triton.cdiv(page_table.shape[1], _SNAPSHOT_PAGES))](
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        page_table,
-        req_to_token.stride(0),
-        page_table.stride(0),
-        page_table.shape[1],
-        PAGE=page_size,
-        BLOCK=_SNAPSHOT_PAGES,
-        num_warps=4,
     )

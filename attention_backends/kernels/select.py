@@ -1,7 +1,7 @@
 """Score every page of a request by its landmark and keep the best: one launch a layer.
 
-In: queries, landmarks, the step's page table. Out: physical page ids in ascending logical order
-and how many of them count; the budget is looked up on the device, so nothing is planned.
+In: queries, landmarks, the step's page table and counts. Out: physical page ids in ascending
+logical order.
 """
 
 from typing import NamedTuple
@@ -22,23 +22,16 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     sm_count,
 )
 from sparrow_sglang.attention_backends.kernels.landmark import page_mean
+from sparrow_sglang.attention_backends.kernels.topk import order_keys, store_selected
 
 # The compaction packs two page counts into one int32, 15 bits for the upper one.
 MAX_PAGES = 32767
-_TILE_BYTES = 16384
-
-
-class Budgets(NamedTuple):
-    """The KV budget tables that the kernel reads; a row's budget depends on its length only.
-
-    table: [num_schedules, num_bins] int32, total pages to keep in a bin, sinks and recent included;
-    bin_pages: [num_schedules] int32, pages a bin (the last bin has no end);
-    schedule_ids: [>= bs] int32, the table row of each request.
-    """
-
-    table: torch.Tensor
-    bin_pages: torch.Tensor
-    schedule_ids: torch.Tensor
+# Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
+_PROGRAMS_PER_SM = 2
+# The smallest N of the tensor cores: three columns hold the query, the others are 0.
+_MMA_COLUMNS = 16
+# Rows of up to this many pages are searched in a smaller tile, which is faster.
+_SHORT_ROW = 512
 
 
 class SelectScratch(NamedTuple):
@@ -58,19 +51,22 @@ class SelectLaunch(NamedTuple):
     splits: int
     block_pages: int
     num_warps: int = 4
-    stages: int = 4
-    radix: int = 8
+    stages: int = 3
+    radix: int = 4
 
 
 def select_launch(
     batch: int, num_kv_heads: int, head_dim: int, max_pages: int, device: torch.device
 ) -> SelectLaunch:
-    """Programs enough to fill every SM four times over, each with at least one tile of pages."""
-    block_pages = _TILE_BYTES // (2 * head_dim)
+    """One wave of programs: long rows are split, many rows get smaller tiles instead."""
     rows = batch * num_kv_heads
-    wanted = triton.cdiv(4 * sm_count(device), rows)
-    splits = max(1, min(wanted, triton.cdiv(max_pages, block_pages), 32))
-    return SelectLaunch(splits=splits, block_pages=block_pages)
+    slots = _PROGRAMS_PER_SM * sm_count(device)
+    if rows > slots:
+        return SelectLaunch(splits=1, block_pages=max(16, 8192 // head_dim))
+    block_pages = max(16, 16384 // head_dim)
+    return SelectLaunch(
+        splits=min(slots // rows, triton.cdiv(max_pages, block_pages)), block_pages=block_pages
+    )
 
 
 def allocate_select_scratch(
@@ -87,30 +83,25 @@ def allocate_select_scratch(
 
 
 @triton.jit
-def _order_keys(scores: tl.tensor) -> tl.tensor:
-    """int32 bits of uint32 keys that sort as the fp32 scores do, all above 0; NaN sorts lowest."""
-    largest: tl.constexpr = 3.4028234663852886e38
-    scores = tl.where(scores != scores, -largest, scores)
-    scores = tl.minimum(tl.maximum(scores, -largest), largest)
-    # -0.0 and 0.0 are a tie.
-    scores = tl.where(scores == 0.0, 0.0, scores)
-    bits = scores.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) | -2147483648)
+def _split_query(group_query: tl.tensor, COLUMNS: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """The fp32 query [D] as a [D, COLUMNS] operand of the tensor cores, exact to fp32.
 
-
-@triton.jit
-def _load_keys(keys: tl.tensor, index: tl.tensor, first: tl.tensor, end: tl.tensor) -> tl.tensor:
-    """uint32 keys of the scored pages [first, end); 0, below every key, elsewhere."""
-    # .cg: another SM may have written them.
-    bits = tl.load(
-        keys + index, mask=(index >= first) & (index < end), other=0, cache_modifier=".cg"
-    )
-    return bits.to(tl.uint32, bitcast=True)
+    Three 16-bit numbers hold an fp32 mantissa, so the sum over the columns of a product is the
+    product with the unrounded query, accumulated in fp32.
+    """
+    high = group_query.to(DTYPE)
+    rest = group_query - high.to(tl.float32)
+    middle = rest.to(DTYPE)
+    low = (rest - middle.to(tl.float32)).to(DTYPE)
+    column = tl.arange(0, COLUMNS)[None, :]
+    split = tl.where(column == 0, high[:, None], tl.zeros_like(high)[:, None])
+    split = tl.where(column == 1, middle[:, None], split)
+    return tl.where(column == 2, low[:, None], split)
 
 
 @triton.jit
 def _score_pages(
-    group_query: tl.tensor,
+    query: tl.tensor,
     head_landmarks: tl.tensor,
     pages: tl.tensor,
     keys: tl.tensor,
@@ -132,86 +123,31 @@ def _score_pages(
             mask=inside[:, None],
             other=0.0,
         )
-        score = tl.sum(tile.to(tl.float32) * group_query[None, :], axis=1)
-        tl.store(keys + index, _order_keys(score), mask=inside)
+        score = tl.sum(tl.dot(tile, query), axis=1)
+        tl.store(keys + index, order_keys(score), mask=inside)
 
 
 @triton.jit
-def _find_threshold(
-    keys: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    wanted: tl.tensor,
-    RADIX: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Bracket [low, high) of keys that holds the wanted-th largest, and how many lie above it.
-
-    Each pass cuts the bracket in RADIX parts and counts the keys above every cut at once: a
-    block-wide reduction costs more than the compares, so several cuts share one. It stops as soon
-    as the keys from `low` up are exactly the wanted ones, some 18 of the 32 bits for thousands of
-    scores; only ties go down to the last bit. The first CHUNK keys stay in registers.
-    """
-    ladder = tl.arange(0, RADIX)
-    lane = tl.arange(0, CHUNK)[None, :]
-    resident = _load_keys(keys, lane, first, end)
-    low = tl.full((), 1, tl.uint32)
-    high = tl.full((), 0xFFFFFFFF, tl.uint32)
-    from_low = end - first
-    from_high = from_low * 0
-    while (wanted > 0) & (from_low != wanted) & (high - low > 1):
-        step = tl.maximum((high - low) // RADIX, 1)
-        cuts = low + step * ladder.to(tl.uint32)
-        counts = tl.sum((resident >= cuts[:, None]).to(tl.int32), axis=1)
-        for base in range(CHUNK, end, CHUNK):
-            more = _load_keys(keys, base + lane, first, end)
-            counts += tl.sum((more >= cuts[:, None]).to(tl.int32), axis=1)
-        enough = counts >= wanted
-        passed = tl.sum(enough.to(tl.int32), axis=0)
-        from_low = tl.min(tl.where(enough, counts, 0x7FFFFFFF), axis=0)
-        from_high = tl.maximum(from_high, tl.max(tl.where(enough, 0, counts), axis=0))
-        next_cut = low + step * passed.to(tl.uint32)
-        low = next_cut - step
-        if passed < RADIX:
-            high = next_cut
-    return low, high, from_high
-
-
-@triton.jit
-def _store_selected(
-    keys: tl.tensor,
+def _update_landmark(
+    k_buffer: tl.tensor,
+    landmarks: tl.tensor,
     pages: tl.tensor,
-    selected: tl.tensor,
-    num_pages: tl.tensor,
-    num_selected: tl.tensor,
-    SINKS: tl.constexpr,
-    RECENTS: tl.constexpr,
-    RADIX: tl.constexpr,
-    CHUNK: tl.constexpr,
+    seq_len: tl.tensor,
+    head: tl.tensor,
+    ROW: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
 ) -> None:
-    """Write the physical ids of the kept pages in ascending logical order."""
-    first = num_pages * 0 + SINKS
-    end = num_pages - RECENTS
-    wanted = num_selected - SINKS - RECENTS
-    low, high, above = _find_threshold(keys, first, end, wanted, RADIX, CHUNK)
-    # Keys inside the bracket tie (or are all wanted): the first of them fill up the budget.
-    room = wanted - above
-    carry = num_pages * 0
-    for base in range(0, num_pages, CHUNK):
-        index = base + tl.arange(0, CHUNK)
-        key = _load_keys(keys, index, first, end)
-        always = (index < SINKS) | ((index >= end) & (index < num_pages))
-        certain = always | (key >= high)
-        tied = (key >= low) & (key < high)
-        # One scan carries both counts: certain pages below, tied ones in the upper half.
-        packed = certain.to(tl.int32) + (tied.to(tl.int32) << 16)
-        before = tl.cumsum(packed, axis=0) - packed + carry
-        tied_before = before >> 16
-        keep = certain | (tied & (tied_before < room))
-        slot = (before & 0xFFFF) + tl.minimum(tied_before, room)
-        page = tl.load(pages + index, mask=keep, other=0)
-        tl.store(selected + slot, page, mask=keep)
-        carry += tl.sum(packed, axis=0)
+    """Write the landmark of the page that the current token filled, if it filled one.
+
+    That page is the most recent one: kept, and not scored in this step.
+    """
+    if (seq_len > 0) & (seq_len % PAGE == 0):
+        columns = tl.arange(0, D)
+        page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)
+        at = head * D + columns
+        mean = page_mean(k_buffer, page * PAGE, at, columns < D, ROW, PAGE)
+        tl.store(landmarks + page * ROW + at, mean.to(landmarks.dtype.element_ty))
 
 
 @triton.jit
@@ -221,18 +157,14 @@ def _select_kernel(
     landmarks: tl.tensor,
     page_table: tl.tensor,
     seq_lens: tl.tensor,
-    budget_table: tl.tensor,
-    bin_pages: tl.tensor,
-    schedule_ids: tl.tensor,
-    page_ids: tl.tensor,
     counts: tl.tensor,
+    page_ids: tl.tensor,
     keys: tl.tensor,
     arrivals: tl.tensor,
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     keys_stride: tl.tensor,
     width: tl.tensor,
-    NUM_BINS: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -241,10 +173,12 @@ def _select_kernel(
     RECENTS: tl.constexpr,
     UPDATE_LANDMARK: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    MMA_COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     RADIX: tl.constexpr,
+    SHORT_ROW: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) scores its share; the last one of a row selects."""
@@ -252,30 +186,25 @@ def _select_kernel(
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
-    columns = tl.arange(0, D)
+    # The loads in front of the first landmark are what a small batch waits for: they are issued
+    # together, before any branch.
+    num_selected = tl.load(counts + row)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
+    member = tl.arange(0, GROUP_PAD)
+    group = tl.load(
+        q + row * q_stride + (head * GROUP + member[:, None]) * D + tl.arange(0, D)[None, :],
+        mask=member[:, None] < GROUP,
+        other=0.0,
+    )
     num_pages = tl.cdiv(seq_len, PAGE)
-    schedule = tl.load(schedule_ids + row)
-    page_bin = tl.minimum(num_pages // tl.load(bin_pages + schedule), NUM_BINS - 1)
-    budget = tl.load(budget_table + schedule * NUM_BINS + page_bin)
-    num_selected = tl.minimum(num_pages, budget)
     pages = page_table + row * table_stride
     selected = page_ids + pair.to(tl.int64) * width
     row_keys = keys + pair.to(tl.int64) * keys_stride
+    if UPDATE_LANDMARK:
+        if split == 0:
+            _update_landmark(k_buffer, landmarks, pages, seq_len, head, HEADS * D, D, PAGE)
 
-    if split == 0:
-        if head == 0:
-            tl.store(counts + row, num_selected)
-        if UPDATE_LANDMARK:
-            # The page that this token filled is the most recent one: kept, never scored now.
-            if (seq_len > 0) & (seq_len % PAGE == 0):
-                page = tl.load(pages + num_pages - 1).to(tl.int64)
-                at = head * D + columns
-                mean = page_mean(k_buffer, page * PAGE, at, columns < D, HEADS * D, PAGE)
-                target = landmarks + page * (HEADS * D) + at
-                tl.store(target, mean.to(landmarks.dtype.element_ty))
-
-    if num_pages <= budget:
+    if num_selected >= num_pages:
         if split == 0:
             for base in range(0, num_pages, CHUNK):
                 index = base + tl.arange(0, CHUNK)
@@ -286,18 +215,13 @@ def _select_kernel(
         share = tl.cdiv(tl.cdiv(middle, SPLITS), BLOCK) * BLOCK
         active = tl.cdiv(middle, share)
         if split < active:
-            member = tl.arange(0, GROUP_PAD)
-            group = tl.load(
-                q + row * q_stride + (head * GROUP + member[:, None]) * D + columns[None, :],
-                mask=member[:, None] < GROUP,
-                other=0.0,
-            )
-            group_query = tl.sum(group.to(tl.float32), axis=0) / GROUP
+            mean_query = tl.sum(group.to(tl.float32), axis=0) / GROUP
+            query = _split_query(mean_query, MMA_COLUMNS, landmarks.dtype.element_ty)
             first = SINKS + split * share
             end = tl.minimum(first + share, num_pages - RECENTS)
             head_landmarks = landmarks + head * D
             _score_pages(
-                group_query, head_landmarks, pages, row_keys, first, end, HEADS * D, D, BLOCK, STAGES
+                query, head_landmarks, pages, row_keys, first, end, HEADS * D, D, BLOCK, STAGES
             )
             # Every thread's keys must be out before this program reports them or reads them back.
             tl.debug_barrier()
@@ -309,9 +233,59 @@ def _select_kernel(
                 if SPLITS > 1:
                     # Zero again for the next launch, or the next replay of a graph.
                     tl.store(arrivals + pair, 0)
-                _store_selected(
-                    row_keys, pages, selected, num_pages, num_selected, SINKS, RECENTS, RADIX, CHUNK
-                )
+                if num_pages <= SHORT_ROW:
+                    store_selected(
+                        row_keys,
+                        pages,
+                        selected,
+                        num_pages,
+                        num_selected,
+                        SINKS,
+                        RECENTS,
+                        RADIX,
+                        SHORT_ROW,
+                    )
+                else:
+                    store_selected(
+                        row_keys,
+                        pages,
+                        selected,
+                        num_pages,
+                        num_selected,
+                        SINKS,
+                        RECENTS,
+                        RADIX,
+                        CHUNK,
+                    )
+
+
+def _check_pools(
+    q: torch.Tensor, k_buffer: torch.Tensor, landmarks: torch.Tensor, page_ids: torch.Tensor
+) -> None:
+    batch, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_buffer.shape[1]
+    check_member("head_dim", head_dim, HEAD_DIMS)
+    check_tensor("q", q, (batch, num_q_heads, head_dim), KV_DTYPES)
+    check_tensor("k_buffer", k_buffer, (None, num_kv_heads, head_dim), KV_DTYPES)
+    check_tensor("landmarks", landmarks, (None, num_kv_heads, head_dim), (k_buffer.dtype,))
+    check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
+    for name, tensor in (("k_buffer", k_buffer), ("landmarks", landmarks), ("page_ids", page_ids)):
+        check_contiguous(name, tensor)
+    if q.stride(1) != head_dim:
+        raise ValueError(f"q has strides {q.stride()}: expected heads side by side in each row")
+
+
+def _check_scratch(scratch: SelectScratch, rows: int, max_pages: int) -> None:
+    if max_pages > min(MAX_PAGES, scratch.keys.shape[1]):
+        raise ValueError(
+            f"page_table has {max_pages} columns: expected at most {MAX_PAGES}, and the scratch "
+            f"holds {scratch.keys.shape[1]}; allocate it with max_pages={max_pages}"
+        )
+    if scratch.arrivals.shape[0] < rows:
+        raise ValueError(
+            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
+            "allocate it with a larger max_batch"
+        )
 
 
 def select_pages(
@@ -320,9 +294,8 @@ def select_pages(
     landmarks: torch.Tensor,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    budgets: Budgets,
-    page_ids: torch.Tensor,
     counts: torch.Tensor,
+    page_ids: torch.Tensor,
     *,
     page_size: int,
     sink_pages: int,
@@ -340,10 +313,10 @@ def select_pages(
             the landmark of each page that the current token filled is written.
         page_table: [bs, max_pages] int32, physical pages.
         seq_lens: [bs] int32 or int64, the current token included.
-        budgets: KV budget tables; a budget holds at least sink_pages + recent_pages.
-        page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest budget that occurs;
-            entries past a row's count are left as they are.
-        counts: [bs] int32, pages kept by each row.
+        counts: [bs] int32, pages to keep of each row: all of them, or at least
+            sink_pages + recent_pages.
+        page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
+            row's count are left as they are.
         recent_pages: at least 1: the page being written is never scored.
     """
     batch, num_q_heads, head_dim = q.shape
@@ -351,50 +324,29 @@ def select_pages(
     group = group_size(num_q_heads, num_kv_heads)
     max_pages = page_table.shape[1]
     check_member("page_size", page_size, PAGE_SIZES)
-    check_member("head_dim", head_dim, HEAD_DIMS)
     if sink_pages < 0 or recent_pages < 1:
         raise ValueError(
             f"sink_pages={sink_pages}, recent_pages={recent_pages}: expected >= 0 and >= 1"
         )
-    if max_pages > min(MAX_PAGES, scratch.keys.shape[1]):
-        raise ValueError(
-            f"page_table has {max_pages} columns: expected at most {MAX_PAGES}, and the scratch "
-            f"holds {scratch.keys.shape[1]}; allocate it with max_pages={max_pages}"
-        )
-    if scratch.arrivals.shape[0] < batch * num_kv_heads:
-        raise ValueError(
-            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv="
-            f"{batch * num_kv_heads}; allocate it with max_batch={batch}"
-        )
-    check_tensor("q", q, (batch, num_q_heads, head_dim), KV_DTYPES)
-    check_tensor("k_buffer", k_buffer, (None, num_kv_heads, head_dim), KV_DTYPES)
-    check_tensor("landmarks", landmarks, (None, num_kv_heads, head_dim), (k_buffer.dtype,))
     check_tensor("page_table", page_table, (batch, None), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
-    check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
     check_tensor("counts", counts, (batch,), (torch.int32,))
-    for name, tensor in (("k_buffer", k_buffer), ("landmarks", landmarks), ("page_ids", page_ids)):
-        check_contiguous(name, tensor)
-    if q.stride(1) != head_dim:
-        raise ValueError(f"q has strides {q.stride()}: expected heads side by side in each row")
+    _check_pools(q, k_buffer, landmarks, page_ids)
+    _check_scratch(scratch, batch * num_kv_heads, max_pages)
     _select_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
         landmarks,
         page_table,
         seq_lens,
-        budgets.table,
-        budgets.bin_pages,
-        budgets.schedule_ids,
-        page_ids,
         counts,
+        page_ids,
         scratch.keys,
         scratch.arrivals,
         q.stride(0),
         page_table.stride(0),
         scratch.keys.stride(0),
         page_ids.shape[2],
-        NUM_BINS=budgets.table.shape[1],
         HEADS=num_kv_heads,
         GROUP=group,
         D=head_dim,
@@ -402,11 +354,13 @@ def select_pages(
         SINKS=sink_pages,
         RECENTS=recent_pages,
         UPDATE_LANDMARK=update_landmark,
-        GROUP_PAD=max(triton.next_power_of_2(group), launch.num_warps * 256 // head_dim),
+        GROUP_PAD=triton.next_power_of_2(group),
+        MMA_COLUMNS=_MMA_COLUMNS,
         SPLITS=launch.splits,
         BLOCK=launch.block_pages,
         STAGES=launch.stages,
         RADIX=launch.radix,
-        CHUNK=min(triton.next_power_of_2(max_pages), 2048),
+        SHORT_ROW=_SHORT_ROW,
+        CHUNK=max(_SHORT_ROW, min(triton.next_power_of_2(max_pages), 2048)),
         num_warps=launch.num_warps,
     )

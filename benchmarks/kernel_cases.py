@@ -1,0 +1,263 @@
+"""Random KV pools, page tables and launches for the kernel benchmark, and how a launch is timed."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.kernels import decode, select
+
+PAGE_SIZE = 16
+HEAD_DIM = 128
+NUM_KV_HEADS = 8
+ROW_BYTES = HEAD_DIM * 2
+SINKS, RECENTS = 1, 2
+# Input sets rotate through at least this much, several times an L2 of 60 MB.
+_COLD_BYTES = 240e6
+_MIN_LAUNCHES = 24
+_REPLAYS = 15
+
+Launch = Callable[[], object]
+
+
+def replay_us(launches: list[Launch]) -> float:
+    """Median time of one launch, from replays of a graph that rotates through all of them."""
+    launches[0]()
+    torch.cuda.synchronize()
+    repeats = -(-_MIN_LAUNCHES // len(launches))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for launch in launches:
+                launch()
+    times = []
+    for _ in range(_REPLAYS + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[2:]) / (repeats * len(launches))
+
+
+@dataclass
+class Pools:
+    """KV and landmark pools shared by all cases, and a random order of the landmarks' pages."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    landmarks: torch.Tensor
+    order: torch.Tensor
+
+    @classmethod
+    def random(cls, tokens: int, landmark_pages: int) -> "Pools":
+        shape = (tokens + PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        half = {"dtype": torch.bfloat16, "device": "cuda"}
+        return cls(
+            k=torch.randn(shape, **half),
+            v=torch.randn(shape, **half),
+            landmarks=torch.randn(landmark_pages + 1, *shape[1:], **half),
+            order=torch.randperm(landmark_pages, device="cuda", dtype=torch.int32) + 1,
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One workload: requests, tokens each, KV budget in pages, query heads per KV head."""
+
+    batch: int
+    context: int
+    budget_pages: int
+    group: int = 2
+
+    @property
+    def pages(self) -> int:
+        return -(-self.context // PAGE_SIZE)
+
+    @property
+    def select_bytes(self) -> int:
+        """Every scored landmark once."""
+        return self.batch * NUM_KV_HEADS * (self.pages - SINKS - RECENTS) * ROW_BYTES
+
+    @property
+    def decode_bytes(self) -> int:
+        """Keys and values of every kept page once."""
+        kept = min(self.budget_pages, self.pages) * PAGE_SIZE
+        return self.batch * NUM_KV_HEADS * kept * 2 * ROW_BYTES
+
+    def sets(self, bytes_per_launch: int) -> int:
+        return max(2, min(192, int(_COLD_BYTES / bytes_per_launch) + 1))
+
+    def queries(self) -> torch.Tensor:
+        heads = NUM_KV_HEADS * self.group
+        return torch.randn(self.batch, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+
+    def seq_lens(self) -> torch.Tensor:
+        """No row ends on a page edge, so that the select kernel leaves the landmarks alone."""
+        lengths = torch.full((self.batch,), self.context, dtype=torch.int32, device="cuda")
+        return lengths - 1 - torch.arange(self.batch, device="cuda", dtype=torch.int32) % 14
+
+    def kept(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Pages kept by each row."""
+        return ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).clamp(max=self.budget_pages)
+
+    def page_table(self, pools: Pools, which: int, limit: int) -> torch.Tensor:
+        """Scattered pages below `limit`, other ones in each set as far as the pool reaches."""
+        order = pools.order[pools.order <= limit] if limit < len(pools.order) else pools.order
+        wanted = self.batch * self.pages
+        first = which * wanted % max(1, len(order) - wanted + 1)
+        return order[first : first + wanted].view(self.batch, self.pages).contiguous()
+
+
+class SelectCase:
+    """Launches of the select kernel over several cold input sets."""
+
+    def __init__(self, pools: Pools, shape: Shape) -> None:
+        self.pools, self.shape = pools, shape
+        self.seq_lens = shape.seq_lens()
+        sets = range(shape.sets(shape.select_bytes))
+        self.q = [shape.queries() for _ in sets]
+        limit = len(pools.landmarks) - 1
+        self.tables = [shape.page_table(pools, which, limit) for which in sets]
+        size = (shape.batch, NUM_KV_HEADS, shape.budget_pages)
+        self.page_ids = torch.empty(size, dtype=torch.int32, device="cuda")
+        self.counts = shape.kept(self.seq_lens)
+        device = self.page_ids.device
+        self.scratch = select.allocate_select_scratch(
+            shape.batch, NUM_KV_HEADS, shape.pages, device
+        )
+        self.launch_shape = select.select_launch(
+            shape.batch, NUM_KV_HEADS, HEAD_DIM, shape.pages, device
+        )
+
+    def launches(self, launch: select.SelectLaunch) -> list[Launch]:
+        def one(which: int) -> Launch:
+            return lambda: select.select_pages(
+                self.q[which],
+                self.pools.k,
+                self.pools.landmarks,
+                self.tables[which],
+                self.seq_lens,
+                self.counts,
+                self.page_ids,
+                page_size=PAGE_SIZE,
+                sink_pages=SINKS,
+                recent_pages=RECENTS,
+                scratch=self.scratch,
+                launch=launch,
+            )
+
+        return [one(which) for which in range(len(self.q))]
+
+    def check(self, launch: select.SelectLaunch) -> float:
+        """Largest relative gap between the kept scores and the definition's; 0 if identical.
+
+        Raises ValueError where the kept pages differ by more than bf16 rounding of a score.
+        """
+        self.page_ids.fill_(-7)
+        self.launches(launch)[0]()
+        rows = slice(0, min(self.shape.batch, 8))
+        table, lengths = self.tables[0][rows], self.seq_lens[rows]
+        num_pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
+        kept = self.shape.kept(lengths)
+        scores = reference.score_pages(self.q[0][rows], self.pools.landmarks, table.long())
+        wanted = reference.select_pages(scores, num_pages, kept, SINKS, RECENTS)
+        position = torch.zeros(len(self.pools.landmarks), dtype=torch.long, device="cuda")
+        worst = 0.0
+        for row in range(len(table)):
+            position[table[row].long()] = torch.arange(self.shape.pages, device="cuda")
+            got = position[self.page_ids[row, :, : kept[row]].long()]
+            if not (got.diff(dim=-1) > 0).all():
+                raise ValueError(f"row {row}: pages are not distinct and ascending")
+            pair = [scores[row].gather(1, x).sort(-1).values for x in (got, wanted[row])]
+            gap = (pair[0] - pair[1]).abs() / pair[1].abs().clamp(min=1e-3)
+            worst = max(worst, float(gap.max()))
+        if worst > 2**-9:
+            raise ValueError(f"kept scores differ by {worst:.1e}: expected at most {2**-9:.1e}")
+        return worst
+
+
+class DecodeCase:
+    """Launches of the decode kernel over several cold input sets."""
+
+    def __init__(self, pools: Pools, shape: Shape) -> None:
+        self.pools, self.shape = pools, shape
+        self.seq_lens = shape.seq_lens()
+        sets = range(shape.sets(shape.decode_bytes))
+        self.q = [shape.queries() for _ in sets]
+        limit = len(pools.k) // PAGE_SIZE - 1
+        table = shape.page_table(pools, 0, limit)
+        self.counts = shape.kept(self.seq_lens)
+        self.page_ids = [self._kept(table) for _ in sets]
+        self.out = torch.empty_like(self.q[0])
+        self.launch_shape = decode.decode_launch(
+            shape.batch, NUM_KV_HEADS, HEAD_DIM, shape.budget_pages * PAGE_SIZE, table.device
+        )
+
+    def _kept(self, table: torch.Tensor) -> torch.Tensor:
+        """A random ascending choice of each request's pages, the last page among them."""
+        width = min(self.shape.budget_pages, self.shape.pages)
+        if width == self.shape.pages:
+            return table[:, None].expand(-1, NUM_KV_HEADS, -1)
+        rank = torch.rand(self.shape.batch, NUM_KV_HEADS, self.shape.pages, device="cuda")
+        rank[..., -1] = 2.0
+        chosen = rank.topk(width, dim=-1).indices.sort(dim=-1).values
+        rows = torch.arange(self.shape.batch, device="cuda")[:, None, None]
+        return table[rows, chosen].contiguous()
+
+    def launches(self, launch: decode.DecodeLaunch) -> list[Launch]:
+        scratch = decode.allocate_decode_scratch(
+            self.q[0].shape[0] * self.q[0].shape[1] * launch.splits,
+            self.shape.batch * NUM_KV_HEADS,
+            HEAD_DIM,
+            self.out.device,
+        )
+
+        def one(which: int) -> Launch:
+            return lambda: decode.sparse_decode(
+                self.q[which],
+                self.pools.k,
+                self.pools.v,
+                self.page_ids[which],
+                self.counts,
+                self.seq_lens,
+                self.out,
+                page_size=PAGE_SIZE,
+                sm_scale=HEAD_DIM**-0.5,
+                scratch=scratch,
+                launch=launch,
+            )
+
+        return [one(which) for which in range(len(self.q))]
+
+    def check(self, launch: decode.DecodeLaunch) -> float:
+        """Relative error against the definition in fp32; raises ValueError above 5e-3."""
+        self.out.fill_(torch.nan)
+        self.launches(launch)[0]()
+        wanted = self.expected(0)
+        got = self.out[: len(wanted)]
+        error = float((got.float() - wanted).norm() / wanted.norm())
+        if not error <= 5e-3:
+            raise ValueError(f"relative error {error:.1e}: expected at most 5e-3")
+        return error
+
+    def expected(self, which: int) -> torch.Tensor:
+        """The definition in fp32 for the first rows of a set."""
+        rows = slice(0, min(2, self.shape.batch))
+        page_ids = self.page_ids[which][rows].long()
+        pages = page_ids.unique()
+        compact = torch.searchsorted(pages, page_ids)
+        slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()
+        return reference.sparse_decode(
+            self.q[which][rows].float(),
+            self.pools.k[slots].float(),
+            self.pools.v[slots].float(),
+            compact,
+            self.counts[rows].long(),
+            self.seq_lens[rows].long(),
+            PAGE_SIZE,
+            HEAD_DIM**-0.5,
+        )

@@ -1,0 +1,274 @@
+"""What `make demo` runs: a long prompt through a real server, decoded sparsely and then densely.
+
+In: nothing but the installed package. Out, on the terminal: the generated text, how much of the KV
+cache was read for it, and decode speed both ways. No accelerator and no network are needed.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from types import FrameType
+from typing import Any, NoReturn
+
+import httpx
+import openai
+
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+
+START_LIMIT_S = 240
+# In plain torch, 32-bit arithmetic is the fast path of most CPUs.
+SERVER_FLAGS = "--dtype float32 --page-size 16 --max-total-tokens 9216 --log-level warning".split()
+SPARSE_FLAGS = ["--attention-backend", "sparrow", "--sparrow-schedule", EMBEDDED_MODEL_NAME]
+DENSE_FLAGS = ["--attention-backend", "torch_native"]
+
+# About 6,000 tokens of English that comes with every Python.
+READING = ("import", "execmodel", "try", "while", "for", "with")
+READING_CHARS = 25_500
+QUESTION = (
+    "Using the text above, explain the with statement to a beginner and give a small example."
+)
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed completion; times in seconds, lengths in tokens."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_token_s: float
+    decode_s: float
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Speed between the first token and the last, so without the prompt."""
+        return (self.completion_tokens - 1) / self.decode_s
+
+
+@dataclass(frozen=True)
+class KVTraffic:
+    """Tokens whose keys and values a decode step finds and reads, mean over steps and layers."""
+
+    held: float
+    read: float
+
+
+def kv_traffic(
+    schedule: BudgetSchedule, prompt_tokens: int, completion_tokens: int, num_layers: int
+) -> KVTraffic:
+    """Count, for every decode step, what the schedule makes it read.
+
+    The first generated token comes out of prefill, so there is one decode step less than tokens.
+    """
+    held = read = 0
+    sparse_layers = num_layers - len([i for i in schedule.dense_layers if i < num_layers])
+    for seq_len in range(prompt_tokens + 1, prompt_tokens + completion_tokens):
+        # Pages left out are full ones: the partial page is always among the kept.
+        left_out = schedule.num_pages(seq_len) - schedule.num_selected_pages(seq_len)
+        held += num_layers * seq_len
+        read += num_layers * seq_len - sparse_layers * left_out * schedule.page_size
+    steps = (completion_tokens - 1) * num_layers
+    return KVTraffic(held / steps, read / steps)
+
+
+def long_prompt() -> str:
+    """A part of Python's own reference, and a question about it."""
+    text = "\n\n".join(topics[topic].strip() for topic in READING)
+    text = re.sub(r"\n{3,}", "\n\n", text)[-READING_CHARS:]
+    return f"Here is a part of the Python language reference.\n\n{text}\n\n{QUESTION}"
+
+
+@contextmanager
+def running_server(title: str, flags: list[str]) -> Iterator[str]:
+    """Base URL of a `sparrow serve` of our own, which is gone afterwards, whatever happens."""
+    port = _free_port()
+    folder = Path(tempfile.mkdtemp(prefix="sparrow-demo-"))
+    log_path = folder / "server.log"
+    command = [sys.executable, "-m", "sparrow_sglang.cli", "serve", *flags, *SERVER_FLAGS]
+    with open(log_path, "wb") as log:
+        # A session of its own, so that Ctrl-C reaches this script only, which then stops the group.
+        server = subprocess.Popen(
+            [*command, "--port", str(port)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_healthy(title, server, f"http://127.0.0.1:{port}/health", log_path)
+        yield f"http://127.0.0.1:{port}/v1"
+    except openai.APIError as error:
+        raise DemoError(f"the server failed ({error}):\n{_tail(log_path)}") from error
+    finally:
+        _stop(server)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_healthy(
+    title: str, server: "subprocess.Popen[bytes]", url: str, log_path: Path
+) -> None:
+    print(f"{title}: starting, which takes about a minute", end="", flush=True)
+    started = time.monotonic()
+    while (waited := time.monotonic() - started) < START_LIMIT_S:
+        if server.poll() is not None:
+            raise DemoError(f"the server did not start:\n{_tail(log_path)}")
+        try:
+            if httpx.get(url, timeout=5).status_code == 200:
+                print(f"\r{title}: ready after {waited:.0f} s" + " " * 24, flush=True)
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        if sys.stdout.isatty():
+            print(f"\r{title}: starting, {waited:.0f} s of about a minute ", end="", flush=True)
+        time.sleep(1)
+    raise DemoError(f"the server was not ready after {START_LIMIT_S} s:\n{_tail(log_path)}")
+
+
+def _tail(log_path: Path) -> str:
+    return "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
+
+
+def _stop(server: "subprocess.Popen[bytes]") -> None:
+    # The second round also ends helpers of SGLang that outlived their parent: they share its group.
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, signum)
+            server.wait(10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def ask(base_url: str, prompt: str, num_tokens: int, show: bool) -> Answer:
+    """Stream one chat completion of exactly `num_tokens`; print it as it comes if `show`."""
+    client = openai.OpenAI(base_url=base_url, api_key="none", timeout=600, max_retries=0)
+    asked = time.perf_counter()
+    arrivals: list[float] = []
+    pieces: list[str] = []
+    usage: Any = None
+    stream = client.chat.completions.create(
+        model=EMBEDDED_MODEL_NAME,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=num_tokens,
+        temperature=0,
+        # A model of this size repeats itself otherwise.
+        frequency_penalty=0.4,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        piece = chunk.choices[0].delta.content if chunk.choices else None
+        if piece:
+            arrivals.append(time.perf_counter())
+            pieces.append(piece)
+            if show:
+                print(piece, end="", flush=True)
+    if usage is None or len(arrivals) < 2:
+        raise DemoError("the server's answer has fewer than two tokens")
+    return Answer(
+        text="".join(pieces),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        first_token_s=arrivals[0] - asked,
+        decode_s=arrivals[-1] - arrivals[0],
+    )
+
+
+def report(sparse: Answer, dense: Answer | None) -> None:
+    num_layers = json.loads((embedded_model() / "config.json").read_text())["num_hidden_layers"]
+    schedule = load_schedule(EMBEDDED_MODEL_NAME, 16)
+    traffic = kv_traffic(schedule, sparse.prompt_tokens, sparse.completion_tokens, num_layers)
+    print(
+        f"\nprompt            {sparse.prompt_tokens} tokens, read densely in"
+        f" {sparse.first_token_s:.1f} s"
+        f"\ngenerated         {sparse.completion_tokens} tokens"
+        f"\nKV tokens held    {traffic.held:.0f} per layer, mean over the generated tokens"
+        f"\nKV tokens read    {traffic.read:.0f} per layer"
+        f" ({traffic.read / traffic.held:.0%}; {len(schedule.dense_layers)} of {num_layers} layers"
+        " read everything)"
+        f"\nsparse decode     {sparse.decode_tokens_per_s:.1f} tokens/s (schedule {schedule.name},"
+        f" {'calibrated' if schedule.calibrated else 'not calibrated'})"
+    )
+    if dense is not None:
+        gain = sparse.decode_tokens_per_s / dense.decode_tokens_per_s
+        print(
+            f"dense decode      {dense.decode_tokens_per_s:.1f} tokens/s (stock torch_native,"
+            f" the same prompt): sparse is {gain:.2f}x as fast"
+        )
+
+
+NEXT = """
+where to go next
+  .venv/bin/sparrow serve                               this server, to play with
+  .venv/bin/sparrow serve --model-path Qwen/Qwen3-4B    your model, on a GPU
+  .venv/bin/sparrow doctor --model-path MODEL           does MODEL work, and if not, why?
+  README.md                                             use from Python, verl and slime"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Sparse against dense decode on a long prompt.")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate (default 128)")
+    parser.add_argument("--sparse-only", action="store_true", help="leave the dense run out")
+    args = parser.parse_args(argv)
+    if args.tokens < 2:
+        parser.error(f"--tokens {args.tokens}: expected 2 or more")
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _exit)
+    try:
+        print(
+            "model: preparing SmolLM2-135M-Instruct (half a minute at the first time)", flush=True
+        )
+        embedded_model()
+        prompt = long_prompt()
+        with running_server("sparse server", SPARSE_FLAGS) as url:
+            print(
+                f"\nprompt: {len(prompt)} characters of Python's reference, then:\n  {QUESTION}\n"
+            )
+            sparse = ask(url, prompt, args.tokens, show=True)
+            print("\n")
+        dense = None
+        if not args.sparse_only:
+            with running_server("dense server", DENSE_FLAGS) as url:
+                dense = ask(url, prompt, args.tokens, show=False)
+        report(sparse, dense)
+        print(NEXT)
+    except (DemoError, ModelError) as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _exit(signum: int, frame: FrameType | None) -> NoReturn:
+    # As an exception, so that the server is stopped on the way out.
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

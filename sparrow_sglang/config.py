@@ -1,0 +1,103 @@
+"""The few settings that a user may choose, and the channels by which they arrive.
+
+In: the value of SGLang's `sparrow_schedule` field, the model's Hugging Face config (where
+`json_model_override_args` lands) and the environment. Out: a frozen `SparrowConfig` and where it
+came from. Imports neither torch nor SGLang.
+"""
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
+
+CONFIG_VARIABLE = "SPARROW_CONFIG"
+SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"
+AUTO = "auto"
+
+
+class ConfigError(ValueError):
+    """Settings cannot be used; the message names source, key, value and what is allowed."""
+
+
+class SparrowConfig(BaseModel):
+    """What the backend needs to know from its user.
+
+    `schedule` is a shipped name, a path to a .json file, fixed-<tokens>, or "auto" for the shipped
+    schedule that fits the model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schedule: StrictStr = AUTO
+
+    @classmethod
+    def resolve(cls, server_args_value: str | None, hf_config: Any) -> "tuple[SparrowConfig, str]":
+        """The settings in force and their source, the first of these that names a schedule.
+
+        The ServerArgs field; `{"sparrow": {...}}` in `json_model_override_args`, which SGLang puts
+        on the model's config; SPARROW_CONFIG (a path, or the JSON object itself); SPARROW_SCHEDULE;
+        the default. Every source is validated, also one that is not used.
+
+        Raises:
+            ConfigError: a source cannot be read, or holds an unknown key or a wrong value.
+        """
+        override = getattr(hf_config, "sparrow", None)
+        variable = os.environ.get(CONFIG_VARIABLE)
+        sources = (
+            ("--sparrow-schedule", _one(server_args_value)),
+            ("json_model_override_args", {} if override is None else override),
+            (CONFIG_VARIABLE, _read(variable) if variable else {}),
+            (SCHEDULE_VARIABLE, _one(os.environ.get(SCHEDULE_VARIABLE) or None)),
+        )
+        parsed = [(cls._parse(source, values), source) for source, values in sources]
+        for config, source in parsed:
+            if "schedule" in config.model_fields_set:
+                return config, source
+        return cls(), "the model's default"
+
+    @classmethod
+    def _parse(cls, source: str, values: Any) -> "SparrowConfig":
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{source}: holds a {type(values).__name__}; expected a JSON object with the keys"
+                f" {', '.join(cls.model_fields)}"
+            )
+        for key in values:
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)[0]
+                raise ConfigError(
+                    f"{source}: unknown key {key!r}: did you mean {near!r}? Known keys:"
+                    f" {', '.join(cls.model_fields)}"
+                )
+        if values.get("schedule") == "":
+            raise ConfigError(f"{source}: schedule='' is empty: expected a name, a path or 'auto'")
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            raise ConfigError(
+                f"{source}: {problem['loc'][0]}={problem['input']!r} is not allowed: expected a"
+                " text"
+            ) from None
+
+
+def _one(schedule: str | None) -> dict[str, str]:
+    return {} if schedule is None else {"schedule": schedule}
+
+
+def _read(value: str) -> Any:
+    """The JSON value in `value` itself or in the file that it names."""
+    inline = value.lstrip().startswith("{")
+    where = CONFIG_VARIABLE if inline else f"{CONFIG_VARIABLE}={value}"
+    try:
+        return json.loads(value if inline else Path(value).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: cannot be read ({error.strerror}); expected a path to a JSON file, or the"
+            f' JSON object itself, such as {{"schedule": "{AUTO}"}}'
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error}); expected a JSON object") from None

@@ -1,0 +1,347 @@
+"""What a rollout costs, dense and under a budget schedule: the paper's formulas and measured steps.
+
+In: a model's shapes, lengths, a `BudgetSchedule`, hardware intensity, measured step times. Out:
+FLOPs, bytes and the speed-up that follows. Imports neither torch nor SGLang.
+
+Units. With P multiplied weights, H_q and H_kv heads of width d and n layers, the paper's formulas
+are consistent under one reading only: D = 2 * H_kv * d * n counts *values* per cached token, keys
+and values together, over *all* layers; r = H_q / H_kv; a value takes 2 bytes. At c cached tokens
+attention multiplies q.k and p.v, 4 * H_q * d * n * c = 2 * r * D * c FLOPs, and reads 2 * D * c
+bytes; the sum over a generation from L_in to L_in + L_out cached tokens is the printed term. A
+landmark is half of D wide, hence L_out^2 / (2p) in the scoring terms.
+
+What the printed formulas leave out: reading the weights (free in the limit of a large batch), the
+layers that stay dense, and L < B. They read a prompt's KV once for all N samples. Their scoring
+terms for the prompt carry neither r nor 1/p, so the prompt is charged at the price of reading its
+whole KV. `step_costs` counts the step of this backend instead, without these simplifications.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow_sglang.schedule import BudgetSchedule
+
+Array = NDArray[np.float64]
+
+_BYTES_PER_VALUE = 2
+_REFUSED = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
+
+
+class CostModelError(ValueError):
+    """The cost cannot be computed; the message names the field, its value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Peak dense bf16 FLOP/s and memory bandwidth in bytes/s of one GPU, by its data sheet."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+
+    @property
+    def intensity(self) -> float:
+        """I: FLOPs that pass in the time of one byte."""
+        return self.flops_per_s / self.bytes_per_s
+
+
+GPUS = {
+    "h200": Hardware("H200", 989e12, 4.8e12),
+    "h100": Hardware("H100 SXM", 989e12, 3.35e12),
+    "a100": Hardware("A100 80GB SXM", 312e12, 2.039e12),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Shapes of a dense, gated transformer with grouped-query attention, values of 2 bytes."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """From the fields of a Hugging Face config.json.
+
+        Raises `CostModelError` on a missing field and on mixture-of-experts, latent or
+        sliding-window attention, whose weights and KV these formulas do not count.
+        """
+        windowed = ("sliding_window",) if config.get("use_sliding_window", True) else ()
+        for key in (*_REFUSED, *windowed):
+            if config.get(key):
+                raise CostModelError(
+                    f"{key}={config[key]}: the cost model covers dense models with full"
+                    " grouped-query attention; mixture-of-experts, latent and sliding-window"
+                    " attention are not counted"
+                )
+        names = {
+            "hidden_size": "hidden_size",
+            "intermediate_size": "intermediate_size",
+            "num_layers": "num_hidden_layers",
+            "num_q_heads": "num_attention_heads",
+            "vocab_size": "vocab_size",
+        }
+        for key in names.values():
+            if not isinstance(config.get(key), int) or config[key] < 1:
+                raise CostModelError(
+                    f"{key}={config.get(key)!r} in the model's config.json: expected a whole number"
+                    " of 1 or more; is this the config of a transformer decoder?"
+                )
+        heads = config["num_attention_heads"]
+        return cls(
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            **{field: config[key] for field, key in names.items()},
+        )
+
+    @property
+    def parameters(self) -> int:
+        """P: weights that a token is multiplied with; a lookup in an input embedding is not."""
+        heads = 2 * (self.num_q_heads + self.num_kv_heads)
+        layer = self.hidden_size * (self.head_dim * heads + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
+    def kv_width(self) -> int:
+        """D: key and value values of one cached token over all layers."""
+        return 2 * self.num_kv_heads * self.head_dim * self.num_layers
+
+    @property
+    def gqa_ratio(self) -> float:
+        """r: query heads per KV head."""
+        return self.num_q_heads / self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs and bytes; `eflops` weighs a byte with the FLOPs that would pass meanwhile."""
+
+    flops: float
+    bytes: float
+
+    def eflops(self, intensity: float) -> float:
+        return self.flops + intensity * self.bytes
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """N `samples` of `output_tokens` (L_out) each for one prompt of `prompt_tokens` (L_in)."""
+
+    prompt_tokens: int
+    output_tokens: int
+    samples: int
+
+
+def paper_dense(shape: ModelShape, work: Workload) -> Cost:
+    """C_comp and C_mem of dense decode, as printed."""
+    n, l_in, l_out = work.samples, work.prompt_tokens, work.output_tokens
+    p, d, r = shape.parameters, shape.kv_width, shape.gqa_ratio
+    return Cost(
+        flops=2 * p * n * l_out + r * (2 * l_in + l_out) * l_out * n * d,
+        bytes=2 * l_in * l_out * d + n * l_out**2 * d,
+    )
+
+
+def paper_sparse(shape: ModelShape, work: Workload, budget_tokens: float) -> Cost:
+    """Sparse decode without scoring at a constant KV budget B, as printed.
+
+    B enters linearly, so the mean budget over a generation's steps (`mean_tokens_read`) gives the
+    integral of a schedule over length.
+    """
+    n, l_out, b = work.samples, work.output_tokens, budget_tokens
+    p, d, r = shape.parameters, shape.kv_width, shape.gqa_ratio
+    return Cost(flops=2 * n * p * l_out + 2 * r * n * d * b * l_out, bytes=2 * n * d * b * l_out)
+
+
+def paper_scoring(shape: ModelShape, work: Workload, page_size: int) -> Cost:
+    """Scoring the pages' landmarks, as printed; the prompt terms are discussed in the module."""
+    n, l_in, l_out = work.samples, work.prompt_tokens, work.output_tokens
+    d, r = shape.kv_width, shape.gqa_ratio
+    return Cost(
+        flops=2 * n * l_in * d * l_out + r * n * d * l_out**2 / (2 * page_size),
+        bytes=2 * l_in * d * l_out + n * d * l_out**2 / (2 * page_size),
+    )
+
+
+def paper_speedup(
+    shape: ModelShape, work: Workload, schedule: BudgetSchedule, intensity: float
+) -> float:
+    """Dense over sparse with scoring, by the printed formulas with the schedule integrated."""
+    budget = mean_tokens_read(schedule, work.prompt_tokens, work.output_tokens)
+    sparse = paper_sparse(shape, work, budget) + paper_scoring(shape, work, schedule.page_size)
+    return paper_dense(shape, work).eflops(intensity) / sparse.eflops(intensity)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Per decoded token, by cause; each field is an array over lengths, or its sum."""
+
+    weight_bytes: Array
+    kv_bytes: Array
+    scoring_bytes: Array
+    linear_flops: Array
+    attention_flops: Array
+    scoring_flops: Array
+
+    @property
+    def bytes(self) -> Array:
+        return self.weight_bytes + self.kv_bytes + self.scoring_bytes
+
+    @property
+    def flops(self) -> Array:
+        return self.linear_flops + self.attention_flops + self.scoring_flops
+
+    def eflops(self, intensity: float) -> Array:
+        return self.flops + intensity * self.bytes
+
+    def total(self, weights: Array) -> "StepCosts":
+        """Sum over lengths, each taken `weights` times."""
+        return StepCosts(*(np.asarray(getattr(self, f.name) @ weights) for f in fields(self)))
+
+
+def tokens_read(schedule: BudgetSchedule, seq_lens: Sequence[int] | NDArray[np.int64]) -> Array:
+    """Cached tokens that a sparse layer reads per KV head at each length."""
+    lengths = np.asarray(seq_lens, dtype=np.int64)
+    pages = -(-lengths // schedule.page_size)
+    budgets = np.asarray(schedule.budget_pages)
+    budget = budgets[np.minimum(pages // schedule.bin_pages, len(budgets) - 1)]
+    # The partial page is always kept, so what it lacks is missing from the budget.
+    lacking = pages * schedule.page_size - lengths
+    sparse = budget * schedule.page_size - lacking
+    return np.where(pages <= budget, lengths, sparse).astype(np.float64)
+
+
+def mean_tokens_read(schedule: BudgetSchedule, prompt_tokens: int, output_tokens: int) -> float:
+    """Mean of `tokens_read` over the steps of one generation: the B of the paper's formulas."""
+    steps = np.arange(prompt_tokens + 1, prompt_tokens + output_tokens + 1)
+    return float(tokens_read(schedule, steps).mean())
+
+
+def step_costs(
+    shape: ModelShape,
+    seq_lens: Sequence[int] | NDArray[np.int64],
+    batch: float,
+    schedule: BudgetSchedule | None = None,
+) -> StepCosts:
+    """One decoded token at each of `seq_lens` cached tokens in a batch of `batch`; dense without
+    a schedule.
+
+    Weights are read once a step and shared by the batch; KV is read by each sequence for itself;
+    dense layers read everything; one landmark product per KV head scores every page between sinks
+    and recent pages, once the sequence exceeds its budget.
+    """
+    if not batch > 0:
+        raise CostModelError(f"batch={batch}: expected 1 or more running sequences")
+    lengths = np.asarray(seq_lens, dtype=np.int64)
+    per_layer = shape.kv_width / shape.num_layers
+    token_layers: Array = lengths * np.float64(shape.num_layers)
+    page_layers: Array = np.zeros(lengths.shape)
+    if schedule is not None:
+        dense_layers = len([layer for layer in schedule.dense_layers if layer < shape.num_layers])
+        sparse_layers = shape.num_layers - dense_layers
+        read = tokens_read(schedule, lengths)
+        token_layers = dense_layers * lengths + sparse_layers * read
+        pages = -(-lengths // schedule.page_size)
+        scored = pages - schedule.sink_pages - schedule.recent_pages
+        page_layers = sparse_layers * np.where(read < lengths, scored, 0)
+    return StepCosts(
+        weight_bytes=np.full(lengths.shape, _BYTES_PER_VALUE * shape.parameters / batch),
+        kv_bytes=_BYTES_PER_VALUE * per_layer * token_layers,
+        # A landmark has the width of the keys, which are half of the cached values.
+        scoring_bytes=_BYTES_PER_VALUE * per_layer / 2 * page_layers,
+        linear_flops=np.full(lengths.shape, 2.0 * shape.parameters),
+        attention_flops=2 * shape.gqa_ratio * per_layer * token_layers,
+        # The query heads of a group are averaged first: one product per KV head.
+        scoring_flops=per_layer * page_layers,
+    )
+
+
+def rollout_costs(
+    shape: ModelShape,
+    prompt_tokens: int,
+    output_lengths: Iterable[int],
+    batch: float,
+    schedule: BudgetSchedule | None = None,
+) -> StepCosts:
+    """Sum of `step_costs` over all decoded tokens of generations with these lengths.
+
+    The batch counts as always full, which continuous batching comes close to until the last
+    requests run out. Raises `CostModelError` without any length, or with one below 1.
+    """
+    ordered = np.sort(np.asarray(list(output_lengths), dtype=np.int64))
+    if not ordered.size or ordered[0] < 1 or prompt_tokens < 0:
+        raise CostModelError(
+            f"prompt_tokens={prompt_tokens}, output_lengths={ordered[:3].tolist()}: expected a"
+            " prompt of 0 or more tokens and at least one length, each of 1 or more"
+        )
+    steps = np.arange(1, ordered[-1] + 1)
+    still_running = ordered.size - np.searchsorted(ordered, steps, side="left")
+    costs = step_costs(shape, prompt_tokens + steps, batch, schedule)
+    return costs.total(still_running.astype(np.float64))
+
+
+@dataclass(frozen=True)
+class PageCost:
+    """One decoded token's attention at one page size, by the paper's per-step terms.
+
+    `chosen_tokens` is what sinks and recent pages leave of the budget for the scores to choose.
+    """
+
+    page_size: int
+    budget_tokens: float
+    chosen_tokens: float
+    reading: Cost
+    scoring: Cost
+
+    def eflops(self, intensity: float) -> float:
+        return (self.reading + self.scoring).eflops(intensity)
+
+
+def page_cost(
+    shape: ModelShape,
+    seq_len: int,
+    page_size: int,
+    budget_tokens: float,
+    sink_pages: int = 1,
+    recent_pages: int = 2,
+) -> PageCost:
+    """Cost of reading `budget_tokens` and of scoring `seq_len` / `page_size` landmarks.
+
+    Published: pages of 16 beat 32, 64 and 128. That is no consequence of these formulas: at an
+    equal budget in tokens reading costs the same and scoring falls with 1/p, so the larger page
+    is the cheaper one. It is a statement about quality. At equal tokens each choice of whole
+    larger pages is also a choice of 16-token pages, so the best such choice covers at least as
+    much attention; and more of the budget is left to choose. How much smaller a budget therefore
+    holds the same tail has to be measured; whether that pays, `equal_cost_budget` says.
+    """
+    d, r = shape.kv_width, shape.gqa_ratio
+    return PageCost(
+        page_size=page_size,
+        budget_tokens=budget_tokens,
+        chosen_tokens=budget_tokens - (sink_pages + recent_pages) * page_size,
+        reading=Cost(2 * r * d * budget_tokens, 2 * d * budget_tokens),
+        scoring=Cost(r * d * seq_len / page_size, d * seq_len / page_size),
+    )
+
+
+def equal_cost_budget(
+    budget_tokens: float, page_size: int, other_page_size: int, seq_len: int
+) -> float:
+    """Budget at which `other_page_size` costs what `budget_tokens` costs at `page_size`.
+
+    (2r + 2I) D B + (r + I) D L / p on both sides: model and hardware cancel. A page size beats
+    another one exactly where the other needs more than this for the same tail percentile.
+    """
+    return budget_tokens + seq_len / 2 * (1 / page_size - 1 / other_page_size)

@@ -1,0 +1,92 @@
+"""Where SGLang is changed for the backend `sparrow`, in the form of hooks of its plugin framework.
+
+Each hook says why it is needed and which version of SGLang it was checked with. They do nothing in
+a process whose attention backend is another one.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sparrow_sglang.refusals import uses_sparrow
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.server_args import resolve_schedule
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+
+class Hook(NamedTuple):
+    """One hook into SGLang; `kind` is the name of a HookType."""
+
+    target: str
+    function: Callable[..., Any]
+    kind: str
+
+
+class _InForce:
+    """The schedule that this process decodes by; None until the backend has been built."""
+
+    schedule: BudgetSchedule | None = None
+
+
+def decode_by(schedule: BudgetSchedule) -> None:
+    """Tell the hooks that this process decodes sparsely by `schedule`."""
+    _InForce.schedule = schedule
+
+
+def keep_sparse_kv_private(
+    req: "Req", tree_cache: "BasePrefixCache", is_insert: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """BEFORE hook: KV written while decoding sparsely must not become another request's prefix.
+
+    A finished request hands prompt and output to the prefix tree. KV of output tokens has seen only
+    part of the context, so a later request would silently inherit the mismatch. The prompt's pages
+    entered the tree after prefill, and stay.
+
+    Checked with 0.5.17. Other ways into the tree: `cache_unfinished_req` runs after prefill only,
+    over tokens that were prefilled (re-prefilled ones of a retracted request included); retraction
+    and aborted chunks pass is_insert=False; `strip_thinking_cache` inserts less; streaming
+    sessions, HiCache, disaggregation, diffusion models are refused at start-up.
+    """
+    schedule = _InForce.schedule
+    if schedule is None or not is_insert:
+        return None
+    cached_tokens = req.kv_committed_len
+    decoded = cached_tokens > len(req.origin_input_ids)
+    if not decoded or cached_tokens < schedule.first_sparse_length():
+        return None
+    return (req, tree_cache), {"is_insert": False}
+
+
+def reserve_landmarks(
+    bytes_per_token: int, configurator: Any, kvc: "KVCacheConfigurator", num_layers: int
+) -> int | None:
+    """AFTER hook: the KV pool takes all memory it may, so count a token's share of landmarks too.
+
+    Checked with 0.5.17, where the result is the size of one token in the KV pool, in bytes.
+    """
+    if not uses_sparrow(kvc.server_args):
+        return None
+    from sglang.srt.runtime_context import get_parallel
+
+    schedule, _ = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
+    layers = set(range(kvc.layer_info.start_layer, kvc.layer_info.end_layer))
+    landmark_bytes = (
+        len(layers - set(schedule.dense_layers))
+        * kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
+        * kvc.model_config.head_dim
+        * kvc.kv_cache_dtype.itemsize
+    )
+    return bytes_per_token + -(-landmark_bytes // schedule.page_size)
+
+
+HOOKS = (
+    Hook("sglang.srt.mem_cache.common.release_kv_cache", keep_sparse_kv_private, "BEFORE"),
+    Hook(
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        reserve_landmarks,
+        "AFTER",
+    ),
+)

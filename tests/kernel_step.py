@@ -1,0 +1,225 @@
+"""One decode step's tensors and launches for `test_kernels.py`, and the interpreter it runs in."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.kernels import decode, select
+from sparrow_sglang.attention_backends.kernels.page_table import Budgets, snapshot_page_table
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SINKS, RECENTS = 1, 2
+POISON = -7
+
+
+@contextmanager
+def interpreter_bf16() -> Iterator[None]:
+    """Triton 3.6's interpreter truncates casts to bf16 and multiplies the bit patterns in tl.dot;
+    a GPU rounds to nearest even and multiplies the values."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widen(data: np.ndarray) -> np.ndarray:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+
+    def cast(builder: InterpreterBuilder, src: TensorHandle, to: tl.dtype) -> TensorHandle:
+        source, target = src.dtype.scalar, to.scalar
+        if source == tl.bfloat16 and target == tl.float32:
+            return TensorHandle(widen(src.data), target)
+        if source == tl.float32 and target == tl.bfloat16:
+            bits = np.ascontiguousarray(src.data).view(np.uint32)
+            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+            return TensorHandle(np.where(np.isnan(src.data), 0x7FC0, rounded), target)
+        return plain_cast(builder, src, to)
+
+    def dot(
+        builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *_: object
+    ) -> TensorHandle:
+        left, right = (
+            widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32)
+            for x in (a, b)
+        )
+        return TensorHandle(np.matmul(left, right) + acc.data, acc.dtype.scalar)
+
+    plain_cast = InterpreterBuilder.cast_impl
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        patch.setattr(InterpreterBuilder, "cast_impl", cast)
+        patch.setattr(InterpreterBuilder, "create_dot", dot)
+        yield
+
+
+class Step:
+    """One decode step's tensors. Pages lie scattered; whatever no request owns is NaN."""
+
+    def __init__(
+        self,
+        device: str,
+        lengths: list[int],
+        heads: tuple[int, int] = (4, 2),
+        head_dim: int = 64,
+        page_size: int = 16,
+        dtype: torch.dtype = BF16,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.page_size, self.lengths = page_size, lengths
+        self.pages = [-(-length // page_size) for length in lengths]
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        held = sum(self.pages) + 1
+        shape = (held * page_size, heads[1], head_dim)
+        k, v = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+        table = torch.zeros(len(lengths), max(self.pages) + 3, dtype=torch.int32)
+        order = torch.randperm(held - 1, generator=generator) + 1
+        for row, (length, pages) in enumerate(zip(lengths, self.pages, strict=True)):
+            table[row, :pages], order = order[:pages].int(), order[pages:]
+            slots = self._slots(table[row, :pages])[:length]
+            for pool in (k, v):
+                pool[slots] = torch.randn(length, *shape[1:], generator=generator).to(dtype)
+        self.k, self.v, self.page_table = k.to(device), v.to(device), table.to(device)
+        self.q = torch.randn(len(lengths), heads[0], head_dim, generator=generator)
+        self.q = self.q.to(dtype).to(device)
+        # The landmark of a page with unwritten slots is NaN: a kernel that scores one shows it.
+        self.landmarks = reference.page_landmarks(self.k.view(held, page_size, *shape[1:]))
+
+    def _slots(self, pages: torch.Tensor) -> torch.Tensor:
+        return (pages[:, None].long() * self.page_size + torch.arange(self.page_size)).flatten()
+
+    def snapshot(self, budgets: Budgets) -> torch.Tensor:
+        """Pages to keep of each row, from the kernel that also copies the page table."""
+        batch, device = len(self.lengths), self.q.device
+        slots = self.page_table[:, :, None] * self.page_size + torch.arange(
+            self.page_size, dtype=torch.int32, device=device
+        )
+        counts = torch.full((batch,), POISON, dtype=torch.int32, device=device)
+        copied = self.page_table.clone()
+        snapshot_page_table(
+            slots.flatten(1),
+            torch.arange(batch, device=device),
+            self.seq_lens,
+            copied,
+            page_size=self.page_size,
+            budgets=budgets,
+            counts=counts,
+        )
+        assert torch.equal(copied, self.page_table)
+        return counts
+
+    def select(
+        self,
+        budgets: Budgets,
+        width: int,
+        launch: select.SelectLaunch,
+        scratch: select.SelectScratch | None = None,
+        update_landmark: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, heads = len(self.lengths), self.k.shape[1]
+        device = self.q.device
+        page_ids = torch.full((batch, heads, width), POISON, dtype=torch.int32, device=device)
+        counts = self.snapshot(budgets)
+        scratch = scratch or select.allocate_select_scratch(
+            batch, heads, self.page_table.shape[1], device
+        )
+        select.select_pages(
+            self.q,
+            self.k,
+            self.landmarks,
+            self.page_table,
+            self.seq_lens,
+            counts,
+            page_ids,
+            page_size=self.page_size,
+            sink_pages=SINKS,
+            recent_pages=RECENTS,
+            scratch=scratch,
+            launch=launch,
+            update_landmark=update_landmark,
+        )
+        assert not scratch.arrivals.any(), "arrival counters must be zero for the next launch"
+        return page_ids, counts
+
+    def decode(
+        self, page_ids: torch.Tensor, counts: torch.Tensor, launch: decode.DecodeLaunch
+    ) -> torch.Tensor:
+        batch, num_q_heads, head_dim = self.q.shape
+        out = torch.full_like(self.q, torch.nan)
+        scratch = decode.allocate_decode_scratch(
+            batch * num_q_heads * launch.splits, batch * self.k.shape[1], head_dim, self.q.device
+        )
+        scratch.partial_out.fill_(torch.nan)
+        scratch.partial_lse.fill_(torch.nan)
+        decode.sparse_decode(
+            self.q,
+            self.k,
+            self.v,
+            page_ids,
+            counts,
+            self.seq_lens,
+            out,
+            page_size=self.page_size,
+            sm_scale=head_dim**-0.5,
+            scratch=scratch,
+            launch=launch,
+        )
+        assert not scratch.arrivals.any(), "arrival counters must be zero for the next launch"
+        return out
+
+    def attend(self, page_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The definition in fp32, on the same numbers."""
+        pools = (pool.float().nan_to_num() for pool in (self.k, self.v))
+        ids = page_ids.clamp(min=0).long()
+        scale = self.q.shape[-1] ** -0.5
+        return reference.sparse_decode(
+            self.q.float(), *pools, ids, counts.long(), self.seq_lens.long(), self.page_size, scale
+        )
+
+
+def fixed_budget(step: Step, pages: int) -> Budgets:
+    """One schedule with one bin."""
+    device = step.q.device
+    return Budgets(
+        torch.tensor([[pages]], dtype=torch.int32, device=device),
+        torch.tensor([1000], dtype=torch.int32, device=device),
+        torch.zeros(len(step.lengths), dtype=torch.int32, device=device),
+    )
+
+
+def assert_selected(
+    step: Step, page_ids: torch.Tensor, counts: torch.Tensor, budgets: list[int]
+) -> None:
+    """The kernel kept what the definition keeps, but for scores that fp32 cannot tell apart."""
+    table, landmarks = step.page_table, step.landmarks
+    kept = [min(n, b) for n, b in zip(step.pages, budgets, strict=True)]
+    assert counts.tolist() == kept
+    num_pages, num_kept = (torch.tensor(x, device=table.device) for x in (step.pages, kept))
+    scores = reference.score_pages(step.q, landmarks, table)
+    wanted = reference.select_pages(scores, num_pages, num_kept, SINKS, RECENTS)
+    group = step.q.shape[1] // landmarks.shape[1]
+    for row, count in enumerate(kept):
+        assert (page_ids[row, :, count:] == POISON).all(), "entries past the count were written"
+        logical = {int(page): n for n, page in enumerate(table[row, : step.pages[row]])}
+        for head in range(landmarks.shape[1]):
+            got = [logical[page] for page in page_ids[row, head, :count].tolist()]
+            want = wanted[row, head, :count].tolist()
+            assert got == sorted(set(got)), "pages must be distinct and ascending"
+            if got == want:
+                continue
+            query = step.q[row].double().view(-1, group, step.q.shape[2])[head].mean(0)
+
+            def terms(page: int, row: int = row, head: int = head, query: torch.Tensor = query):
+                return query * landmarks[table[row, page], head].double()
+
+            swapped_in = sorted(set(got) - set(want), key=lambda page: float(terms(page).sum()))
+            swapped_out = sorted(set(want) - set(got), key=lambda page: float(terms(page).sum()))
+            for page, other in zip(swapped_in, swapped_out, strict=True):
+                # bf16 rounding of the score would be 2^-9 of it. fp32 sums of D terms are off by
+                # far less, and only such an error may exchange two pages.
+                allowed = 2**-18 * float(terms(page).abs().sum() + terms(other).abs().sum())
+                assert abs(float(terms(page).sum() - terms(other).sum())) <= allowed
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())

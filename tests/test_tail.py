@@ -1,0 +1,178 @@
+"""Tail percentiles against NumPy, their intervals against repeated draws, the Beta fit."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from sparrow_sglang.mismatch import TailStatistics, fit_tail_beta
+
+GRID_ERROR = 2.5e-4
+
+
+def requests(
+    random: np.random.Generator, count: int, tokens: int, spread: float = 0.0
+) -> list[tuple[str, NDArray[np.int64], NDArray[np.float64]]]:
+    """Tokens with acceptance rates of a Beta law; `spread` makes the requests differ."""
+    made = []
+    for index in range(count):
+        b = 2.0 * math.exp(spread * random.normal())
+        alpha = random.beta(8.0, b, size=tokens)
+        made.append((f"request-{index}", random.integers(0, 6000, size=tokens), alpha))
+    return made
+
+
+class TestTailStatistics:
+    def test_percentile_and_mean_equal_numpy_per_bin(self) -> None:
+        statistics = TailStatistics()
+        made = requests(np.random.default_rng(0), 50, 137)
+        for request in made:
+            statistics.add(*request)
+        positions = np.concatenate([item[1] for item in made])
+        alpha = np.concatenate([item[2] for item in made])
+        for percentile in (5.0, 1.0, 50.0):
+            bins = statistics.bins(percentile, resamples=10)
+            assert [item.bin for item in bins] == [0, 1, 2]
+            for item in bins:
+                inside = alpha[(positions >= item.first_position) & (positions < item.end_position)]
+                assert item.tokens == len(inside)
+                expected = np.percentile(inside, percentile, method="inverted_cdf")
+                assert abs(item.tail - expected) <= GRID_ERROR + 1e-12
+                assert item.mean == pytest.approx(inside.mean(), rel=1e-12)
+        assert statistics.tokens() == {item.bin: item.tokens for item in bins}
+
+    @pytest.mark.parametrize("tokens", [1, 19, 20, 21, 40, 41, 100])
+    def test_rank_at_small_counts(self, tokens: int) -> None:
+        values = np.linspace(0, 1, tokens) if tokens > 1 else np.array([0.3])
+        statistics = TailStatistics()
+        statistics.add("one", np.zeros(tokens, dtype=int), values)
+        # The smallest value that at least 5 % of the tokens do not exceed.
+        expected = next(v for i, v in enumerate(values, 1) if 20 * i >= tokens)
+        assert abs(statistics.bins()[0].tail - expected) <= GRID_ERROR + 1e-12
+
+    def test_full_agreement_is_exactly_one_and_none_exactly_zero(self) -> None:
+        statistics = TailStatistics()
+        statistics.add("same", [0] * 30, [1.0] * 30)
+        statistics.add("apart", [2000] * 30, [0.0] * 30)
+        same, apart = statistics.bins()
+        assert (same.tail, same.mean, apart.tail, apart.mean) == (1.0, 1.0, 0.0, 0.0)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_merging_workers_equals_counting_at_once(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        made = requests(random, 90, 40, spread=0.5)
+        whole, workers = TailStatistics(), [TailStatistics() for _ in range(3)]
+        for name, positions, alpha in made:
+            whole.add(name, positions, alpha)
+            # The tokens of one request may even reach different workers.
+            cut = int(random.integers(0, len(alpha) + 1))
+            first, second = random.integers(0, 3, size=2)
+            workers[first].add(name, positions[:cut], alpha[:cut])
+            workers[second].add(name, positions[cut:], alpha[cut:])
+        for worker in workers[1:]:
+            workers[0].merge(worker)
+        merged, expected = workers[0].bins(), whole.bins()
+        assert len(merged) == len(expected) == 3
+        for got, want in zip(merged, expected, strict=True):
+            assert (got.tokens, got.tail, got.tail_low, got.tail_high) == (
+                want.tokens,
+                want.tail,
+                want.tail_low,
+                want.tail_high,
+            )
+            assert got.mean == pytest.approx(want.mean, rel=1e-12)
+
+    def test_json_reads_back_equal(self) -> None:
+        statistics = TailStatistics(bin_tokens=500)
+        for request in requests(np.random.default_rng(4), 20, 300):
+            statistics.add(*request)
+        text = json.dumps(statistics.to_json())
+        again = TailStatistics.from_json(json.loads(text))
+        assert again.bins() == statistics.bins()
+        assert again.to_json() == statistics.to_json()
+        again.merge(statistics)
+        assert sum(again.tokens().values()) == 2 * 20 * 300
+
+    @pytest.mark.parametrize("spread", [0.0, 0.6])
+    def test_confidence_intervals_cover_the_truth(self, spread: float) -> None:
+        """Also where tokens of one request resemble each other."""
+        reference = np.random.default_rng(99)
+        pool = np.concatenate([item[2] for item in requests(reference, 40_000, 20, spread)])
+        tail, mean = np.percentile(pool, 5), pool.mean()
+        random = np.random.default_rng(7)
+        trials, tail_hits, mean_hits = 150, 0, 0
+        for _ in range(trials):
+            statistics = TailStatistics(bin_tokens=6000)
+            for name, positions, alpha in requests(random, 200, 30, spread):
+                statistics.add(name, positions, alpha)
+            (item,) = statistics.bins(resamples=200)
+            assert item.tail_low is not None and item.tail_high is not None
+            assert item.mean_low is not None and item.mean_high is not None
+            tail_hits += item.tail_low - GRID_ERROR <= tail <= item.tail_high + GRID_ERROR
+            mean_hits += item.mean_low <= mean <= item.mean_high
+        # 95 % promised; the standard deviation of the share over 150 trials is 1.8 %.
+        assert 0.88 <= tail_hits / trials <= 0.995
+        assert 0.88 <= mean_hits / trials <= 0.995
+
+    def test_a_lone_request_has_no_interval(self) -> None:
+        statistics = TailStatistics()
+        statistics.add("only", np.arange(100), np.linspace(0.5, 1, 100))
+        (item,) = statistics.bins()
+        assert item.tokens == 100 and item.tail_low is None and item.mean_high is None
+
+    def test_refusals_name_field_and_value(self) -> None:
+        statistics = TailStatistics()
+        with pytest.raises(ValueError, match=r"alpha\[1\]=1\.5"):
+            statistics.add("a", [0, 1], [0.5, 1.5])
+        with pytest.raises(ValueError, match=r"alpha\[0\]=nan"):
+            statistics.add("a", [0], [math.nan])
+        with pytest.raises(ValueError, match="expected one position"):
+            statistics.add("a", [0, 1, 2], [0.5, 0.5])
+        with pytest.raises(ValueError, match="bin_tokens=0"):
+            TailStatistics(bin_tokens=0)
+        with pytest.raises(ValueError, match="cannot be merged"):
+            statistics.merge(TailStatistics(bin_tokens=100))
+        with pytest.raises(ValueError, match="percentile=0"):
+            statistics.bins(percentile=0)
+        with pytest.raises(ValueError, match="steps=10"):
+            TailStatistics.from_json({"steps": 10, "groups": 64, "bin_tokens": 5, "bins": {}})
+        saved = statistics.to_json() | {"bins": {"0": {"cells": [1], "counts": [2]}}}
+        with pytest.raises(ValueError, match="damaged"):
+            TailStatistics.from_json(saved)
+        assert statistics.bins() == []
+
+
+class TestBetaFit:
+    @pytest.mark.parametrize(("a", "b"), [(6.0, 1.5), (2.0, 0.8), (20.0, 3.0)])
+    def test_recovers_the_law_that_made_the_tokens(self, a: float, b: float) -> None:
+        random = np.random.default_rng(3)
+        tail = 0.999 * random.beta(a, b, size=20_000)
+        fit = fit_tail_beta(np.concatenate([tail, np.full(5000, 0.9995)]))
+        assert (fit.a, fit.b) == (pytest.approx(a, rel=0.05), pytest.approx(b, rel=0.05))
+        # Critical value of the statistic at the 1 % level: 1.63 / sqrt(20,000) = 0.0115.
+        assert fit.ks < 0.0115
+        assert (fit.tokens, fit.tokens_above_edge) == (20_000, 5000)
+
+    def test_statistic_is_the_largest_gap_between_the_distribution_functions(self) -> None:
+        values = np.random.default_rng(4).uniform(0.2, 0.99, size=300)
+        fit = fit_tail_beta(values)
+        ordered = np.sort(values) / 0.999
+        model = stats.beta.cdf(ordered, fit.a, fit.b)
+        steps = np.arange(301) / 300
+        gap = max((steps[1:] - model).max(), (model - steps[:-1]).max())
+        assert fit.ks == pytest.approx(gap, abs=1e-9)
+        assert fit.ks > 0.02
+
+    def test_ends_of_the_interval_do_not_break_the_fit(self) -> None:
+        values = np.r_[0.0, 0.0, 0.999, np.linspace(0.5, 0.99, 60)]
+        fit = fit_tail_beta(values)
+        assert fit.tokens == 63 and 0 < fit.a < 50 and 0 < fit.b < 50
+
+    def test_too_few_tokens_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="19 tokens at or below 0.999"):
+            fit_tail_beta(np.r_[np.linspace(0.1, 0.9, 19), [1.0] * 500])
+        with pytest.raises(ValueError, match="1 of them distinct"):
+            fit_tail_beta([0.5] * 100)
