@@ -1,12 +1,12 @@
-"""The kernels of a sparse decode step against their bytes floor.
+"""`sparrow bench kernels`: the kernels of a sparse decode step against their bytes floor.
 
-`python -m sparrow_sglang.benchmarks.kernels` checks every case against the torch definition before
-it is timed. Times are of CUDA graph replays over input sets that do not fit in the L2 cache.
+Every case is checked against the torch definition before it is timed. Times are of CUDA graph
+replays over input sets that do not fit in the L2 cache.
 """
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
+from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.kernel_cases import (
     HEAD_DIM,
     NUM_KV_HEADS,
@@ -30,6 +31,17 @@ from sparrow_sglang.benchmarks.kernel_cases import (
 from sparrow_sglang.benchmarks.kernel_peers import DECODE_PEERS, SELECT_PEERS
 from sparrow_sglang.benchmarks.record import copy_bandwidth, provenance, write_result
 
+DESCRIPTION = """\
+Time the GPU kernels of one layer of a sparse decode step, and what other libraries offer for the
+same work, each after a check against the plain torch definition. The floor is the bytes that a
+kernel must move over the copy bandwidth measured at the start.
+"""
+EXAMPLES = """\
+  sparrow bench kernels --quick                            main shapes only, without other libraries
+  sparrow bench kernels --out results/kernels.json         everything
+"""
+# KV pools and landmarks of 2**20 tokens take 7 GB, the buffers of the bandwidth test 9 GB.
+_MEMORY_GB = 24
 # Pages of the published 0.86 schedules, rounded; they set how much the select kernel writes.
 _BUDGETS = {4096: 96, 16384: 192, 32768: 256, 65536: 320}
 _QUICK_SELECT = [(1, 32768), (16, 32768), (64, 16384)]
@@ -47,8 +59,9 @@ _DENSE = [Shape(16, 32768, 2048), Shape(64, 2048, 128, group=4), Shape(1, 8192, 
 class Table:
     """Rows measured so far; a row that fails says why and the run goes on."""
 
-    def __init__(self, bandwidth: float) -> None:
+    def __init__(self, bandwidth: float, out: Path | None) -> None:
         self.bandwidth = bandwidth
+        self.out = out
         self.rows: list[dict[str, Any]] = []
 
     def add(self, name: str, num_bytes: int, measure: Callable[[], dict[str, Any]]) -> None:
@@ -61,9 +74,13 @@ class Table:
         except Exception as failure:  # a missing peer, or a variant that does not fit the chip
             row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
             print(f"{name:<58} {floor:8.1f}   failed: {row['failed'][:110]}", flush=True)
-            return
-        share = 100 * floor / row["us"]
-        print(f"{name:<58} {floor:8.1f} {row['us']:8.1f} {share:6.0f} %", flush=True)
+        else:
+            share = 100 * floor / row["us"]
+            print(f"{name:<58} {floor:8.1f} {row['us']:8.1f} {share:6.0f} %", flush=True)
+        if self.out:
+            # After every row: a run that is cut short keeps what it has measured.
+            result = {**provenance(), "copy_bandwidth": self.bandwidth, "rows": self.rows}
+            write_result(self.out, result)
 
 
 def _measure(case: Callable[[], Any], launch: Any = None) -> dict[str, Any]:
@@ -193,17 +210,21 @@ def sweep(table: Table, pools: Pools) -> None:
             table.add(name, shape.decode_bytes, partial(_measure, attending, shaped))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit code is 1 if one of our kernels failed, 2 without a GPU."""
+    parser = benchmark_parser("kernels", DESCRIPTION, EXAMPLES)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--quick", action="store_true", help="main shapes only, no peers")
     parser.add_argument("--sweep", action="store_true", help="launch shapes instead of cases")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
+    if args.out:
+        prepare_out(parser, args.out)
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s; floor = bytes at that rate", flush=True)
     print(f"{'':<58} {'floor us':>8} {'us':>8}  of floor", flush=True)
-    table = Table(bandwidth)
+    table = Table(bandwidth, args.out)
     small = args.quick or args.sweep
     pools = Pools.random(tokens=2**20, landmark_pages=2**17 if small else 2**20)
     if args.sweep:
@@ -214,9 +235,6 @@ def main() -> int:
         time_cases(table, pools, args.quick)
         if not args.quick:
             time_peers(table, pools)
-    if args.out:
-        result = {**provenance(), "copy_bandwidth": bandwidth, "rows": table.rows}
-        write_result(args.out, result)
     ours_failed = [row for row in table.rows if "failed" in row and ": " not in row["name"]]
     return 1 if ours_failed and not args.sweep else 0
 

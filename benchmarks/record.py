@@ -3,13 +3,12 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 _PACKAGES = ("sparrow-sglang", "sglang", "torch", "triton", "flashinfer-python", "transformers")
 
@@ -36,13 +35,15 @@ def _commit() -> str:
 
 def provenance() -> dict[str, Any]:
     """Device, versions, commit and command of this process."""
+    import torch
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {
         "device": device or platform.machine(),
         "python": platform.python_version(),
         "packages": {package: _installed(package) for package in _PACKAGES},
         "commit": _commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
@@ -56,6 +57,8 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 def copy_bandwidth(gib: float = 4.0, repeats: int = 20) -> float:
     """Device-to-device copy bandwidth in bytes/s, bytes read plus bytes written."""
+    import torch
+
     source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
     times = []

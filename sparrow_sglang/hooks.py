@@ -5,6 +5,7 @@ a process whose attention backend is another one.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.refusals import uses_sparrow
@@ -13,6 +14,7 @@ from sparrow_sglang.server_args import resolve_schedule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
@@ -82,8 +84,21 @@ def reserve_landmarks(
     return bytes_per_token + -(-landmark_bytes // schedule.page_size)
 
 
+def offer_landmark_check(result: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook: `Engine.collective_rpc("sparrow_check_landmarks")`, a debugging aid.
+
+    Checked with 0.5.17, where an RPC calls the scheduler's attribute of that name and hands its
+    exception to the caller.
+    """
+    if _InForce.schedule is not None:
+        from sparrow_sglang.attention_backends.landmark_check import check_landmarks
+
+        scheduler.sparrow_check_landmarks = partial(check_landmarks, scheduler)
+
+
 HOOKS = (
     Hook("sglang.srt.mem_cache.common.release_kv_cache", keep_sparse_kv_private, "BEFORE"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", offer_landmark_check, "AFTER"),
     Hook(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         reserve_landmarks,

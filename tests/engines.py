@@ -88,7 +88,9 @@ def _import_for_fork() -> Any:
 
     def then_fork(server_args: Any) -> None:
         set_envs_and_config(server_args)
-        multiprocessing.set_start_method("fork", force=True)
+        # A forked process cannot use CUDA once its parent has.
+        if not torch.cuda.is_available():
+            multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = then_fork
     return engine

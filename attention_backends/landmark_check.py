@@ -1,0 +1,55 @@
+"""A debugging aid: recompute the landmarks in use and compare them with those that are stored."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparrow_sglang.attention_backends import reference
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+
+
+def live_pages(scheduler: "Scheduler") -> torch.Tensor:
+    """Physical pages that a later decode step may score, [pages]: full, and owned by someone.
+
+    Those are the pages of the prefix tree, and the full pages of running requests.
+    """
+    page_size = scheduler.page_size
+    req_to_token = scheduler.req_to_token_pool.req_to_token
+    slots = [req_to_token.new_empty(0)]
+    if scheduler.tree_cache.root_node.children:
+        slots.append(scheduler.tree_cache.all_values_flatten())
+    for req in scheduler.running_batch.reqs:
+        if req.req_pool_idx is not None and not req.finished():
+            full = req.kv_committed_len // page_size * page_size
+            slots.append(req_to_token[req.req_pool_idx, :full])
+    return (
+        torch.cat([found.long() for found in slots]).div(page_size, rounding_mode="floor").unique()
+    )
+
+
+def check_landmarks(scheduler: "Scheduler") -> None:
+    """Raise RuntimeError naming the first landmark that is not the mean of its page's keys.
+
+    For an idle or paused server (`Engine.collective_rpc("sparrow_check_landmarks")`).
+    """
+    backend: SparrowAttnBackend = scheduler.tp_worker.model_runner.attn_backend
+    pages = live_pages(scheduler)
+    for layer_id in backend.landmarks.layer_ids:
+        keys = backend.token_to_kv_pool.get_key_buffer(layer_id)
+        k_pages = keys.view(-1, backend.schedule.page_size, *keys.shape[1:])[pages]
+        stored = backend.landmarks[layer_id][pages].float()
+        expected = reference.page_landmarks(k_pages).float()
+        # Both are fp32 means rounded to the KV dtype: one unit in the last place may differ.
+        ulp = torch.finfo(keys.dtype).eps
+        wrong = (stored - expected).abs() > ulp * expected.abs() + 1e-6
+        if wrong.any():
+            index = int(wrong.flatten(1).any(1).nonzero()[0])
+            raise RuntimeError(
+                f"stale landmark in layer {layer_id}, page {int(pages[index])}: it is off by"
+                f" {float((stored - expected)[index].abs().max()):.3g}; {int(wrong.any(-1).sum())}"
+                f" of {len(pages)} pages x KV heads are wrong"
+            )

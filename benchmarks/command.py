@@ -1,0 +1,40 @@
+"""What the benchmark commands share: they refuse in one line, before anything is measured."""
+
+import argparse
+from pathlib import Path
+
+from sparrow_sglang.command_line import OneLineParser
+
+
+def benchmark_parser(name: str, description: str, examples: str) -> OneLineParser:
+    """Parser of `sparrow bench NAME`, with commands to copy under its options."""
+    return OneLineParser(
+        prog=f"sparrow bench {name}",
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def require_cuda(parser: argparse.ArgumentParser, memory_gb: float, purpose: str) -> None:
+    """End with exit code 2 unless torch finds a CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.exit(
+            2,
+            f"{parser.prog}: error: no CUDA device found; expected an NVIDIA GPU with about"
+            f" {memory_gb:.0f} GB of free memory for {purpose}. See whether nvidia-smi lists one;"
+            " `sparrow plan` predicts step times without a GPU\n",
+        )
+
+
+def prepare_out(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Make the folder of `out` now, as minutes of measuring would be lost to a wrong path."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {out}: cannot make its folder ({error.strerror})")
+    if out.is_dir():
+        parser.error(f"--out {out}: is a folder; expected a path for a JSON file")
