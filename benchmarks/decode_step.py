@@ -39,7 +39,7 @@ EXAMPLES = """\
   sparrow bench step                                       Qwen3-1.7B, 16 sequences of 32K tokens
   sparrow bench step --cases 16x32768 16x16384 16x8192 16x496
   sparrow bench step --backends sparrow --schedules fixed-1024 --cases 16x32768 8x32768
-  sparrow bench step --models qwen3-4b,qwen3-8b --out results/larger.json
+  sparrow bench step --models qwen3-4b,qwen3-8b --out larger.json
   sparrow bench step --cases fill:1024-32768:900000        sequences of mixed length in a full pool
 """
 CASES = """\
@@ -204,9 +204,13 @@ def speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _parser() -> argparse.ArgumentParser:
     parser = benchmark_parser("step", DESCRIPTION, EXAMPLES)
     known = ", ".join(sorted(folder.name for folder in MODELS.iterdir()))
-    parser.add_argument("--models", default="qwen3-1.7b", help=f"comma-separated, of {known}")
     parser.add_argument(
-        "--backends", default="flashinfer,sparrow", help="SGLang's attention backends, e.g. fa3"
+        "--models", default="qwen3-1.7b", help=f"comma-separated, of {known} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backends",
+        default="flashinfer,sparrow",
+        help="of SGLang, e.g. fa3 (default: %(default)s)",
     )
     parser.add_argument(
         "--cases", nargs="+", default=["16x32768"], metavar="CASE", help=CASES.strip()
@@ -216,7 +220,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["{model}-0.86"],
         metavar="SCHEDULE",
-        help="for sparrow: shipped names, .json files or fixed-<tokens>; {model} is filled in",
+        help="for sparrow: shipped names, .json files or fixed-<tokens>; {model} is filled in"
+        " (default: {model}-0.86)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="the median of them counts")
     parser.add_argument(
@@ -226,9 +231,9 @@ def _parser() -> argparse.ArgumentParser:
         "--engine-args",
         default="{}",
         metavar="JSON",
-        help='further arguments of sglang.Engine, e.g. \'{"disable_prefill_cuda_graph": true}\'',
+        help="further arguments of sglang.Engine, e.g. '{\"disable_prefill_cuda_graph\": true}'",
     )
-    parser.add_argument("--out", type=Path, default=Path("decode_step.json"), help="results")
+    parser.add_argument("--out", type=Path, default=Path("decode_step.json"), help="JSON file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser
 

@@ -4,7 +4,6 @@ Every case is checked against the torch definition before it is timed. Times are
 replays over input sets that do not fit in the L2 cache.
 """
 
-import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -38,7 +37,7 @@ kernel must move over the copy bandwidth measured at the start.
 """
 EXAMPLES = """\
   sparrow bench kernels --quick                            main shapes only, without other libraries
-  sparrow bench kernels --out results/kernels.json         everything
+  sparrow bench kernels --out kernels.json                 everything
 """
 # KV pools and landmarks of 2**20 tokens take 7 GB, the buffers of the bandwidth test 9 GB.
 _MEMORY_GB = 24

@@ -5,9 +5,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import NoReturn
 
-from sparrow_sglang import doctor, serve
+from sparrow_sglang import doctor, plan, serve
+from sparrow_sglang.command_line import OneLineParser
 
 DESCRIPTION = """\
 Sparse decode for stock SGLang: while generating, each token reads a budget of KV pages that grows
@@ -19,6 +19,8 @@ examples:
   sparrow doctor                                   is this machine ready?
   sparrow serve                                    a server with the small model that comes along
   sparrow serve --model-path Qwen/Qwen3-4B         a server with your model
+  sparrow plan --model-path Qwen/Qwen3-4B          what would it save? (no GPU needed)
+  sparrow bench step                               what does it save, measured on this GPU?
 
 sparrow COMMAND --help says more about a command.
 """
@@ -36,15 +38,34 @@ examples:
   sparrow doctor --model-path Qwen/Qwen3-4B --sparrow-schedule my-schedule.json --page-size 32
 """
 
+BENCH_HELP = """\
+Measure on this machine's NVIDIA GPU. Nothing is downloaded: weights and KV are random, in the
+shapes of Qwen3-1.7B to 14B. Results go to a JSON file, with device, versions and commit.
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+  step      a whole decode step of SGLang, dense and sparse, for chosen batches and lengths;
+            minutes per model, nearly the whole GPU
+  kernels   the kernels of one layer against the memory bandwidth, and other libraries beside them
+"""
+
+BENCH_EPILOG = """\
+examples, as they were run for the README's tables (which list every command):
+  sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 16x8192 16x496 \\
+      --engine-args '{"disable_prefill_cuda_graph": true}'
+  sparrow bench step --models qwen3-1.7b --backends sparrow --schedules fixed-1024 fixed-8192 \\
+      --cases 16x32768 16x24576 16x16384 8x32768 16x8000 \\
+      --engine-args '{"disable_prefill_cuda_graph": true}'
+  sparrow bench kernels --out kernels.json
+
+16x32768 means 16 sequences of 32768 cached tokens each. sparrow bench step --help and
+sparrow bench kernels --help list the options.
+"""
 
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="sparrow", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
+    parser = OneLineParser(
+        prog="sparrow", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw
+    )
     parser.add_argument("--version", action="version", version=version("sparrow-sglang"))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("serve", help="start an OpenAI-compatible server", add_help=False)
@@ -56,6 +77,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog=DOCTOR_EPILOG,
         formatter_class=raw,
     )
+    plan.add_parser(commands)
+    bench = commands.add_parser(
+        "bench",
+        help="measure decode steps and kernels on this GPU",
+        usage="sparrow bench {step,kernels} [options ...]",
+        description=BENCH_HELP,
+        epilog=BENCH_EPILOG,
+        formatter_class=raw,
+    )
+    bench.add_argument("benchmark", choices=("step", "kernels"), help=argparse.SUPPRESS)
     return parser
 
 
@@ -64,13 +95,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # SGLang's modules warn, when imported, of everything that this machine does not have.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
-    # These two hand their flags to SGLang, which alone knows them.
+    # serve and doctor hand their flags to SGLang, which alone knows them; bench to a benchmark.
     if words[:1] == ["serve"]:
         return _serve(words[1:])
     if words[:1] == ["doctor"] and not {"-h", "--help"} & set(words):
         return _doctor(words[1:])
-    _parser().parse_args(words)
-    return 0
+    if words[:1] == ["bench"] and words[1:2] in (["step"], ["kernels"]):
+        return _bench(words[1], words[2:])
+    parser = _parser()
+    args = parser.parse_args(words)
+    if args.command != "plan":
+        parser.error(f"{' '.join(words)}: expected the same without --")
+    return _plan(args)
 
 
 def _serve(argv: Sequence[str]) -> int:
@@ -95,6 +131,25 @@ def _doctor(argv: Sequence[str]) -> int:
         failed = failed or check.status == "FAIL"
     print("Something is in the way; see FAIL above." if failed else "All good.")
     return int(failed)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    try:
+        return plan.run(args)
+    except ValueError as error:
+        print(f"sparrow plan: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _bench(benchmark: str, argv: Sequence[str]) -> int:
+    # Late, as the kernels import torch and Triton.
+    if benchmark == "step":
+        from sparrow_sglang.benchmarks import decode_step
+
+        return decode_step.main(argv)
+    from sparrow_sglang.benchmarks import kernels
+
+    return kernels.main(argv)
 
 
 if __name__ == "__main__":

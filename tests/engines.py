@@ -21,6 +21,7 @@ from unittest import mock
 
 import psutil
 import torch
+import zmq
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
@@ -52,8 +53,10 @@ def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
     }
     before = _children()
     engine = None
+    contexts: list[zmq.Context[Any]] = []
     try:
-        engine = engine_module.Engine(**(defaults | server_args))
+        with _zmq_contexts_into(contexts):
+            engine = engine_module.Engine(**(defaults | server_args))
         yield engine
     finally:
         own = _children() - before
@@ -63,6 +66,22 @@ def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
                 _kill(own)
             else:
                 engine.shutdown()
+        # Left to the garbage collector, a context waits for ever to deliver to a dead process.
+        for context in contexts:
+            context.destroy(linger=0)
+
+
+@contextmanager
+def _zmq_contexts_into(found: "list[zmq.Context[Any]]") -> Iterator[None]:
+    """Collect the ZeroMQ contexts that are made meanwhile."""
+    init = zmq.Context.__init__
+
+    def recorded(self: "zmq.Context[Any]", *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        found.append(self)
+
+    with mock.patch.object(zmq.Context, "__init__", recorded):
+        yield
 
 
 def flush(engine: Any) -> None:

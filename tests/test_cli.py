@@ -136,6 +136,9 @@ def run(*argv: str) -> "subprocess.CompletedProcess[str]":
         (["serve", "--help"], ["examples:", "--help-all", "sparrow doctor"]),
         (["serve", "-h", "--port", "1"], ["examples:"]),
         (["doctor", "--help"], ["examples:", "exit code 1"]),
+        (["plan", "--help"], ["Predict", "--model-path", "--lengths-file"]),
+        (["bench", "--help"], ["examples", "sparrow bench step --models", "NVIDIA GPU"]),
+        (["bench", "step", "-h"], ["examples", "fill:LOW-HIGH:TOKENS", "qwen3-14b"]),
         (["--version"], ["0.1.0"]),
     ],
 )
@@ -151,6 +154,12 @@ def test_help_and_version_need_no_sglang(argv: list[str], words: list[str]) -> N
         (["srve"], "invalid choice: 'srve' (choose from 'serve', 'doctor'"),
         ([], "required: COMMAND"),
         (["--nope"], "--help"),
+        (["plan"], "required: --model-path"),
+        (["plan", "--model-path", "/no/such/model"], "/no/such/model: no such folder"),
+        (["bench"], "required: benchmark"),
+        (["bench", "stp"], "invalid choice: 'stp' (choose from 'step', 'kernels')"),
+        (["bench", "step", "--models", "qwen3"], "--models 'qwen3': expected some of qwen3-1.7b"),
+        (["bench", "--", "step"], "without --"),
     ],
 )
 def test_a_wrong_command_is_one_line(argv: list[str], message: str) -> None:

@@ -17,8 +17,10 @@ PACKAGES = {
 }
 # Each may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"schedule", "models"},
-    {"config"},
+    {"schedule", "models", "tail", "step_time", "command_line"},
+    {"config", "mismatch", "cost_model"},
+    {"plan_tables"},
+    {"plan"},
     {"refusals"},
     {"server_args"},
     {"attention_backends"},

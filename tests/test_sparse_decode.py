@@ -138,9 +138,9 @@ def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, ad
             lora_paths={"adapter": adapter},
             **schedule,
         ) as engine:
-            cold = generate(engine, prompts, 40)
-            warm = generate(engine, prompts, 40)
-            adapted = generate(engine, prompts, 40, lora=["adapter", None] * 3)
+            cold = generate(engine, prompts, 20)
+            warm = generate(engine, prompts, 20)
+            adapted = generate(engine, prompts, 20, lora=["adapter", None] * 3)
             answers[backend] = cold + warm + adapted
     for stock, ours in zip(answers["torch_native"], answers["sparrow"], strict=True):
         assert ours["ids"] == stock["ids"]

@@ -1,0 +1,299 @@
+"""The README's tables of measured results, generated from the committed JSON files.
+
+`python -m sparrow_sglang.benchmarks.table`, in a checkout, rewrites the part of README.md between
+two marker lines from all that lies under benchmarks/results. Imports neither torch nor SGLang.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.benchmarks.decode_step import dense_partner
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path("benchmarks/results")
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+COMMAND = "python -m sparrow_sglang.benchmarks.table"
+
+_PACKAGES = {
+    "sglang": "SGLang",
+    "torch": "torch",
+    "triton": "Triton",
+    "flashinfer-python": "FlashInfer",
+}
+_STARTED_AS = {"decode_step.py": "sparrow bench step", "kernels.py": "sparrow bench kernels"}
+_STEP_TEXT = """\
+One decode step of stock SGLang with random weights in the model's shapes, dense (`flashinfer`)
+against sparse. Floor: the bytes that the sparse step must read over the copy bandwidth measured in
+that run."""
+_FILL_TEXT = """\
+A rollout in its steady state: sequences of mixed length that fill the KV pool to the cached tokens
+given, decoding together."""
+_KERNEL_TEXT = """\
+The kernels of one layer (8 KV heads of 128, pages of 16) and other libraries on the same inputs.
+Floor: the bytes to move over the copy bandwidth. Not every library does all of the work: what it
+leaves out is described in `benchmarks/kernel_peers.py`."""
+
+
+class TableError(ValueError):
+    """The tables cannot be made; the message names the file and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file: `path` from the root of the checkout, and its content."""
+
+    path: str
+    content: dict[str, Any]
+
+    @property
+    def device(self) -> str:
+        return str(self.content["device"]).removeprefix("NVIDIA ")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.content["rows"]
+        return rows
+
+    @property
+    def source(self) -> str:
+        """Device, versions, commit, file and command."""
+        packages = self.content["packages"]
+        versions = [f"{name} {packages[key]}" for key, name in _PACKAGES.items() if packages[key]]
+        return (
+            f"{self.content['device']}, {', '.join(versions)}, commit"
+            f" `{self.content['commit']}`, [results]({self.path}):"
+            f" `{rerun_command(self.content['command'])}`"
+        )
+
+
+def rerun_command(recorded: str) -> str:
+    """The recorded command as one types it: by `sparrow bench`, JSON quoted, without its --out."""
+    program, _, options = recorded.partition(" ")
+    options = re.sub(r" ?--out[ =]\S+", "", options)
+    options = re.sub(r"(?<!')(\{[^{}']*\"[^{}']*\})(?!')", r"'\1'", options)
+    return f"{_STARTED_AS.get(program, program)} {options.strip()}".strip()
+
+
+def load_runs(root: Path, key: str) -> list[Run]:
+    """Result files under `root` whose rows have `key`, by path; sweeps of variants are left out.
+
+    Raises `TableError` on a file that is not JSON, or that lacks what a result carries.
+    """
+    runs = []
+    for path in sorted((root / RESULTS).rglob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise TableError(f"{path}: not JSON ({error}); expected a benchmark's result") from None
+        rows = content.get("rows") if isinstance(content, dict) else None
+        if not isinstance(rows, list) or not rows or key not in rows[0]:
+            continue
+        missing = {"device", "packages", "commit", "command"} - content.keys()
+        if missing:
+            raise TableError(f"{path}: lacks {', '.join(sorted(missing))}; measure it again")
+        if "--sweep" not in content["command"]:
+            runs.append(Run(path.relative_to(root).as_posix(), content))
+    return runs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A sparse row, the dense row it is compared to, and the runs that they are from."""
+
+    sparse: dict[str, Any]
+    run: Run
+    dense: dict[str, Any] | None
+    dense_run: Run | None
+
+    @property
+    def speedup(self) -> float | None:
+        return self.dense["step_ms"] / self.sparse["step_ms"] if self.dense else None
+
+    def dense_cell(self, key: str, digits: int) -> str:
+        """A number of the dense row, with its backend unless that is `flashinfer`."""
+        if self.dense is None:
+            return "–"
+        backend = self.dense["backend"]
+        return _number(self.dense[key], digits) + (
+            f" ({backend})" if backend != "flashinfer" else ""
+        )
+
+    def cited(self, numbers: dict[str, int]) -> str:
+        """Numbers of the two runs in the list below the tables."""
+        cited = str(numbers[self.run.path])
+        if self.dense_run and self.dense_run != self.run:
+            cited += f", dense {numbers[self.dense_run.path]}"
+        return cited
+
+
+def pair_rows(runs: list[Run]) -> list[Pair]:
+    """Each sparse row with the dense row of its own run, or else of another one on its device."""
+    pairs = []
+    for run in runs:
+        others = [other for other in runs if other != run and other.device == run.device]
+        for row in run.rows:
+            if row["backend"] != "sparrow":
+                continue
+            dense, dense_run = dense_partner(row, run.rows), run
+            if dense is None:
+                dense = dense_partner(row, [each for other in others for each in other.rows])
+                # By identity: equal rows may stand in two files.
+                holders = (o for o in others if any(each is dense for each in o.rows))
+                dense_run = next(holders, run)
+            pairs.append(Pair(row, run, dense, dense_run if dense else None))
+    return sorted(pairs, key=_order)
+
+
+def _order(pair: Pair) -> tuple[Any, ...]:
+    row = pair.sparse
+    numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", row["model"])]
+    # A model's own schedules stand before fixed ones.
+    fixed = row["schedule"].startswith("fixed-")
+    budget = int(row["schedule"].rpartition("-")[2]) if fixed else 0
+    context = row["cached_tokens"] / row["batch"]
+    return (pair.run.device, numbers, fixed, budget, row["schedule"], row["batch"], context)
+
+
+def step_tables(runs: list[Run]) -> str:
+    """Decode steps, snapshots of a rollout, and the list of runs that both cite."""
+    pairs = pair_rows(runs)
+    if not pairs:
+        return ""
+    used = {run.path for pair in pairs for run in (pair.run, pair.dense_run) if run}
+    numbers = {path: number for number, path in enumerate(sorted(used), 1)}
+    fill = [pair for pair in pairs if pair.sparse["case"].startswith("fill:")]
+    steps = [pair for pair in pairs if pair not in fill]
+    parts = []
+    if steps:
+        heads = "model|schedule|batch × context|dense ms|sparse ms|speed-up|floor ms|device|run"
+        parts += [_STEP_TEXT, _table(heads, 3, (_step_cells(pair, numbers) for pair in steps))]
+    if fill:
+        heads = "model|schedule|lengths|sequences|cached tokens|dense tokens/s|sparse tokens/s"
+        heads += "|speed-up|floor tokens/s|device|run"
+        parts += [_FILL_TEXT, _table(heads, 3, (_fill_cells(pair, numbers) for pair in fill))]
+    cited = [f"{numbers[run.path]}. {run.source}" for run in runs if run.path in numbers]
+    return "\n\n".join([*parts, "Runs:", "\n".join(cited)])
+
+
+def _step_cells(pair: Pair, numbers: dict[str, int]) -> list[str]:
+    row = pair.sparse
+    return [
+        row["model"],
+        row["schedule"],
+        row["case"].replace("x", " × "),
+        pair.dense_cell("step_ms", 2),
+        _number(row["step_ms"], 2),
+        _times(pair.speedup),
+        _number(row["floor_ms"], 2),
+        pair.run.device,
+        pair.cited(numbers),
+    ]
+
+
+def _fill_cells(pair: Pair, numbers: dict[str, int]) -> list[str]:
+    row = pair.sparse
+    return [
+        row["model"],
+        row["schedule"],
+        row["case"].split(":")[1].replace("-", " to "),
+        str(row["batch"]),
+        _number(row["cached_tokens"], 0),
+        pair.dense_cell("tokens_per_s", 0),
+        _number(row["tokens_per_s"], 0),
+        _times(pair.speedup),
+        _number(row["batch"] / row["floor_ms"] * 1e3, 0),
+        pair.run.device,
+        pair.cited(numbers),
+    ]
+
+
+def kernel_table(run: Run) -> str:
+    """Our kernels of one run, each with the libraries that were timed on the same inputs."""
+    peers: dict[str, list[str]] = {}
+    for row in run.rows:
+        ours, _, peer = row["name"].partition(": ")
+        if peer:
+            peers.setdefault(ours, []).append(f"{peer} {_measured(row)}")
+    lines = [
+        [
+            row["name"],
+            _number(row["floor_us"], 1),
+            _measured(row),
+            f"{row['floor_us'] / row['us']:.0%}" if "us" in row else "–",
+            "; ".join(peers.get(row["name"], [])) or "–",
+        ]
+        for row in run.rows
+        if ": " not in row["name"]
+    ]
+    table = _table("kernel|floor µs|measured µs|of floor|other libraries, µs", 1, lines)
+    bandwidth = f"copy {run.content['copy_bandwidth'] / 1e12:.2f} TB/s"
+    summary = f"<summary>Kernels on one {run.device}</summary>"
+    return "\n\n".join(
+        [
+            f"<details>{summary}",
+            _KERNEL_TEXT,
+            table,
+            f"{bandwidth}; {run.source}",
+            "</details>",
+        ]
+    )
+
+
+def _measured(row: dict[str, Any]) -> str:
+    return _number(row["us"], 1) if "us" in row else "failed"
+
+
+def _number(number: float, digits: int) -> str:
+    return f"{number:,.{digits}f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}×"
+
+
+def _table(heads: str, words: int, rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; all but its first `words` columns are aligned to the right."""
+    columns = heads.split("|")
+    rule = ["---"] * words + ["---:"] * (len(columns) - words)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
+
+
+def generate(root: Path = ROOT) -> str:
+    """All tables as Markdown, from the results under `root`."""
+    parts = [step_tables(load_runs(root, "step_ms"))]
+    parts += [kernel_table(run) for run in load_runs(root, "floor_us")]
+    return "\n\n".join(part for part in parts if part)
+
+
+def replace_tables(readme: str, tables: str) -> str:
+    """README text with `tables` between the markers; `TableError` unless both stand there once."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end) or readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise TableError(f"README.md: expected one line {BEGIN} and, below it, one line {END}")
+    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite README.md of this checkout."""
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description="Rewrite the tables of README.md from benchmarks/results."
+    )
+    parser.parse_args(argv)
+    readme = ROOT / "README.md"
+    try:
+        readme.write_text(replace_tables(readme.read_text(), generate()))
+    except (TableError, OSError) as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,289 @@
+"""The benchmarks' arithmetic and command lines, and the README's tables of what they measured."""
+
+import json
+import re
+import shlex
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparrow_sglang import cli
+from sparrow_sglang.benchmarks import decode_step, kernels, table
+from sparrow_sglang.benchmarks.decode_step import batch_lengths, model_shape, speedups, step_bytes
+from sparrow_sglang.benchmarks.table import TableError, generate, pair_rows, rerun_command
+from sparrow_sglang.cost_model import ModelShape
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+
+RUNS = table.load_runs(table.ROOT, "step_ms")
+
+
+def row(backend: str, step_ms: float, case: str = "2x1000", **fields: Any) -> dict[str, Any]:
+    lengths = batch_lengths(case)
+    return {
+        "model": "qwen3-4b",
+        "backend": backend,
+        "case": case,
+        "batch": len(lengths),
+        "cached_tokens": sum(lengths),
+        "step_ms": step_ms,
+        "schedule": "fixed-512" if backend == "sparrow" else None,
+        "floor_ms": 1.0,
+        "tokens_per_s": len(lengths) / step_ms * 1e3,
+    } | fields
+
+
+def save(root: Path, name: str, rows: list[dict[str, Any]], **fields: Any) -> None:
+    path = root / table.RESULTS / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    packages = {"sglang": "0.5.17", "torch": "2.11.0", "triton": None, "flashinfer-python": "0.6"}
+    content = {
+        "device": "NVIDIA H200",
+        "packages": packages,
+        "commit": "abc",
+        "command": "decode_step.py --cases 2x1000 --out /x/y.json",
+        "copy_bandwidth": 4.28e12,
+        "rows": rows,
+    }
+    path.write_text(json.dumps(content | fields))
+
+
+# -- committed results
+
+
+def test_readme_shows_what_was_measured() -> None:
+    readme = (table.ROOT / "README.md").read_text()
+    assert table.replace_tables(readme, generate()) == readme, f"run: {table.COMMAND}"
+
+
+def test_there_are_results() -> None:
+    assert any(each["backend"] == "sparrow" for run in RUNS for each in run.rows)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.path)
+def test_committed_rows_are_consistent(run: table.Run) -> None:
+    for each in run.rows:
+        lengths = batch_lengths(each["case"])
+        assert (each["batch"], each["cached_tokens"]) == (len(lengths), sum(lengths))
+        schedule = load_schedule(each["schedule"], 16) if each["schedule"] else None
+        expected = step_bytes(model_shape(each["model"]), lengths, schedule)
+        assert each["bytes"] == pytest.approx(expected, rel=1e-3)
+        floor_ms = each["bytes"] / each["bandwidth_tb_s"] / 1e9
+        assert each["floor_ms"] == pytest.approx(floor_ms)
+        assert each["tokens_per_s"] == pytest.approx(each["batch"] / each["step_ms"] * 1e3)
+
+
+# -- bytes and cases
+
+
+def test_bytes_of_a_step_by_hand() -> None:
+    shape = ModelShape(
+        8, 16, num_layers=3, num_q_heads=4, num_kv_heads=2, head_dim=4, vocab_size=10
+    )
+    # Per layer q and o: 2 * 8 * 16, k and v: 2 * 8 * 8, MLP: 3 * 8 * 16; vocabulary: 10 * 8.
+    weights = 2 * (3 * (256 + 128 + 384) + 80)
+    # A token's KV in one layer: 2 heads * 4 wide * keys and values * 2 bytes.
+    kv = 32
+    assert step_bytes(shape, [100, 40], None) == weights + 3 * 140 * kv
+    # Budget of 4 pages, layers 0 and 1 dense. 100 tokens are 7 pages: 3 full ones and the last with
+    # 4 tokens are read, and 7 - 1 - 2 landmarks of half a token's KV; 40 tokens are read in full.
+    sparse = (3 * 16 + 4 + 40) * kv + 4 * kv // 2
+    schedule = BudgetSchedule.fixed(64)
+    assert step_bytes(shape, [100, 40], schedule) == weights + 2 * 140 * kv + sparse
+
+
+def test_cases() -> None:
+    assert batch_lengths("3x1000") == [1000] * 3
+    lengths = batch_lengths("fill:1024-8192:100000")
+    assert lengths == batch_lengths("fill:1024-8192:100000")
+    assert 1024 <= min(lengths) < 3000 and 6000 < max(lengths) <= 8192
+    assert 100_000 - 2 * 8192 < sum(lengths) <= 100_000
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("", "expected BATCHxLENGTH or fill"),
+        ("16", "expected BATCHxLENGTH or fill"),
+        ("16x", "expected BATCHxLENGTH or fill"),
+        ("-1x1000", "expected BATCHxLENGTH or fill"),
+        ("1x2x3", "expected BATCHxLENGTH or fill"),
+        ("fill:1024:9000", "expected BATCHxLENGTH or fill"),
+        ("0x1000", "1 or more sequences"),
+        ("1x144", "lengths of 145 to 40960"),
+        ("1x40961", "lengths of 145 to 40960"),
+        ("fill:2000-1000:90000", "the shorter first"),
+        ("fill:1000-2000:2000", "more than one sequence of 2000 tokens"),
+    ],
+)
+def test_nonsense_cases_are_refused(case: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"case {case!r}.*{message}"):
+        batch_lengths(case)
+
+
+# -- pairs of dense and sparse rows
+
+
+def test_speedups_are_over_the_fastest_dense_row_of_model_and_case() -> None:
+    rows = [
+        row("flashinfer", 9.0),
+        row("fa3", 8.0),
+        row("flashinfer", 1.0, model="qwen3-8b"),
+        row("flashinfer", 2.0, case="4x1000"),
+        row("sparrow", 4.0),
+        row("sparrow", 2.0, schedule="fixed-1024"),
+        row("sparrow", 3.0, case="8x1000"),
+    ]
+    found = [(each["schedule"], each["dense_ms"], each["speedup"]) for each in speedups(rows)]
+    assert found == [("fixed-512", 8.0, 2.0), ("fixed-1024", 8.0, 4.0)]
+
+
+def test_pairs_across_files_of_one_device(tmp_path: Path) -> None:
+    save(tmp_path, "h200/a.json", [row("flashinfer", 8.0)])
+    save(tmp_path, "h200/b.json", [row("sparrow", 4.0)])
+    save(tmp_path, "h200/c.json", [row("flashinfer", 9.0), row("sparrow", 3.0)])
+    save(tmp_path, "h100/d.json", [row("sparrow", 5.0)], device="NVIDIA H100")
+    pairs = pair_rows(table.load_runs(tmp_path, "step_ms"))
+    found = {
+        pair.run.path[-6:]: (pair.dense_run and pair.dense_run.path[-6:], pair.speedup)
+        for pair in pairs
+    }
+    # c has a dense row of its own, though a slower one; the H100 has none.
+    assert found == {"b.json": ("a.json", 2.0), "c.json": ("c.json", 3.0), "d.json": (None, None)}
+
+
+# -- tables
+
+
+def lines(text: str, start: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(start)]
+
+
+def test_tables_of_steps_and_snapshots(tmp_path: Path) -> None:
+    fill = "fill:1024-2048:9000"
+    batch = len(batch_lengths(fill))
+    save(tmp_path, "a.json", [row("fa3", 8.0), row("flashinfer", 10.0, fill)])
+    save(tmp_path, "b.json", [row("sparrow", 3.0), row("sparrow", 4.0, fill, floor_ms=2.0)])
+    text = generate(tmp_path)
+    assert lines(text, "| qwen3-4b")[0] == (
+        "| qwen3-4b | fixed-512 | 2 × 1000 | 8.00 (fa3) | 3.00 | 2.67× | 1.00 | H200 | 2, dense 1 |"
+    )
+    assert lines(text, "| qwen3-4b")[1] == (
+        f"| qwen3-4b | fixed-512 | 1024 to 2048 | {batch} | {sum(batch_lengths(fill)):,} |"
+        f" {batch * 100} | {batch * 250:,} | 2.50× | {batch * 500:,} | H200 | 2, dense 1 |"
+    )
+    assert lines(text, "2. ") == [
+        "2. NVIDIA H200, SGLang 0.5.17, torch 2.11.0, FlashInfer 0.6, commit `abc`,"
+        " [results](benchmarks/results/b.json): `sparrow bench step --cases 2x1000`"
+    ]
+
+
+def test_table_of_kernels(tmp_path: Path) -> None:
+    rows = [
+        {"name": "select", "floor_us": 16.0, "us": 32.0},
+        {"name": "decode", "floor_us": 62.0, "failed": "RuntimeError"},
+        {"name": "select: torch", "floor_us": 16.0, "us": 400.04},
+        {"name": "select: other", "floor_us": 16.0, "failed": "ImportError"},
+    ]
+    save(tmp_path, "kernels.json", rows, command="kernels.py")
+    save(tmp_path, "sweep.json", [rows[0] | {"name": "select s1"}], command="kernels.py --sweep")
+    save(tmp_path, "audit.json", [{"something": "else"}])
+    text = generate(tmp_path)
+    assert lines(text, "| ")[2:] == [
+        "| select | 16.0 | 32.0 | 50% | torch 400.0; other failed |",
+        "| decode | 62.0 | failed | – | – |",
+    ]
+    assert "copy 4.28 TB/s; NVIDIA H200" in text and "`sparrow bench kernels`" in text
+
+
+def test_commands_can_be_typed_again() -> None:
+    recorded = 'decode_step.py --engine-args {"a": true} --schedules {model}-0.75 --out /x/y.json'
+    typed = "sparrow bench step --engine-args '{\"a\": true}' --schedules {model}-0.75"
+    assert rerun_command(recorded) == typed
+    # What the shell would have to see is recorded since; a second quoting would break it.
+    assert rerun_command(f"{typed} --out=/x/y.json") == typed
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "a.json: not JSON"), ('{"rows": [{"step_ms": 1}], "device": ""}', "lacks command, com")],
+)
+def test_an_unusable_result_is_named(tmp_path: Path, content: str, message: str) -> None:
+    save(tmp_path, "a.json", [])
+    (tmp_path / table.RESULTS / "a.json").write_text(content)
+    with pytest.raises(TableError, match=message):
+        generate(tmp_path)
+
+
+def test_only_the_part_between_the_markers_is_rewritten() -> None:
+    readme = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
+    expected = f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
+    assert table.replace_tables(readme, "new") == expected
+    for wrong in ("", table.BEGIN, f"{table.END}\n{table.BEGIN}", readme * 2):
+        with pytest.raises(TableError, match="expected one line"):
+            table.replace_tables(wrong, "new")
+
+
+# -- command lines
+
+
+@pytest.mark.parametrize("benchmark", ["step", "kernels"])
+def test_without_a_gpu_one_line_says_what_is_needed(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", benchmark])
+    out, error = capsys.readouterr()
+    assert (stopped.value.code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"sparrow bench {benchmark}: error: no CUDA device found")
+    assert re.search(r"about \d\d GB of free memory", error)
+
+
+def test_the_commands_in_the_help_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    texts = [re.sub(r"\\\n +", "", cli.BENCH_EPILOG), decode_step.EXAMPLES, kernels.EXAMPLES]
+    commands = re.findall(r"^  (sparrow bench .*?)(?: {2,}.*)?$", "\n".join(texts), re.M)
+    assert len(commands) == 10
+    for command in commands:
+        with pytest.raises(SystemExit):
+            cli.main(shlex.split(command)[1:])
+        # The missing GPU is all that is wrong.
+        assert "no CUDA device found" in capsys.readouterr().err, command
+
+
+def test_each_backend_is_measured_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+
+    def fake_run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+        started.append(command)
+        _, backend, schedule = command[command.index("--one") + 1].split(",")
+        if schedule == "fixed-1024":
+            return subprocess.CompletedProcess(command, 1)
+        measured = row(backend, 4.0 if backend == "sparrow" else 8.0)
+        Path(command[-1]).write_text(json.dumps([measured]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(decode_step, "require_cuda", lambda *needs: None)
+    monkeypatch.setattr(decode_step, "provenance", lambda: {"commit": "abc"})
+    monkeypatch.setattr(decode_step.subprocess, "run", fake_run)
+    out = tmp_path / "new" / "step.json"
+    words = ["--models", "qwen3-4b", "--schedules", "fixed-512", "fixed-1024", "--out", str(out)]
+    # A failed run is left out and told by the exit code; the others are kept.
+    assert cli.main(["bench", "step", *words]) == 1
+    result = json.loads(out.read_text())
+    assert [each["backend"] for each in result["rows"]] == ["flashinfer", "sparrow"]
+    assert [each["speedup"] for each in result["speedups"]] == [2.0]
+    assert [path.name for path in out.parent.iterdir()] == ["step.json"]
+    assert len(started) == 3
+    for command in started:
+        assert command[1 : 3 + len(words)] == ["-m", decode_step.MODULE, *words]
+    spec = find_spec(decode_step.MODULE)
+    assert spec and spec.origin == decode_step.__file__
