@@ -17,9 +17,9 @@ PACKAGES = {
 }
 # Each may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"schedule", "models", "tail", "step_time", "command_line"},
+    {"schedule", "models", "tail", "command_line"},
     {"config", "mismatch", "cost_model"},
-    {"plan_tables"},
+    {"plan_tables", "step_time"},
     {"plan"},
     {"refusals"},
     {"server_args"},
