@@ -190,7 +190,7 @@ def _page_table(plan: Plan) -> str:
     return (
         f"Page size at {cached:,} cached tokens and a budget of {budget:,}\n{_table(heads, rows)}\n"
         "A larger page is cheaper at the same budget and chooses worse: it pays only if it holds"
-        " the\ntail within the last column, which has to be measured (`sparrow calibrate`)."
+        " the\ntail within the last column, which has to be measured."
     )
 
 
