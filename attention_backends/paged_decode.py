@@ -217,6 +217,7 @@ class TritonPagedDecode:
         self._pages: torch.Tensor
         self._counts: torch.Tensor
         self._seq_lens: torch.Tensor
+        self._no_prefix: torch.Tensor
         self._longest = 0
 
     def plan_extend(
@@ -225,6 +226,7 @@ class TritonPagedDecode:
         self._longest = -(-int(seq_lens_cpu.max()) // self._schedule.page_size)
         self._pages = self._page_table.new_empty(len(seq_lens), self._longest)
         self._seq_lens = seq_lens
+        self._no_prefix = torch.zeros_like(seq_lens)
         page_table.snapshot_page_table(
             self._req_to_token,
             req_pool_indices,
@@ -261,7 +263,7 @@ class TritonPagedDecode:
             landmarks,
             self._pages,
             self._seq_lens,
-            torch.zeros_like(self._seq_lens),
+            self._no_prefix,
             page_size=self._schedule.page_size,
             max_pages=self._longest,
         )
