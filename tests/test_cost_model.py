@@ -2,7 +2,6 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from contract import budget_pages, choose_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import GROUPED, MODELS, qwen
 
 from sparrow_sglang.attention_backends.reference import select_pages
 from sparrow_sglang.cost_model import (
@@ -31,20 +31,8 @@ from sparrow_sglang.cost_model import (
 )
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
-MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
 SIZES = ("1.7b", "4b", "8b", "14b")
 
-# P: a layer has 8 * (4 * 2 * (4 + 2) + 3 * 16) = 8 * 96 = 768 weights, two have 1536, the
-# vocabulary projection 10 * 8 = 80: 1616. D = 2 * 2 * 4 * 2 layers = 32, r = 4 / 2 = 2.
-GROUPED = ModelShape(
-    hidden_size=8,
-    intermediate_size=16,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    vocab_size=10,
-)
 # P = 4 * (2 * 2 * (2 + 2) + 3 * 4) + 5 * 4 = 112 + 20 = 132. D = 2 * 2 * 2 * 1 = 8, r = 1.
 PLAIN = ModelShape(
     hidden_size=4,
@@ -55,12 +43,6 @@ PLAIN = ModelShape(
     head_dim=2,
     vocab_size=5,
 )
-
-
-def qwen(size: str) -> ModelShape:
-    return ModelShape.from_config(
-        json.loads((MODELS / f"qwen3-{size}" / "config.json").read_text())
-    )
 
 
 class TestShape:

@@ -1,33 +1,15 @@
 """Measured steps: the fit against known laws and NumPy, their bytes against the step model."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from shapes import GROUPED, qwen
 
-from sparrow_sglang.cost_model import CostModelError, ModelShape, rollout_costs, step_costs
+from sparrow_sglang.cost_model import CostModelError, rollout_costs, step_costs
 from sparrow_sglang.schedule import load_schedule
 from sparrow_sglang.step_time import MeasuredStep, StepTimeFit, fit_step_time
-
-MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
-SMALL = ModelShape(
-    hidden_size=8,
-    intermediate_size=16,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    vocab_size=10,
-)
-
-
-def qwen(size: str) -> ModelShape:
-    return ModelShape.from_config(
-        json.loads((MODELS / f"qwen3-{size}" / "config.json").read_text())
-    )
 
 
 def test_recovers_bandwidth_and_constant() -> None:
@@ -83,7 +65,7 @@ def test_bytes_of_a_sparse_row_are_those_of_the_step_model() -> None:
 
 
 def test_rollout_time_adds_the_constant_once_per_step_of_the_batch() -> None:
-    costs = rollout_costs(SMALL, 10, [4, 6], batch=2)
+    costs = rollout_costs(GROUPED, 10, [4, 6], batch=2)
     fit = StepTimeFit(bytes_per_s=1e6, constant_ms=3.0, residuals_ms=())
     expected = float(costs.bytes) / 1e6 * 1e3 + 3.0 * 10 / 2
     assert fit.rollout_ms(costs, tokens=10, batch=2) == pytest.approx(expected)
@@ -101,7 +83,7 @@ def test_rollout_time_adds_the_constant_once_per_step_of_the_batch() -> None:
 )
 def test_refuses_rows_that_lack_something(row: dict[str, Any], message: str) -> None:
     with pytest.raises(CostModelError, match=message):
-        MeasuredStep.from_row(row, SMALL)
+        MeasuredStep.from_row(row, GROUPED)
 
 
 def test_refuses_what_cannot_be_fitted() -> None:
