@@ -1,0 +1,155 @@
+"""`python -m sparrow_sglang.benchmarks.train_memory`: memory and time of one long training step.
+
+One sequence through forward, backward and optimiser step of the dense policy, in the shape of a
+real model with random weights. Before that, its log-probs are compared with those of the stock
+transformers forward, so that what is timed is also what is meant.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.record import provenance, write_result
+from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy, TokenSequence
+
+MODELS = Path(__file__).parent / "models"
+PROMPT_TOKENS = 64
+CHECKED_TOKENS = 1024
+GIB = 2**30
+
+DESCRIPTION = """\
+Peak memory and time of one training step of the dense policy on one long sequence, with random
+weights in the shape of a real model (nothing is downloaded).
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.train_memory --out train-memory.json
+  python -m sparrow_sglang.benchmarks.train_memory --tokens 8192 --dtypes bfloat16
+"""
+
+
+def new_model(config: Path, dtype: str, device: str) -> PreTrainedModel:
+    """The model of a Hugging Face config with random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(config), dtype=getattr(torch, dtype)
+        )
+    return model
+
+
+def random_sequence(vocab_size: int, tokens: int) -> TokenSequence:
+    ids = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    return ids[:PROMPT_TOKENS].tolist(), ids[PROMPT_TOKENS:].tolist()
+
+
+@torch.no_grad()
+def stock_logprobs(model: PreTrainedModel, sequence: TokenSequence, autocast: bool) -> torch.Tensor:
+    """Log-probs of the response by a stock forward and a log-softmax over all logits."""
+    prompt, response = sequence
+    ids = torch.tensor([[*prompt, *response]], device=model.device)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    picked = torch.log_softmax(logits.float(), 1).gather(1, ids[0, len(prompt) :, None])
+    return picked.squeeze(1).cpu()
+
+
+def logprob_error(config: Path, device: str) -> dict[str, float]:
+    """Distance from a stock forward in fp32: of ours, and of a stock forward in bf16 autocast."""
+    model = new_model(config, "float32", device).eval()
+    sequence = random_sequence(model.config.vocab_size, CHECKED_TOKENS)
+    exact = stock_logprobs(model, sequence, autocast=False)
+    rounded = stock_logprobs(model, sequence, autocast=True)
+    ours = DensePolicy(model, ModelConfig(), OptimiserConfig(), device).score([sequence])[0]
+    errors = {"ours": (ours - exact).abs(), "stock_bf16": (rounded - exact).abs()}
+    return {f"{name}_max": float(error.max()) for name, error in errors.items()} | {
+        f"{name}_mean": float(error.mean()) for name, error in errors.items()
+    }
+
+
+def measure(config: Path, dtype: str, tokens: int, steps: int, device: str) -> dict[str, Any]:
+    """Seconds and peak bytes of `steps` training steps, and of scoring, after one step to warm up.
+
+    The warm-up step makes the optimiser's state, so its peak is the one of the first step.
+    """
+    policy = DensePolicy(
+        new_model(config, dtype, device), ModelConfig(dtype=dtype), OptimiserConfig(), device
+    )
+    sequence = random_sequence(policy.model.config.vocab_size, tokens)
+    torch.cuda.synchronize()
+    weights = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+
+    def step() -> float:
+        start = time.perf_counter()
+        policy.loss_step([sequence], lambda logprobs, _: -logprobs.mean())
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    warm_up = step()
+    times = [step() for _ in range(steps)]
+    step_peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    idle = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    policy.score([sequence])
+    torch.cuda.synchronize()
+    return {
+        "dtype": dtype,
+        "tokens": tokens,
+        "weights_gib": weights / GIB,
+        "idle_gib": idle / GIB,
+        "step_peak_gib": step_peak / GIB,
+        "reserved_gib": reserved / GIB,
+        "score_peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "score_s": time.perf_counter() - start,
+        "step_s": times,
+        "warm_up_s": warm_up,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = benchmark_parser("train-memory", DESCRIPTION, EXAMPLES)
+    parser.prog = "python -m sparrow_sglang.benchmarks.train_memory"
+    parser.add_argument("--model", default="qwen3-1.7b", help="a folder in benchmarks/models")
+    parser.add_argument("--tokens", type=int, default=32768, help="length of the sequence")
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one to warm up")
+    parser.add_argument("--out", type=Path, default=Path("train-memory.json"))
+    args = parser.parse_args(argv)
+    config = MODELS / args.model
+    if not (config / "config.json").is_file():
+        known = ", ".join(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
+        parser.error(f"--model {args.model}: not known; expected one of {known}")
+    if args.tokens <= PROMPT_TOKENS or args.steps < 1:
+        parser.error(
+            f"--tokens {args.tokens}, --steps {args.steps}: expected more than {PROMPT_TOKENS}"
+            " tokens and at least one step"
+        )
+    prepare_out(parser, args.out)
+    require_cuda(parser, 80, "one training step")
+    result = provenance() | {"model": args.model, "logprob_error": logprob_error(config, "cuda")}
+    rows: list[dict[str, Any]] = []
+    for dtype in args.dtypes:
+        gc.collect()
+        torch.cuda.empty_cache()
+        rows.append(measure(config, dtype, args.tokens, args.steps, "cuda"))
+        write_result(args.out, result | {"rows": rows})
+        row = rows[-1]
+        print(
+            f"{args.model} {dtype} {args.tokens} tokens: peak {row['step_peak_gib']:.1f} GiB,"
+            f" step {min(row['step_s']):.2f} s, score {row['score_s']:.2f} s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

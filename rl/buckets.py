@@ -1,0 +1,73 @@
+"""Weights on their way to an engine: many tensors packed into few buffers of bounded size.
+
+In: named tensors, as a model has them. Out: buckets, which SGLang takes by shared memory, CUDA IPC
+or broadcast and loads as it loads a checkpoint.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BUCKET_BYTES = 512 * 2**20
+"""Size from which on a bucket is closed; a larger tensor has one to itself."""
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Tensors of one dtype, one after the other.
+
+    `data` is uint8 [sum of all tensors' bytes]. One dtype per bucket keeps every tensor aligned.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    data: torch.Tensor
+
+    def flattened(self) -> dict[str, Any]:
+        """What SGLang's load format "flattened_bucket" expects."""
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        metadata, start = [], 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            size = math.prod(shape) * self.dtype.itemsize
+            metadata.append(
+                FlattenedTensorMetadata(
+                    name=name,
+                    shape=torch.Size(shape),
+                    dtype=self.dtype,
+                    start_idx=start,
+                    end_idx=start + size,
+                    numel=size,
+                )
+            )
+            start += size
+        return {"flattened_tensor": self.data, "metadata": metadata}
+
+
+def pack(tensors: NamedTensors, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Copies of all tensors in their order, on their device; one bucket is alive at a time."""
+    waiting: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if waiting and (tensor.dtype != waiting[0][1].dtype or size + tensor.nbytes > bucket_bytes):
+            yield _bucket(waiting)
+            waiting, size = [], 0
+        waiting.append((name, tensor.detach()))
+        size += tensor.nbytes
+    if waiting:
+        yield _bucket(waiting)
+
+
+def _bucket(tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
+    return Bucket(
+        names=tuple(name for name, _ in tensors),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
+        dtype=tensors[0][1].dtype,
+        data=torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in tensors]),
+    )

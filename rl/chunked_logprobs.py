@@ -1,0 +1,85 @@
+"""Log-probs of given tokens, and their gradient, without logits of all positions at once."""
+
+from typing import Any
+
+import torch
+
+CHUNK_ELEMENTS = 2**26
+"""Logits that exist at a time: 256 MiB in fp32, and as much again for their gradient."""
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> torch.Tensor:
+    """log softmax(hidden @ weight.T / temperature) at `tokens`: [n], fp32 (float64 for float64).
+
+    `hidden` is [n, H], `weight` the vocabulary projection [V, H], `tokens` int64 [n]. The product
+    takes the dtype of `hidden` and is accumulated and kept in fp32. Rows are processed in chunks of
+    at most `chunk_elements` logits (one row at least); the backward pass computes them anew.
+    Differentiable once, in `hidden` and `weight`.
+    """
+    rows = max(1, chunk_elements // weight.shape[0])
+    result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, tokens, temperature, rows)
+    return result
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+        rows: int,
+    ) -> torch.Tensor:
+        projection = weight.to(hidden.dtype).t()
+        parts, normalisers = [], []
+        for part, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
+            logits = _product(part, projection).div_(temperature)
+            normaliser = logits.logsumexp(1)
+            parts.append(logits.gather(1, wanted[:, None]).squeeze(1) - normaliser)
+            normalisers.append(normaliser)
+        ctx.save_for_backward(hidden, weight, tokens, torch.cat(normalisers))
+        ctx.temperature, ctx.rows = temperature, rows
+        return torch.cat(parts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, tokens, normalisers = ctx.saved_tensors
+        projection = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = (
+            torch.zeros(weight.shape, dtype=normalisers.dtype, device=weight.device)
+            if ctx.needs_input_grad[1]
+            else None
+        )
+        for start in range(0, len(hidden), ctx.rows):
+            rows = slice(start, start + ctx.rows)
+            logits = _product(hidden[rows], projection.t()).div_(ctx.temperature)
+            # The gradient of a log-prob in its logits: one-hot minus softmax.
+            slope = logits.sub_(normalisers[rows, None]).exp_().neg_()
+            slope.scatter_add_(1, tokens[rows, None], torch.ones_like(slope[:, :1]))
+            slope.mul_(grads[0][rows, None] / ctx.temperature)
+            slope = slope.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = slope @ projection
+            if grad_weight is not None:
+                grad_weight += _product(slope.t(), hidden[rows])
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Matrix product in fp32 or wider; half-precision operands are not rounded on the way out."""
+    if left.dtype in (torch.float32, torch.float64):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()

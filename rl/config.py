@@ -1,0 +1,266 @@
+"""What a training run may be told: frozen sections, read from TOML, checked once.
+
+In: a TOML file or a mapping. Out: `TrainConfig`. Unknown keys and values that would make the run
+something else than its name says are refused here, before a model is loaded. Imports neither
+torch nor SGLang.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from sparrow_sglang.config import ConfigError
+
+_SAMPLED_LAW = (
+    "the sampler records log-probs of the untruncated law at temperature 1, so tokens drawn under"
+    " another law would be corrected by ratios of a law that they do not follow"
+)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_keys(cls, values: Any) -> Any:
+        for key in values if isinstance(values, Mapping) else ():
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)[0]
+                raise ValueError(
+                    f"unknown key {key!r}: did you mean {near!r}? Known keys:"
+                    f" {', '.join(cls.model_fields)}"
+                )
+        return values
+
+
+class ModelConfig(_Section):
+    """The dense policy."""
+
+    path: str = "smollm2-135m"
+    """Folder or hub name of a transformers checkpoint, or "smollm2-135m", the embedded model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the model's weights and gradients. The optimiser updates fp32 weights either way:
+    these themselves, or a copy in its state. On a GPU both compute in bf16."""
+    gradient_checkpointing: bool = True
+    """Recompute each layer's activations in the backward pass."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens packed into one forward pass; a longer sequence goes alone."""
+
+
+class EngineConfig(_Section):
+    """Where responses are sampled."""
+
+    kind: Literal["local", "ray"] = "local"
+    """An SGLang engine in this process, or Ray actors with one engine each."""
+    num_engines: PositiveInt = 1
+    """Number of Ray actors."""
+    schedule: str = "auto"
+    """KV budget schedule: shipped name, path to a .json file, fixed-<tokens>, "auto" for the
+    model's own, or "dense" for rollouts without sparsity."""
+    server_args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to `sglang.Engine` as they are."""
+
+    @model_validator(mode="after")
+    def _one_local_engine(self) -> Self:
+        if self.kind == "local" and self.num_engines != 1:
+            raise ValueError(
+                f"num_engines={self.num_engines} with kind='local': expected 1, the engine of this"
+                ' process; set kind = "ray" for more'
+            )
+        return self
+
+
+class RolloutConfig(_Section):
+    """What is sampled for one training step."""
+
+    prompts_per_step: PositiveInt = 32
+    """Groups per step (slime run-qwen3-4B.sh: 32 prompts x 8 samples)."""
+    samples_per_prompt: PositiveInt = Field(default=8, ge=2)
+    """Group size (Sparrow's examples, slime, TRL: 8); at least 2, to have something to compare."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are left out of the data."""
+    max_new_tokens: PositiveInt = 4096
+    """Response length at which sampling stops."""
+    temperature: float = 1.0
+    """Only 1 is accepted."""
+    top_p: float = 1.0
+    """Only 1 is accepted."""
+    top_k: int = -1
+    """Only -1, no truncation, is accepted."""
+
+    @field_validator("temperature", "top_p", "top_k")
+    @classmethod
+    def _sampled_law_is_the_recorded_law(cls, value: float, info: Any) -> float:
+        expected = cls.model_fields[info.field_name].default
+        if value != expected:
+            raise ValueError(f"expected {expected:g}: {_SAMPLED_LAW}")
+        return value
+
+
+class TaskConfig(_Section):
+    """Where prompts come from and how responses are judged."""
+
+    name: str
+    """A registered task."""
+    train_path: Path | None = None
+    """JSONL or Parquet with training prompts, for tasks that read files."""
+    heldout_path: Path | None = None
+    """The same for evaluation; without it the task splits its data."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the task itself, which it checks."""
+    reward_workers: PositiveInt = 4
+    """Processes that judge responses."""
+    reward_timeout_s: PositiveFloat = 30.0
+    """Wall-clock limit for judging one response, after which it scores 0."""
+
+
+class AlgorithmConfig(_Section):
+    """Advantages, correction and loss."""
+
+    std_normalisation: bool = True
+    """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL). False keeps
+    the mean only (prime-rl)."""
+    correction: Literal["none", "tis", "mask", "sequence"] = "tis"
+    """How the loss makes up for tokens that the sparse actor, not the policy, has drawn."""
+    tis_cap: PositiveFloat = 2.0
+    """Upper end of a token's importance ratio under "tis" (slime, verl, SkyRL: 2.0; TRL: 3.0)."""
+    mask_low: float = Field(default=0.5, ge=0, lt=1)
+    """Under "mask", tokens with a ratio below do not count (verl's IcePop preset: 0.5)."""
+    mask_high: float = Field(default=5.0, gt=1)
+    """Under "mask", tokens with a ratio above do not count (verl's IcePop preset: 5.0)."""
+    sequence_cap: PositiveFloat = 5.0
+    """Upper end of a response's importance ratio under "sequence" (SkyRL: 5.0)."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Policy ratios below 1 - clip_low are clipped (Sparrow, slime, DAPO: 0.2)."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """Policy ratios above 1 + clip_high are clipped (Sparrow, slime, DAPO: 0.28)."""
+    dual_clip: float = Field(default=3.0, gt=1)
+    """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
+    mini_batches: PositiveInt = 1
+    """Optimiser steps per rollout batch. With 1 the policy ratio is 1 and the clip idle."""
+
+
+class OptimiserConfig(_Section):
+    """AdamW with a constant learning rate."""
+
+    lr: PositiveFloat = 1e-6
+    """Learning rate (slime and Sparrow's mathematics run: 1e-6; Sparrow's code run: 5e-7; models
+    around 0.6B bear 3e-6, prime-rl)."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay of both moments (slime)."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay (slime: 0.1; verl: 0.01); not on vectors such as norms and biases."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+
+
+class CheckpointConfig(_Section):
+    """What survives the process."""
+
+    every_steps: NonNegativeInt = 10
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: PositiveInt = 2
+    """Checkpoints kept, the newest ones."""
+
+
+class LoggingConfig(_Section):
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = True
+    """Event files in the run's folder."""
+    wandb_project: str | None = None
+    """Project on Weights & Biases, if its package is installed."""
+
+
+class EvaluationConfig(_Section):
+    """Held-out pass rate: dense decode, without adapter."""
+
+    every_steps: NonNegativeInt = 10
+    """Steps between evaluations, the first before training; 0 for none."""
+    prompts: PositiveInt = 128
+    """Held-out prompts, the first ones of the task."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses per prompt, of which the mean reward is taken."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Nothing is learnt from these samples, so any temperature goes; 0 is greedy."""
+
+
+class TrainConfig(_Section):
+    """One training run."""
+
+    run_dir: Path
+    """Folder of metrics, event files and checkpoints."""
+    steps: PositiveInt = 100
+    """Training steps."""
+    seed: int = 0
+    """Of data order, sampling and initialisation."""
+    task: TaskConfig
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimiser: OptimiserConfig = OptimiserConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        prompts, parts = self.rollout.prompts_per_step, self.algorithm.mini_batches
+        if prompts % parts:
+            raise ValueError(
+                f"algorithm.mini_batches={parts} does not divide rollout.prompts_per_step="
+                f"{prompts}: expected a divisor, so that every optimiser step sees as many groups"
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The configuration in a TOML file.
+
+        Raises:
+            ConfigError: the file cannot be read, is no TOML, or holds an unknown key or a value
+                that is not allowed; one line names file, key, value and what is allowed.
+        """
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read ({error.strerror}); expected a TOML file"
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not TOML ({error})") from None
+        return cls.parse(values, str(path))
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: str = "config") -> Self:
+        """The configuration in a mapping; raises `ConfigError` as `load` does."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {_first_problem(error)}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    key = ".".join(map(str, problem["loc"]))
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{key} is missing: expected a value for it"
+    if isinstance(problem["input"], Mapping | BaseModel):
+        return f"[{key}] {message}" if key else message
+    return f"{key}={problem['input']!r} is not allowed: {message}"

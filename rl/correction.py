@@ -1,0 +1,104 @@
+"""How the loss makes up for tokens that the sparse actor, not the dense policy, has drawn.
+
+In: log-probs of the sampled tokens under the dense policy as it was when the batch began, and as
+the sparse actor recorded them. Out: one detached weight per token, multiplied into the loss after
+the clip. All corrections have one signature and are chosen by name.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparrow_sglang.rl.config import AlgorithmConfig
+from sparrow_sglang.rl.metrics import (
+    LOG_RATIO_BOUND,
+    importance_metrics,
+    mismatch_metrics,
+    sequence_sums,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """`weights` [N] fp32, without gradient; 0 leaves a token out. `metrics` by their public names.
+
+    A token of weight 0 still counts in the mean over tokens that the loss takes.
+    """
+
+    weights: torch.Tensor
+    metrics: dict[str, float]
+
+
+Correct = Callable[[torch.Tensor, Sequence[int], AlgorithmConfig], Correction]
+"""(log ratio dense - rollout [N] float64, response lengths [S] with sum N, settings)."""
+
+
+def none(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig) -> Correction:
+    """Weight 1: the plain policy gradient, biased by whatever the sparse actor does otherwise."""
+    cap = settings.tis_cap
+    metrics = importance_metrics(_ratio(log_ratio), 1 / cap, cap)
+    return Correction(torch.ones_like(log_ratio, dtype=torch.float32), metrics)
+
+
+def tis(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig) -> Correction:
+    """Truncated importance sampling: min(ratio, tis_cap) per token."""
+    ratio, cap = _ratio(log_ratio), settings.tis_cap
+    return Correction(ratio.clamp(max=cap).float(), importance_metrics(ratio, 1 / cap, cap))
+
+
+def mask(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig) -> Correction:
+    """The ratio itself from mask_low to mask_high, both included; 0 outside."""
+    ratio = _ratio(log_ratio)
+    low, high = settings.mask_low, settings.mask_high
+    kept = (ratio >= low) & (ratio <= high)
+    metrics = importance_metrics(ratio, low, high)
+    metrics["sparrow/masked_fraction"] = 1.0 - float(kept.double().mean())
+    return Correction(torch.where(kept, ratio, 0.0).float(), metrics)
+
+
+def sequence(
+    log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig
+) -> Correction:
+    """min(product of a response's ratios, sequence_cap), the same for all of its tokens."""
+    repeats = torch.as_tensor(lengths, device=log_ratio.device)
+    ratio = _ratio(sequence_sums(log_ratio, lengths)).repeat_interleave(repeats)
+    cap = settings.sequence_cap
+    return Correction(ratio.clamp(max=cap).float(), importance_metrics(ratio, 1 / cap, cap))
+
+
+CORRECTIONS: dict[str, Correct] = {"none": none, "tis": tis, "mask": mask, "sequence": sequence}
+
+
+def correct(
+    dense_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    lengths: Sequence[int],
+    settings: AlgorithmConfig,
+) -> Correction:
+    """Weights of the correction that `settings` names, and the mismatch metrics of the batch.
+
+    Both log-probs are [N], the response tokens of all sequences one after the other; `lengths` says
+    how many belong to each. Computes in float64. Raises `ValueError` on shapes that do not fit,
+    empty responses and log-probs that are not finite.
+    """
+    shape = (sum(lengths),)
+    if dense_logprobs.shape != shape or rollout_logprobs.shape != shape or min(lengths) < 1:
+        raise ValueError(
+            f"dense_logprobs {tuple(dense_logprobs.shape)}, rollout_logprobs"
+            f" {tuple(rollout_logprobs.shape)}, lengths with sum {shape[0]} and minimum"
+            f" {min(lengths, default=0)}: expected one log-prob per response token on both sides"
+        )
+    dense = dense_logprobs.detach().double()
+    rollout = rollout_logprobs.detach().double()
+    if not (torch.isfinite(dense).all() and torch.isfinite(rollout).all()):
+        raise ValueError(
+            "dense_logprobs or rollout_logprobs hold NaN or an infinity: expected finite log-probs,"
+            " as a sampled token has; look for the overflow in the model that produced them"
+        )
+    result = CORRECTIONS[settings.correction](dense - rollout, lengths, settings)
+    return Correction(result.weights, mismatch_metrics(dense, rollout, lengths) | result.metrics)
+
+
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

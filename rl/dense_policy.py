@@ -1,0 +1,317 @@
+"""The trained model: dense log-probs of responses, and the optimiser's step.
+
+In: sequences of prompt and response token ids, and a loss in their log-probs. Out: log-probs, and
+weights for the rollout engines. Sequences are packed into micro-batches without padding; each
+attends to itself only, by full causal attention.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, embedded_model
+from sparrow_sglang.rl.chunked_logprobs import token_logprobs
+from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+
+TokenSequence = tuple[Sequence[int], Sequence[int]]
+"""Prompt and response token ids, one of each at least."""
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(log-probs [n] with gradient, indices [n] of these tokens among all response tokens of the
+batch, sequences one after the other, both on the policy's device) -> scalar; losses add up."""
+
+_ATTENTION = "sparrow_packed"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimiser step: summed loss, gradient norm before clipping, micro-batches."""
+
+    loss: float
+    grad_norm: float
+    micro_batches: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """Sequences one after the other, [T]; `predictors` [n] are the positions whose output predicts
+    the response tokens `targets` [n], which are `where` [n] among those of the whole batch."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    lengths: list[int]
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    where: torch.Tensor
+
+
+class DensePolicy:
+    """A transformers causal language model under AdamW with a constant learning rate.
+
+    Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU; of
+    weights in bfloat16 the optimiser keeps an fp32 copy that it updates and rounds from.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ModelConfig,
+        optimiser: OptimiserConfig,
+        device: str | torch.device,
+    ) -> None:
+        """Takes over `model`. Raises `ValueError` on architectures it would compute wrongly."""
+        _check_supported(model)
+        self.device = torch.device(device)
+        # Of nn.Module, because transformers' wrapper of it hides its signature.
+        nn.Module.to(model, device=self.device, dtype=getattr(torch, config.dtype))
+        self.model = model
+        self.model.set_attn_implementation(_ATTENTION)
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._micro_batch_tokens = config.micro_batch_tokens
+        self._grad_clip = optimiser.grad_clip
+        self._params = [p for p in self.model.parameters() if p.requires_grad]
+        self._masters = (
+            self._params
+            if config.dtype == "float32"
+            else [nn.Parameter(p.detach().float()) for p in self._params]
+        )
+        self._optimiser = _adamw(self._masters, optimiser, self.device)
+
+    @classmethod
+    def load(
+        cls, config: ModelConfig, optimiser: OptimiserConfig, device: str | torch.device
+    ) -> "DensePolicy":
+        """The policy from the checkpoint that `config.path` names."""
+        path = str(embedded_model()) if config.path == EMBEDDED_MODEL_NAME else config.path
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
+        return cls(model, config, optimiser, device)
+
+    @torch.no_grad()
+    def score(
+        self, sequences: Sequence[TokenSequence], temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """Dense log-probs of each response's tokens: fp32 [T] per sequence, on the CPU."""
+        self.model.eval()
+        total = torch.empty(sum(len(response) for _, response in sequences))
+        for packed in self._micro_batches(sequences):
+            total[packed.where.cpu()] = self._logprobs(packed, temperature).cpu()
+        return list(total.split([len(response) for _, response in sequences]))
+
+    def loss_step(
+        self, sequences: Sequence[TokenSequence], loss: Loss, temperature: float = 1.0
+    ) -> StepResult:
+        """Gradient of the summed micro-batch losses, clipped, then one optimiser step.
+
+        Raises `FloatingPointError`, without a step, if the gradient is not finite.
+        """
+        self.model.train()
+        # A loss that raised in an earlier call has left its gradients behind.
+        self.model.zero_grad()
+        total, count = 0.0, 0
+        for packed in self._micro_batches(sequences):
+            part = loss(self._logprobs(packed, temperature), packed.where)
+            part.backward()
+            total, count = total + float(part.detach()), count + 1
+        return StepResult(total, self._step(), count)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights under their checkpoint names, tied ones once; views that a step changes."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, fp32 weights where they are apart, and optimiser."""
+        apart = self._masters is not self._params
+        return {
+            "model": self.model.state_dict(),
+            "masters": [master.detach() for master in self._masters] if apart else None,
+            "optimiser": self._optimiser.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; raises `ValueError` if `dtype` was another then."""
+        if (state["masters"] is None) != (self._masters is self._params):
+            raise ValueError(
+                f"the checkpoint was written with another model.dtype than {self.model.dtype}:"
+                " set it back, or start without --resume"
+            )
+        self.model.load_state_dict(state["model"])
+        with torch.no_grad():
+            for master, saved in zip(self._masters, state["masters"] or [], strict=False):
+                master.copy_(saved)
+        self._optimiser.load_state_dict(state["optimiser"])
+
+    def _step(self) -> float:
+        if self._masters is not self._params:
+            for master, parameter in zip(self._masters, self._params, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._grad_clip))
+        if not np.isfinite(norm):
+            self._optimiser.zero_grad()
+            raise FloatingPointError(
+                f"the gradient norm is {norm}: no step was taken; look for log-probs, advantages or"
+                " weights that are not finite, or lower optimiser.lr"
+            )
+        self._optimiser.step()
+        self._optimiser.zero_grad()
+        if self._masters is not self._params:
+            with torch.no_grad():
+                for master, parameter in zip(self._masters, self._params, strict=True):
+                    parameter.copy_(master)
+        return norm
+
+    def _logprobs(self, packed: _Packed, temperature: float) -> torch.Tensor:
+        on_gpu = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+            hidden = self.model.base_model(
+                input_ids=packed.tokens[None],
+                position_ids=packed.positions[None],
+                use_cache=False,
+                sequence_lengths=packed.lengths,
+            ).last_hidden_state[0]
+        hidden = hidden[packed.predictors]
+        if on_gpu:
+            hidden = hidden.bfloat16()
+        weight = self.model.get_output_embeddings().weight
+        return token_logprobs(hidden, weight, packed.targets, temperature)
+
+    def _micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[_Packed]:
+        for index, (prompt, response) in enumerate(sequences):
+            if not len(prompt) or not len(response):
+                raise ValueError(
+                    f"sequences[{index}] has {len(prompt)} prompt and {len(response)} response"
+                    " tokens: expected at least one of each"
+                )
+        lengths = [len(prompt) + len(response) for prompt, response in sequences]
+        starts = np.cumsum([0, *(len(response) for _, response in sequences)])
+        for members in pack(lengths, self._micro_batch_tokens):
+            chosen = [sequences[i] for i in members]
+            where = [np.arange(starts[i], starts[i + 1]) for i in members]
+            yield _packed(chosen, np.concatenate(where), self.device)
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of sequences that share a micro-batch of at most `capacity` tokens.
+
+    First fit, longest first, which needs at most 11/9 of the fewest micro-batches; a sequence
+    longer than `capacity` is alone in its own.
+    """
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fit = next((k for k, left in enumerate(room) if left >= lengths[index]), None)
+        if fit is None:
+            packs.append([index])
+            room.append(capacity - lengths[index])
+        else:
+            packs[fit].append(index)
+            room[fit] -= lengths[index]
+    return packs
+
+
+def _packed(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device) -> _Packed:
+    tokens = np.concatenate([[*prompt, *response] for prompt, response in sequences])
+    lengths = [len(prompt) + len(response) for prompt, response in sequences]
+    ends = np.cumsum(lengths)
+    answers = np.concatenate(
+        [
+            np.arange(end - len(response), end)
+            for end, (_, response) in zip(ends, sequences, strict=True)
+        ]
+    )
+    positions = np.concatenate([np.arange(length) for length in lengths])
+
+    def place(values: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+    return _Packed(
+        place(tokens),
+        place(positions),
+        lengths,
+        place(answers - 1),
+        place(tokens[answers]),
+        place(where),
+    )
+
+
+def _attend_within_sequences(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    sequence_lengths: Sequence[int],
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention over [1, heads, T, head_dim], of each sequence to itself.
+
+    One call per sequence instead of a mask: a mask over the pack would take T x T elements, and
+    rule out the kernels that never write the scores to memory.
+    """
+    ends = np.cumsum([0, *sequence_lengths])
+    parts = [
+        F.scaled_dot_product_attention(
+            query[:, :, start:end],
+            key[:, :, start:end],
+            value[:, :, start:end],
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for start, end in pairwise(ends.tolist())
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend_within_sequences)
+
+
+def _check_supported(model: PreTrainedModel) -> None:
+    """Refuse what plain causal attention and a plain projection would compute wrongly."""
+    config = model.config
+    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    wrong = [f"layers of type {kind}" for kind in sorted(layers)]
+    if not layers and getattr(config, "sliding_window", None):
+        used = getattr(config, "use_sliding_window", True)
+        wrong += [f"sliding_window={config.sliding_window}"] if used else []
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        wrong += [f"{name}={getattr(config, name)}"] if getattr(config, name, None) else []
+    for name in ("logits_scaling", "logit_scale"):
+        wrong += [name] if getattr(config, name, 1.0) not in (None, 1.0) else []
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        wrong.append("a bias of the vocabulary projection")
+    if wrong:
+        raise ValueError(
+            f"model of type {config.model_type} has {', '.join(wrong)}: expected full causal"
+            " attention and a plain vocabulary projection, such as Llama, Qwen2 and Qwen3 have"
+        )
+
+
+def _adamw(
+    parameters: Sequence[nn.Parameter], settings: OptimiserConfig, device: torch.device
+) -> torch.optim.AdamW:
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim <= 1]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=settings.betas,
+        fused=device.type == "cuda",
+    )

@@ -1,0 +1,65 @@
+"""The clipped policy loss, as pure functions of log-probs, advantages and weights."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparrow_sglang.rl.metrics import LOG_RATIO_BOUND
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLoss:
+    """`loss` is a scalar with gradient; `metrics` are shares of the global batch, so that the
+    metrics of its micro-batches add up to those of the batch, as their losses do."""
+
+    loss: torch.Tensor
+    metrics: dict[str, float]
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    batch_tokens: int,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float = 3.0,
+) -> PolicyLoss:
+    """Sum over tokens of weight x clipped loss, divided by the tokens of the global batch.
+
+    All tensors are [n], the response tokens of one micro-batch: log-probs under the policy that is
+    trained (with gradient), under the dense policy at the start of the batch, advantages, and the
+    correction's weights. With r = exp(logprobs - old_logprobs), a token's loss is
+    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and at most -A dual_clip where A < 0 (PPO
+    with the decoupled range of DAPO and the dual clip of arXiv:1912.09729). `batch_tokens` counts
+    the response tokens of all micro-batches of one optimiser step, so every token weighs the same
+    however the batch is split. Raises `ValueError` on shapes that differ or too few `batch_tokens`.
+    """
+    shapes = {tuple(t.shape) for t in (logprobs, old_logprobs, advantages, weights)}
+    if len(shapes) != 1 or logprobs.ndim != 1 or batch_tokens < logprobs.numel():
+        raise ValueError(
+            f"logprobs {tuple(logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)},"
+            f" advantages {tuple(advantages.shape)}, weights {tuple(weights.shape)},"
+            f" batch_tokens={batch_tokens}: expected four tensors of one shape [tokens] and at"
+            " least as many batch_tokens"
+        )
+    old, weights = old_logprobs.detach(), weights.detach()
+    log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    upper = torch.maximum(plain, clipped)
+    ceiling = -advantages * dual_clip
+    at_ceiling = (advantages < 0) & (upper > ceiling)
+    tokens = torch.where(at_ceiling, ceiling, upper)
+    with torch.no_grad():
+        metrics = {
+            "actor/pg_clipfrac": float((clipped > plain).sum()) / batch_tokens,
+            "actor/pg_clipfrac_lower": float(at_ceiling.sum()) / batch_tokens,
+            "actor/ppo_kl": -float(log_ratio.sum()) / batch_tokens,
+        }
+    loss = (tokens * weights).sum() / batch_tokens
+    metrics["actor/pg_loss"] = float(loss.detach())
+    return PolicyLoss(loss, metrics)

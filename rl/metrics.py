@@ -1,0 +1,139 @@
+"""What a training step reports about its rollouts.
+
+`rollout_corr/*` are verl's names and definitions, computed in float64 over the batch; `sparrow/*`
+are quantities that verl does not have. All functions are pure and return plain floats by name.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from sparrow_sglang.mismatch import mean_acceptance_from_samples
+from sparrow_sglang.rl.types import Group
+from sparrow_sglang.tail import BIN_TOKENS, TAIL_PERCENTILE
+
+LOG_RATIO_BOUND = 20.0
+"""Log ratios are cut to +-20 before they are exponentiated, as verl does."""
+
+
+def sequence_sums(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Sum of `values` [N] over each of the sequences that stand in it one after the other: [S]."""
+    counts = torch.as_tensor(lengths, device=values.device)
+    owner = torch.arange(len(counts), device=values.device).repeat_interleave(counts)
+    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
+    return sums.index_add_(0, owner, values)
+
+
+def mismatch_metrics(
+    dense: torch.Tensor, rollout: torch.Tensor, lengths: Sequence[int]
+) -> dict[str, float]:
+    """Distance of the sparse actor from the dense policy, from sampled tokens.
+
+    Log-probs are float64 [N]. `kl` and `k3_kl` estimate KL(rollout || dense) per token;
+    `log_ppl_diff` is a response's mean of log p_rollout - log p_dense, averaged over responses;
+    `chi2_token` is the mean squared ratio - 1, `chi2_seq` the same of whole responses.
+    `sparrow/ratio_p05` is the 5th percentile of min(1, p_dense / p_rollout): it lies far below the
+    tail percentile of the acceptance rate and must not be compared with it.
+    """
+    counts = torch.as_tensor(lengths, device=dense.device)
+    log_ratio = dense - rollout
+    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    dense_mean = sequence_sums(dense, lengths) / counts
+    rollout_mean = sequence_sums(rollout, lengths) / counts
+    difference = rollout_mean - dense_mean
+    products = sequence_sums(log_ratio, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    probs = (dense.exp() - rollout.exp()).abs()
+    corr = {
+        "kl": -log_ratio.mean(),
+        "k3_kl": (log_ratio.exp() - log_ratio - 1).mean(),
+        "training_ppl": (-dense_mean).exp().mean(),
+        "training_log_ppl": -dense_mean.mean(),
+        "rollout_ppl": (-rollout_mean).exp().mean(),
+        "rollout_log_ppl": -rollout_mean.mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": ratio.square().mean() - 1,
+        "chi2_seq": (2 * products).exp().mean() - 1,
+    }
+    sampled = mean_acceptance_from_samples(rollout.cpu().numpy(), dense.cpu().numpy())
+    accepted = ratio.clamp(max=1.0).cpu().numpy()
+    return {f"rollout_corr/{name}": float(value) for name, value in corr.items()} | {
+        "training/rollout_probs_diff_mean": float(probs.mean()),
+        "training/rollout_probs_diff_max": float(probs.max()),
+        "sparrow/accept_mean_estimate": sampled.mean,
+        "sparrow/ratio_p05": _tail(accepted),
+    }
+
+
+def importance_metrics(ratio: torch.Tensor, low: float, high: float) -> dict[str, float]:
+    """Distribution of the importance ratios [N] before truncation.
+
+    `std` and `eff_sample_size` (a share: 1 for equal ratios) are of ratios cut to [low, high].
+    """
+    cut = ratio.clamp(low, high)
+    mean = cut.mean()
+    values = {
+        "mean": ratio.mean(),
+        "max": ratio.max(),
+        "min": ratio.min(),
+        "std": (cut - mean).square().mean().sqrt(),
+        "eff_sample_size": mean.square() / cut.square().mean(),
+        "ratio_fraction_high": (ratio > high).double().mean(),
+        "ratio_fraction_low": (ratio < low).double().mean(),
+    }
+    return {f"rollout_corr/rollout_is_{name}": float(value) for name, value in values.items()}
+
+
+def acceptance_metrics(
+    alpha: ArrayLike, positions: ArrayLike, bin_tokens: int = BIN_TOKENS
+) -> dict[str, float]:
+    """Tail percentile and mean of exact acceptance rates, over all tokens and per position bin.
+
+    `alpha` [N] comes from both full distributions, never from sampled ratios; `positions` [N] are
+    indices into the whole sequence, prompt included. Bin k holds bin_tokens k <= position <
+    bin_tokens (k + 1). The percentile is the ceil(N / 20)-th smallest. Raises `ValueError` on
+    shapes that differ, no tokens and rates outside [0, 1].
+    """
+    rates, places = np.asarray(alpha, np.float64), np.asarray(positions, np.int64)
+    inside = (rates >= 0) & (rates <= 1 + 1e-5)
+    if rates.ndim != 1 or rates.shape != places.shape or not rates.size or not inside.all():
+        raise ValueError(
+            f"alpha {rates.shape} and positions {places.shape}: expected one position for each"
+            " acceptance rate between 0 and 1, and at least one"
+        )
+    bins = places // bin_tokens
+    named = {
+        f"sparrow/accept_p05_bin{index}": _tail(rates[bins == index]) for index in np.unique(bins)
+    }
+    return {
+        "sparrow/accept_p05": _tail(rates),
+        "sparrow/accept_mean": float(rates.mean()),
+    } | named
+
+
+def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> dict[str, float]:
+    """Rewards and response lengths of a batch, under verl's names; rewards are [n] per group.
+
+    `response_length/clip_ratio` is the share of responses that were cut at the length limit.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scores = np.concatenate([np.asarray(group, np.float64) for group in rewards])
+    lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
+    cut = np.array([rollout.finish_reason == "length" for rollout in rollouts])
+    return {
+        "critic/score/mean": float(scores.mean()),
+        "critic/score/max": float(scores.max()),
+        "critic/score/min": float(scores.min()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/clip_ratio": float(cut.mean()),
+    }
+
+
+def _tail(values: NDArray[np.float64]) -> float:
+    return float(np.percentile(values, TAIL_PERCENTILE, method="inverted_cdf"))

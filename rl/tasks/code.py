@@ -1,0 +1,85 @@
+"""Programming: a Python program that reads stdin and writes stdout, judged by tests in the sandbox.
+
+Data files hold "prompt" and "tests", a list of objects with the texts "input" and "output".
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.sandbox import Limits, SandboxError, run_python, sandbox_kind
+from sparrow_sglang.rl.tasks.base import (
+    FileOptions,
+    Render,
+    Task,
+    load_files,
+    parse_options,
+    require,
+)
+from sparrow_sglang.rl.types import Prompt
+
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+class CodeOptions(FileOptions):
+    """Settings of this task; the limits hold for one test each."""
+
+    wall_clock_s: float = Field(default=6.0, gt=0)
+    """Time for a program to finish one test."""
+    memory_mib: int = Field(default=1024, ge=64)
+    """Memory of a program and its children together."""
+
+
+def load(config: TaskConfig, render: Render) -> Task:
+    """Prompts out of `config`'s files.
+
+    Raises `ConfigError` as `base.load_files` does, and where there is no sandbox.
+    """
+    options = parse_options(CodeOptions, config)
+    try:
+        sandbox_kind()
+    except SandboxError as error:
+        raise ConfigError(f"task.name={config.name!r}: {error}") from None
+
+    def payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
+        limits = {"wall_clock_s": options.wall_clock_s, "memory_bytes": options.memory_mib << 20}
+        return {"tests": _tests(example), "limits": limits}
+
+    train, heldout = load_files(config, render, payload, options)
+    return Task(train, heldout, reward)
+
+
+def reward(prompt: Prompt, text: str) -> float:
+    """1 if the last fenced program in `text` passes every test, else 0.
+
+    A test is passed if the program ends by itself, with status 0, and prints what is expected, up
+    to white space at the ends of lines and of the output.
+    """
+    programs = FENCED.findall(text)
+    if not programs:
+        return 0.0
+    seconds = prompt.payload["limits"]["wall_clock_s"]
+    limits = Limits(**prompt.payload["limits"], cpu_s=int(seconds) + 1)
+    for test in prompt.payload["tests"]:
+        result = run_python(programs[-1], test["input"], limits)
+        if not result.succeeded or _lines(result.stdout) != _lines(test["output"]):
+            return 0.0
+    return 1.0
+
+
+def _tests(example: Mapping[str, Any]) -> list[dict[str, str]]:
+    expected = "a list of objects with the texts input and output"
+    tests = require(example, "tests", (list,), expected)
+    for test in tests:
+        fields = isinstance(test, dict) and [test.get("input"), test.get("output")]
+        if not fields or not all(isinstance(field, str) for field in fields):
+            raise ValueError(f"tests holds {test!r}: expected {expected}")
+    return [{"input": test["input"], "output": test["output"]} for test in tests]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

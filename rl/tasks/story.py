@@ -1,0 +1,90 @@
+"""A built-in task without data files: tell a story in which all of the given words occur.
+
+Small models do it sometimes and learn it quickly; the answers are long, so that decode is sparse,
+and each word has to be looked up in the prompt.
+"""
+
+import random
+import re
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.tasks.base import Options, Render, Task, parse_options
+from sparrow_sglang.rl.types import Prompt
+
+WORDS = tuple(
+    "apple river stone cloud table green horse music paper light water bread chair tiger ocean"
+    " piano window garden bridge candle forest silver mountain pencil orange castle rabbit desert"
+    " engine flower hammer island jacket kitchen ladder mirror needle button pillow rocket saddle"
+    " tunnel violin wagon yellow zebra anchor basket copper dragon".split()
+)
+
+
+class StoryOptions(Options):
+    """Settings of this task."""
+
+    words: int = Field(default=2, ge=1, le=8)
+    """Words that a story must hold; more make it harder."""
+    min_length: int = Field(default=60, ge=0)
+    """Words that a story must have in all, so that listing the given ones is no story."""
+    train: int = Field(default=960, ge=1)
+    """Training prompts."""
+    heldout: int = Field(default=256, ge=1)
+    """Held-out prompts, of other words together than any training prompt."""
+    seed: int = 0
+    """Of the choice of words."""
+
+
+def load(config: TaskConfig, render: Render) -> Task:
+    """The same prompts for the same options, at any time and on any machine.
+
+    Raises `ConfigError` if the options ask for more prompts than there are choices of words.
+    """
+    options = parse_options(StoryOptions, config)
+    choices = _choices(options.words, options.seed)
+    wanted = options.train + options.heldout
+    prompts: list[Prompt] = []
+    for words in choices:
+        if len(prompts) == wanted:
+            break
+        text = f"Write a short story that uses all of these words: {', '.join(words)}."
+        payload = {"words": words, "min_length": options.min_length}
+        ids = render([{"role": "user", "content": text}])
+        prompts.append(Prompt("-".join(words), config.name, ids, payload))
+    if len(prompts) < wanted:
+        raise ConfigError(
+            f"task.options.train={options.train} and heldout={options.heldout} ask for {wanted}"
+            f" choices of {options.words} words: expected at most {len(prompts)} together"
+        )
+    # Held-out prompts first, so that they stay the same whatever the number of training prompts.
+    return Task(tuple(prompts[options.heldout :]), tuple(prompts[: options.heldout]), reward)
+
+
+def reward(prompt: Prompt, text: str) -> float:
+    """1 if all the words occur as whole words, in a text that is long enough, else 0."""
+    found = re.findall(r"[a-z]+", text.lower())
+    held = set(prompt.payload["words"]) <= set(found)
+    return float(held and len(found) >= prompt.payload["min_length"])
+
+
+def _choices(count: int, seed: int) -> Iterator[tuple[str, ...]]:
+    """Different sets of words, in an order that is random once and for all."""
+    from itertools import combinations
+    from math import comb
+
+    random_ = random.Random(seed)
+    total = comb(len(WORDS), count)
+    if total <= 50_000:
+        everything = list(combinations(WORDS, count))
+        random_.shuffle(everything)
+        yield from everything
+        return
+    seen: set[frozenset[str]] = set()
+    while len(seen) < total:
+        words = tuple(random_.sample(WORDS, count))
+        if frozenset(words) not in seen:
+            seen.add(frozenset(words))
+            yield words

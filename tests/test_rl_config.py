@@ -1,0 +1,91 @@
+"""Training configurations: what they default to, and what they refuse in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TrainConfig
+
+LEAST = 'run_dir = "runs/x"\n[task]\nname = "copy"\n'
+
+
+def load(folder: Path, text: str) -> TrainConfig:
+    path = folder / "train.toml"
+    path.write_text(text)
+    return TrainConfig.load(path)
+
+
+def test_the_least_file_gives_the_documented_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, LEAST)
+    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (32, 8)
+    algorithm, optimiser = config.algorithm, config.optimiser
+    assert (algorithm.correction, algorithm.tis_cap) == ("tis", 2.0)
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
+    assert (optimiser.lr, optimiser.betas, optimiser.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
+    assert optimiser.grad_clip == 1.0
+
+
+def test_values_of_the_file_arrive(tmp_path: Path) -> None:
+    text = (
+        LEAST + "[task.options]\ndigits = 3\n[algorithm]\ncorrection = 'mask'\n"
+        "[engine]\nkind = 'ray'\nnum_engines = 2\nserver_args = {tp_size = 2}\n"
+    )
+    config = load(tmp_path, text)
+    assert config.task.options == {"digits": 3}
+    assert config.algorithm.correction == "mask"
+    assert config.engine.server_args == {"tp_size": 2}
+
+
+def test_nothing_changes_it_later(tmp_path: Path) -> None:
+    config = load(tmp_path, LEAST)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.optimiser.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("[optimizer]\nlr = 1.0", "unknown key 'optimizer': did you mean 'optimiser'"),
+        ("[algorithm]\ntis_cpa = 2.0", r"\[algorithm\] unknown key 'tis_cpa': did you mean 'tis_c"),
+        ("[algorithm]\ncorrection = 'mis'", "algorithm.correction='mis' is not allowed"),
+        ("[optimiser]\nlr = 0.0", "optimiser.lr=0.0 is not allowed: .* greater than 0"),
+        ("[rollout]\nsamples_per_prompt = 1", "rollout.samples_per_prompt=1 is not allowed"),
+        ("[rollout]\ntemperature = 0.6", "rollout.temperature=0.6 is not allowed: expected 1: the"),
+        ("[rollout]\ntop_p = 0.95", "rollout.top_p=0.95 is not allowed: .* untruncated law"),
+        (
+            "[rollout]\ntop_k = 50",
+            "rollout.top_k=50 is not allowed: expected -1: .* ratios of a law",
+        ),
+        ("[algorithm]\nmini_batches = 5", "mini_batches=5 does not divide rollout.prompts_per_st"),
+        ("[engine]\nnum_engines = 2", "num_engines=2 with kind='local': expected 1"),
+        ("steps = 3 3", "not TOML"),
+    ],
+)
+def test_refusals_name_file_key_value_and_reason(tmp_path: Path, extra: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(tmp_path, f"{LEAST}{extra}\n")
+    line = str(refused.value)
+    assert line.startswith(f"{tmp_path}/train.toml: ") and "\n" not in line
+
+
+def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="task is missing"):
+        load(tmp_path, 'run_dir = "x"')
+    with pytest.raises(ConfigError, match="no.toml: cannot be read"):
+        TrainConfig.load(tmp_path / "no.toml")
+
+
+def sections(config: type[BaseModel]) -> list[type[BaseModel]]:
+    kinds: list[Any] = [field.annotation for field in config.model_fields.values()]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def test_every_field_is_documented() -> None:
+    found = sections(TrainConfig)
+    assert len(found) == 9
+    for section in found:
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"

@@ -1,0 +1,167 @@
+"""Corrections and mismatch metrics against loops over plain floats."""
+
+import math
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow_sglang.rl.config import AlgorithmConfig
+from sparrow_sglang.rl.correction import correct
+from sparrow_sglang.rl.metrics import acceptance_metrics, mismatch_metrics, rollout_metrics
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+
+# Two responses, of ratios dense / rollout 1/2, 4 and 3, 1/10, 1, 6.
+RATIOS = [0.5, 4.0, 3.0, 0.1, 1.0, 6.0]
+LENGTHS = [2, 4]
+ROLLOUT = [math.log(p) for p in (0.2, 0.1, 0.3, 0.9, 0.5, 0.05)]
+DENSE = [r + math.log(x) for r, x in zip(ROLLOUT, RATIOS, strict=True)]
+
+
+def corrected(**settings: Any) -> Any:
+    dense, rollout = (torch.tensor(x, dtype=torch.float64) for x in (DENSE, ROLLOUT))
+    return correct(dense, rollout, LENGTHS, AlgorithmConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"correction": "none"}, [1, 1, 1, 1, 1, 1]),
+        ({"correction": "tis"}, [0.5, 2, 2, 0.1, 1, 2]),
+        ({"correction": "tis", "tis_cap": 3.5}, [0.5, 3.5, 3, 0.1, 1, 3.5]),
+        ({"correction": "mask"}, [0.5, 4, 3, 0, 1, 0]),
+        ({"correction": "mask", "mask_low": 0.05, "mask_high": 2.0}, [0.5, 0, 0, 0.1, 1, 0]),
+        # Products 2 and 1.8.
+        ({"correction": "sequence"}, [2, 2, 1.8, 1.8, 1.8, 1.8]),
+        ({"correction": "sequence", "sequence_cap": 1.9}, [1.9, 1.9, 1.8, 1.8, 1.8, 1.8]),
+    ],
+)
+def test_weights_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
+    weights = corrected(**settings).weights
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_importance_metrics_by_hand() -> None:
+    metrics = corrected(correction="tis").metrics
+    cut = [0.5, 2.0, 2.0, 0.5, 1.0, 2.0]
+    mean, squares = fmean(cut), fmean(x * x for x in cut)
+    expected = {
+        "mean": fmean(RATIOS),
+        "max": 6.0,
+        "min": 0.1,
+        "std": math.sqrt(squares - mean**2),
+        "eff_sample_size": mean**2 / squares,
+        "ratio_fraction_high": 3 / 6,
+        "ratio_fraction_low": 1 / 6,
+    }
+    for name, value in expected.items():
+        assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value), name
+    assert corrected(correction="mask").metrics["sparrow/masked_fraction"] == pytest.approx(2 / 6)
+    products = corrected(correction="sequence").metrics
+    assert products["rollout_corr/rollout_is_mean"] == pytest.approx((2 * 2 + 4 * 1.8) / 6)
+
+
+def test_mismatch_metrics_equal_a_loop() -> None:
+    draw = np.random.default_rng(0)
+    lengths = [3, 1, 40, 17]
+    rollout = -draw.exponential(size=61)
+    dense = np.minimum(rollout + 0.3 * draw.normal(size=61), -1e-3)
+    got = mismatch_metrics(torch.tensor(dense), torch.tensor(rollout), lengths)
+
+    ratios = [math.exp(d - r) for d, r in zip(dense, rollout, strict=True)]
+    ends = np.cumsum([0, *lengths])
+    difference, product, dense_ppl, rollout_ppl = [], [], [], []
+    for start, end in pairwise(ends):
+        d, r = math.fsum(dense[start:end]), math.fsum(rollout[start:end])
+        difference.append((r - d) / (end - start))
+        product.append(math.exp(d - r))
+        dense_ppl.append(-d / (end - start))
+        rollout_ppl.append(-r / (end - start))
+    expected = {
+        "rollout_corr/kl": -fmean(map(math.log, ratios)),
+        "rollout_corr/k3_kl": fmean(x - math.log(x) - 1 for x in ratios),
+        "rollout_corr/training_ppl": fmean(map(math.exp, dense_ppl)),
+        "rollout_corr/training_log_ppl": fmean(dense_ppl),
+        "rollout_corr/rollout_ppl": fmean(map(math.exp, rollout_ppl)),
+        "rollout_corr/rollout_log_ppl": fmean(rollout_ppl),
+        "rollout_corr/log_ppl_diff": fmean(difference),
+        "rollout_corr/log_ppl_abs_diff": fmean(map(abs, difference)),
+        "rollout_corr/log_ppl_diff_max": max(difference),
+        "rollout_corr/log_ppl_diff_min": min(difference),
+        "rollout_corr/ppl_ratio": fmean(map(math.exp, difference)),
+        "rollout_corr/chi2_token": fmean(x * x for x in ratios) - 1,
+        "rollout_corr/chi2_seq": fmean(x * x for x in product) - 1,
+        "training/rollout_probs_diff_mean": float(np.abs(np.exp(dense) - np.exp(rollout)).mean()),
+        "training/rollout_probs_diff_max": float(np.abs(np.exp(dense) - np.exp(rollout)).max()),
+        "sparrow/accept_mean_estimate": fmean(min(1.0, x) for x in ratios),
+        "sparrow/ratio_p05": sorted(min(1.0, x) for x in ratios)[math.ceil(61 / 20) - 1],
+    }
+    assert got == pytest.approx(expected, rel=1e-9)
+
+
+def test_equal_sides_have_no_mismatch() -> None:
+    logprobs = -torch.rand(30, dtype=torch.float64)
+    metrics = correct(logprobs, logprobs, [10, 20], AlgorithmConfig()).metrics
+    for name in ("kl", "k3_kl", "log_ppl_diff", "chi2_token", "chi2_seq", "rollout_is_std"):
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(0, abs=1e-12), name
+    for name in ("ppl_ratio", "rollout_is_mean", "rollout_is_eff_sample_size"):
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(1), name
+
+
+def test_k3_estimates_the_kl_of_gaussian_log_ratios() -> None:
+    """Of q = N(0, 1) and p = N(m, 1): KL(q || p) = m^2 / 2, chi2(p || q) = exp(m^2) - 1."""
+    x, m = torch.randn(400_000, generator=torch.Generator().manual_seed(0)).double(), 0.3
+    rollout, dense = -x.square() / 2, -(x - m).square() / 2
+    metrics = mismatch_metrics(dense, rollout, [400_000])
+    assert metrics["rollout_corr/kl"] == pytest.approx(m * m / 2, abs=0.002)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(m * m / 2, abs=0.001)
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(math.exp(m * m) - 1, abs=0.005)
+
+
+def test_tail_of_exact_acceptance_rates_by_bin() -> None:
+    alpha = np.concatenate([np.arange(1, 101) / 100, np.arange(1, 41) / 50])
+    positions = np.concatenate([np.arange(100), np.arange(2000, 2040)])
+    order = np.random.default_rng(0).permutation(140)
+    got = acceptance_metrics(alpha[order], positions[order])
+    assert got == pytest.approx(
+        {
+            # The 5th and the 2nd smallest; of all 140 the 7th: .01 .02 .02 .03 .04 .04 .05.
+            "sparrow/accept_p05_bin0": 0.05,
+            "sparrow/accept_p05_bin1": 0.04,
+            "sparrow/accept_p05": 0.05,
+            "sparrow/accept_mean": float(alpha.mean()),
+        }
+    )
+
+
+def test_rollout_metrics() -> None:
+    def rollout(sample: int, tokens: int, reason: str) -> Rollout:
+        ids = tuple(range(tokens))
+        return Rollout("p", sample, (1,), ids, np.zeros(tokens), reason, "0", "dense", "")
+
+    group = Group(Prompt("p", "t", (1,)), (rollout(0, 3, "stop"), rollout(1, 8, "length")))
+    metrics = rollout_metrics([group, group], [[0.0, 1.0], [1.0, 1.0]])
+    assert metrics["critic/score/mean"] == 0.75
+    assert metrics["response_length/mean"] == 5.5
+    assert metrics["response_length/max"] == 8.0
+    assert metrics["response_length/clip_ratio"] == 0.5
+
+
+def test_refusals() -> None:
+    a, b = torch.zeros(3), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"rollout_logprobs \(2,\)"):
+        correct(a, b, [3], AlgorithmConfig())
+    with pytest.raises(ValueError, match="minimum 0"):
+        correct(a, a, [3, 0], AlgorithmConfig())
+    with pytest.raises(ValueError, match="NaN or an infinity"):
+        correct(a, a - torch.inf, [3], AlgorithmConfig())
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        acceptance_metrics([0.5, 1.2], [0, 1])
+    with pytest.raises(ValueError, match=r"'p'/0: logprobs of shape \(1,\) for 2 response"):
+        Rollout("p", 0, (1,), (1, 2), np.zeros(1), "stop", "0", "dense", "")
+    with pytest.raises(ValueError, match="prompt 'p' of task 't' has no tokens"):
+        Prompt("p", "t", ())

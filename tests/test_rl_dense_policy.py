@@ -1,0 +1,293 @@
+"""The dense policy against stock transformers models and plain autograd."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sparrow_sglang.rl.chunked_logprobs import token_logprobs
+from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy, pack
+
+VOCAB = 199
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+}
+
+
+def model(kind: str = "qwen3") -> Any:
+    torch.manual_seed(0)
+    return MODELS[kind]()
+
+
+def policy(kind: str = "qwen3", optimiser: OptimiserConfig | None = None, **config: Any) -> Any:
+    return DensePolicy(
+        model(kind), ModelConfig(**config), optimiser or OptimiserConfig(lr=1e-3), "cpu"
+    )
+
+
+def sequences(*lengths: tuple[int, int]) -> list[tuple[list[int], list[int]]]:
+    draw = np.random.default_rng(sum(map(sum, lengths)))
+    return [
+        (draw.integers(0, VOCAB, p).tolist(), draw.integers(0, VOCAB, r).tolist())
+        for p, r in lengths
+    ]
+
+
+BATCH = sequences((5, 9), (1, 1), (12, 3), (2, 30), (7, 7))
+
+
+def stock_logprobs(
+    stock: Any, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """By the stock forward of one sequence and a log-softmax over all logits."""
+    ids = torch.tensor([[*prompt, *response]])
+    logits = stock(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return torch.log_softmax(logits, dim=1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+def sum_of_losses(scale: torch.Tensor) -> Any:
+    return lambda logprobs, where: (logprobs * scale[where]).sum()
+
+
+class TestScore:
+    @pytest.mark.parametrize("kind", MODELS)
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_equals_a_stock_forward_of_each_sequence(self, kind: str, temperature: float) -> None:
+        scores = policy(kind).score(BATCH, temperature)
+        stock = model(kind).eval()
+        for score, (prompt, response) in zip(scores, BATCH, strict=True):
+            assert score.dtype == torch.float32
+            with torch.no_grad():
+                expected = stock_logprobs(stock, prompt, response, temperature)
+            torch.testing.assert_close(score, expected, atol=3e-5, rtol=0)
+
+    @pytest.mark.parametrize("tokens", [1, 20, 33, 10_000])
+    def test_does_not_depend_on_the_packing(self, tokens: int) -> None:
+        alone = [policy().score([sequence])[0] for sequence in BATCH]
+        packed = policy(micro_batch_tokens=tokens).score(BATCH)
+        for one, other in zip(alone, packed, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
+
+    def test_a_neighbour_in_the_pack_changes_nothing(self) -> None:
+        first, second = sequences((4, 20), (4, 20))
+        third = ([9] * 4, [8] * 20)
+        dense = policy()
+        torch.testing.assert_close(
+            dense.score([first, second])[1], dense.score([third, second])[1], atol=0, rtol=0
+        )
+
+    def test_bf16_weights_stay_near_their_fp32_model(self) -> None:
+        scores = torch.cat(policy(dtype="bfloat16").score(BATCH))
+        exact = torch.cat(policy().score(BATCH))
+        assert 0 < (scores - exact).abs().mean() < 0.2
+
+    def test_refuses_an_empty_response(self) -> None:
+        with pytest.raises(ValueError, match=r"sequences\[1\] has 2 prompt and 0 response tokens"):
+            policy().score([([1], [2]), ([1, 2], [])])
+
+
+class TestGradient:
+    @pytest.mark.parametrize("kind", MODELS)
+    @pytest.mark.parametrize("checkpointing", [True, False])
+    def test_first_step_equals_stock_autograd_and_adamw(
+        self, kind: str, checkpointing: bool
+    ) -> None:
+        settings = OptimiserConfig(lr=1e-3, grad_clip=0.5)
+        dense = policy(kind, settings, gradient_checkpointing=checkpointing, micro_batch_tokens=25)
+        scale = torch.linspace(-1, 2, sum(len(response) for _, response in BATCH))
+        result = dense.loss_step(BATCH, sum_of_losses(scale))
+
+        stock = model(kind)
+        logprobs = torch.cat([stock_logprobs(stock, *sequence) for sequence in BATCH])
+        loss = (logprobs * scale).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+        decayed = [p for p in stock.parameters() if p.ndim > 1]
+        others = [p for p in stock.parameters() if p.ndim == 1]
+        torch.optim.AdamW(
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-3,
+            betas=(0.9, 0.98),
+            weight_decay=0.1,
+        ).step()
+        assert result.micro_batches > 1
+        assert result.loss == pytest.approx(loss.item(), rel=1e-4)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        expected = dict(stock.named_parameters())
+        got = dict(dense.named_weights())
+        assert got.keys() == expected.keys()
+        for name, weight in got.items():
+            # Adam's first step is lr times the gradient's sign where it is not near 0.
+            close = (weight - expected[name]).abs() < 2e-5
+            assert close.float().mean() > 0.995, name
+
+    def test_gradients_of_micro_batches_add_up(self) -> None:
+        scale = torch.ones(sum(len(response) for _, response in BATCH))
+        norms = [
+            policy(micro_batch_tokens=tokens).loss_step(BATCH, sum_of_losses(scale)).grad_norm
+            for tokens in (1, 10_000)
+        ]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+    def test_raises_the_likelihood_that_it_is_asked_to(self) -> None:
+        dense = policy(optimiser=OptimiserConfig(lr=1e-2))
+        before = torch.cat(dense.score(BATCH)).mean()
+        for _ in range(5):
+            dense.loss_step(BATCH, lambda logprobs, _: -logprobs.mean())
+        assert torch.cat(dense.score(BATCH)).mean() > before + 0.5
+
+    def test_bf16_weights_follow_an_fp32_copy(self) -> None:
+        """A step far below bf16's resolution is kept, and shows once enough of them add up."""
+        dense = policy(dtype="bfloat16", optimiser=OptimiserConfig(lr=2e-6, weight_decay=0))
+        start = {name: weight.clone() for name, weight in dense.named_weights()}
+        state = dense.state_dict()
+        assert {master.dtype for master in state["masters"]} == {torch.float32}
+        before = [master.clone() for master in state["masters"]]
+        dense.loss_step(BATCH, lambda logprobs, _: logprobs.sum())
+        moved = [(a - b).abs().max() for a, b in zip(before, state["masters"], strict=True)]
+        assert all(1e-6 < step < 3e-6 for step in moved)
+        unchanged = [torch.equal(start[name], weight) for name, weight in dense.named_weights()]
+        assert sum(unchanged) > 0
+        for master, (_, weight) in zip(state["masters"], dense.named_weights(), strict=True):
+            assert torch.equal(weight, master.bfloat16())
+
+    def test_a_gradient_that_is_not_finite_is_refused_without_a_step(self) -> None:
+        dense = policy()
+        before = {name: weight.clone() for name, weight in dense.named_weights()}
+        with pytest.raises(FloatingPointError, match="gradient norm is nan: no step was taken"):
+            dense.loss_step(BATCH, lambda logprobs, _: logprobs.sum() * float("nan"))
+        for name, weight in dense.named_weights():
+            assert torch.equal(weight, before[name])
+        assert np.isfinite(dense.loss_step(BATCH, lambda logprobs, _: logprobs.sum()).grad_norm)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_restored_state_takes_the_same_next_step(self, dtype: str, tmp_path: Path) -> None:
+        first, second = policy(dtype=dtype), policy(dtype=dtype)
+        first.loss_step(BATCH, lambda logprobs, _: logprobs.sum())
+        torch.save(first.state_dict(), tmp_path / "state.pt")
+        second.load_state_dict(torch.load(tmp_path / "state.pt"))
+        for dense in (first, second):
+            dense.loss_step(BATCH[:2], lambda logprobs, _: -logprobs.sum())
+        for (_, one), (_, other) in zip(first.named_weights(), second.named_weights(), strict=True):
+            assert torch.equal(one, other)
+
+    def test_a_state_of_another_dtype_is_refused(self) -> None:
+        state = policy(dtype="bfloat16").state_dict()
+        with pytest.raises(ValueError, match="another model.dtype than torch.float32"):
+            policy().load_state_dict(state)
+
+
+class TestChunkedLogprobs:
+    @pytest.mark.parametrize("chunk", [1, 3 * VOCAB, 10**9])
+    @pytest.mark.parametrize("temperature", [1.0, 1.6])
+    def test_equals_autograd_through_all_logits(self, chunk: int, temperature: float) -> None:
+        torch.manual_seed(1)
+        hidden = torch.randn(10, 16, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(VOCAB, 16, dtype=torch.float64, requires_grad=True)
+        tokens = torch.randint(0, VOCAB, (10,))
+        slope = torch.randn(10, dtype=torch.float64)
+        got = token_logprobs(hidden, weight, tokens, temperature, chunk)
+        full = torch.log_softmax(hidden @ weight.t() / temperature, 1)
+        expected = full.gather(1, tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+        for one, other in zip(
+            torch.autograd.grad(got, [hidden, weight], slope),
+            torch.autograd.grad(expected, [hidden, weight], slope),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10)
+
+    def test_gradient_equals_finite_differences(self) -> None:
+        torch.manual_seed(2)
+        hidden = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+        tokens = torch.tensor([0, 6, 3, 3])
+        assert torch.autograd.gradcheck(
+            lambda h, w: token_logprobs(h, w, tokens, 0.8, 14), (hidden, weight)
+        )
+
+    def test_bf16_products_are_not_rounded_to_bf16(self) -> None:
+        torch.manual_seed(3)
+        hidden = (4 * torch.randn(50, 64)).bfloat16()
+        weight, tokens = torch.randn(VOCAB, 64).bfloat16(), torch.randint(0, VOCAB, (50,))
+        exact = torch.log_softmax(hidden.double() @ weight.double().t(), 1)
+        got = token_logprobs(hidden, weight, tokens)
+        expected = exact.gather(1, tokens[:, None]).squeeze(1).float()
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-5)
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns, forward or backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+def test_no_tensor_of_positions_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one of positions times positions, which a mask over the pack would be."""
+    from sparrow_sglang.rl import chunked_logprobs, dense_policy
+
+    def chunked(*args: Any) -> torch.Tensor:
+        return token_logprobs(*args, chunk_elements=64 * VOCAB)
+
+    monkeypatch.setattr(dense_policy, "token_logprobs", chunked)
+    assert chunked_logprobs.CHUNK_ELEMENTS < 2048 * 151_936
+    batch = sequences(*[(1, 255)] * 8)
+    dense = policy(micro_batch_tokens=2048)
+    with LargestAllocation() as largest:
+        dense.score(batch)
+        result = dense.loss_step(batch, lambda logprobs, _: logprobs.sum())
+    assert result.micro_batches == 1
+    positions = 8 * 255
+    assert largest.elements < positions * VOCAB / 2
+    with LargestAllocation() as stock:
+        model()(input_ids=torch.tensor([[*batch[0][0], *batch[0][1]]]))
+    assert stock.elements == 256 * VOCAB
+
+
+def test_packs_are_full_and_hold_everything_once() -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 100, 200).tolist()
+    packs = pack([*lengths, 500], 128)
+    assert sorted(index for members in packs for index in members) == list(range(201))
+    assert [200] in packs
+    for members in packs:
+        assert members == [200] or sum(lengths[i] for i in members) <= 128
+    assert len(packs) - 1 <= 11 / 9 * -(-sum(lengths) // 128) + 1
+
+
+def test_refuses_models_that_it_would_compute_wrongly() -> None:
+    config = Gemma2Config(**SIZES, head_dim=8)
+    with pytest.raises(ValueError, match="gemma2 has layers of type sliding_attention"):
+        DensePolicy(Gemma2ForCausalLM(config), ModelConfig(), OptimiserConfig(), "cpu")

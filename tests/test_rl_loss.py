@@ -1,0 +1,125 @@
+"""The policy loss against a loop over tokens, finite differences and the plain policy gradient."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sparrow_sglang.rl.config import AlgorithmConfig
+from sparrow_sglang.rl.correction import CORRECTIONS, correct
+from sparrow_sglang.rl.loss import policy_loss
+
+
+def tensors(*values: list[float]) -> list[torch.Tensor]:
+    return [torch.tensor(value, dtype=torch.float64) for value in values]
+
+
+def one_token(ratio: float, advantage: float, weight: float = 1.0) -> Any:
+    new, old, adv, w = tensors([math.log(ratio) - 1], [-1.0], [advantage], [weight])
+    return policy_loss(new.requires_grad_(), old, adv, w, batch_tokens=1)
+
+
+# Clip range 0.8 to 1.28, dual clip 3. (ratio, advantage) -> loss, is the gradient cut off?
+CASES = [
+    (1.0, 2.0, -2.0, False),
+    (1.2, 2.0, -2.4, False),
+    (1.5, 2.0, -2.56, True),  # clipped from above: -2 * 1.28
+    (0.5, 2.0, -1.0, False),  # below the range, but the larger loss is the plain one
+    (1.0, -2.0, 2.0, False),
+    (0.5, -2.0, 1.6, True),  # clipped from below: 2 * 0.8
+    (2.5, -2.0, 5.0, False),  # above the range, but the larger loss is the plain one
+    (4.0, -2.0, 6.0, True),  # dual clip: 2 * 3
+    (5.0, 0.0, 0.0, True),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "expected", "cut"), CASES)
+def test_one_token_by_hand(ratio: float, advantage: float, expected: float, cut: bool) -> None:
+    result = one_token(ratio, advantage)
+    assert result.loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    new = torch.tensor([math.log(ratio) - 1], dtype=torch.float64, requires_grad=True)
+    old, adv, w = tensors([-1.0], [advantage], [1.0])
+    policy_loss(new, old, adv, w, batch_tokens=1).loss.backward()
+    # Where nothing is cut the loss is -A r, whose slope in log r is itself.
+    slope = 0.0 if cut else expected
+    assert new.grad is not None
+    assert new.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-12)
+
+
+def test_shares_of_clipped_tokens_and_kl() -> None:
+    ratios = [case[0] for case in CASES]
+    advantages = [case[1] for case in CASES]
+    new, old, adv, w = tensors([math.log(r) for r in ratios], [0.0] * 9, advantages, [1.0] * 9)
+    metrics = policy_loss(new, old, adv, w, batch_tokens=18).metrics
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 18)
+    assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(1 / 18)
+    assert metrics["actor/ppo_kl"] == pytest.approx(-sum(map(math.log, ratios)) / 18)
+    assert metrics["actor/pg_loss"] == pytest.approx(sum(case[2] for case in CASES) / 18)
+
+
+def test_a_batch_split_into_micro_batches_has_the_same_loss_and_metrics() -> None:
+    torch.manual_seed(0)
+    new, old = -torch.rand(2, 50, dtype=torch.float64) * 3
+    adv, w = torch.randn(50, dtype=torch.float64), torch.rand(50, dtype=torch.float64) * 2
+    whole = policy_loss(new, old, adv, w, batch_tokens=50)
+    parts = [
+        policy_loss(new[rows], old[rows], adv[rows], w[rows], batch_tokens=50)
+        for rows in (slice(0, 7), slice(7, 8), slice(8, 50))
+    ]
+    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), rel=1e-12)
+    for name, value in whole.metrics.items():
+        assert sum(p.metrics[name] for p in parts) == pytest.approx(value, rel=1e-12)
+
+
+def test_gradient_equals_finite_differences() -> None:
+    torch.manual_seed(1)
+    old = -3 * torch.rand(40, dtype=torch.float64)
+    new = (old + 0.8 * torch.randn(40, dtype=torch.float64)).requires_grad_()
+    adv, w = torch.randn(40, dtype=torch.float64), torch.rand(40, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x: policy_loss(x, old, adv, w, batch_tokens=64).loss, new
+    )
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_with_equal_actor_and_policy_it_is_the_plain_policy_gradient(name: str) -> None:
+    """Of a softmax policy in closed form: -A (one-hot - p) per token, averaged."""
+    torch.manual_seed(2)
+    logits = torch.randn(12, 9, dtype=torch.float64, requires_grad=True)
+    sampled = torch.randint(0, 9, (12,))
+    adv = torch.randn(12, dtype=torch.float64)
+    logprobs = torch.log_softmax(logits, 1)[torch.arange(12), sampled]
+    correction = correct(logprobs, logprobs.detach(), [5, 7], AlgorithmConfig(correction=name))
+    assert not correction.weights.requires_grad
+    loss = policy_loss(logprobs, logprobs, adv, correction.weights, batch_tokens=12).loss
+    loss.backward()
+    one_hot = torch.nn.functional.one_hot(sampled, 9).double()
+    expected = -adv[:, None] * (one_hot - torch.softmax(logits.detach(), 1)) / 12
+    torch.testing.assert_close(logits.grad, expected, atol=1e-12, rtol=1e-9)
+
+
+def test_weights_scale_tokens_and_carry_no_gradient() -> None:
+    new, old, adv = tensors([-1.0, -2.0], [-1.0, -2.0], [1.0, -1.0])
+    w = torch.tensor([2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    new.requires_grad_()
+    policy_loss(new, old, adv, w, batch_tokens=4).loss.backward()
+    assert w.grad is None
+    assert new.grad is not None
+    assert new.grad.tolist() == [-0.5, 0.0]
+
+
+def test_ratios_beyond_all_bounds_stay_finite() -> None:
+    for advantage in (1.0, -1.0):
+        new = torch.tensor([0.0], requires_grad=True)
+        old, adv, w = torch.tensor([-1000.0]), torch.tensor([advantage]), torch.ones(1)
+        loss = policy_loss(new, old, adv, w, batch_tokens=1).loss
+        assert loss.item() == pytest.approx(-1.28 if advantage > 0 else 3.0)
+
+
+def test_refuses_shapes_that_differ_and_a_batch_below_its_part() -> None:
+    a, b = torch.zeros(3), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"advantages \(2,\)"):
+        policy_loss(a, a, b, a, batch_tokens=3)
+    with pytest.raises(ValueError, match="batch_tokens=2"):
+        policy_loss(a, a, a, a, batch_tokens=2)

@@ -1,0 +1,88 @@
+"""Groups are scored in order, and no judge stops the pool."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from sparrow_sglang.rl.rewards import RewardPool
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+
+
+def judge(prompt: Prompt, text: str) -> float:
+    """Does what the text says."""
+    if text == "raise":
+        raise ValueError("no verdict")
+    if text == "nan":
+        return float("nan")
+    if text == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text == "exit":
+        os._exit(0)
+    if text == "hang":
+        # Not to be interrupted by anything milder than a kill.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        time.sleep(600)
+    if text.startswith("slow "):
+        time.sleep(0.2)
+    return float(text.split()[-1]) + prompt.payload["offset"]
+
+
+class RefusesToLoad:
+    """Pickles, but cannot be loaded elsewhere."""
+
+    def __reduce__(self) -> tuple[object, tuple[int]]:
+        return os._exit, (7,)
+
+    def __call__(self, prompt: Prompt, text: str) -> float:
+        return 0.0
+
+
+def group(name: str, offset: float, texts: list[str]) -> Group:
+    prompt = Prompt(name, "test", (1,), {"offset": offset})
+    rollouts = [
+        Rollout(name, i, (1,), (2,), np.zeros(1, np.float32), "stop", "0", "dense", text)
+        for i, text in enumerate(texts)
+    ]
+    return Group(prompt, tuple(rollouts))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(judge, workers=2, timeout_s=1.0) as pool:
+        yield pool
+
+
+def test_order_is_kept_whatever_finishes_first(pool: RewardPool) -> None:
+    groups = [group("a", 0.0, ["slow 1", "2", "3"]), group("b", 10.0, ["4", "slow 5", "6", "7"])]
+    scores = pool.score(groups)
+    assert [rewards.tolist() for rewards in scores.rewards] == [[1, 2, 3], [14, 15, 16, 17]]
+    assert (scores.errors, scores.crashes, scores.timeouts) == (0, 0, 0)
+
+
+def test_failing_judges_score_zero_and_are_counted(pool: RewardPool) -> None:
+    texts = ["1", "crash", "hang", "raise", "2", "nan", "exit", "hang", "3"]
+    before = time.monotonic()
+    scores = pool.score([group("a", 0.0, texts)])
+    assert scores.rewards[0].tolist() == [1, 0, 0, 0, 2, 0, 0, 0, 3]
+    assert (scores.errors, scores.crashes, scores.timeouts) == (2, 2, 2)
+    assert time.monotonic() - before < 20
+    assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
+
+
+def test_no_groups(pool: RewardPool) -> None:
+    assert pool.score([]).rewards == ()
+
+
+def test_a_judge_that_cannot_be_loaded_is_an_error() -> None:
+    with RewardPool(RefusesToLoad(), workers=1) as pool:
+        with pytest.raises(RuntimeError, match="cannot be loaded: .* status 7"):
+            pool.score([group("a", 0.0, ["1"])])
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="workers=0"):
+        RewardPool(judge, workers=0)

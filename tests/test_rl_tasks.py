@@ -1,0 +1,207 @@
+"""Tasks: what they read, what they refuse, and how they judge."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.tasks import TASKS, Task, chat_render, code, load_task, math, story
+from sparrow_sglang.rl.types import Prompt
+
+DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "-7\n", "output": "-14\n"}]
+
+
+def render(messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    return tuple("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
+
+
+def load(name: str, path: Path | None = None, **fields: Any) -> Task:
+    return load_task(TaskConfig(name=name, train_path=path, **fields), render)
+
+
+def jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sums(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("1/2", r"so we get $\frac{1}{2}$."),
+        ("0.5", r"the answer is \boxed{\frac{1}{2}}"),
+        ("42", "I think 41, no: the final answer is $42$"),
+        (r"\sqrt{8}", r"\boxed{2\sqrt{2}}"),
+        ("x^2+2x+1", r"$(x+1)^2$"),
+        ("(1,2)", r"$(1, 2)$"),
+        (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}"),
+        ("1000", r"\boxed{1,000}"),
+        (r"\boxed{7}", "The answer is 7."),
+        ("$50\\%$", r"\boxed{50\%}"),
+    ],
+)
+def test_equal_answers_score_one(answer: str, text: str, tmp_path: Path) -> None:
+    task = load("math", jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "answer": answer}] * 10))
+    assert math.reward(task.train[0], text) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("1/2", r"$\frac{1}{3}$"),
+        ("42", "42 is wrong, it is $43$"),
+        ("42", "no idea"),
+        ("42", ""),
+        (r"\sqrt{8}", r"\boxed{\sqrt{2}}"),
+        ("x^2+2x+1", r"$(x-1)^2$"),
+        ("(1,2)", r"$(2, 1)$"),
+        ("-3", r"\boxed{3}"),
+    ],
+)
+def test_other_answers_score_zero(answer: str, text: str, tmp_path: Path) -> None:
+    task = load("math", jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "answer": answer}] * 10))
+    assert math.reward(task.train[0], text) == 0.0
+
+
+def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = sums(30)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    one = load("math", jsonl(tmp_path / "data.jsonl", rows))
+    other = load("math", tmp_path / "data.parquet")
+    assert one == other
+    assert (len(one.train), len(one.heldout)) == (27, 3)
+    everything = {prompt.input_ids for prompt in (*one.train, *one.heldout)}
+    assert everything == {tuple(f"<user>{i} + 1?".encode()) for i in range(30)}
+
+
+def test_messages_instruction_and_heldout_file(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    train = jsonl(tmp_path / "a.jsonl", [{"prompt": chat, "answer": 1}, *sums(1)])
+    heldout = jsonl(tmp_path / "b.jsonl", [{"id": "mine", "prompt": "2?", "answer": "2"}])
+    options = {"instruction": "Box it.", "system": "Be brief."}
+    task = load("math", train, heldout_path=heldout, options=options)
+    assert bytes(task.train[0].input_ids) == b"<user>hello"
+    assert bytes(task.train[1].input_ids) == b"<system>Be brief.<user>0 + 1?\nBox it."
+    assert [prompt.id for prompt in task.heldout] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no examples"),
+        ('{"prompt": "a", "answer": 1}\nnonsense\n', r"data.jsonl:2: not JSON"),
+        ('{"prompt": "a", "answer": 1}\n[1]\n', r"data.jsonl:2: holds a list"),
+        ('\n{"prompt": "a"}\n', r"data.jsonl:2: field 'answer' is missing: expected a number"),
+        ('{"answer": 1}\n', r"data.jsonl:1: field 'prompt' is missing: .*found answer"),
+        ('{"prompt": "", "answer": 1}\n', r"data.jsonl:1: prompt='': expected a text"),
+        ('{"prompt": "a", "answer": []}\n', r"data.jsonl:1: answer=\[\]: expected a number"),
+        ('{"prompt": "a", "answer": true}\n', r"data.jsonl:1: answer=True"),
+        ('{"prompt": ["a"], "answer": 1}\n', r"data.jsonl:1: prompt holds 'a'"),
+        ('{"id": 1, "prompt": "a", "answer": 1}\n' * 2, r"data.jsonl:2: id '1' is used twice"),
+        ('{"prompt": "a", "answer": 1}\n' * 9, "9 examples are too few.*task.heldout_path"),
+    ],
+)
+def test_wrong_files_are_refused_by_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load("math", path)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no parquet")
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe")
+    for path, message in [
+        (None, "task.train_path is not set"),
+        (tmp_path / "none.jsonl", "No such file"),
+        (tmp_path / "a.parquet", "not a Parquet file"),
+        (tmp_path / "b.jsonl", "not UTF-8"),
+        (tmp_path / "c.csv", r"kind '.csv' is not read; use .jsonl or .parquet"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load("math", path)
+
+
+def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="task.name='mth' is not known: did you mean 'math'"):
+        load("mth")
+    with pytest.raises(ConfigError, match="task.options.word=3: .*options of task 'story' are"):
+        load("story", options={"word": 3})
+    with pytest.raises(ConfigError, match="task.options.words=0"):
+        load("story", options={"words": 0})
+    assert set(TASKS) == {"math", "code", "story"}
+
+
+def test_code_is_judged_by_all_its_tests(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
+    prompt = load("code", path).train[0]
+    right = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
+    assert code.reward(prompt, right) == 1.0
+    assert code.reward(prompt, right.replace("python", "")) == 1.0
+    assert code.reward(prompt, "```python\nprint(4)\n```") == 0.0
+    assert code.reward(prompt, "print(2 * int(input()))") == 0.0
+    assert code.reward(prompt, "```python\nprint(\n```" + right) == 1.0
+    assert code.reward(prompt, right + "\n```python\nprint(\n```") == 0.0
+    # The right output, but the program fails afterwards.
+    assert code.reward(prompt, right.replace("))\n", "))\n1/0\n")) == 0.0
+
+
+def test_wrong_tests_are_refused(tmp_path: Path) -> None:
+    for tests in ([], "no", [{"input": "1"}], [1]):
+        path = jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "tests": tests}])
+        with pytest.raises(ConfigError, match=r"a.jsonl:1: tests.*expected a list of objects"):
+            load("code", path)
+
+
+@pytest.mark.parametrize("words", [1, 2, 5])
+def test_stories_are_the_same_for_a_seed_and_never_held_out_twice(words: int) -> None:
+    options = {"words": words, "train": 20, "heldout": 10, "seed": 3}
+    task = load("story", options=options)
+    assert task == load("story", options=options)
+    assert task != load("story", options=options | {"seed": 4})
+    assert task.heldout == load("story", options=options | {"train": 30}).heldout
+    prompts = [*task.train, *task.heldout]
+    assert len({frozenset(prompt.payload["words"]) for prompt in prompts}) == 30
+    for prompt in prompts:
+        listed = re.findall(r"[a-z]+", bytes(prompt.input_ids).decode().rpartition(":")[2])
+        assert tuple(listed) == prompt.payload["words"] and len(listed) == words
+
+
+def test_stories_are_judged_by_whole_words_and_length() -> None:
+    prompt = Prompt("p", "story", (1,), {"words": ("river", "table"), "min_length": 8})
+    assert story.reward(prompt, "The River ran past a table, and on it went.") == 1.0
+    assert story.reward(prompt, "The rivers ran past a table, and on it went.") == 0.0
+    assert story.reward(prompt, "The river ran past a house, and on it went.") == 0.0
+    assert story.reward(prompt, "river table") == 0.0
+
+
+def test_more_stories_than_there_are_words_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ask for 1216 choices of 1 words: expected at most 50"):
+        load("story", options={"words": 1})
+    load("story")
+
+
+def test_chat_rendering_opens_the_assistants_turn_and_adds_no_special_token() -> None:
+    class Tokenizer:
+        def apply_chat_template(self, messages: list[dict[str, str]], **how: bool) -> str:
+            assert how == {"tokenize": False, "add_generation_prompt": True}
+            return "".join(message["content"] for message in messages) + ">"
+
+        def __call__(self, text: str, add_special_tokens: bool) -> Any:
+            assert not add_special_tokens
+            return SimpleNamespace(input_ids=list(text.encode()))
+
+    assert chat_render(Tokenizer())([{"role": "user", "content": "Hi"}]) == tuple(b"Hi>")
