@@ -15,11 +15,13 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.landmarks import LandmarkPool
+from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
     PagedDecode,
     TorchPagedDecode,
     TritonPagedDecode,
 )
+from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
@@ -48,13 +50,16 @@ class SparrowAttnBackend(AttentionBackend):
 
     Args:
         model_runner: SGLang's runner, its KV pool allocated already.
-        schedule: the budget schedule in force; its page size is that of the pool.
+        loaded: the budget schedules; their page size is that of the pool.
+
+    Attributes:
+        budgets: the schedules and what requests ask for; hooks write it between passes.
     """
 
-    def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
+    def __init__(self, model_runner: "ModelRunner", loaded: LoadedSchedules) -> None:
         super().__init__()
         pool = model_runner.token_to_kv_pool
-        self.schedule = schedule
+        schedule = loaded.in_force
         self.token_to_kv_pool = pool
         self.landmarks = LandmarkPool(
             _sparse_layer_ids(model_runner, schedule),
@@ -69,10 +74,11 @@ class SparrowAttnBackend(AttentionBackend):
         stock = "flashinfer" if on_cuda else "torch_native"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.budgets = BudgetTable(loaded, req_to_token.shape[0], req_to_token.device)
         self.sparse: PagedDecode
         if on_cuda:
             self.sparse = TritonPagedDecode(
-                schedule,
+                self.budgets,
                 req_to_token,
                 num_q_heads=model_runner.model_config.num_attention_heads
                 // get_parallel().attn_tp_size,
@@ -82,7 +88,12 @@ class SparrowAttnBackend(AttentionBackend):
                 max_context=model_runner.model_config.context_len,
             )
         else:
-            self.sparse = TorchPagedDecode(schedule, req_to_token)
+            self.sparse = TorchPagedDecode(self.budgets, req_to_token)
+
+    @property
+    def schedule(self) -> BudgetSchedule:
+        """The schedule in force."""
+        return self.budgets.loaded.in_force
 
     def support_triton(self) -> bool:
         return self.dense.support_triton()

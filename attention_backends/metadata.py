@@ -1,30 +1,106 @@
 """What one forward pass needs to know of its requests: page tables, lengths and budgets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, Budgets
+from sparrow_sglang.loaded_schedules import MAX_BINS, MAX_LOADED, LoadedSchedules
+from sparrow_sglang.request_options import RequestOption
+
+NUM_SLOTS = MAX_LOADED + 2
+_DEFAULT = (0, NO_CAP)
 
 
 class BudgetTable:
-    """A schedule as tensors on the device, so that budgets follow from lengths without the host.
+    """The loaded schedules and what requests ask for, as tensors on the device.
+
+    Budgets follow from them without the host, and they keep their addresses, so a captured step
+    needs no new capture when a schedule is switched. Slot 0 of the tables is the schedule in force,
+    the next ones are the loaded schedules in order, and the last one keeps everything.
 
     Args:
-        schedule: the schedule in force.
+        loaded: the schedules.
+        num_requests: rows of SGLang's token table; a request is known by its row in it.
         device: where the tensors live.
+
+    Attributes:
+        loaded: what the tables hold.
+        tensors: see `Budgets`.
     """
 
-    def __init__(self, schedule: BudgetSchedule, device: torch.device | str) -> None:
-        self.page_size = schedule.page_size
-        self.bin_pages = schedule.bin_pages
-        self.budget_pages = torch.tensor(schedule.budget_pages, dtype=torch.int32, device=device)
+    def __init__(
+        self, loaded: LoadedSchedules, num_requests: int, device: torch.device | str
+    ) -> None:
+        self.tensors = Budgets(
+            table=torch.empty(NUM_SLOTS, MAX_BINS, dtype=torch.int32, device=device),
+            bin_pages=torch.empty(NUM_SLOTS, dtype=torch.int32, device=device),
+            options=torch.tensor([_DEFAULT], dtype=torch.int32, device=device).repeat(
+                num_requests, 1
+            ),
+        )
+        # Of the rows that ask for something. Most ask for nothing, and cost the device nothing.
+        self._asking: dict[int, tuple[int, int]] = {}
+        self.load(loaded)
 
-    def num_selected(self, num_pages: torch.Tensor) -> torch.Tensor:
-        """Pages that a sparse layer reads of requests that hold `num_pages` [B]; same dtype."""
-        last_bin = self.budget_pages.numel() - 1
-        bins = (num_pages // self.bin_pages).clamp_max(last_bin)
-        return torch.minimum(num_pages, self.budget_pages[bins].to(num_pages.dtype))
+    def load(self, loaded: LoadedSchedules) -> None:
+        """Hold `loaded` from now on; no request may be running, and this waits for the device."""
+        table = torch.full((NUM_SLOTS, MAX_BINS), NO_CAP, dtype=torch.int32)
+        bin_pages = torch.ones(NUM_SLOTS, dtype=torch.int32)
+        for slot, schedule in enumerate((loaded.in_force, *loaded.named)):
+            table[slot] = schedule.budget_pages[-1]
+            table[slot, : len(schedule.budget_pages)] = torch.tensor(schedule.budget_pages)
+            bin_pages[slot] = schedule.bin_pages
+        self.tensors.table.copy_(table)
+        self.tensors.bin_pages.copy_(bin_pages)
+        if self.tensors.table.is_cuda:
+            # Steps run on another stream.
+            torch.cuda.synchronize(self.tensors.table.device)
+        self.loaded = loaded
+
+    def set_options(self, rows: Sequence[int], options: Sequence[RequestOption]) -> None:
+        """What the requests in these rows of the token table ask for, from the next step on."""
+        changed = {}
+        for row, option in zip(rows, options, strict=True):
+            wanted = self._slot_and_cap(option)
+            if self._asking.get(row, _DEFAULT) != wanted:
+                changed[row] = self._asking[row] = wanted
+                if wanted == _DEFAULT:
+                    del self._asking[row]
+        if changed:
+            written = self.tensors.options
+            update = torch.tensor(
+                [[row, *wanted] for row, wanted in changed.items()],
+                dtype=torch.int32,
+                # Pinned memory is recycled only once the copy out of it is over.
+                pin_memory=written.is_cuda,
+            ).to(written.device, non_blocking=True)
+            written[update[:, 0].long()] = update[:, 1:]
+
+    def _slot_and_cap(self, option: RequestOption) -> tuple[int, int]:
+        page_size = self.loaded.in_force.page_size
+        slot, cap = _DEFAULT
+        if option.dense:
+            slot = NUM_SLOTS - 1
+        elif option.schedule is not None:
+            named = [schedule.name for schedule in self.loaded.named]
+            slot = named.index(option.schedule) + 1 if option.schedule in named else 0
+        if option.kv_budget_tokens is not None:
+            cap = min(option.kv_budget_tokens // page_size, NO_CAP)
+        return slot, cap
+
+    def num_selected(self, num_pages: torch.Tensor, req_pool_indices: torch.Tensor) -> torch.Tensor:
+        """Pages that a sparse layer reads, [B] in num_pages' dtype.
+
+        Args:
+            num_pages: [B], pages that each request holds.
+            req_pool_indices: [B], the requests' rows in SGLang's token table.
+        """
+        slot, cap = self.tensors.options[req_pool_indices.long()].long().unbind(-1)
+        bins = (num_pages // self.tensors.bin_pages[slot]).clamp_max(MAX_BINS - 1)
+        budget = torch.minimum(self.tensors.table[slot, bins.long()].long(), cap)
+        return torch.minimum(num_pages, budget.to(num_pages.dtype))
 
 
 @dataclass(frozen=True)

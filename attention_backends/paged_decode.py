@@ -12,7 +12,6 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
-from sparrow_sglang.schedule import BudgetSchedule
 
 
 class PagedDecode(Protocol):
@@ -72,17 +71,18 @@ class TorchPagedDecode:
     """The sparse decode step on any device, in plain torch.
 
     Args:
-        schedule: page size, sinks, recent pages and the KV budget by length.
+        budgets: the KV budget by length and request; the schedule in force supplies page size,
+            sinks and recent pages, which all others share.
         req_to_token: [requests, max tokens], SGLang's token table.
     """
 
-    def __init__(self, schedule: BudgetSchedule, req_to_token: torch.Tensor) -> None:
+    def __init__(self, budgets: BudgetTable, req_to_token: torch.Tensor) -> None:
+        schedule = budgets.loaded.in_force
         self.within_budget = False
-        self._first_sparse_length = schedule.first_sparse_length()
         self._page_size = schedule.page_size
         self._sink_pages = schedule.sink_pages
         self._recent_pages = schedule.recent_pages
-        self._budget = BudgetTable(schedule, req_to_token.device)
+        self._budgets = budgets
         self._req_to_token = req_to_token
         self._pages: PageTable
         self._num_selected: torch.Tensor
@@ -109,8 +109,9 @@ class TorchPagedDecode:
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
-        self.within_budget = int(seq_lens_cpu.max()) < self._first_sparse_length
-        self._num_selected = self._budget.num_selected(self._pages.num_pages)
+        num_pages = self._pages.num_pages
+        self._num_selected = self._budgets.num_selected(num_pages, req_pool_indices)
+        self.within_budget = torch.equal(self._num_selected, num_pages)
         just_filled = (seq_lens % self._page_size == 0).nonzero().squeeze(-1)
         last_page = self._pages.num_pages[just_filled] - 1
         self._full_pages = self._pages.physical[just_filled, last_page]
@@ -157,7 +158,8 @@ class TritonPagedDecode:
     snapshot of the page table, and one captured graph serves every length.
 
     Args:
-        schedule: page size, sinks, recent pages and the KV budget by length.
+        budgets: the KV budget by length and request; launches are tuned for the schedule that is in
+            force now, and every other one, switched to or asked for, runs in the same buffers.
         req_to_token: [requests, max tokens] int32, SGLang's token table.
         num_q_heads: query heads on this rank.
         num_kv_heads: KV heads on this rank.
@@ -168,7 +170,7 @@ class TritonPagedDecode:
 
     def __init__(
         self,
-        schedule: BudgetSchedule,
+        budgets: BudgetTable,
         req_to_token: torch.Tensor,
         num_q_heads: int,
         num_kv_heads: int,
@@ -179,17 +181,15 @@ class TritonPagedDecode:
         # A captured step must take the same path at every length.
         self.within_budget = False
         device = req_to_token.device
+        schedule = budgets.loaded.in_force
         page_size = schedule.page_size
         max_pages = -(-max_context // page_size)
-        max_selected = min(max_pages, max(schedule.budget_pages))
+        # For the split of the work only: rows that keep more pages make their programs loop longer.
+        usual_selected = min(max_pages, max(schedule.budget_pages))
         self._schedule = schedule
         self._req_to_token = req_to_token
         self._max_batch = max_batch
-        self._budgets = page_table.Budgets(
-            table=torch.tensor([schedule.budget_pages], dtype=torch.int32, device=device),
-            bin_pages=torch.tensor([schedule.bin_pages], dtype=torch.int32, device=device),
-            schedule_ids=torch.zeros(max_batch, dtype=torch.int32, device=device),
-        )
+        self._budgets = budgets.tensors
         batches = range(1, max_batch + 1)
         self._select_launch = {
             batch: select.select_launch(batch, num_kv_heads, head_dim, max_pages, device)
@@ -197,13 +197,13 @@ class TritonPagedDecode:
         }
         self._decode_launch = {
             batch: decode.decode_launch(
-                batch, num_kv_heads, head_dim, max_selected * page_size, device
+                batch, num_kv_heads, head_dim, usual_selected * page_size, device
             )
             for batch in batches
         }
         self._page_table = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
         self._page_ids = torch.zeros(
-            max_batch, num_kv_heads, max_selected, dtype=torch.int32, device=device
+            max_batch, num_kv_heads, max_pages, dtype=torch.int32, device=device
         )
         self._page_counts = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._select_scratch = select.allocate_select_scratch(
@@ -241,11 +241,9 @@ class TritonPagedDecode:
         batch = len(seq_lens)
         # Always the same addresses: a captured graph reads them at every replay.
         self._pages, self._counts = self._page_table[:batch], self._page_counts[:batch]
-        budgets = self._budgets
         if batch > self._max_batch:
             self._pages = self._page_table.new_empty(batch, self._page_table.shape[1])
             self._counts = self._page_counts.new_empty(batch)
-            budgets = budgets._replace(schedule_ids=budgets.schedule_ids.new_zeros(batch))
         self._seq_lens = seq_lens
         page_table.snapshot_page_table(
             self._req_to_token,
@@ -253,7 +251,7 @@ class TritonPagedDecode:
             seq_lens,
             self._pages,
             page_size=self._schedule.page_size,
-            budgets=budgets,
+            budgets=self._budgets,
             counts=self._counts,
         )
 

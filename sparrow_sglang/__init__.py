@@ -9,9 +9,22 @@ from importlib import import_module
 _EXPORTS = {
     "BudgetSchedule": "sparrow_sglang.schedule",
     "SparrowConfig": "sparrow_sglang.config",
+    "TailStatistics": "sparrow_sglang.tail",
+    "acceptance_rate": "sparrow_sglang.mismatch",
+    "read_mismatch_log": "sparrow_sglang.mismatch_log",
+    "score_dense": "sparrow_sglang.scoring",
+    "set_schedule": "sparrow_sglang.control",
 }
 
-__all__ = ["BudgetSchedule", "SparrowConfig"]
+__all__ = [
+    "BudgetSchedule",
+    "SparrowConfig",
+    "TailStatistics",
+    "acceptance_rate",
+    "read_mismatch_log",
+    "score_dense",
+    "set_schedule",
+]
 
 
 def __getattr__(name: str) -> object:

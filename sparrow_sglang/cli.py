@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sparrow_sglang import doctor, plan, serve
+from sparrow_sglang import calibrate, doctor, plan, serve
 from sparrow_sglang.command_line import OneLineParser
+from sparrow_sglang.models import ModelError
 
 DESCRIPTION = """\
 Sparse decode for stock SGLang: while generating, each token reads a budget of KV pages that grows
@@ -21,6 +22,7 @@ examples:
   sparrow serve --model-path Qwen/Qwen3-4B         a server with your model
   sparrow plan --model-path Qwen/Qwen3-4B          what would it save? (no GPU needed)
   sparrow bench step                               what does it save, measured on this GPU?
+  sparrow calibrate --model-path M --target 0.86   which budget does your model need?
 
 sparrow COMMAND --help says more about a command.
 """
@@ -51,7 +53,7 @@ BENCH_EPILOG = """\
 examples, as they were run for the README's tables (which list every command):
   sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 16x8192 16x496 \\
       --engine-args '{"disable_prefill_cuda_graph": true}'
-  sparrow bench step --models qwen3-1.7b --backends sparrow --schedules fixed-1024 fixed-8192 \\
+  sparrow bench step --models qwen3-1.7b --schedules fixed-1024 --repeats 2 \\
       --cases 16x32768 16x24576 16x16384 8x32768 16x8000 \\
       --engine-args '{"disable_prefill_cuda_graph": true}'
   sparrow bench kernels --out kernels.json
@@ -78,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     plan.add_parser(commands)
+    calibrate.add_parser(commands)
     bench = commands.add_parser(
         "bench",
         help="measure decode steps and kernels on this GPU",
@@ -104,9 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _bench(words[1], words[2:])
     parser = _parser()
     args = parser.parse_args(words)
-    if args.command != "plan":
+    if args.command not in ("plan", "calibrate"):
         parser.error(f"{' '.join(words)}: expected the same without --")
-    return _plan(args)
+    return _run(args)
 
 
 def _serve(argv: Sequence[str]) -> int:
@@ -133,12 +136,13 @@ def _doctor(argv: Sequence[str]) -> int:
     return int(failed)
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     try:
-        return plan.run(args)
-    except ValueError as error:
-        print(f"sparrow plan: error: {error}", file=sys.stderr)
+        code: int = args.run(args)
+    except (ValueError, ModelError) as error:
+        print(f"sparrow {args.command}: error: {error}", file=sys.stderr)
         return 2
+    return code
 
 
 def _bench(benchmark: str, argv: Sequence[str]) -> int:

@@ -26,12 +26,18 @@ class SparrowConfig(BaseModel):
     """What the backend needs to know from its user.
 
     `schedule` is a shipped name, a path to a .json file, fixed-<tokens>, or "auto" for the shipped
-    schedule that fits the model.
+    schedule that fits the model. It may be several of these, separated by commas: the first is in
+    force, and requests may ask for the others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     schedule: StrictStr = AUTO
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The parts of `schedule`, the one in force first."""
+        return tuple(part.strip() for part in self.schedule.split(","))
 
     @classmethod
     def resolve(cls, server_args_value: str | None, hf_config: Any) -> "tuple[SparrowConfig, str]":
@@ -72,16 +78,20 @@ class SparrowConfig(BaseModel):
                     f"{source}: unknown key {key!r}: did you mean {near!r}? Known keys:"
                     f" {', '.join(cls.model_fields)}"
                 )
-        if values.get("schedule") == "":
-            raise ConfigError(f"{source}: schedule='' is empty: expected a name, a path or 'auto'")
         try:
-            return cls(**values)
+            config = cls(**values)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             raise ConfigError(
                 f"{source}: {problem['loc'][0]}={problem['input']!r} is not allowed: expected a"
                 " text"
             ) from None
+        if not all(config.schedules):
+            raise ConfigError(
+                f"{source}: schedule={config.schedule!r} is empty or has an empty part: expected a"
+                f" name, a path or {AUTO!r}, or several separated by commas"
+            )
+        return config
 
 
 def _one(schedule: str | None) -> dict[str, str]:

@@ -122,7 +122,7 @@ def _check_platform() -> Check:
 def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin import start_up_line
     from sparrow_sglang.serve import ServeError, parse_server_args
-    from sparrow_sglang.server_args import resolve_schedule
+    from sparrow_sglang.server_args import resolve_schedules
 
     try:
         # SGLang's own start-up messages would drown the report.
@@ -145,5 +145,5 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     hf_config = server_args.get_model_config().hf_config
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
-    schedule, source = resolve_schedule(server_args, hf_config)
-    yield Check("ok", "schedule", start_up_line(schedule, source))
+    loaded, source = resolve_schedules(server_args, hf_config)
+    yield Check("ok", "schedule", start_up_line(loaded, source))

@@ -9,14 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.refusals import uses_sparrow
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.request_options import option_or_default
 from sparrow_sglang.server_args import resolve_schedule
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sparrow_sglang.attention_backends.metadata import BudgetTable
 
 
 class Hook(NamedTuple):
@@ -27,15 +30,43 @@ class Hook(NamedTuple):
     kind: str
 
 
-class _InForce:
-    """The schedule that this process decodes by; None until the backend has been built."""
+class _Process:
+    """What this process decodes by; None in every other process, and until the backend exists."""
 
-    schedule: BudgetSchedule | None = None
+    budgets: "BudgetTable | None" = None
 
 
-def decode_by(schedule: BudgetSchedule) -> None:
-    """Tell the hooks that this process decodes sparsely by `schedule`."""
-    _InForce.schedule = schedule
+def decode_by(budgets: "BudgetTable") -> None:
+    """Tell the hooks that this process decodes sparsely by `budgets`."""
+    _Process.budgets = budgets
+
+
+def budgets_in_use() -> "BudgetTable":
+    """The tables that this process decodes by; only a scheduler with this backend has them."""
+    assert _Process.budgets is not None, "the attention backend has not been built in this process"
+    return _Process.budgets
+
+
+def remember_options(
+    forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook: what the requests of a prefill ask for must be on the device when they decode.
+
+    The row of the token table is all that a step, replayed from a CUDA graph, knows of a request.
+    It is given away before the first prefill pass, also after a retraction.
+
+    Checked with 0.5.17, where `init_new` runs on the stream of the forward pass that it prepares.
+    """
+    budgets = _Process.budgets
+    if budgets is None or not forward_batch.forward_mode.is_extend():
+        return
+    budgets.set_options(
+        [req.req_pool_idx for req in batch.reqs],
+        [
+            option_or_default(req.sampling_params.custom_params, budgets.loaded)
+            for req in batch.reqs
+        ],
+    )
 
 
 def keep_sparse_kv_private(
@@ -52,12 +83,14 @@ def keep_sparse_kv_private(
     and aborted chunks pass is_insert=False; `strip_thinking_cache` inserts less; streaming
     sessions, HiCache, disaggregation, diffusion models are refused at start-up.
     """
-    schedule = _InForce.schedule
-    if schedule is None or not is_insert:
+    budgets = _Process.budgets
+    if budgets is None or not is_insert:
         return None
+    option = option_or_default(req.sampling_params.custom_params, budgets.loaded)
+    first_sparse_length = option.first_sparse_length(budgets.loaded)
     cached_tokens = req.kv_committed_len
     decoded = cached_tokens > len(req.origin_input_ids)
-    if not decoded or cached_tokens < schedule.first_sparse_length():
+    if not decoded or first_sparse_length is None or cached_tokens < first_sparse_length:
         return None
     return (req, tree_cache), {"is_insert": False}
 
@@ -90,13 +123,18 @@ def offer_landmark_check(result: None, scheduler: "Scheduler", *args: Any, **kwa
     Checked with 0.5.17, where an RPC calls the scheduler's attribute of that name and hands its
     exception to the caller.
     """
-    if _InForce.schedule is not None:
+    if _Process.budgets is not None:
         from sparrow_sglang.attention_backends.landmark_check import check_landmarks
 
         scheduler.sparrow_check_landmarks = partial(check_landmarks, scheduler)
 
 
 HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        remember_options,
+        "AFTER",
+    ),
     Hook("sglang.srt.mem_cache.common.release_kv_cache", keep_sparse_kv_private, "BEFORE"),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", offer_landmark_check, "AFTER"),
     Hook(

@@ -5,12 +5,12 @@ errors of plugins and goes on, and it does the same for hooks that it cannot app
 factory, which no scheduler gets past, looks at what went wrong and refuses to start.
 """
 
-import logging
 import pkgutil
-import sys
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang import hooks, server_args
+from sparrow_sglang import audit_hooks, hooks, server_args, server_control
+from sparrow_sglang.announce import announce, describe
+from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.refusals import (
     BACKEND,
     model_problems,
@@ -18,13 +18,10 @@ from sparrow_sglang.refusals import (
     runner_problems,
     server_problems,
 )
-from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-logger = logging.getLogger("sparrow_sglang")
 
 
 class _Registration:
@@ -41,7 +38,9 @@ def register() -> None:
     register_attention_backend(BACKEND)(build_backend)
     try:
         server_args.install()
-        _Registration.wanted = hooks.HOOKS + _platform_hooks()
+        _Registration.wanted = (
+            hooks.HOOKS + server_control.HOOKS + audit_hooks.HOOKS + _platform_hooks()
+        )
         _register_hooks(_Registration.wanted)
     except Exception as error:
         _Registration.error = error
@@ -59,15 +58,16 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     refuse(server_problems(runner.server_args))
     refuse(model_problems(runner.model_config))
     refuse(runner_problems(runner))
-    schedule, source = server_args.resolve_schedule(
+    loaded, source = server_args.resolve_schedules(
         runner.server_args, runner.model_config.hf_config
     )
     if runner.ps.tp_rank == runner.ps.pp_rank == 0 and not runner.ps.dp_rank:
-        _announce(start_up_line(schedule, source))
-    hooks.decode_by(schedule)
+        announce(start_up_line(loaded, source))
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
-    return SparrowAttnBackend(runner, schedule)
+    backend = SparrowAttnBackend(runner, loaded)
+    hooks.decode_by(backend.budgets)
+    return backend
 
 
 def require_registration() -> None:
@@ -85,26 +85,11 @@ def require_registration() -> None:
         )
 
 
-def start_up_line(schedule: BudgetSchedule, source: str) -> str:
+def start_up_line(loaded: LoadedSchedules, source: str) -> str:
     """What is in force and why, in one line."""
-    budgets = schedule.budget_tokens
-    calibrated = "calibrated" if schedule.calibrated else "NOT calibrated"
-    return (
-        f"sparse decode with schedule {schedule.name} ({calibrated}), from {source}: KV budget"
-        f" {budgets[0]}..{budgets[-1]} tokens, sparse from {schedule.first_sparse_length()} tokens"
-        f" on, page size {schedule.page_size}, dense layers {list(schedule.dense_layers)}"
-    )
-
-
-def _announce(line: str) -> None:
-    """Log on a handler of our own, so that SGLang's log level cannot hide it."""
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("[%(asctime)s] sparrow: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    logger.info(line)
+    others = [schedule.name for schedule in loaded.named if schedule is not loaded.in_force]
+    also = f"; also loaded: {', '.join(others)}" if others else ""
+    return f"sparse decode with {describe(loaded.in_force, source)}{also}"
 
 
 def _platform_hooks() -> tuple[hooks.Hook, ...]:

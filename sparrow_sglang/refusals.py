@@ -62,6 +62,18 @@ _RULES = (
     _flag("dllm_algorithm", "a diffusion model does not decode token by token"),
     _flag("enable_streaming_session", "a session would keep sparsely written KV as its prefix"),
     _flag("use_ray", "SGLang's Ray schedulers load no plugins"),
+    _Rule(
+        "tokenizer_worker_num",
+        lambda value: value > 1,
+        "SGLang's tokenizer workers load no plugins, so nobody would check what requests ask for",
+        "pass --tokenizer-worker-num 1",
+    ),
+    _Rule(
+        "sparrow_audit_rate",
+        lambda value: not 0 <= value <= 1,
+        "expected the share of requests to audit, from 0 to 1",
+        "pass --sparrow-audit-rate 0.01",
+    ),
     _Rule("dcp_size", lambda value: value > 1, "KV is split by position", "pass --dcp-size 1"),
     _Rule(
         "attn_cp_size", lambda value: value > 1, "KV is split by position", "pass --attn-cp-size 1"
@@ -107,6 +119,11 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
         value = getattr(server_args, rule.field)
         if rule.refused(value):
             problems.append(f"{rule.field}={value!r}: {rule.why}; {rule.fix}")
+    if server_args.sparrow_audit_log is not None and not server_args.sparrow_audit_rate:
+        problems.append(
+            f"sparrow_audit_log={server_args.sparrow_audit_log!r}: nothing is audited, so nothing"
+            " would be logged; pass --sparrow-audit-rate 0.01, or remove --sparrow-audit-log"
+        )
     # Text or a mapping until SGLang has parsed it.
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     if graphs is not None and graphs.backend == "full":

@@ -1,4 +1,4 @@
-"""Adds our choice, field and checks to SGLang's `ServerArgs`, in place.
+"""Adds our choice, fields and checks to SGLang's `ServerArgs`, in place.
 
 Frameworks build argument parsers and `ServerArgs` in processes that have only imported SGLang, so
 this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`.
@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from sparrow_sglang.config import AUTO, SparrowConfig
+from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.refusals import (
     BACKEND,
     model_problems,
@@ -32,33 +33,70 @@ if TYPE_CHECKING:
 
 PLUGIN_NAME = "sparrow"
 FIELD = "sparrow_schedule"
+AUDIT_RATE_FIELD = "sparrow_audit_rate"
+AUDIT_LOG_FIELD = "sparrow_audit_log"
 DEFAULT_PAGE_SIZE = 16
 
 _MODULE = "sglang.srt.server_args"
 _MARK = "_sparrow_installed"
-_HELP = (
-    "KV budget schedule of the attention backend 'sparrow': a shipped name, a path to a .json"
-    " file, or fixed-<tokens>. Default: the shipped schedule that fits the model."
-)
+
+
+class _Field(NamedTuple):
+    """A field of `ServerArgs`: its type, its default and the help of its flag."""
+
+    kind: Any
+    default: Any
+    help: str
+
+
+FIELDS = {
+    FIELD: _Field(
+        str | None,
+        None,
+        "KV budget schedule of the attention backend 'sparrow': a shipped name, a path to a .json"
+        " file, or fixed-<tokens>. Of several, separated by commas, the first is in force and the"
+        " others are loaded for requests that ask for them. Default: the shipped schedule that fits"
+        " the model.",
+    ),
+    AUDIT_RATE_FIELD: _Field(
+        float,
+        0.0,
+        "Share of finished requests that the attention backend 'sparrow' scores again densely, to"
+        " measure the mismatch; 0 to 1.",
+    ),
+    AUDIT_LOG_FIELD: _Field(
+        str | None,
+        None,
+        "Folder in which the attention backend 'sparrow' logs the mismatch of audited requests.",
+    ),
+}
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetSchedule, str]:
-    """The schedule in force and where it comes from.
+    """The schedule in force at start-up and where it comes from; raises as `resolve_schedules`."""
+    loaded, source = resolve_schedules(server_args, hf_config)
+    return loaded.in_force, source
+
+
+def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[LoadedSchedules, str]:
+    """The schedules to load, the first of them in force, and where they come from.
 
     Raises:
         ConfigError, ScheduleError: nothing usable is configured; both are ValueErrors.
     """
     config, source = SparrowConfig.resolve(getattr(server_args, FIELD), hf_config)
     page_size = server_args.page_size
-    if config.schedule == AUTO:
-        return schedule_for_model(hf_config, page_size), source
-    return load_schedule(config.schedule, page_size), source
+    schedules = [
+        schedule_for_model(hf_config, page_size) if name == AUTO else load_schedule(name, page_size)
+        for name in config.schedules
+    ]
+    return LoadedSchedules.of(schedules), source
 
 
 def install() -> None:
-    """Teach the `ServerArgs` class our backend and field; does nothing the second time.
+    """Teach the `ServerArgs` class our backend and fields; does nothing the second time.
 
     Raises:
         RuntimeError: this SGLang's ServerArgs is no dataclass (checked with 0.5.17).
@@ -71,7 +109,7 @@ def install() -> None:
     if not dataclasses.is_dataclass(cls):
         raise RuntimeError("sglang.srt.server_args.ServerArgs is no dataclass: need sglang 0.5.17")
     module.add_attention_backend_choices([BACKEND])
-    _add_field(cls)
+    _add_fields(cls)
     _check_around_post_init(cls)
     _check_model_config(cls)
     setattr(cls, _MARK, True)
@@ -117,22 +155,24 @@ def _install_or_log() -> None:
         logger.exception("sparrow-sglang could not add its arguments to SGLang's ServerArgs")
 
 
-def _add_field(cls: Any) -> None:
-    """A field as the dataclass decorator would have made it, at the end and keyword-only."""
+def _add_fields(cls: Any) -> None:
+    """Fields as the dataclass decorator would have made them, at the end and keyword-only."""
     from sglang.srt.arg_groups import arg_utils
 
-    annotation = Annotated[str | None, _HELP, arg_utils.NS("exec.attention")]
-    field: Any = dataclasses.field(default=None)
-    field.name, field.type, field.kw_only = FIELD, annotation, True
-    field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
-    cls.__annotations__[FIELD] = annotation
-    setattr(cls, FIELD, None)
-    cls.__dataclass_fields__[FIELD] = field
+    for name, (kind, default, text) in FIELDS.items():
+        annotation = Annotated[kind, text, arg_utils.NS("exec.attention")]  # type: ignore[valid-type]
+        field: Any = dataclasses.field(default=default)
+        field.name, field.type, field.kw_only = name, annotation, True
+        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
+        cls.__annotations__[name] = annotation
+        setattr(cls, name, default)
+        cls.__dataclass_fields__[name] = field
     original = cls.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        object.__setattr__(self, FIELD, kwargs.pop(FIELD, None))
+        for name, field in FIELDS.items():
+            object.__setattr__(self, name, kwargs.pop(name, field.default))
         original(self, *args, **kwargs)
 
     cls.__init__ = __init__
@@ -184,7 +224,7 @@ def _check_resolved(server_args: "ServerArgs") -> None:
     # Absent where SGLang itself has not read the model's config (dummy and remote models).
     model_config = vars(server_args).get("model_config")
     if model_config is not None:
-        resolve_schedule(server_args, model_config.hf_config)
+        resolve_schedules(server_args, model_config.hf_config)
 
 
 def _require_plugin() -> None:
@@ -199,7 +239,9 @@ def _require_plugin() -> None:
 
 def _refuse_unused_schedule(server_args: "ServerArgs") -> None:
     given = {
-        f"{FIELD}={getattr(server_args, FIELD)!r}": getattr(server_args, FIELD) is not None,
+        f"{name}={getattr(server_args, name)!r}": getattr(server_args, name) != field.default
+        for name, field in FIELDS.items()
+    } | {
         'json_model_override_args has the key "sparrow"': "sparrow"
         in json.loads(server_args.json_model_override_args or "{}"),
     }
@@ -207,5 +249,5 @@ def _refuse_unused_schedule(server_args: "ServerArgs") -> None:
         if present:
             raise ValueError(
                 f"{what}, but attention_backend={server_args.attention_backend!r} would decode"
-                f" densely: pass --attention-backend {BACKEND}, or leave the schedule out"
+                f" densely: pass --attention-backend {BACKEND}, or leave this out"
             )

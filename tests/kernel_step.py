@@ -9,7 +9,11 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.kernels.page_table import Budgets, snapshot_page_table
+from sparrow_sglang.attention_backends.kernels.page_table import (
+    NO_CAP,
+    Budgets,
+    snapshot_page_table,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SINKS, RECENTS = 1, 2
@@ -88,17 +92,25 @@ class Step:
     def _slots(self, pages: torch.Tensor) -> torch.Tensor:
         return (pages[:, None].long() * self.page_size + torch.arange(self.page_size)).flatten()
 
-    def snapshot(self, budgets: Budgets) -> torch.Tensor:
-        """Pages to keep of each row, from the kernel that also copies the page table."""
+    def snapshot(self, budgets: Budgets, requests: torch.Tensor | None = None) -> torch.Tensor:
+        """Pages to keep of each row, from the kernel that also copies the page table.
+
+        Args:
+            requests: [bs], each row's request; rows and requests are the same without it.
+        """
         batch, device = len(self.lengths), self.q.device
         slots = self.page_table[:, :, None] * self.page_size + torch.arange(
             self.page_size, dtype=torch.int32, device=device
         )
+        if requests is None:
+            requests = torch.arange(batch, device=device)
+        req_to_token = slots.new_full((int(requests.max()) + 1, slots[0].numel()), POISON)
+        req_to_token[requests] = slots.flatten(1)
         counts = torch.full((batch,), POISON, dtype=torch.int32, device=device)
         copied = self.page_table.clone()
         snapshot_page_table(
-            slots.flatten(1),
-            torch.arange(batch, device=device),
+            req_to_token,
+            requests,
             self.seq_lens,
             copied,
             page_size=self.page_size,
@@ -115,11 +127,12 @@ class Step:
         launch: select.SelectLaunch,
         scratch: select.SelectScratch | None = None,
         update_landmark: bool = False,
+        requests: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, heads = len(self.lengths), self.k.shape[1]
         device = self.q.device
         page_ids = torch.full((batch, heads, width), POISON, dtype=torch.int32, device=device)
-        counts = self.snapshot(budgets)
+        counts = self.snapshot(budgets, requests)
         scratch = scratch or select.allocate_select_scratch(
             batch, heads, self.page_table.shape[1], device
         )
@@ -179,12 +192,17 @@ class Step:
 
 def fixed_budget(step: Step, pages: int) -> Budgets:
     """One schedule with one bin."""
-    device = step.q.device
-    return Budgets(
-        torch.tensor([[pages]], dtype=torch.int32, device=device),
-        torch.tensor([1000], dtype=torch.int32, device=device),
-        torch.zeros(len(step.lengths), dtype=torch.int32, device=device),
+    return budgets_of(step, [[pages]], [1000], [(0, NO_CAP)] * len(step.lengths))
+
+
+def budgets_of(
+    step: Step, table: list[list[int]], bin_pages: list[int], options: list[tuple[int, int]]
+) -> Budgets:
+    tensors = (
+        torch.tensor(values, dtype=torch.int32, device=step.q.device)
+        for values in (table, bin_pages, options)
     )
+    return Budgets(*tensors)
 
 
 def assert_selected(

@@ -66,6 +66,7 @@ def test_config_variable_may_be_a_path(monkeypatch, tmp_path):
         ('{"scedule": "x"}', "SPARROW_CONFIG: unknown key 'scedule': did you mean 'schedule'"),
         ('{"schedule": 512}', "SPARROW_CONFIG: schedule=512 is not allowed: expected a text"),
         ('{"schedule": ""}', "SPARROW_CONFIG: schedule='' is empty"),
+        ('{"schedule": "a,,b"}', "SPARROW_CONFIG: schedule='a,,b' is empty or has an empty part"),
         ('{"schedule": ', "SPARROW_CONFIG: not JSON"),
         ("/no/such/file.json", "SPARROW_CONFIG=/no/such/file.json: cannot be read"),
     ],
@@ -95,6 +96,11 @@ def test_bad_config_file(monkeypatch, tmp_path, content):
 def test_bad_override():
     with pytest.raises(ConfigError, match="json_model_override_args: holds a str"):
         SparrowConfig.resolve(None, SimpleNamespace(sparrow="fixed-512"))
+
+
+def test_several_schedules_are_separated_by_commas():
+    config, _ = SparrowConfig.resolve("m-0.86, fixed-512,x/y.json", NO_OVERRIDE)
+    assert config.schedules == ("m-0.86", "fixed-512", "x/y.json")
 
 
 def test_frozen():

@@ -7,6 +7,7 @@ from pools import Pool, make_schedule
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
+from sparrow_sglang.loaded_schedules import LoadedSchedules
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +32,8 @@ class DevicePool:
         )
 
     def step(self, max_batch: int = 16) -> TritonPagedDecode:
-        return TritonPagedDecode(SCHEDULE, self.req_to_token, *HEADS, DIM, max_batch, 8192)
+        budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), len(self.req_to_token), "cuda")
+        return TritonPagedDecode(budgets, self.req_to_token, *HEADS, DIM, max_batch, 8192)
 
     def prefill(self, step: TritonPagedDecode) -> None:
         before = (self.lengths - 1).clamp_min(1)
@@ -53,7 +55,8 @@ def test_step_agrees_with_the_reference_in_fp32(pool):
     step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
     out = pool.decode(step)
     pages = PageTable.read(pool.req_to_token, pool.rows, pool.lengths, max(LENGTHS), PAGE)
-    num_selected = BudgetTable(SCHEDULE, "cuda").num_selected(pages.num_pages)
+    budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), len(pool.req_to_token), "cuda")
+    num_selected = budgets.num_selected(pages.num_pages, pool.rows)
     scores = reference.score_pages(pool.q, pool.landmarks, pages.physical)
     selected = reference.select_pages(scores, pages.num_pages, num_selected, 1, 2)
     physical = pages.physical[:, None].expand(-1, HEADS[1], -1).gather(-1, selected)

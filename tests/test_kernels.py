@@ -23,6 +23,7 @@ from kernel_step import (
     SINKS,
     Step,
     assert_selected,
+    budgets_of,
     fixed_budget,
     interpreter_bf16,
     relative_error,
@@ -30,7 +31,7 @@ from kernel_step import (
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
-from sparrow_sglang.attention_backends.kernels.page_table import Budgets, snapshot_page_table
+from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = [
@@ -136,20 +137,38 @@ def test_selection_is_the_definition(
     launch: select.SelectLaunch,
 ) -> None:
     step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=len(lengths))
-    # Two schedules, three bins of 20 pages; the last bin has no end.
+    # Two schedules of three bins, the last of which has no end; each row has a schedule of its own.
     tables = [[8, 12, 13], [10, 10, 30]]
     ids = [row % 2 for row in range(len(lengths))]
-    budgets = Budgets(
-        torch.tensor(tables, dtype=torch.int32, device=device),
-        torch.tensor([20, 15], dtype=torch.int32, device=device),
-        torch.tensor(ids, dtype=torch.int32, device=device),
-    )
+    budgets = budgets_of(step, tables, [20, 15], [(which, NO_CAP) for which in ids])
     page_ids, counts = step.select(budgets, 33, launch)
     expected = [
         tables[which][min(pages // (20, 15)[which], 2)]
         for which, pages in zip(ids, step.pages, strict=True)
     ]
     assert_selected(step, page_ids, counts, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_row_reads_what_its_request_asked_for(device: str) -> None:
+    """Two schedules, a cap under and one over the schedule's budget, and a dense row in a batch
+    whose launch is shaped for the shortest of them; requests lie in another order than rows."""
+    lengths = [900, 901, 640, 1000, 1500]
+    step = Step(device, lengths, seed=9)
+    table = [[8, 12, 13], [10, 10, 30], [NO_CAP] * 3]
+    by_row = [(0, NO_CAP), (1, NO_CAP), (0, 5), (1, 11), (2, NO_CAP)]
+    requests = torch.tensor([6, 0, 3, 5, 1], device=device)
+    options = [(2, 1)] * 7
+    for request, option in zip(requests.tolist(), by_row, strict=True):
+        options[request] = option
+    budgets = budgets_of(step, table, [20, 15, 1], options)
+    launch = select.SelectLaunch(2, 8)
+    page_ids, counts = step.select(budgets, max(step.pages), launch, requests=requests)
+    # All rows hold 40 pages or more, so they are in the last bin of either schedule.
+    expected = [13, 30, 5, 11, step.pages[4]]
+    assert_selected(step, page_ids, counts, expected)
+    out = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
+    assert relative_error(out, step.attend(page_ids, counts)) <= 5e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,14 +11,19 @@ from pools import Pool, make_schedule
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
+from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
 HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (4, 4)]
 
 
+def budgets_of(schedule: BudgetSchedule, pool: Pool) -> BudgetTable:
+    return BudgetTable(LoadedSchedules.of([schedule]), len(pool.req_to_token), "cpu")
+
+
 def run_step(pool: Pool, schedule: BudgetSchedule, sm_scale: float) -> torch.Tensor:
     """Prefill all but the last token of each request, then decode it, as a server does."""
-    step = TorchPagedDecode(schedule, pool.req_to_token)
+    step = TorchPagedDecode(budgets_of(schedule, pool), pool.req_to_token)
     landmarks = torch.full((pool.k.shape[0] // schedule.page_size, *pool.k.shape[1:]), torch.nan)
     before = (pool.lengths - 1).clamp_min(1)
     step.plan_extend(pool.rows, before, before)
@@ -115,7 +120,7 @@ def test_a_request_in_a_batch_selects_and_attends_as_it_does_alone():
     pool = Pool(lengths, (9, 3), head_dim=16, page_size=16, seed=3)
     together = run_step(pool, schedule, 0.25)
     for row in range(len(lengths)):
-        step = TorchPagedDecode(schedule, pool.req_to_token)
+        step = TorchPagedDecode(budgets_of(schedule, pool), pool.req_to_token)
         landmarks = torch.zeros((pool.k.shape[0] // 16, 3, 16))
         one = slice(row, row + 1)
         step.plan_extend(pool.rows[one], pool.lengths[one], pool.lengths[one])
@@ -137,6 +142,7 @@ def test_a_landmark_is_rounded_to_the_kv_dtype_only_after_the_mean():
 def test_budget_table_follows_the_schedule_at_every_length():
     schedule = make_schedule(16, 4, [3, 5, 5, 9])
     pages = torch.arange(1, 60)
-    table = BudgetTable(schedule, "cpu").num_selected(pages)
+    loaded = LoadedSchedules.of([schedule])
+    table = BudgetTable(loaded, 1, "cpu").num_selected(pages, torch.zeros_like(pages))
     expected = [schedule.num_selected_pages(int(count) * 16) for count in pages]
     assert table.tolist() == expected

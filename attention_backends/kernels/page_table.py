@@ -18,20 +18,21 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     check_tensor,
 )
 
+NO_CAP = 2**31 - 1
 _BLOCK = 256
 
 
 class Budgets(NamedTuple):
-    """KV budget tables on the device; a row's budget depends on its length only.
+    """KV budget tables on the device; a request's budget depends on its length and its option.
 
     table: [num_schedules, num_bins] int32, total pages to keep in a bin, sinks and recent included;
     bin_pages: [num_schedules] int32, pages a bin (the last bin has no end);
-    schedule_ids: [>= bs] int32, the table row of each request.
+    options: [num_requests, 2] int32, each request's table row, and the most pages it may keep.
     """
 
     table: torch.Tensor
     bin_pages: torch.Tensor
-    schedule_ids: torch.Tensor
+    options: torch.Tensor
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _snapshot_kernel(
     page_table: tl.tensor,
     budget_table: tl.tensor,
     bin_pages: tl.tensor,
-    schedule_ids: tl.tensor,
+    request_options: tl.tensor,
     counts: tl.tensor,
     req_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -56,16 +57,17 @@ def _snapshot_kernel(
     row = tl.program_id(0)
     block = tl.program_id(1)
     held = tl.cdiv(tl.load(seq_lens + row).to(tl.int32), PAGE)
+    request = tl.load(req_pool_indices + row).to(tl.int64)
     if WITH_COUNTS:
         if block == 0:
-            schedule = tl.load(schedule_ids + row)
+            schedule = tl.load(request_options + request * 2)
             page_bin = tl.minimum(held // tl.load(bin_pages + schedule), NUM_BINS - 1)
             budget = tl.load(budget_table + schedule * NUM_BINS + page_bin)
+            budget = tl.minimum(budget, tl.load(request_options + request * 2 + 1))
             tl.store(counts + row, tl.minimum(held, budget))
     pages = tl.minimum(held, table_width)
     if block * BLOCK < pages:
         index = block * BLOCK + tl.arange(0, BLOCK)
-        request = tl.load(req_pool_indices + row).to(tl.int64)
         mask = index < pages
         slot = tl.load(req_to_token + request * req_stride + index * PAGE, mask=mask, other=0)
         tl.store(page_table + row.to(tl.int64) * table_stride + index, slot // PAGE, mask=mask)
@@ -90,7 +92,7 @@ def snapshot_page_table(
         page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
         page_size: 16, 32 or 64.
         budgets: with `counts`; None where no page will be selected, as in a prefill.
-        counts: [bs] int32, written: min(pages held, budget).
+        counts: [bs] int32, written: min(pages held, budget of the length, cap of the request).
     """
     batch = seq_lens.shape[0]
     check_member("page_size", page_size, PAGE_SIZES)
@@ -102,8 +104,9 @@ def snapshot_page_table(
         raise ValueError(f"page_table has {page_table.shape[0]} rows: expected at least bs={batch}")
     if (budgets is None) != (counts is None):
         raise ValueError("budgets and counts: expected both or neither")
-    if counts is not None:
+    if counts is not None and budgets is not None:
         check_tensor("counts", counts, (batch,), (torch.int32,))
+        check_tensor("options", budgets.options, (None, 2), (torch.int32,))
     _snapshot_kernel[(batch, triton.cdiv(page_table.shape[1], _BLOCK))](
         req_to_token,
         req_pool_indices,

@@ -1,0 +1,30 @@
+"""What a server says of its schedules in its log, whatever its log level."""
+
+import logging
+import sys
+
+from sparrow_sglang.schedule import BudgetSchedule
+
+_logger = logging.getLogger("sparrow_sglang")
+
+
+def announce(line: str) -> None:
+    """Log on a handler of our own, so that SGLang's log level cannot hide it."""
+    if not _logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] sparrow: %(message)s"))
+        _logger.addHandler(handler)
+        _logger.setLevel(logging.INFO)
+        _logger.propagate = False
+    _logger.info(line)
+
+
+def describe(schedule: BudgetSchedule, source: str) -> str:
+    """One schedule in one line; `source` says where it comes from."""
+    budgets = schedule.budget_tokens
+    calibrated = "calibrated" if schedule.calibrated else "NOT calibrated"
+    return (
+        f"schedule {schedule.name} ({calibrated}), from {source}: KV budget"
+        f" {budgets[0]}..{budgets[-1]} tokens, sparse from {schedule.first_sparse_length()} tokens"
+        f" on, page size {schedule.page_size}, dense layers {list(schedule.dense_layers)}"
+    )

@@ -1,0 +1,179 @@
+"""What a calibration leaves behind: schedule files with their evidence, a plot, a check's report.
+
+In: tails per budget and bin, and the choices made from them. Out: `BudgetSchedule`s, a PNG, JSON.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.calibration_choice import (
+    CONFIDENCE,
+    Choice,
+    Tokens,
+    bin_tails,
+    choose,
+    is_filled,
+)
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.tail import TAIL_PERCENTILE, BinTail
+
+Tails = Mapping[int, Mapping[int, BinTail]]
+MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
+
+
+def make_schedule(
+    name: str,
+    target: float,
+    tails: Tails,
+    upper: Tails,
+    page_size: int,
+    bin_tokens: int,
+    context: int,
+    min_tokens: int,
+    origin: Mapping[str, Any],
+) -> BudgetSchedule:
+    """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
+
+    `tails` and `upper` are budget -> bin -> tail of the lower and the upper bound. `origin` says
+    how they were measured ("model", "model_match" and what else belongs into the provenance).
+    """
+    num_bins = -(-context // bin_tokens)
+    choices = choose(tails, target, num_bins, bin_tokens, min_tokens)
+    rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
+    return BudgetSchedule(
+        name=name,
+        page_size=page_size,
+        bin_tokens=bin_tokens,
+        budget_tokens=tuple(choice.budget for choice in choices),
+        calibrated=True,
+        model=origin["model"],
+        tail_target=target,
+        model_match=origin["model_match"],
+        provenance={
+            "rule": "per bin the cheapest budget at which the lower end of the confidence interval"
+            " of the tail holds the target, made monotone; the tail is that of the lower bound of"
+            " the acceptance rate over sparsely decoded tokens",
+            "percentile": TAIL_PERCENTILE,
+            "confidence": CONFIDENCE,
+            "min_tokens": min_tokens,
+            "bins": [_bin_evidence(choice, upper) for choice in choices],
+            **rest,
+        },
+    )
+
+
+def _bin_evidence(choice: Choice, upper: Tails) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "bin": choice.bin,
+        "budget_tokens": choice.budget,
+        "needed_tokens": choice.needed,
+        "basis": choice.basis,
+        "tokens": 0,
+    }
+    if choice.evidence is not None:
+        row |= _interval(choice.evidence)
+        row["tail_upper_bound"] = upper[choice.budget][choice.bin].tail
+    return row
+
+
+def _interval(tail: BinTail) -> dict[str, Any]:
+    wanted = ("tokens", "tail", "tail_low", "tail_high", "mean")
+    return {key: value for key, value in asdict(tail).items() if key in wanted}
+
+
+def describe(schedule: BudgetSchedule) -> str:
+    """The bins of a calibrated schedule as a table."""
+    bins: Any = schedule.provenance["bins"]
+    lines = [f"{'positions':>15} {'budget':>7} {'tail':>6}  {'95 % interval':<14} tokens  basis"]
+    for row in bins:
+        start = row["bin"] * schedule.bin_tokens
+        span = f"{start}-{start + schedule.bin_tokens - 1}"
+        tail, interval = "", ""
+        if "tail" in row:
+            tail = f"{row['tail']:.3f}"
+            if row["tail_low"] is not None:
+                interval = f"{row['tail_low']:.3f}-{row['tail_high']:.3f}"
+        lines.append(
+            f"{span:>15} {row['budget_tokens']:>7} {tail:>6}  {interval:<14}"
+            f" {row['tokens']:>6}  {row['basis']}"
+        )
+    return "\n".join(lines)
+
+
+def plot(
+    path: Path,
+    tails: Tails,
+    schedules: Sequence[BudgetSchedule],
+    bin_tokens: int,
+    min_tokens: int,
+    title: str,
+) -> None:
+    """Tail against position per budget with confidence bands, targets, and the chosen budgets."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    curves, steps = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for i, budget in enumerate(sorted(tails)):
+        rows = [tail for tail in tails[budget].values() if is_filled(tail, min_tokens)]
+        if not rows:
+            continue
+        middles = [(row.first_position + row.end_position) / 2 for row in rows]
+        colour = colormaps["viridis"](i / max(1, len(tails) - 1))
+        curves.plot(middles, [row.tail for row in rows], "o-", color=colour, label=f"{budget}")
+        low, high = [row.tail_low for row in rows], [row.tail_high for row in rows]
+        curves.fill_between(middles, low, high, color=colour, alpha=0.2, linewidth=0)
+    for schedule in schedules:
+        label = f"target {schedule.tail_target}"
+        edges = [i * bin_tokens for i in range(len(schedule.budget_tokens) + 1)]
+        line = steps.stairs(schedule.budget_tokens, edges, label=label, baseline=None, linewidth=2)
+        curves.axhline(schedule.tail_target, linestyle="--", color=line.get_edgecolor())
+    curves.set_ylabel(f"acceptance rate, {TAIL_PERCENTILE:g}th percentile (lower bound)")
+    curves.set_title(title)
+    steps.set_xlabel("position (cached tokens)")
+    steps.set_ylabel("chosen KV budget (tokens)")
+    if curves.get_legend_handles_labels()[0]:
+        curves.legend(title="KV budget (tokens)", fontsize="small", ncols=2)
+    steps.legend(fontsize="small")
+    figure.savefig(path, dpi=120, format="png")
+
+
+def check_schedule(
+    schedule: BudgetSchedule, target: float, generations: Sequence[Tokens], min_tokens: int
+) -> dict[str, Any]:
+    """Tail per bin of generations under the schedule, against the target, as JSON values.
+
+    A bin's verdict is "holds" unless its whole confidence interval lies below the target
+    ("fails"); "too few tokens" where it cannot be judged, "dense" where the budget leaves nothing
+    out. `holds` is true if no bin fails and at least one holds or is dense.
+    """
+    size = (schedule.bin_tokens, schedule.page_size)
+    lower = bin_tails(generations, *size)
+    upper = bin_tails(generations, *size, side="upper")
+    rows: list[dict[str, Any]] = []
+    for index in sorted(lower.keys() | set(range(len(schedule.budget_tokens)))):
+        start = index * schedule.bin_tokens
+        budget = schedule.kv_budget_tokens(max(1, start))
+        row = {"bin": index, "first_position": start, "budget_tokens": budget, "tokens": 0}
+        tail = lower.get(index)
+        if tail is not None:
+            row |= _interval(tail) | {"tail_upper_bound": upper[index].tail}
+        if budget >= start + schedule.bin_tokens:
+            verdict = "dense"
+        elif tail is None or tail.tail_high is None or not is_filled(tail, min_tokens):
+            verdict = "too few tokens"
+        else:
+            verdict = "holds" if tail.tail_high >= target else "fails"
+        rows.append(row | {"verdict": verdict})
+    verdicts = [row["verdict"] for row in rows]
+    return {
+        "schedule": schedule.name,
+        "target": target,
+        "percentile": TAIL_PERCENTILE,
+        "confidence": CONFIDENCE,
+        "min_tokens": min_tokens,
+        "holds": "fails" not in verdicts and bool({"holds", "dense"} & set(verdicts)),
+        "bins": rows,
+    }

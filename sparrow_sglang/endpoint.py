@@ -1,0 +1,234 @@
+"""One way to talk to a running SGLang, be it an `sglang.Engine` in this process or a server's URL.
+
+In: requests as dicts of SGLang's `GenerateReqInput` fields. Out: SGLang's output dicts, in order.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol, TypeVar
+
+import httpx
+
+Request = Mapping[str, Any]
+Answer = dict[str, Any]
+
+_CONNECT_S = 10.0
+_CONNECTIONS = 256
+
+_Result = TypeVar("_Result")
+
+
+class EndpointError(RuntimeError):
+    """A request failed or the server is gone; the message says which and why, in one line."""
+
+
+class Endpoint(Protocol):
+    """What the tools need of a server.
+
+    The methods block. Each raises `EndpointError` if the server refuses the request or is gone.
+    """
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answers to requests that run at the same time, in the order of the requests."""
+        ...
+
+    def server_info(self) -> dict[str, Any]:
+        """The server's arguments and state, as its route /server_info gives them."""
+        ...
+
+    def flush_cache(self, timeout_s: float = 10.0) -> None:
+        """Empty the prefix cache, after waiting at most `timeout_s` for the server to be idle."""
+        ...
+
+    def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
+        """One of this package's own calls: the server's route /sparrow/`method`."""
+        ...
+
+
+def connect(target: Any, api_key: str | None = None) -> Endpoint:
+    """The endpoint behind `target`, an `sglang.Engine` or a server's base URL.
+
+    `api_key` is the server's --api-key or --admin-api-key; an engine asks for none. Raises
+    `ValueError` for any other target; does not contact the server yet.
+    """
+    if isinstance(target, str):
+        if not target.startswith(("http://", "https://")):
+            raise ValueError(
+                f"target={target!r}: expected an sglang.Engine or a server's base URL, such as"
+                " http://127.0.0.1:30000"
+            )
+        return HttpEndpoint(target, api_key)
+    if hasattr(target, "tokenizer_manager") and hasattr(target, "loop"):
+        return EngineEndpoint(target)
+    raise ValueError(
+        f"target is a {type(target).__name__}: expected an sglang.Engine or a server's base URL"
+    )
+
+
+class EngineEndpoint:
+    """An engine in this process.
+
+    Callable from any thread: if the engine's event loop runs in another thread, the work is handed
+    to it; if it does not run, this thread runs it meanwhile. Code that itself runs on the loop
+    would wait for itself, and is refused: call from there with `asyncio.to_thread`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        return self._run(self._generate(requests))
+
+    def server_info(self) -> dict[str, Any]:
+        if not self._engine.loop.is_running():
+            info: dict[str, Any] = self._engine.get_server_info()
+            return info
+        states = self._run(self._engine.tokenizer_manager.get_internal_state())
+        fields = dict(vars(self._engine.tokenizer_manager.server_args))
+        return fields | {"internal_states": states}
+
+    def flush_cache(self, timeout_s: float = 10.0) -> None:
+        result = self._run(self._engine.tokenizer_manager.flush_cache(timeout_s=timeout_s))
+        if not result.success:
+            raise EndpointError(
+                f"the engine's prefix cache could not be flushed within {timeout_s} s:"
+                f" {result.message or 'requests are running'}"
+            )
+
+    def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
+        # The server's route of that name calls the same method of the tokenizer manager.
+        call = getattr(self._engine.tokenizer_manager, f"sparrow_{method}", None)
+        if call is None:
+            raise EndpointError(
+                f"the engine has no call {method!r}: it serves without --attention-backend sparrow"
+            )
+        return self._run(call(**fields))
+
+    async def _generate(self, requests: Sequence[Request]) -> list[Answer]:
+        tasks = [asyncio.ensure_future(self._one(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _one(self, request: Request) -> Answer:
+        # `Engine.generate` lacks some fields, extra_key among them.
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        answers = self._engine.tokenizer_manager.generate_request(GenerateReqInput(**request), None)
+        try:
+            answer: Answer = await anext(answers)
+        except (ValueError, TypeError) as error:
+            raise EndpointError(
+                f"the engine refused a request of {_length(request)} tokens: {error}"
+            ) from error
+        finally:
+            await answers.aclose()
+        return _finished(answer, request)
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        loop = self._engine.loop
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not None:
+            work.close()
+            raise EndpointError(
+                "called from a coroutine, which would block its event loop: call it with"
+                " asyncio.to_thread instead"
+            )
+        try:
+            if loop.is_running():
+                return asyncio.run_coroutine_threadsafe(work, loop).result()
+            result: _Result = loop.run_until_complete(work)
+            return result
+        except ValueError as error:
+            raise EndpointError(f"the engine refused a call: {error}") from error
+
+
+class HttpEndpoint:
+    """A server behind a URL. Thread-safe."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._client = httpx.Client(
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            # A generation may take as long as it likes, and a dead server closes the connection.
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=_CONNECTIONS),
+        )
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        if not requests:
+            return []
+        pool = ThreadPoolExecutor(min(len(requests), _CONNECTIONS))
+        try:
+            answers: list[Future[Answer]] = [pool.submit(self._one, item) for item in requests]
+            wait(answers, return_when=FIRST_EXCEPTION)
+            failed = [item for item in answers if item.done() and item.exception() is not None]
+            for item in failed:
+                item.result()
+            return [item.result() for item in answers]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def server_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = self._send("GET", "/server_info").json()
+        return info
+
+    def flush_cache(self, timeout_s: float = 10.0) -> None:
+        self._send("POST", f"/flush_cache?timeout={timeout_s}")
+
+    def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
+        verb = "POST" if fields else "GET"
+        answer: dict[str, Any] = self._send(verb, f"/sparrow/{method}", fields or None).json()
+        return answer
+
+    def _one(self, request: Request) -> Answer:
+        answer: Answer = self._send("POST", "/generate", dict(request)).json()
+        return _finished(answer, request)
+
+    def _send(self, verb: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        try:
+            response = self._client.request(verb, self._url + path, json=body)
+        except httpx.TransportError as error:
+            raise EndpointError(
+                f"{verb} {self._url}{path} failed ({type(error).__name__}: {error}): the server is"
+                " not running, or died meanwhile; look at its log"
+            ) from error
+        if response.is_error:
+            raise EndpointError(
+                f"{verb} {self._url}{path} was answered with {response.status_code}:"
+                f" {_reason(response)}"
+            )
+        return response
+
+
+def _reason(response: httpx.Response) -> str:
+    """The server's own message, without the JSON round it."""
+    try:
+        body = response.json()
+    except ValueError:
+        return response.text.strip()[:500]
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+
+
+def _finished(answer: Answer, request: Request) -> Answer:
+    reason = answer.get("meta_info", {}).get("finish_reason")
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        raise EndpointError(
+            f"the server aborted a request of {_length(request)} tokens:"
+            f" {reason.get('message') or 'no reason given'}"
+        )
+    return answer
+
+
+def _length(request: Request) -> int | str:
+    tokens = request.get("input_ids")
+    return len(tokens) if tokens is not None else "text, not"

@@ -1,0 +1,179 @@
+"""The mismatch log: what each audited token looked like on both sides, kept on disk as Parquet.
+
+In: the scored tokens of one request after another. Out: a folder of Parquet files, and their rows
+as one table again. Imports pyarrow only where a function needs it.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FILE_ROWS = 65536
+FLUSH_S = 30.0
+MAX_BYTES = 2**30
+
+_PARTIAL = ".partial"
+_COLUMNS = {
+    "position": "int32",
+    "token_id": "int32",
+    "kv_budget_tokens": "int32",
+    "sparse_logprob": "float32",
+    "dense_logprob": "float32",
+    "alpha_lower": "float32",
+    "alpha_upper": "float32",
+}
+
+logger = logging.getLogger("sparrow_sglang")
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """T tokens of one request, all arrays [T].
+
+    `position` counts from the first prompt token; `kv_budget_tokens` is what the schedule let the
+    sparse layers read when the token was sampled; log-probs are natural and at temperature 1;
+    `alpha_lower` and `alpha_upper` bound the acceptance rate.
+    """
+
+    request_id: str
+    position: NDArray[np.int64]
+    token_id: NDArray[np.int64]
+    kv_budget_tokens: NDArray[np.int64]
+    sparse_logprob: NDArray[np.float64]
+    dense_logprob: NDArray[np.float64]
+    alpha_lower: NDArray[np.float64]
+    alpha_upper: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+
+class MismatchLog:
+    """Appends rows to a folder of Parquet files of about `file_rows` rows.
+
+    A file appears under its name only once it is complete, so a killed process loses at most the
+    rows since the last `flush`, and nobody reads half a file. Whoever appends flushes when the log
+    `is_due`: at `file_rows` rows, or `flush_s` seconds after the first one that waits. Beyond
+    `max_bytes`, the oldest files of the folder are deleted. One thread at a time may use an
+    instance; several processes may share a folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        file_rows: int = FILE_ROWS,
+        flush_s: float = FLUSH_S,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """Raises `OSError` if the folder cannot be made or written to."""
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self._folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"mismatch log {self._folder}: the folder is not writable")
+        self._file_rows = file_rows
+        self._flush_s = flush_s
+        self._max_bytes = max_bytes
+        self._waiting: list[TokenRows] = []
+        self._since = 0.0
+        self._files = 0
+
+    def append(self, rows: TokenRows) -> None:
+        """Take the rows of one request; they are on disk after the next `flush`."""
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.append(rows)
+
+    def is_due(self) -> bool:
+        """Whether rows wait that are many or old enough for a file."""
+        rows = sum(len(waiting) for waiting in self._waiting)
+        return rows >= self._file_rows or (
+            rows > 0 and time.monotonic() - self._since >= self._flush_s
+        )
+
+    def flush(self) -> None:
+        """Write the rows that wait as one file; on `OSError` they stay, and no file appears."""
+        if not self._waiting:
+            return
+        import pyarrow.parquet
+
+        # By time first, so that sorting by name is sorting by age.
+        name = f"mismatch-{time.time_ns()}-{os.getpid()}-{self._files}.parquet"
+        partial = self._folder / (name + _PARTIAL)
+        try:
+            pyarrow.parquet.write_table(_table(self._waiting), partial, compression="zstd")
+            partial.replace(self._folder / name)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        self._files += 1
+        self._waiting = []
+        self._delete_oldest()
+
+    def _delete_oldest(self) -> None:
+        files = [(path, path.stat().st_size) for path in _files(self._folder)]
+        total = sum(size for _, size in files)
+        for path, size in files[:-1]:
+            if total <= self._max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def read_mismatch_log(path: str | os.PathLike[str]) -> "pyarrow.Table":
+    """All rows of a log folder, oldest file first, or of one of its files.
+
+    Columns: request_id (string), position, token_id, kv_budget_tokens (int32), sparse_logprob,
+    dense_logprob, alpha_lower, alpha_upper (float32); `TokenRows` says what they mean. Files that
+    are damaged are left out, with a warning in the log. Raises `FileNotFoundError` if `path` does
+    not exist.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(
+            f"mismatch log {place}: no such file or folder; expected what --sparrow-audit-log names"
+        )
+    tables = [_schema().empty_table()]
+    for file in _files(place) if place.is_dir() else [place]:
+        try:
+            table = pyarrow.parquet.read_table(file)
+            if not table.schema.equals(_schema()):
+                raise pyarrow.ArrowInvalid(f"its columns are {table.column_names}")
+            tables.append(table)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            logger.warning("mismatch log: %s is damaged and left out (%s)", file, error)
+    return pyarrow.concat_tables(tables)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("mismatch-*.parquet"))
+
+
+def _schema() -> "pyarrow.Schema":
+    import pyarrow
+
+    numbers = [(name, pyarrow.type_for_alias(kind)) for name, kind in _COLUMNS.items()]
+    return pyarrow.schema([("request_id", pyarrow.string()), *numbers])
+
+
+def _table(parts: Sequence[TokenRows]) -> "pyarrow.Table":
+    import pyarrow
+
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts]).astype(kind)
+        for name, kind in _COLUMNS.items()
+    }
+    requests = [part.request_id for part in parts for _ in range(len(part))]
+    return pyarrow.table({"request_id": requests, **columns}, schema=_schema())

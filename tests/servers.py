@@ -1,0 +1,92 @@
+"""Real SGLang servers behind a URL that start in seconds."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+from engines import _import_for_fork
+
+START_S = 120.0
+
+
+@contextmanager
+def start_server(model_path: str, **server_args: Any) -> Iterator[str]:
+    """The URL of a server that is forked from this process, as `start_engine` forks an engine."""
+    _import_for_fork()
+    # Imported here once, as it takes the forked process seconds.
+    from sglang.srt.entrypoints import http_server
+
+    port = _free_port()
+    arguments = {
+        "model_path": model_path,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "dtype": "float32",
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+        "random_seed": 0,
+        "log_level": "error",
+        "host": "127.0.0.1",
+        "port": port,
+    } | server_args
+    process = multiprocessing.get_context("fork").Process(
+        target=_serve, args=(http_server, arguments)
+    )
+    process.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_healthy(url, process)
+        yield url
+    finally:
+        _kill(process.pid)
+        process.join()
+
+
+def _serve(http_server: Any, arguments: dict[str, Any]) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    # A session of its own keeps engines of the same test from taking it for one of theirs.
+    os.setsid()
+    http_server.launch_server(ServerArgs(**arguments))
+
+
+def _wait_until_healthy(url: str, process: Any) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if not process.is_alive():
+            raise RuntimeError("the server died while it started; its traceback is on stderr")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise TimeoutError(f"the server was not healthy within {START_S} s")
+
+
+def _kill(pid: int | None) -> None:
+    try:
+        parent = psutil.Process(pid)
+        family = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(family, timeout=10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,137 @@
+"""The mismatch log: complete files only, whatever happens to the writer."""
+
+import logging
+import os
+import resource
+import signal
+import time
+
+import numpy as np
+import pyarrow
+import pytest
+
+from sparrow_sglang.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
+
+
+def rows(request_id: str, tokens: int = 10, seed: int = 0) -> TokenRows:
+    draw = np.random.default_rng([seed, tokens])
+    return TokenRows(
+        request_id=request_id,
+        position=np.arange(100, 100 + tokens),
+        token_id=draw.integers(0, 150_000, tokens),
+        kv_budget_tokens=np.full(tokens, 512),
+        sparse_logprob=-draw.random(tokens),
+        dense_logprob=-draw.random(tokens),
+        alpha_lower=draw.random(tokens) / 2,
+        alpha_upper=0.5 + draw.random(tokens) / 2,
+    )
+
+
+def test_rows_come_back_as_they_were_logged(tmp_path):
+    log = MismatchLog(tmp_path)
+    written = [rows("a", 3), rows("b", 5, seed=1)]
+    for one in written:
+        log.append(one)
+    assert read_mismatch_log(tmp_path).num_rows == 0
+    log.flush()
+    table = read_mismatch_log(tmp_path)
+    assert table["request_id"].to_pylist() == ["a"] * 3 + ["b"] * 5
+    for name in table.column_names[1:]:
+        expected = np.concatenate([getattr(one, name) for one in written])
+        np.testing.assert_allclose(table[name].to_numpy(), expected, rtol=1e-6)
+    [file] = tmp_path.iterdir()
+    assert read_mismatch_log(file).equals(table)
+
+
+def test_a_flush_is_due_by_rows_or_by_time(tmp_path):
+    log = MismatchLog(tmp_path, file_rows=20, flush_s=0.2)
+    assert not log.is_due()
+    log.append(rows("a", 19))
+    assert not log.is_due()
+    time.sleep(0.25)
+    assert log.is_due()
+    log.flush()
+    assert not log.is_due()
+    log.append(rows("b", 20))
+    assert log.is_due()
+
+
+def test_the_oldest_files_make_room(tmp_path):
+    log = MismatchLog(tmp_path, max_bytes=20_000)
+    for index in range(30):
+        log.append(rows(f"r{index}", 100, seed=index))
+        log.flush()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 20_000
+    kept = list(dict.fromkeys(read_mismatch_log(tmp_path)["request_id"].to_pylist()))
+    assert 1 < len(kept) < 30
+    assert kept == [f"r{index}" for index in range(30 - len(kept), 30)]
+
+
+def test_a_killed_writer_loses_only_what_was_not_flushed(tmp_path):
+    """kill -9 in the middle of writing files as fast as it can."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        log = MismatchLog(tmp_path)
+        for index in range(10_000):
+            log.append(rows(f"r{index:05}", 2000, seed=index))
+            log.flush()
+            os.write(writer, b".")
+        os._exit(0)
+    flushed = 0
+    while flushed < 20:
+        flushed += len(os.read(reader, 4096))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(writer)
+    flushed += len(os.read(reader, 65536))
+    requests = list(dict.fromkeys(read_mismatch_log(tmp_path)["request_id"].to_pylist()))
+    # At most the file that was complete, but not yet reported, comes on top.
+    assert requests == [f"r{index:05}" for index in range(len(requests))]
+    assert flushed <= len(requests) <= flushed + 1
+
+
+def test_damaged_files_are_left_out_with_a_warning(tmp_path, caplog):
+    log = MismatchLog(tmp_path)
+    for name in "abcd":
+        log.append(rows(name))
+        log.flush()
+    files = sorted(tmp_path.iterdir())
+    files[0].write_bytes(files[0].read_bytes()[:-50])
+    files[1].write_bytes(b"")
+    pyarrow.parquet.write_table(pyarrow.table({"other": [1]}), files[2])
+    (tmp_path / "notes.txt").write_text("not ours")
+    logger = logging.getLogger("sparrow_sglang")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, logger.name)
+    try:
+        table = read_mismatch_log(tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert set(table["request_id"].to_pylist()) == {"d"}
+    for file in files[:3]:
+        assert f"{file} is damaged and left out" in caplog.text
+
+
+def test_a_full_disk_leaves_no_half_file_and_loses_no_row(tmp_path):
+    """The system refuses to let files grow, as on a full disk."""
+    log = MismatchLog(tmp_path)
+    log.append(rows("a", 50_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError):
+            log.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    log.flush()
+    assert read_mismatch_log(tmp_path).num_rows == 50_000
+
+
+def test_wrong_paths(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file or folder; expected what"):
+        read_mismatch_log(tmp_path / "missing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        MismatchLog(tmp_path / "file")
