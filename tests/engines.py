@@ -9,9 +9,10 @@ is also fastest for models this small.
 import multiprocessing
 import os
 import pkgutil
+import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -39,7 +40,7 @@ def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
     Takes token ids, because the tiny checkpoints have no tokenizer. `server_args` go to SGLang as
     they are, on top of the defaults below.
     """
-    engine_module = _import_for_fork()
+    engine_module = import_for_fork()
     defaults = {
         "model_path": model_path,
         "skip_tokenizer_init": True,
@@ -61,9 +62,9 @@ def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
     finally:
         own = _children() - before
         # SGLang's shutdown kills all children of this process, those of other engines too.
-        with mock.patch.object(engine_module, "kill_process_tree", lambda *_, **__: _kill(own)):
+        with mock.patch.object(engine_module, "kill_process_tree", lambda *_, **__: kill(own)):
             if engine is None:
-                _kill(own)
+                kill(own)
             else:
                 engine.shutdown()
         # Left to the garbage collector, a context waits for ever to deliver to a dead process.
@@ -84,6 +85,11 @@ def _zmq_contexts_into(found: "list[zmq.Context[Any]]") -> Iterator[None]:
         yield
 
 
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Token ids of the tiny checkpoints' vocabulary, without its special tokens."""
+    return random.Random(seed).choices(range(3, 250), k=length)
+
+
 def flush(engine: Any) -> None:
     """Empty the prefix cache; a scheduler that has just finished a request may still be busy."""
     deadline = time.monotonic() + 10
@@ -94,7 +100,7 @@ def flush(engine: Any) -> None:
 
 
 @cache
-def _import_for_fork() -> Any:
+def import_for_fork() -> Any:
     """SGLang's engine module, with everything imported that its processes need."""
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused_model_files()))
     from sglang.srt.entrypoints import engine
@@ -141,7 +147,8 @@ def _children() -> set[psutil.Process]:
     return found
 
 
-def _kill(processes: set[psutil.Process]) -> None:
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """End processes, at once and whether or not they still run."""
     for process in processes:
         try:
             process.send_signal(signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import httpx
 import psutil
-from engines import _import_for_fork
+from engines import import_for_fork, kill
 
 START_S = 120.0
 
@@ -19,11 +18,11 @@ START_S = 120.0
 @contextmanager
 def start_server(model_path: str, **server_args: Any) -> Iterator[str]:
     """The URL of a server that is forked from this process, as `start_engine` forks an engine."""
-    _import_for_fork()
+    import_for_fork()
     # Imported here once, as it takes the forked process seconds.
     from sglang.srt.entrypoints import http_server
 
-    port = _free_port()
+    port = free_port()
     arguments = {
         "model_path": model_path,
         "skip_tokenizer_init": True,
@@ -45,7 +44,7 @@ def start_server(model_path: str, **server_args: Any) -> Iterator[str]:
         _wait_until_healthy(url, process)
         yield url
     finally:
-        _kill(process.pid)
+        _kill_family(process.pid)
         process.join()
 
 
@@ -71,21 +70,16 @@ def _wait_until_healthy(url: str, process: Any) -> None:
     raise TimeoutError(f"the server was not healthy within {START_S} s")
 
 
-def _kill(pid: int | None) -> None:
+def _kill_family(pid: int | None) -> None:
     try:
         parent = psutil.Process(pid)
         family = [parent, *parent.children(recursive=True)]
     except psutil.NoSuchProcess:
         return
-    for process in family:
-        try:
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
-    psutil.wait_procs(family, timeout=10)
+    kill(family)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,7 +1,6 @@
 """The audit of a running server: what it measures, and that users do not notice."""
 
 import logging
-import random
 import re
 import shutil
 import time
@@ -11,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from engines import start_engine
+from engines import random_prompt, start_engine
 from servers import start_server
 from transformers import AutoModelForCausalLM
 
@@ -27,10 +26,6 @@ SCHEDULE = BudgetSchedule(
     name="test", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 80, 112), tail_target=0.86
 )
 PLAIN = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 250), k=length)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +62,7 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
     log = tmp_path / "log"
     # The server is forked from this process.
     monkeypatch.setattr(audit_hooks, "MismatchLog", partial(MismatchLog, flush_s=0.5))
-    prompts = {60: prompt(1, 60), 130: prompt(2, 130)}
+    prompts = {60: random_prompt(1, 60), 130: random_prompt(2, 130)}
     requests = [
         {"input_ids": ids, "sampling_params": PLAIN, "rid": f"plain-{length}"}
         for length, ids in prompts.items()
@@ -141,7 +136,7 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
 
 def generate(engine, count: int = 1) -> None:
     connect(engine).generate(
-        [{"input_ids": prompt(seed, 60), "sampling_params": PLAIN} for seed in range(count)]
+        [{"input_ids": random_prompt(seed, 60), "sampling_params": PLAIN} for seed in range(count)]
     )
 
 

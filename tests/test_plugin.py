@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 from engines import start_engine, unused_model_files
+from servers import free_port
 
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -182,12 +182,6 @@ print("RESULT" + json.dumps({
     "default": ServerArgs(model_path=model).page_size,
 }))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ SERVER_ARGS = {
 
 
 def local_engine(model: str, schedule: str) -> LocalEngine:
-    engines._import_for_fork()
+    engines.import_for_fork()
     return LocalEngine(model, schedule, **SERVER_ARGS)
 
 

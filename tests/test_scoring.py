@@ -1,12 +1,11 @@
 """Dense re-scoring on the server that generated sparsely, against transformers."""
 
-import random
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from engines import start_engine
+from engines import random_prompt, start_engine
 from servers import start_server
 from transformers import AutoModelForCausalLM
 
@@ -26,10 +25,6 @@ FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformer
 SCHEDULE = BudgetSchedule(name="test", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 80, 112))
 # Four prefill chunks and more for the sequences below.
 CHUNK = 64
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 250), k=length)
 
 
 def sample(target, prompts: list[list[int]], new_tokens: int, **fields) -> list[dict]:
@@ -92,7 +87,7 @@ def assert_dense(scores, expected: torch.Tensor, response: list[int]) -> None:
 
 
 def test_a_sparse_generation_is_scored_as_transformers_scores_it(engine, log_probs):
-    prompts = [prompt(seed, length) for seed, length in ((1, 20), (2, 90), (3, 130))]
+    prompts = [random_prompt(seed, length) for seed, length in ((1, 20), (2, 90), (3, 130))]
     answers = sample(engine, prompts, 150)
     sequences = [(ids, answer["output_ids"]) for ids, answer in zip(prompts, answers, strict=True)]
     cold = score_dense(engine, sequences)
@@ -111,7 +106,7 @@ def test_a_sparse_generation_is_scored_as_transformers_scores_it(engine, log_pro
 
 def test_scores_give_bounds_that_bracket_the_acceptance_rate(engine, log_probs):
     """Exact rates need whole distributions of both sides: here top-256 lists of 256 tokens."""
-    ids = prompt(4, 100)
+    ids = random_prompt(4, 100)
     answer = sample(engine, [ids], 80, top_logprobs_num=256)[0]
     whole = recorded_scores(answer)
     sparse = np.full((80, 256), -np.inf)
@@ -127,7 +122,7 @@ def test_scores_give_bounds_that_bracket_the_acceptance_rate(engine, log_probs):
 
 
 def test_scores_of_a_dense_engine_are_the_same(engine, sharp_llama):
-    ids = prompt(5, 70)
+    ids = random_prompt(5, 70)
     response = sample(engine, [ids], 120)[0]["output_ids"]
     with start_engine(
         sharp_llama, attention_backend="torch_native", page_size=16, chunked_prefill_size=CHUNK
@@ -142,7 +137,7 @@ def test_where_sparse_kv_is_in_the_prefix_tree_only_a_naive_score_is_wrong(
     sharp_llama, arguments, log_probs
 ):
     """As on a server without the hook that keeps such KV out: the tree hands it to the re-score."""
-    ids = prompt(6, 90)
+    ids = random_prompt(6, 90)
     with (
         mock.patch.object(RequestOption, "first_sparse_length", lambda *_: None),
         start_engine(sharp_llama, **arguments) as leaky,
@@ -163,7 +158,7 @@ def test_where_sparse_kv_is_in_the_prefix_tree_only_a_naive_score_is_wrong(
 
 
 def test_over_http_as_over_the_engine(sharp_llama, arguments, log_probs):
-    ids = [prompt(7, 80), prompt(8, 40)]
+    ids = [random_prompt(7, 80), random_prompt(8, 40)]
     with start_server(sharp_llama, **arguments) as url:
         responses = [answer["output_ids"] for answer in sample(url, ids, 100)]
         scores = score_dense(url, list(zip(ids, responses, strict=True)), top_k=5)
@@ -171,7 +166,7 @@ def test_over_http_as_over_the_engine(sharp_llama, arguments, log_probs):
         assert endpoint.server_info()["sparrow_schedule"] == arguments["sparrow_schedule"]
         endpoint.flush_cache()
         with pytest.raises(EndpointError, match=r"answered with 400: .*longer than the model's"):
-            score_dense(url, [(prompt(9, 5000), [5])])
+            score_dense(url, [(random_prompt(9, 5000), [5])])
     for index, response in enumerate(responses):
         assert scores[index].top_ids.shape == (100, 5)
         assert_dense(scores[index], log_probs(ids[index], response), response)
@@ -181,7 +176,7 @@ def test_over_http_as_over_the_engine(sharp_llama, arguments, log_probs):
 
 def test_scores_of_other_tokens_are_refused(engine, log_probs):
     """SGLang reports the last token, 255 here, as 0; no other token may pass for 0."""
-    ids, response = prompt(10, 20), [0, 7, 255]
+    ids, response = random_prompt(10, 20), [0, 7, 255]
     (answer,) = connect(engine).generate([scoring_request(ids, response, 256, "of other tokens")])
     reported = [entry[1] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
     assert reported == [0, 7, 0]
@@ -197,7 +192,7 @@ def test_wrong_input(engine):
     with pytest.raises(ValueError, match="top_k=0: expected 1 or more"):
         score_dense(engine, [([3], [4])], top_k=0)
     with pytest.raises(EndpointError, match="refused a request of 5001 tokens"):
-        score_dense(engine, [(prompt(1, 5000), [4])])
+        score_dense(engine, [(random_prompt(1, 5000), [4])])
     with pytest.raises(ValueError, match="expected an sglang.Engine or a server's base URL"):
         score_dense("localhost:30000", [([3], [4])])
     with pytest.raises(ValueError, match="holds no log-probs of its tokens"):
