@@ -15,7 +15,8 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ _MAX_WATCHED = 64
 _MAX_QUEUED = 64
 _POLL_S = 0.2
 _PUBLISH_S = 5.0
+_IDLE_S = 10.0
 _ALL_TOP_K = 1 << 30
 
 logger = logging.getLogger("sparrow_sglang")
@@ -101,6 +103,7 @@ class Auditor:
         self._epoch = 0
         self._allowance = 0.0
         self._working = False
+        self._suspensions = 0
         self._published = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -143,8 +146,24 @@ class Auditor:
                 else:
                     self._queue.append(watched)
 
-    def forget(self) -> None:
-        """The weights change: what was generated until now can no longer be scored."""
+    @asynccontextmanager
+    async def suspended(self) -> AsyncIterator[None]:
+        """Score nothing while the weights change, and nothing later that came from old ones."""
+        self._suspensions += 1
+        try:
+            self._forget()
+            while self._working:
+                await asyncio.sleep(_POLL_S / 10)
+            if not self._prompt_tokens:
+                # SGLang flushes its cache after an update, and its scheduler ends itself if it is
+                # still busy with what it has just answered, such as a score.
+                await self._manager.flush_cache(timeout_s=_IDLE_S)
+            yield
+        finally:
+            self._forget()
+            self._suspensions -= 1
+
+    def _forget(self) -> None:
         self._epoch += 1
         self.report.requests["dropped"] += len(self._queue)
         self._queue.clear()
@@ -184,7 +203,7 @@ class Auditor:
         """If another schedule has come into force, statistics start anew."""
         loaded = getattr(self._manager, "sparrow_loaded", None)
         if loaded is not None and loaded.in_force != self.report.schedule:
-            self.forget()
+            self._forget()
             self.report.start(loaded.in_force)
 
     async def _work(self) -> None:
@@ -198,7 +217,7 @@ class Auditor:
             )
             if self._log is not None and self._log.is_due():
                 await self._write(self._log.flush)
-            if not self._queue or not self._has_room(self._queue[0]):
+            if self._suspensions or not self._queue or not self._has_room(self._queue[0]):
                 await asyncio.sleep(_POLL_S)
                 continue
             watched = self._queue.popleft()

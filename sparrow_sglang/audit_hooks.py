@@ -83,13 +83,10 @@ async def around_weight_update(
 ) -> Any:
     """AROUND hook: generations of the old weights must not be scored with the new ones."""
     auditor = getattr(manager, _ATTRIBUTE, None)
-    if auditor is not None:
-        auditor.forget()
-    try:
+    if auditor is None:
         return await update(manager, *args, **kwargs)
-    finally:
-        if auditor is not None:
-            auditor.forget()
+    async with auditor.suspended():
+        return await update(manager, *args, **kwargs)
 
 
 def top_logprobs_of_some(
