@@ -3,3 +3,18 @@
 Data flow: engine -> rollouts -> dense log-probs -> correction -> advantages -> loss -> optimiser
 -> weights -> engine. SGLang is touched by the rollout engines only.
 """
+
+from typing import Any
+
+from sparrow_sglang.rl.config import TrainConfig
+
+__all__ = ["TrainConfig", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late: torch and transformers take seconds to import, and a configuration needs neither.
+    if name == "train":
+        from sparrow_sglang.rl.trainer import train
+
+        return train
+    raise AttributeError(name)

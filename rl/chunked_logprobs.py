@@ -40,7 +40,7 @@ class _TokenLogprobs(torch.autograd.Function):
         projection = weight.to(hidden.dtype).t()
         parts, normalisers = [], []
         for part, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
-            logits = _product(part, projection).div_(temperature)
+            logits = product(part, projection).div_(temperature)
             normaliser = logits.logsumexp(1)
             parts.append(logits.gather(1, wanted[:, None]).squeeze(1) - normaliser)
             normalisers.append(normaliser)
@@ -61,7 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
         )
         for start in range(0, len(hidden), ctx.rows):
             rows = slice(start, start + ctx.rows)
-            logits = _product(hidden[rows], projection.t()).div_(ctx.temperature)
+            logits = product(hidden[rows], projection.t()).div_(ctx.temperature)
             # The gradient of a log-prob in its logits: one-hot minus softmax.
             slope = logits.sub_(normalisers[rows, None]).exp_().neg_()
             slope.scatter_add_(1, tokens[rows, None], torch.ones_like(slope[:, :1]))
@@ -70,13 +70,13 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = slope @ projection
             if grad_weight is not None:
-                grad_weight += _product(slope.t(), hidden[rows])
+                grad_weight += product(slope.t(), hidden[rows])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Matrix product in fp32 or wider; half-precision operands are not rounded on the way out."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right

@@ -154,6 +154,14 @@ class AlgorithmConfig(_Section):
     """Optimiser steps per rollout batch. With 1 the policy ratio is 1 and the clip idle."""
 
 
+class MismatchConfig(_Section):
+    """Exact acceptance rates, from the trainer's own dense and sparse law."""
+
+    sequences: NonNegativeInt = 8
+    """Responses per step that are measured, spread evenly over the batch; 0 for none. Each costs
+    two forward passes."""
+
+
 class OptimiserConfig(_Section):
     """AdamW with a constant learning rate."""
 
@@ -214,6 +222,7 @@ class TrainConfig(_Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
+    mismatch: MismatchConfig = MismatchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

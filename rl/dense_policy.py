@@ -17,12 +17,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sparrow_sglang.mismatch import acceptance_rate
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, embedded_model
-from sparrow_sglang.rl.chunked_logprobs import token_logprobs
+from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, product, token_logprobs
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.sparse_policy import SparseRule, sparse_attention
+from sparrow_sglang.schedule import BudgetSchedule
 
-TokenSequence = tuple[Sequence[int], Sequence[int]]
-"""Prompt and response token ids, one of each at least."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probs [n] with gradient, indices [n] of these tokens among all response tokens of the
 batch, sequences one after the other, both on the policy's device) -> scalar; losses add up."""
@@ -47,6 +49,7 @@ class _Packed:
     tokens: torch.Tensor
     positions: torch.Tensor
     lengths: list[int]
+    prompt_lengths: tuple[int, ...]
     predictors: torch.Tensor
     targets: torch.Tensor
     where: torch.Tensor
@@ -107,6 +110,31 @@ class DensePolicy:
         for packed in self._micro_batches(sequences):
             total[packed.where.cpu()] = self._logprobs(packed, temperature).cpu()
         return list(total.split([len(response) for _, response in sequences]))
+
+    @torch.no_grad()
+    def acceptance(
+        self, sequences: Sequence[TokenSequence], schedule: BudgetSchedule
+    ) -> list[np.ndarray]:
+        """Exact acceptance rates of each response's tokens: float64 [T] per sequence.
+
+        Both laws come from this model at temperature 1: the dense one, and the one that a server
+        with `schedule` samples from.
+        """
+        self.model.eval()
+        rates = torch.empty(sum(len(response) for _, response in sequences))
+        head = self.model.get_output_embeddings().weight
+        for packed in self._micro_batches(sequences):
+            rule = SparseRule(schedule, packed.prompt_lengths)
+            sparse, dense = self._hidden(packed, rule), self._hidden(packed)
+            projection = head.to(dense.dtype).t()
+            rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+            parts = [
+                acceptance_rate(product(left, projection), product(right, projection))
+                for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
+            ]
+            rates[packed.where.cpu()] = torch.cat(parts).cpu()
+        counts = [len(response) for _, response in sequences]
+        return [part.double().numpy() for part in rates.split(counts)]
 
     def loss_step(
         self, sequences: Sequence[TokenSequence], loss: Loss, temperature: float = 1.0
@@ -173,6 +201,11 @@ class DensePolicy:
         return norm
 
     def _logprobs(self, packed: _Packed, temperature: float) -> torch.Tensor:
+        weight = self.model.get_output_embeddings().weight
+        return token_logprobs(self._hidden(packed), weight, packed.targets, temperature)
+
+    def _hidden(self, packed: _Packed, rule: SparseRule | None = None) -> torch.Tensor:
+        """Last hidden states that predict the targets: [n, H]; by full attention or by `rule`."""
         on_gpu = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
             hidden = self.model.base_model(
@@ -180,12 +213,10 @@ class DensePolicy:
                 position_ids=packed.positions[None],
                 use_cache=False,
                 sequence_lengths=packed.lengths,
+                sparse_rule=rule,
             ).last_hidden_state[0]
         hidden = hidden[packed.predictors]
-        if on_gpu:
-            hidden = hidden.bfloat16()
-        weight = self.model.get_output_embeddings().weight
-        return token_logprobs(hidden, weight, packed.targets, temperature)
+        return hidden.bfloat16() if on_gpu else hidden
 
     def _micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[_Packed]:
         for index, (prompt, response) in enumerate(sequences):
@@ -240,6 +271,7 @@ def _packed(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch
         place(tokens),
         place(positions),
         lengths,
+        tuple(len(prompt) for prompt, _ in sequences),
         place(answers - 1),
         place(tokens[answers]),
         place(where),
@@ -255,6 +287,7 @@ def _attend_within_sequences(
     scaling: float | None = None,
     *,
     sequence_lengths: Sequence[int],
+    sparse_rule: SparseRule | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention over [1, heads, T, head_dim], of each sequence to itself.
@@ -263,6 +296,21 @@ def _attend_within_sequences(
     rule out the kernels that never write the scores to memory.
     """
     ends = np.cumsum([0, *sequence_lengths])
+    if sparse_rule is not None and module.layer_idx not in sparse_rule.schedule.dense_layers:
+        sparse = [
+            sparse_attention(
+                query[:, :, start:end],
+                key[:, :, start:end],
+                value[:, :, start:end],
+                prompt_length,
+                sparse_rule.schedule,
+                scaling,
+            )
+            for (start, end), prompt_length in zip(
+                pairwise(ends.tolist()), sparse_rule.prompt_lengths, strict=True
+            )
+        ]
+        return torch.cat(sparse, dim=2).transpose(1, 2).contiguous(), None
     parts = [
         F.scaled_dot_product_attention(
             query[:, :, start:end],

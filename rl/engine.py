@@ -53,10 +53,11 @@ class RolloutEngine(Protocol):
         ...
 
 
-def open_engine(config: EngineConfig, model_path: str) -> RolloutEngine:
+def open_engine(config: EngineConfig, model_path: str, seed: int) -> RolloutEngine:
     """The engine that `config` describes, serving the checkpoint in the folder `model_path`."""
+    arguments = {"random_seed": seed} | config.server_args
     if config.kind == "local":
-        return LocalEngine(model_path, config.schedule, **config.server_args)
+        return LocalEngine(model_path, config.schedule, **arguments)
     # Ray is needed by those only who ask for it.
     from sparrow_sglang.rl.ray_engines import RayEngines
 
@@ -305,6 +306,8 @@ class LocalEngine:
 def _engine_args(model_path: str, schedule: str) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "model_path": model_path,
+        # In plain torch, 32-bit arithmetic is the fast path of most CPUs.
+        "dtype": "auto" if torch.cuda.is_available() else "float32",
         "log_level": "error",
         "enable_memory_saver": torch.cuda.is_available(),
         "custom_sigquit_handler": _raise_engine_died,

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from sparrow_sglang.mismatch import mean_acceptance_from_samples
-from sparrow_sglang.rl.types import Group
+from sparrow_sglang.rl.types import Group, Rollout
+from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.tail import BIN_TOKENS, TAIL_PERCENTILE
 
 LOG_RATIO_BOUND = 20.0
@@ -132,6 +133,38 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/clip_ratio": float(cut.mean()),
+    }
+
+
+def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> dict[str, float]:
+    """KV tokens that a sparse layer reads for a generated token, and those it holds: means.
+
+    Counted by pages, and over decode steps; the first token of a response comes out of prefill.
+    Under no schedule everything is read.
+    """
+    held = np.concatenate(
+        [
+            np.arange(
+                len(rollout.prompt_ids) + 1, len(rollout.prompt_ids) + len(rollout.response_ids)
+            )
+            for rollout in rollouts
+        ]
+    )
+    if not held.size:
+        return {}
+    read = held
+    if schedule is not None:
+        longest = int(held.max())
+        left_out = np.array(
+            [
+                schedule.num_pages(length) - schedule.num_selected_pages(length)
+                for length in range(longest + 1)
+            ]
+        )
+        read = held - left_out[held] * schedule.page_size
+    return {
+        "sparrow/kv_tokens_read": float(read.mean()),
+        "sparrow/kv_tokens_held": float(held.mean()),
     }
 
 

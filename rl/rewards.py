@@ -41,6 +41,14 @@ class Scores:
     crashes: int = 0
     timeouts: int = 0
 
+    def metrics(self) -> dict[str, float]:
+        """Failed judgements of each kind."""
+        return {
+            "sparrow/reward_errors": float(self.errors),
+            "sparrow/reward_crashes": float(self.crashes),
+            "sparrow/reward_timeouts": float(self.timeouts),
+        }
+
 
 class RewardPool:
     """Processes that judge with `reward`, a function of a module; closes as a context.

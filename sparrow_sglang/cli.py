@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sparrow_sglang import calibrate, doctor, plan, serve
+from sparrow_sglang import calibrate, doctor, plan, serve, train
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.models import ModelError
 
@@ -23,6 +23,7 @@ examples:
   sparrow plan --model-path Qwen/Qwen3-4B          what would it save? (no GPU needed)
   sparrow bench step                               what does it save, measured on this GPU?
   sparrow calibrate --model-path M --target 0.86   which budget does your model need?
+  sparrow train examples/story_smollm2.toml        GRPO from sparse rollouts
 
 sparrow COMMAND --help says more about a command.
 """
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_parser(commands)
     calibrate.add_parser(commands)
+    train.add_parser(commands)
     bench = commands.add_parser(
         "bench",
         help="measure decode steps and kernels on this GPU",
@@ -107,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _bench(words[1], words[2:])
     parser = _parser()
     args = parser.parse_args(words)
-    if args.command not in ("plan", "calibrate"):
+    if args.command not in ("plan", "calibrate", "train"):
         parser.error(f"{' '.join(words)}: expected the same without --")
     return _run(args)
 

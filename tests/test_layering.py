@@ -35,7 +35,7 @@ LAYERS = [
     {"calibration_choice", "calibration_engine", "calibration_prompts", "calibration_store"},
     {"calibration_measure", "calibration_report"},
     {"calibration_job"},
-    {"calibrate"},
+    {"calibrate", "train"},
     {"cli"},
 ]
 HOOK_FILES = {"plugin", "platform", "hooks", "cpu_platform", "cpu_allocator", "server_args"}

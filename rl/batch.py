@@ -1,0 +1,67 @@
+"""Groups and their advantages as flat tensors over the response tokens of a step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sparrow_sglang.rl.advantages import Advantages
+from sparrow_sglang.rl.types import Group, Rollout
+
+TokenSequence = tuple[Sequence[int], Sequence[int]]
+"""Prompt and response token ids, one of each at least."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Responses of S rollouts with N tokens in all, one after the other.
+
+    `rollout_logprobs` [N] fp32 are the sparse actor's, `advantages` [N] fp32 those of each token's
+    response, `group` [S] int64 counts the groups, and `in_loss` [S] says whose group teaches
+    anything.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    group: torch.Tensor
+    in_loss: torch.Tensor
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], advantages: Advantages) -> "Batch":
+        """All responses of `groups`, in their order."""
+        sizes = torch.tensor([len(group.rollouts) for group in groups])
+        rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
+        lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
+        values = torch.from_numpy(np.concatenate(advantages.values)).float()
+        return cls(
+            rollouts,
+            torch.from_numpy(np.concatenate([rollout.logprobs for rollout in rollouts])),
+            values.repeat_interleave(lengths),
+            torch.arange(len(groups)).repeat_interleave(sizes),
+            torch.tensor(advantages.in_loss).repeat_interleave(sizes),
+        )
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        return [(rollout.prompt_ids, rollout.response_ids) for rollout in self.rollouts]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Response tokens of each rollout."""
+        return [len(rollout.response_ids) for rollout in self.rollouts]
+
+    def mini_batches(self, count: int) -> Iterator[tuple[list[TokenSequence], torch.Tensor]]:
+        """Sequences, and where their tokens stand in the batch, for each optimiser step.
+
+        Groups are dealt into `count` runs of equal length; those that teach nothing are left out,
+        and so is a run of only such ones.
+        """
+        sequences = self.sequences
+        tokens = torch.arange(len(self.advantages)).split(self.lengths)
+        part = self.group * count // (int(self.group[-1]) + 1)
+        for number in range(count):
+            chosen = ((part == number) & self.in_loss).nonzero().flatten().tolist()
+            if chosen:
+                yield [sequences[i] for i in chosen], torch.cat([tokens[i] for i in chosen])

@@ -1,0 +1,106 @@
+"""A training run while it lasts: what the loop uses, opened in order, closed whatever happens."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sparrow_sglang.rl.checkpoint import Checkpoints, State, owned
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.engine import RolloutEngine, open_engine
+from sparrow_sglang.rl.rewards import RewardPool
+from sparrow_sglang.rl.run_log import RunLog
+from sparrow_sglang.rl.setup import Setup
+from sparrow_sglang.rl.termination import Termination
+
+
+@dataclass
+class Run:
+    """The parts of a run, and how many steps the policy has taken."""
+
+    config: TrainConfig
+    setup: Setup
+    policy: DensePolicy
+    engine: RolloutEngine
+    judges: RewardPool
+    log: RunLog
+    steps_taken: int
+    _checkpoints: Checkpoints
+    _termination: Termination
+    _saved: int
+    _metrics: dict[str, float] = field(default_factory=dict)
+    _updating: bool = False
+
+    @contextmanager
+    def updating(self, step: int) -> Iterator[None]:
+        """The block takes step `step` with the policy; no signal interrupts it.
+
+        If it raises, the policy may be between two steps, and is not saved any more.
+        """
+        with self._termination.held_back():
+            self._updating = True
+            yield
+            self.steps_taken, self._updating = step + 1, False
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step, and keep them for the checkpoint."""
+        self._metrics = metrics
+        self.log.write(step, metrics)
+
+    def save(self) -> None:
+        """Write a checkpoint of the steps taken, unless there is nothing new."""
+        if self._updating or self.steps_taken == self._saved:
+            return
+        self.log.show("checkpoint")
+        schedule = self.setup.schedule.name if self.setup.schedule else self.config.engine.schedule
+        with self._termination.held_back():
+            state = State(self.steps_taken, schedule, self._metrics)
+            self._checkpoints.save(self.policy, self.setup.tokenizer, self.config, state)
+            self._saved = self.steps_taken
+
+
+@contextmanager
+def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
+    """A run at the point where it was left; saved at the end, and whenever it ends early.
+
+    Raises `CheckpointError` if `config.run_dir` is in use, holds a run that is not to be resumed,
+    or one that was trained with other settings.
+    """
+    with owned(config.run_dir), Termination() as termination:
+        checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
+        newest = checkpoints.begin(config, resume)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        policy = DensePolicy.load(config.model, config.optimiser, device)
+        taken = checkpoints.restore(newest, policy).step if newest else 0
+        judges = RewardPool(
+            setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
+        )
+        with judges, RunLog(config, taken) as log:
+            log.show("starting the engine")
+            # Another seed after each resume, or the engine would draw the same numbers again.
+            engine = open_engine(config.engine, setup.model_path, config.seed + taken)
+            with closing(engine):
+                run = Run(
+                    config,
+                    setup,
+                    policy,
+                    engine,
+                    judges,
+                    log,
+                    taken,
+                    checkpoints,
+                    termination,
+                    taken,
+                )
+                try:
+                    yield run
+                finally:
+                    run.save()
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The folder of the newest checkpoint of a run, or None."""
+    return Checkpoints(run_dir, keep=1).newest()

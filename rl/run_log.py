@@ -1,0 +1,175 @@
+"""What a run tells: metrics.jsonl always, TensorBoard, Weights & Biases, and the terminal."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
+
+METRICS_FILE = "metrics.jsonl"
+_STAGES = {
+    "rollout": "rollout",
+    "reward": "reward",
+    "logprobs": "log-probs",
+    "mismatch": "mismatch",
+    "update": "update",
+    "sync": "sync",
+}
+
+
+class Clock:
+    """Seconds spent in each stage of a step."""
+
+    def __init__(self, log: "RunLog") -> None:
+        self._log = log
+        self._began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self._log.show(stage)
+        began = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """`timing_s/<stage>`, `timing_s/step` since the clock was made, and response tokens per
+        second of rollout."""
+        named = {f"timing_s/{stage}": seconds for stage, seconds in self.seconds.items()}
+        return named | {
+            "timing_s/step": time.perf_counter() - self._began,
+            "sparrow/rollout_tokens_per_s": tokens / self.seconds["rollout"],
+        }
+
+
+class RunLog:
+    """Writes one row of metrics per step, from `first` on; closes as a context.
+
+    Rows of `first` and later, which a killed run wrote after its last checkpoint, are dropped.
+    """
+
+    def __init__(self, config: TrainConfig, first: int) -> None:
+        """Raises `ConfigError` if something asked for is not installed."""
+        self._path = config.run_dir / METRICS_FILE
+        self._steps = config.steps
+        _drop_rows(self._path, first)
+        self._file = open(self._path, "a", encoding="utf-8")
+        self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
+        self._wandb = _wandb(config) if config.logging.wandb_project else None
+        self._bar = tqdm(total=config.steps, initial=first, unit="step", dynamic_ncols=True)
+
+    def clock(self) -> Clock:
+        return Clock(self)
+
+    def show(self, stage: str) -> None:
+        """Say on the terminal what is under way."""
+        self._bar.set_postfix_str(_STAGES.get(stage, stage))
+
+    def say(self, line: str) -> None:
+        """A line above the progress bar."""
+        self._bar.write(line)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The row of a step, on the disk when this returns."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+        if "timing_s/step" in metrics:
+            self._bar.write(step_line(step, self._steps, metrics))
+            self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
+    """One step in one line: reward, length, tail, speed, and where the time went."""
+    words = [
+        f"step {step + 1}/{steps}",
+        f"reward {metrics['critic/score/mean']:.3f}",
+        f"length {metrics['response_length/mean']:.0f}",
+    ]
+    if "sparrow/accept_p05" in metrics:
+        words.append(f"tail {metrics['sparrow/accept_p05']:.3f}")
+    words.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
+    split = [
+        f"{title} {metrics[f'timing_s/{stage}']:.1f}"
+        for stage, title in _STAGES.items()
+        if f"timing_s/{stage}" in metrics
+    ]
+    return ", ".join(words) + f" | {metrics['timing_s/step']:.1f} s: " + ", ".join(split)
+
+
+def check_logging(logging: LoggingConfig) -> None:
+    """Raises `ConfigError` if a place for metrics needs a package that is not installed."""
+    if logging.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "logging.tensorboard=true: the package tensorboard is not installed; install"
+            " sparrow-sglang[rl], or set it to false"
+        )
+    if logging.wandb_project and find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb_project={logging.wandb_project!r}: the package wandb is not installed;"
+            " install it, or leave the key out"
+        )
+
+
+def _drop_rows(path: Path, first: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text("utf-8").splitlines(keepends=True):
+        # The last row of a killed run may be cut.
+        if line.endswith("\n") and json.loads(line)["step"] < first:
+            kept.append(line)
+    draft = path.with_name(f".{path.name}.partial")
+    draft.write_text("".join(kept), "utf-8")
+    os.replace(draft, path)
+
+
+def _tensorboard(config: TrainConfig, first: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(config.run_dir / "tensorboard", purge_step=first)
+
+
+def _wandb(config: TrainConfig) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=config.logging.wandb_project,
+        name=config.run_dir.name,
+        dir=config.run_dir,
+        config=config.model_dump(mode="json"),
+    )

@@ -1,0 +1,103 @@
+"""What a run needs before it loads weights: tokenizer, prompts, schedule; all of it checked.
+
+In: a configuration. Out: a `Setup`, or one error that names the setting.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from sparrow_sglang.config import AUTO, ConfigError
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, embedded_model
+from sparrow_sglang.rl.config import EngineConfig, TrainConfig
+from sparrow_sglang.rl.rollout import DENSE
+from sparrow_sglang.rl.run_log import check_logging
+from sparrow_sglang.rl.tasks import Task, chat_render, load_task
+from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`schedule` is None for dense rollouts; `train` and `heldout` hold no prompt that is too long.
+
+    `left_out` counts the prompts that were.
+    """
+
+    model_path: str
+    tokenizer: Any
+    task: Task
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
+    left_out: int
+    schedule: BudgetSchedule | None
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Everything that can be checked in seconds.
+
+    Raises:
+        ConfigError, ScheduleError, ModelError: something that `config` names is not there, is
+            wrong or does not fit the rest; the message says which, and what is allowed.
+    """
+    check_logging(config.logging)
+    model_path = model_folder(config.model.path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        model_config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.path={config.model.path!r}: {reason}; expected a folder with a transformers"
+            f' checkpoint and its tokenizer, a hub name, or "{EMBEDDED_MODEL_NAME}"'
+        ) from None
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"model.path={config.model.path!r}: its tokenizer has no chat template, by which tasks"
+            " render their prompts; put a chat_template.jinja into the folder"
+        )
+    schedule = _schedule(config.engine, model_config)
+    task = load_task(config.task, chat_render(tokenizer))
+    train, heldout = (
+        tuple(p for p in prompts if len(p.input_ids) <= config.rollout.max_prompt_tokens)
+        for prompts in (task.train, task.heldout)
+    )
+    for name, kept in (("training", train), ("held-out", heldout)):
+        if not kept:
+            raise ConfigError(
+                f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: no {name} prompt of"
+                f" task {config.task.name!r} is that short; expected a higher limit"
+            )
+    _check_context(config, model_config)
+    left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
+    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedule)
+
+
+def model_folder(path: str) -> str:
+    """Where the model lies: `path` itself, but for the name of the embedded model."""
+    return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
+
+
+def _schedule(engine: EngineConfig, model_config: Any) -> BudgetSchedule | None:
+    if engine.schedule == DENSE:
+        return None
+    page_size = engine.server_args.get("page_size", PAGE_SIZE)
+    if engine.schedule == AUTO:
+        return schedule_for_model(model_config, page_size)
+    return load_schedule(engine.schedule, page_size)
+
+
+def _check_context(config: TrainConfig, model_config: Any) -> None:
+    context = config.engine.server_args.get("context_length") or getattr(
+        model_config, "max_position_embeddings", None
+    )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and"
+            f" max_new_tokens={config.rollout.max_new_tokens} make {longest} tokens: the model's"
+            f" context is {context}; expected at most that together"
+        )

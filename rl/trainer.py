@@ -1,0 +1,176 @@
+"""GRPO from sparse rollouts: the loop.
+
+One step: sync the weights, roll out sparsely, reward, group-relative advantages, dense log-probs,
+corrected and clipped loss, optimiser step, metrics. What each of these does is in the module that
+is called for it.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sparrow_sglang.rl.advantages import group_advantages
+from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.config import AlgorithmConfig, TrainConfig
+from sparrow_sglang.rl.correction import correct
+from sparrow_sglang.rl.data_order import prompts_of_step
+from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.loss import policy_loss
+from sparrow_sglang.rl.metrics import acceptance_metrics, kv_metrics, rollout_metrics
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.run import Run, newest_checkpoint, open_run
+from sparrow_sglang.rl.setup import prepare
+from sparrow_sglang.schedule import BudgetSchedule
+
+
+def train(config: TrainConfig, resume: bool = False) -> Path | None:
+    """Train until `config.steps` steps are done; returns the folder of the last checkpoint.
+
+    `resume` goes on from the newest checkpoint in `config.run_dir`, if there is one. SIGTERM and
+    Ctrl-C write a checkpoint and end the process by `Stopped`, a `SystemExit`; any error outside an
+    optimiser step is raised after a checkpoint, too. To be called in the main thread; a script that
+    does needs the usual `if __name__ == "__main__"`.
+
+    Raises:
+        ConfigError, CheckpointError, ScheduleError, ModelError: something asked for is not there,
+            wrong, or at odds with the run in `run_dir`; nothing has been lost then.
+        EngineDied, RolloutError: the rollouts of a step cannot be completed.
+        FloatingPointError: a gradient is not finite.
+    """
+    setup = prepare(config)
+    with open_run(config, setup, resume) as run:
+        for step in range(run.steps_taken, config.steps):
+            train_step(run, step)
+            if _is_due(run.steps_taken, config.checkpoint.every_steps):
+                run.save()
+        if config.evaluation.every_steps:
+            run.engine.update_weights(run.policy.named_weights(), str(run.steps_taken))
+            run.report(run.steps_taken, evaluate(run))
+    return newest_checkpoint(config.run_dir)
+
+
+def train_step(run: Run, step: int) -> None:
+    """Roll out with the weights of `step` earlier steps, and take one more."""
+    config, algorithm = run.config, run.config.algorithm
+    clock = run.log.clock()
+    with clock("sync"):
+        run.engine.update_weights(run.policy.named_weights(), str(step))
+    evaluated: dict[str, float] = {}
+    if _is_due(step, config.evaluation.every_steps):
+        with clock("evaluation"):
+            evaluated = evaluate(run)
+
+    count, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+    prompts = prompts_of_step(run.setup.train, count, step, config.seed)
+    with clock("rollout"):
+        groups = run.engine.generate(prompts, samples, Sampling(config.rollout.max_new_tokens))
+        run.engine.release()
+    with clock("reward"):
+        scores = run.judges.score(groups)
+    advantages = group_advantages(scores.rewards, algorithm.std_normalisation)
+    batch = Batch.of(groups, advantages)
+
+    with clock("logprobs"):
+        dense = torch.cat(run.policy.score(batch.sequences))
+    correction = correct(dense, batch.rollout_logprobs, batch.lengths, algorithm)
+    with clock("mismatch"):
+        tail = measure_tail(run.policy, batch, run.setup.schedule, config.mismatch.sequences)
+    with clock("update"), run.updating(step):
+        updated = update(run.policy, batch, dense, correction.weights, algorithm)
+    with clock("sync"):
+        # What PyTorch keeps in reserve is not there for the engine of the same device.
+        torch.cuda.empty_cache()
+        run.engine.resume()
+
+    run.report(
+        step,
+        rollout_metrics(groups, scores.rewards)
+        | scores.metrics()
+        | advantages.metrics()
+        | correction.metrics
+        | tail
+        | kv_metrics(batch.rollouts, run.setup.schedule)
+        | updated
+        | evaluated
+        | clock.metrics(tokens=sum(batch.lengths)),
+    )
+
+
+def update(
+    policy: DensePolicy,
+    batch: Batch,
+    dense_logprobs: torch.Tensor,
+    weights: torch.Tensor,
+    settings: AlgorithmConfig,
+) -> dict[str, float]:
+    """One optimiser step per mini-batch; metrics are means over them.
+
+    `dense_logprobs` and `weights` are [N], of all response tokens of the batch.
+    """
+    rows: list[dict[str, float]] = []
+    for sequences, tokens in batch.mini_batches(settings.mini_batches):
+        row: dict[str, float] = {}
+
+        def loss(
+            logprobs: torch.Tensor,
+            where: torch.Tensor,
+            tokens: torch.Tensor = tokens,
+            row: dict[str, float] = row,
+        ) -> torch.Tensor:
+            chosen = tokens[where.cpu()]
+            device = logprobs.device
+            result = policy_loss(
+                logprobs,
+                dense_logprobs[chosen].to(device),
+                batch.advantages[chosen].to(device),
+                weights[chosen].to(device),
+                batch_tokens=len(tokens),
+                clip_low=settings.clip_low,
+                clip_high=settings.clip_high,
+                dual_clip=settings.dual_clip,
+            )
+            for name, value in result.metrics.items():
+                row[name] = row.get(name, 0.0) + value
+            return result.loss
+
+        result = policy.loss_step(sequences, loss)
+        rows.append(row | {"actor/grad_norm": result.grad_norm})
+    means = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
+    return means | {"actor/optimiser_steps": float(len(rows))}
+
+
+def measure_tail(
+    policy: DensePolicy, batch: Batch, schedule: BudgetSchedule | None, count: int
+) -> dict[str, float]:
+    """Exact acceptance rates of `count` responses that are spread evenly over the batch."""
+    if schedule is None or count == 0:
+        return {}
+    number = len(batch.rollouts)
+    chosen = sorted({index * number // count for index in range(count)})
+    sequences = [batch.sequences[i] for i in chosen]
+    rates = policy.acceptance(sequences, schedule)
+    positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
+    return acceptance_metrics(np.concatenate(rates), np.concatenate(positions))
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Mean reward of held-out prompts: dense decode, of the weights that the engine holds.
+
+    `eval/pass_rate` is that mean, whatever its name where a task gives rewards between 0 and 1.
+    """
+    settings = run.config.evaluation
+    sampling = Sampling(run.config.rollout.max_new_tokens, settings.temperature, dense=True)
+    prompts = run.setup.heldout[: settings.prompts]
+    groups = run.engine.generate(prompts, settings.samples_per_prompt, sampling)
+    rewards = np.array([group.mean() for group in run.judges.score(groups).rewards])
+    lengths = [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
+    return {
+        "eval/pass_rate": float(rewards.mean()),
+        "eval/pass_rate_stderr": float(rewards.std() / np.sqrt(len(rewards))),
+        "eval/response_length": float(np.mean(lengths)),
+    }
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,267 @@
+"""Whole training runs with real engines: what they learn, log and leave behind when killed."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+
+import ascii_task
+import numpy as np
+import pytest
+import torch
+from ascii_task import rows
+from engines import import_for_fork
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.cli import main
+from sparrow_sglang.rl import trainer
+from sparrow_sglang.rl.checkpoint import CheckpointError, owned
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.engine import LocalEngine
+from sparrow_sglang.rl.tasks import TASKS
+
+# Larger than any other difference between SGLang's arithmetic and transformers' in 32 bits.
+FP32 = 2e-4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(autouse=True)
+def ready(monkeypatch) -> None:
+    import_for_fork()
+    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+
+
+def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfig:
+    fields = {
+        "run_dir": run_dir,
+        "steps": 10,
+        "task": {"name": ascii_task.NAME, "reward_workers": 1},
+        "model": {"path": model, "gradient_checkpointing": False},
+        "engine": {
+            "schedule": schedule,
+            "server_args": {
+                "max_total_tokens": 8192,
+                "max_running_requests": 16,
+                # It wants an end-of-text token, which this tokenizer does not have.
+                "grammar_backend": "none",
+            },
+        },
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": 60,
+        },
+        "optimiser": {"lr": 3e-3},
+        "mismatch": {"sequences": 16},
+        "evaluation": {"every_steps": 5},
+    }
+    return TrainConfig.parse(fields | sections)
+
+
+@pytest.mark.parametrize("schedule", ["dense", "fixed-48"])
+def test_a_run_learns_and_says_what_it_saw(model, tmp_path, schedule):
+    config = settings(model, tmp_path / "run", schedule)
+    folder = trainer.train(config)
+    found = rows(config.run_dir)
+    assert [row["step"] for row in found] == list(range(11))
+    passed = [row["eval/pass_rate"] for row in found if "eval/pass_rate" in row]
+    assert len(passed) == 3
+    assert passed[0] < 0.65 and passed[-1] > passed[0] + 0.15
+    steps = found[:10]
+    assert steps[-1]["critic/score/mean"] > steps[0]["critic/score/mean"] + 0.15
+    assert all(row["response_length/mean"] == 60 for row in steps)
+    differences = [row["training/rollout_probs_diff_max"] for row in steps]
+    if schedule == "dense":
+        # The engine samples from the weights of each step, the last as well as the first.
+        assert max(differences) < FP32
+        assert not any("sparrow/accept_p05" in row for row in steps)
+        assert all(row["sparrow/kv_tokens_read"] == row["sparrow/kv_tokens_held"] for row in steps)
+    else:
+        assert differences[0] > 10 * FP32
+        for row in steps:
+            assert 0 < row["sparrow/accept_p05"] <= row["sparrow/accept_mean"] <= 1
+            # From the engine's samples, and from whole distributions in the trainer.
+            estimate = row["sparrow/accept_mean_estimate"]
+            assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
+            assert row["sparrow/kv_tokens_read"] < 48 < row["sparrow/kv_tokens_held"]
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert any(not torch.equal(trained[name], start[name]) for name in start)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload()
+    logged = [event.value for event in events.Scalars("critic/score/mean")]
+    np.testing.assert_allclose(logged, [row["critic/score/mean"] for row in steps], rtol=1e-6)
+
+
+def in_child(call: Callable[[], object]) -> int:
+    """Exit code of `call` in a process of its own, which is forked from this one."""
+
+    def run() -> None:
+        # It must not use the fork server of its parent, whose child that is.
+        forkserver._forkserver.__init__()
+        call()
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join(120)
+    if child.exitcode is None:
+        child.kill()
+    return child.exitcode
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def during_rollout(monkeypatch, signum: int = signal.SIGKILL) -> None:
+    generate = LocalEngine.generate
+
+    def doomed(engine, prompts, n, sampling):
+        if engine._version == "1":
+            threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
+        return generate(engine, prompts, n, sampling)
+
+    monkeypatch.setattr(LocalEngine, "generate", doomed)
+
+
+def during_the_update(monkeypatch) -> None:
+    step = torch.optim.AdamW.step
+
+    def doomed(optimiser, *args):
+        result = step(optimiser, *args)
+        if max(state["step"] for state in optimiser.state.values()) == 2:
+            die()
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", doomed)
+
+
+def during_the_checkpoint(monkeypatch) -> None:
+    save = torch.save
+
+    def doomed(state, path):
+        save(state, path)
+        if "step-000002" in str(path):
+            os.truncate(path, os.path.getsize(path) // 2)
+            die()
+
+    monkeypatch.setattr(torch, "save", doomed)
+
+
+@pytest.mark.parametrize(
+    ("doom", "kept"), [(during_rollout, 1), (during_the_update, 1), (during_the_checkpoint, 1)]
+)
+def test_a_killed_run_goes_on_where_it_was(model, tmp_path, doom, kept):
+    """Nothing is lost but the step in flight; the next one is the same."""
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-48",
+        steps=3,
+        checkpoint={"every_steps": 1},
+        evaluation={"every_steps": 0},
+    )
+
+    def killed() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            doom(patch)
+            trainer.train(config)
+
+    assert in_child(killed) == -signal.SIGKILL
+    names = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-??????"))
+    assert names == [f"step-{kept:06d}"]
+    before = rows(config.run_dir)
+    with pytest.raises(CheckpointError, match="holds a run already: resume it"):
+        trainer.train(config)
+    used: list[list[str]] = []
+
+    def order(*args) -> list:
+        prompts = prompts_of_step(*args)
+        used.append([prompt.id for prompt in prompts])
+        return prompts
+
+    prompts_of_step = trainer.prompts_of_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "prompts_of_step", order)
+        folder = trainer.train(config, resume=True)
+    # Five steps of four prompts go through all twenty.
+    assert len(used) == 3 - kept
+    first = prompts_of_step(ascii_task.load(config.task, lambda _: (1,)).train, 4, 0, config.seed)
+    assert not {prompt.id for prompt in first} & {name for names in used for name in names}
+    after = rows(config.run_dir)
+    assert [row["step"] for row in after] == [0, 1, 2]
+    assert after[:kept] == before[:kept]
+    assert folder.name == "step-000003"
+    state = torch.load(folder / "training.pt", weights_only=False)["optimiser"]["state"]
+    assert {int(entry["step"]) for entry in state.values()} == {3}
+    assert not list((config.run_dir / "checkpoints").glob("*.partial"))
+
+
+def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-48",
+        steps=3,
+        checkpoint={"every_steps": 0},
+        evaluation={"every_steps": 0},
+    )
+
+    def stopped() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            during_rollout(patch, signal.SIGTERM)
+            trainer.train(config)
+
+    assert in_child(stopped) == 128 + signal.SIGTERM
+    (folder,) = (config.run_dir / "checkpoints").iterdir()
+    assert folder.name == "step-000001"
+    changed = config.model_copy(
+        update={"optimiser": config.optimiser.model_copy(update={"lr": 1e-5})}
+    )
+    with pytest.raises(CheckpointError, match=r"optimiser.lr=1e-05: the run in .* with 0.003"):
+        trainer.train(changed, resume=True)
+    with owned(config.run_dir), pytest.raises(CheckpointError, match="another process is training"):
+        trainer.train(config, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('model = { path = "/nowhere" }', "model.path='/nowhere': "),
+        ('engine = { schedule = "fixed-50" }', "schedule fixed-50: "),
+        ("rollout = { max_prompt_tokens = 3 }", "rollout.max_prompt_tokens=3: no training prompt"),
+        ("rollout = { max_new_tokens = 9999 }", "max_new_tokens=9999 make"),
+        ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
+        ("rollout = { temperature = 0.6 }", "rollout.temperature=0.6 is not allowed: expected 1"),
+    ],
+)
+def test_wrong_settings_are_one_line_before_anything_is_written(
+    model, tmp_path, capsys, text, message
+):
+    lines = {
+        "run_dir": f'run_dir = "{tmp_path}/run"',
+        "task": 'task = { name = "ascii" }',
+        "model": f'model = {{ path = "{model}" }}',
+        "engine": 'engine = { schedule = "fixed-48" }',
+        text.split()[0]: text,
+    }
+    path = tmp_path / "run.toml"
+    path.write_text("\n".join(lines.values()))
+    assert main(["train", str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("sparrow train: error: ") and message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_example_is_valid():
+    config = TrainConfig.load(Path(__file__).parents[1] / "examples" / "story_smollm2.toml")
+    assert config.task.name == "story"
