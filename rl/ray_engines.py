@@ -15,7 +15,7 @@ import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from sparrow_sglang.rl.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.engine import EngineDied, LocalEngine
@@ -26,7 +26,12 @@ from sparrow_sglang.rl.weight_broadcast import WeightBroadcast
 MAX_DEATHS = 3
 """Engines that may die in one rollout or update before the run stops: it is then no accident."""
 
+START_TIMEOUT_S = 1800.0
+"""Time for an engine to serve, a large checkpoint on a slow disk included."""
+
 Transfer = Literal["object_store", "broadcast"]
+
+_DEATH = (RayActorError, ObjectLostError, EngineDied)
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +78,11 @@ class _EngineActor:
         self._engine.join(address, port, rank, world, group, backend)
 
     def leave(self, group: str) -> None:
+        try:
+            self._engine.require_alive()
+        except EngineDied:
+            # SGLang would wait for the dead process for ever; other calls report the death.
+            return
         self._engine.leave(group)
 
     def receive(self, layout: Bucket, group: str, version: str) -> None:
@@ -105,24 +115,29 @@ class RayEngines:
         """Start `count` engines and wait until all of them serve.
 
         Args:
-            transfer: how weights travel; "broadcast" needs GPUs that reach each other by NCCL.
+            transfer: how weights travel. "broadcast" needs GPUs that reach each other by NCCL.
+                "object_store" needs room for half a GiB of them, or for the largest tensor, in
+                /dev/shm of every engine's machine.
 
         Raises:
             ValueError: Ray has fewer GPUs than the engines need.
             EngineDied: an engine did not start; the message holds its reason.
         """
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            ray.init(include_dashboard=False, log_to_driver=False)
+        self._actors: list[Any] = []
         self._start_args = (model_path, schedule, server_args)
         self._ranks = server_args.get("tp_size", 1) * server_args.get("pp_size", 1)
-        self._num_gpus = _gpus_per_engine(count, self._ranks)
-        self._weights: _Weights | None = None
         self._broadcast = WeightBroadcast(self._ranks) if transfer == "broadcast" else None
-        self._actors = [self._start() for _ in range(count)]
+        self._weights: _Weights | None = None
+        self._complete = True
+        self._deaths = 0
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            _start_ray()
         try:
-            self._pids = [_await_start(actor) for actor in self._actors]
-        except EngineDied:
+            self._num_gpus = _gpus_per_engine(count, self._ranks)
+            self._actors = [self._start(slot) for slot in range(count)]
+            self._pids = [_await_start(actor, None) for actor in self._actors]
+        except BaseException:
             self.close()
             raise
 
@@ -132,63 +147,82 @@ class RayEngines:
         return list(self._pids)
 
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
-        """See `RolloutEngine`.
+        """See `RolloutEngine`; raises what `stream` raises."""
+        groups = dict(self.stream(prompts, n, sampling))
+        return [groups[position] for position in range(len(prompts))]
+
+    def stream(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
+    ) -> Iterator[tuple[int, Group]]:
+        """Positions in `prompts` and their groups, each once and as soon as it is complete.
+
+        Engines finish a stream that is abandoned before they do anything else.
 
         Raises:
             EngineDied: engines died more than `MAX_DEATHS` times, or one could not be replaced.
             ray.exceptions.RayTaskError: an engine failed without dying, e.g. `RolloutError`.
         """
-        groups: dict[int, Group] = {}
+        if not self._complete:
+            raise RuntimeError(
+                "the engines' weights were loaded in part: call update_weights first"
+            )
+        self._deaths = 0
         # What each engine still owes, by position in `prompts`. Every n-th prompt, so that tasks
         # which come in blocks are spread.
-        shares = {
+        owed = {
             slot: list(range(slot, len(prompts), len(self._actors)))
             for slot in range(min(len(self._actors), len(prompts)))
         }
-        streams = {self._stream(slot, shares[slot], prompts, n, sampling): slot for slot in shares}
-        deaths = 0
-        while streams:
-            stream: Any = ray.wait(list(streams), num_returns=1, fetch_local=False)[0][0]
-            slot = streams[stream]
+
+        def ask(slot: int) -> tuple[Any, list[int]]:
+            share = list(owed[slot])
+            method = self._actors[slot].stream.options(num_returns="streaming")
+            return method.remote([prompts[position] for position in share], n, sampling), share
+
+        asked = {slot: ask(slot) for slot in owed}
+        while asked:
+            slots = {stream: slot for slot, (stream, _) in asked.items()}
+            ready, _ = ray.wait(list(slots), num_returns=1, fetch_local=False)
+            slot = slots[ready[0]]
+            stream, share = asked[slot]
             try:
-                position, group = ray.get(next(stream))
-                groups[shares[slot][position]] = group
+                index, group = ray.get(next(stream))
             except StopIteration:
-                del streams[stream]
-            except (RayActorError, ObjectLostError, EngineDied) as error:
-                del streams[stream]
-                deaths += 1
-                shares[slot] = [which for which in shares[slot] if which not in groups]
-                self._replace(slot, deaths, error)
-                if shares[slot]:
-                    streams[self._stream(slot, shares[slot], prompts, n, sampling)] = slot
-        return [groups[position] for position in range(len(prompts))]
+                del asked[slot]
+            except _DEATH as error:
+                self._replace(slot, error)
+                if owed[slot]:
+                    asked[slot] = ask(slot)
+                else:
+                    del asked[slot]
+            else:
+                owed[slot].remove(share[index])
+                yield share[index], group
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
-        """See `RolloutEngine`; engines that have died meanwhile are replaced.
+        """See `RolloutEngine`; engines that have died meanwhile, or die now, are replaced.
 
         A copy of the weights stays in Ray's object store, for engines that are replaced later.
+
+        Raises:
+            EngineDied: as in `stream`.
         """
+        self._deaths = 0
+        self._complete = False
+        # The store then has to hold the weights once only.
+        self._weights = None
+        self._call_all("ready")
+        sent = self._try_broadcast("start")
         packed = []
-        self._replace_dead()
-        if self._broadcast:
-            self._broadcast.start(self._actors)
         for bucket in pack(tensors):
             packed.append(ray.put(_stored(bucket)))
-            if self._broadcast:
-                self._broadcast.send(self._actors, bucket, version)
+            sent = sent and self._try_broadcast("send", bucket, version)
         self._weights = _Weights(version, tuple(packed))
-        if self._broadcast:
-            ray.get([actor.finish_load.remote(version) for actor in self._actors])
-            return
-        loads = [actor.load.remote(self._weights) for actor in self._actors]
-        deaths = 0
-        for slot, load in enumerate(loads):
-            try:
-                ray.get(load)
-            except (RayActorError, EngineDied) as error:
-                deaths += 1
-                self._replace(slot, deaths, error)
+        if sent:
+            self._call_all("finish_load", version)
+        else:
+            self._call_all("load", self._weights)
+        self._complete = True
 
     def release(self) -> None:
         """Does nothing: the engines share no GPU with the trainer."""
@@ -204,45 +238,63 @@ class RayEngines:
         if self._owns_ray:
             ray.shutdown()
 
-    def _start(self) -> Any:
+    def _start(self, slot: int) -> Any:
+        model_path, schedule, server_args = self._start_args
+        if server_args.get("random_seed") is not None:
+            # With one seed, all engines would answer the same prompt with the same samples.
+            server_args = server_args | {"random_seed": server_args["random_seed"] + slot}
         # Without CPUs of its own, an actor cannot wait for ever on a small machine.
         # Any: Ray's handles are typed as if calls through them were plain attributes.
         actor: Any = ray.remote(_EngineActor).options(
             num_cpus=0, num_gpus=self._num_gpus, scheduling_strategy="SPREAD"
         )
-        return actor.remote(*self._start_args)
+        return actor.remote(model_path, schedule, server_args)
 
-    def _stream(
-        self, slot: int, share: list[int], prompts: Sequence[Prompt], n: int, sampling: Sampling
-    ) -> Any:
-        own = [prompts[position] for position in share]
-        method = self._actors[slot].stream.options(num_returns="streaming")
-        return method.remote(own, n, sampling)
+    def _try_broadcast(self, step: Literal["start", "send"], *arguments: Any) -> bool:
+        """Whether the engines took part; if not, the object store has to do for this update."""
+        if self._broadcast is None:
+            return False
+        deaths = self._deaths
+        try:
+            getattr(self._broadcast, step)(self._actors, *arguments)
+        except (RayActorError, RuntimeError):
+            self._broadcast.stop(self._actors)
+            self._call_all("ready")
+            if self._deaths == deaths:
+                raise
+            return False
+        return True
 
-    def _replace_dead(self) -> None:
-        deaths = 0
-        for slot, alive in enumerate([actor.ready.remote() for actor in self._actors]):
+    def _call_all(self, method: str, *arguments: Any) -> None:
+        """Have every engine do it at the same time; a replaced engine has no need to."""
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        for slot, call in enumerate(calls):
             try:
-                ray.get(alive)
-            except (RayActorError, EngineDied) as error:
-                deaths += 1
-                self._replace(slot, deaths, error)
+                ray.get(call)
+            except _DEATH as error:
+                self._replace(slot, error)
 
-    def _replace(self, slot: int, deaths: int, error: Exception) -> None:
-        reason = str(error).strip().splitlines()[0]
-        if deaths > MAX_DEATHS:
-            raise EngineDied(
-                f"{deaths} rollout engines died within one step, the last one in slot {slot}:"
-                f" {reason} Look at Ray's logs of its worker for the cause."
-            ) from error
-        logger.warning("rollout engine %d died (%s); starting another", slot, reason)
+    def _replace(self, slot: int, error: Exception) -> None:
+        self._deaths += 1
+        reason = _reason(error)
+        # Its other processes would keep their GPUs.
         ray.kill(self._actors[slot])
-        self._actors[slot] = self._start()
-        self._pids[slot] = _await_start(self._actors[slot])
         if self._broadcast:
             self._broadcast.stop(self._actors)
-        if self._weights:
-            ray.get(self._actors[slot].load.remote(self._weights))
+        if self._deaths > MAX_DEATHS:
+            raise EngineDied(
+                f"{self._deaths} rollout engines died within one rollout or update, the last one in"
+                f" slot {slot}: {reason} Look at Ray's logs of its worker for the cause."
+            ) from error
+        logger.warning("rollout engine %d died (%s); starting another", slot, reason)
+        self._actors[slot] = self._start(slot)
+        self._pids[slot] = _await_start(self._actors[slot], self._weights)
+
+
+def _start_ray() -> None:
+    # Ray gives its processes half a minute, which is too short where cores are busy.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    ray.init(include_dashboard=False, log_to_driver=False)
 
 
 def _fork_engines_on_cpu() -> None:
@@ -267,12 +319,26 @@ def _fork_engines_on_cpu() -> None:
     engine._set_envs_and_config = then_fork
 
 
-def _await_start(actor: Any) -> int:
+def _await_start(actor: Any, weights: _Weights | None) -> int:
+    """The process id of an actor, once its engine serves these weights."""
     try:
-        pid: int = ray.get(actor.ready.remote())
+        pid: int = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
+        if weights:
+            ray.get(actor.load.remote(weights))
         return pid
-    except RayActorError as error:
+    except GetTimeoutError:
+        raise EngineDied(
+            f"a rollout engine did not start within {START_TIMEOUT_S:.0f} s: Ray has no machine"
+            " with enough free GPUs for it (see `ray status`), or it is still loading"
+        ) from None
+    except _DEATH as error:
         raise EngineDied(f"a rollout engine did not start: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What an engine died of, without Ray's ids and tracebacks, which come first."""
+    text = str(getattr(error, "cause", error)).strip() or repr(error)
+    return text.splitlines()[-1]
 
 
 def _gpus_per_engine(count: int, ranks: int) -> int:

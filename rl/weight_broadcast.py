@@ -5,24 +5,30 @@ In: packed weights on the trainer's device. Out: the same bucket, loaded by ever
 
 import socket
 import uuid
+from datetime import timedelta
 from typing import Any
 
 import ray
 import torch
-from ray.actor import ActorHandle
 
 from sparrow_sglang.rl.buckets import Bucket
 
+TIMEOUT = timedelta(minutes=10)
+"""For all engines to join, and for one bucket."""
+
 
 class WeightBroadcast:
-    """The process group of the trainer, rank 0, and all engines' ranks after it."""
+    """The process group of the trainer, rank 0, and all engines' ranks after it.
+
+    If a step raises, call `stop`: an engine is gone, or the machines do not reach each other.
+    """
 
     def __init__(self, ranks_per_engine: int) -> None:
         self._ranks = ranks_per_engine
         self._name = ""
         self._group: Any = None
 
-    def start(self, actors: list[ActorHandle]) -> None:
+    def start(self, actors: list[Any]) -> None:
         """Make the group if there is none, and have the engines expect weights."""
         from sglang.srt.utils import init_custom_process_group
 
@@ -39,28 +45,42 @@ class WeightBroadcast:
         self._group = init_custom_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",
             init_method=f"tcp://{address}:{port}",
+            timeout=TIMEOUT,
             world_size=world,
             rank=0,
             group_name=self._name,
         )
         ray.get(joined)
 
-    def send(self, actors: list[ActorHandle], bucket: Bucket, version: str) -> None:
-        """Broadcast one bucket; raises what the engines or the group raise."""
+    def send(self, actors: list[Any], bucket: Bucket, version: str) -> None:
+        """Broadcast one bucket and wait until all engines have loaded it."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         layout = Bucket(bucket.names, bucket.shapes, bucket.dtype, torch.empty(0))
         received = [actor.receive.remote(layout, self._name, version) for actor in actors]
-        torch.distributed.broadcast(bucket.data.to(device), src=0, group=self._group)
+        data = bucket.data.to(device)
+        # Not waited for first: between GPUs it would wait for an engine that is dead.
+        sent = torch.distributed.broadcast(data, src=0, group=self._group, async_op=True)
         ray.get(received)
+        sent.wait()
 
-    def stop(self, actors: list[ActorHandle]) -> None:
-        """Give up the group, since an engine of it is gone; `start` makes another."""
-        if self._group is None:
+    def stop(self, actors: list[Any]) -> None:
+        """Give up the group; `start` makes another."""
+        if not self._name:
             return
-        torch.distributed.destroy_process_group(self._group)
-        self._group = None
         for actor in actors:
             actor.leave.remote(self._name)
+        self._name = ""
+        if self._group is not None:
+            _destroy(self._group)
+            self._group = None
+
+
+def _destroy(group: Any) -> None:
+    if torch.cuda.is_available():
+        # NCCL's orderly end may wait for the ranks that are gone.
+        torch.distributed.distributed_c10d._abort_process_group(group)
+    else:
+        torch.distributed.destroy_process_group(group)
 
 
 def _free_port() -> int:

@@ -144,6 +144,9 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, ModelError) as error:
         print(f"sparrow {args.command}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"sparrow {args.command}: stopped", file=sys.stderr)
+        return 130
     return code
 
 

@@ -21,6 +21,8 @@ from sparrow_sglang.endpoint import connect
 from sparrow_sglang.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
 from sparrow_sglang.schedule import BudgetSchedule
 
+pytestmark = pytest.mark.engine
+
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 SCHEDULE = BudgetSchedule(
     name="test", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 80, 112), tail_target=0.86

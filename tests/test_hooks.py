@@ -7,6 +7,8 @@ import pytest
 import torch
 from engines import flush, start_engine
 
+pytestmark = pytest.mark.engine
+
 PROMPT = random.Random(0).choices(range(3, 256), k=150)
 
 

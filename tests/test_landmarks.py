@@ -14,6 +14,8 @@ from sglang.srt.managers.io_struct import (
 
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 
+pytestmark = pytest.mark.engine
+
 PROMPTS = 40
 CUDA = pytest.param(
     "cuda",

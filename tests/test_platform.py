@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang import platform
 
+pytestmark = pytest.mark.engine
+
 PAGE = 16
 CHUNK = 64
 

@@ -20,6 +20,8 @@ from servers import free_port
 
 from sparrow_sglang.schedule import BudgetSchedule
 
+pytestmark = pytest.mark.engine
+
 PROMPT = random.Random(0).choices(range(3, 256), k=150)
 NEW_TOKENS = 24
 SAMPLING = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
@@ -214,7 +216,7 @@ def processes(sharp_llama, schedule_file):
 
 class TestProcesses:
     def test_foreign_process(self, processes, schedule_file):
-        output, _ = processes.foreign.communicate(timeout=120)
+        output, _ = processes.foreign.communicate(timeout=300)
         result = json.loads(output.rsplit("RESULT", 1)[1])
         assert result["plugins_loaded"] is False
         assert result["plugin_imported"] is False
@@ -223,7 +225,7 @@ class TestProcesses:
         assert result["default"] == 1
 
     def test_filtered_out_by_name(self, processes):
-        output, _ = processes.filtered.communicate(timeout=120)
+        output, _ = processes.filtered.communicate(timeout=300)
         assert processes.filtered.returncode != 0
         assert re.search("invalid choice: 'sparrow'|SGLANG_PLUGINS='somebody_else'", output)
 
@@ -233,7 +235,7 @@ class TestProcesses:
     )
     def test_server(self, processes, by_keyword, name, schedule):
         server, url = getattr(processes, name), f"http://127.0.0.1:{processes.ports[name]}"
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 300
         while not is_healthy(url):
             assert server.poll() is None, server.stdout.read()
             assert time.monotonic() < deadline

@@ -18,6 +18,8 @@ from sparrow_sglang.rl.rollout import RolloutError, Sampling, group_request, to_
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.scoring import score_dense
 
+pytestmark = pytest.mark.engine
+
 PROMPTS = [Prompt(f"p{i}", "test", tuple(tokens(i, 70 + 9 * i))) for i in range(3)]
 SAMPLING = Sampling(max_new_tokens=60)
 # Reads every page of the tests' sequences, so that sparse decode is dense decode.

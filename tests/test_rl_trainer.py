@@ -23,6 +23,8 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engine import LocalEngine
 from sparrow_sglang.rl.tasks import TASKS
 
+pytestmark = pytest.mark.engine
+
 # Larger than any other difference between SGLang's arithmetic and transformers' in 32 bits.
 FP32 = 2e-4
 

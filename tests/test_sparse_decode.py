@@ -9,6 +9,8 @@ from oracle import ContractModel
 
 from sparrow_sglang.schedule import BudgetSchedule
 
+pytestmark = pytest.mark.engine
+
 PAGE = 16
 # Pages per bin and budgets so small that the tests cross several bins within 300 tokens.
 SCHEDULE = BudgetSchedule(

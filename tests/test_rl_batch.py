@@ -1,0 +1,95 @@
+"""Order of prompts, batches as flat tensors, and the rows that a run writes."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparrow_sglang.rl.advantages import group_advantages
+from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.data_order import prompts_of_step
+from sparrow_sglang.rl.metrics import kv_metrics
+from sparrow_sglang.rl.run_log import RunLog
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.schedule import BudgetSchedule
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
+def test_every_prompt_is_used_once_before_any_is_used_again(size, count, seed):
+    prompts = [Prompt(str(i), "t", (1,)) for i in range(size)]
+    steps = -(-3 * size // count)
+    used = [p.id for step in range(steps) for p in prompts_of_step(prompts, count, step, seed)]
+    for epoch in range(3):
+        assert set(Counter(used[epoch * size : (epoch + 1) * size]).values()) == {1}
+
+
+def test_other_seeds_and_epochs_have_other_orders():
+    prompts = [Prompt(str(i), "t", (1,)) for i in range(50)]
+    orders = [prompts_of_step(prompts, 50, step, seed) for step, seed in ((0, 0), (1, 0), (0, 1))]
+    assert len({tuple(p.id for p in order) for order in orders}) == 3
+
+
+def rollout(name: str, sample: int, prompt: int, length: int) -> Rollout:
+    logprobs = -np.arange(1, length + 1, dtype=np.float32) - 100 * int(name) - 10 * sample
+    ids = tuple(range(10 * sample, 10 * sample + length))
+    return Rollout(name, sample, (1,) * prompt, ids, logprobs, "stop", "0", "s", "")
+
+
+def batch(lengths: list[list[int]], rewards: list[list[float]]) -> Batch:
+    groups = [
+        Group(
+            Prompt(str(g), "t", (1,)),
+            tuple(rollout(str(g), i, g + 1, length) for i, length in enumerate(group)),
+        )
+        for g, group in enumerate(lengths)
+    ]
+    return Batch.of(groups, group_advantages(rewards, std_normalisation=False))
+
+
+def test_every_token_carries_its_responses_advantage():
+    found = batch([[2, 3], [1, 4], [2, 2]], [[0, 1], [1, 1], [4, 2]])
+    assert found.lengths == [2, 3, 1, 4, 2, 2]
+    assert found.advantages.tolist() == [-0.5] * 2 + [0.5] * 3 + [0.0] * 5 + [1.0] * 2 + [-1.0] * 2
+    assert found.rollout_logprobs[:5].tolist() == [-1, -2, -11, -12, -13]
+    assert found.rollout_logprobs[-1] == -212
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_mini_batches_hold_each_token_that_teaches_once(count):
+    found = batch([[2, 3], [1, 4], [2, 2]], [[0, 1], [1, 1], [4, 2]])
+    parts = list(found.mini_batches(count))
+    assert len(parts) == {1: 1, 2: 2, 3: 2}[count]
+    tokens = torch.cat([where for _, where in parts])
+    assert sorted(tokens.tolist()) == [*range(5), *range(10, 14)]
+    for sequences, where in parts:
+        assert len(where) == sum(len(response) for _, response in sequences)
+    # The middle group taught nothing; the others stand in different optimiser steps.
+    assert count == 1 or [len(sequences) for sequences, _ in parts] == [2, 2]
+
+
+def test_kv_tokens_read_are_the_schedules():
+    schedule = BudgetSchedule.fixed(64)
+    long = Rollout("0", 0, (1,) * 60, (2,) * 40, np.zeros(40, np.float32), "stop", "0", "s", "")
+    found = kv_metrics([long], schedule)
+    lengths = range(61, 100)
+    # 4 pages of 16, of which the last is filled up to the length.
+    read = [length if length <= 64 else 48 + (length - 1) % 16 + 1 for length in lengths]
+    assert found["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
+    assert found["sparrow/kv_tokens_held"] == pytest.approx(np.mean(lengths))
+    assert kv_metrics([long], None)["sparrow/kv_tokens_read"] == pytest.approx(np.mean(lengths))
+
+
+def test_rows_of_steps_that_are_taken_again_are_dropped(tmp_path):
+    config = TrainConfig(run_dir=tmp_path, task={"name": "story"})
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.dumps({"step": step, "a": step / 2}) + "\n" for step in range(4)]
+    path.write_text("".join(rows) + '{"step": 4, "a"')
+    with RunLog(config, first=2) as log:
+        log.write(2, {"a": 7.0})
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert found == [{"step": 0, "a": 0.0}, {"step": 1, "a": 0.5}, {"step": 2, "a": 7.0}]

@@ -1,0 +1,82 @@
+"""Checkpoints give back the same training, bit for bit, and survive a full disk."""
+
+import copy
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import random_prompt
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.rl.checkpoint import Checkpoints, State
+from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig, TrainConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy
+
+SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9), [5, 6])]
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def policy(path: str, dtype: str) -> DensePolicy:
+    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimiserConfig(lr=1e-3), "cpu")
+
+
+def take_step(trained: DensePolicy) -> None:
+    trained.loss_step(SEQUENCES, lambda logprobs, where: -logprobs.sum())
+
+
+def config(run_dir: Path) -> TrainConfig:
+    return TrainConfig(run_dir=run_dir, task={"name": "story"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    first = policy(tiny_llama, dtype)
+    take_step(first)
+    random.seed(3)
+    folder = checkpoints.save(first, Tokenizer(), config(tmp_path), State(1, "s", {"a": 0.5}))
+    drawn = random.random(), np.random.random(), float(torch.rand(()))
+    take_step(first)
+
+    second = policy(tiny_llama, dtype)
+    assert checkpoints.restore(folder, second) == State(1, "s", {"a": 0.5})
+    assert (random.random(), np.random.random(), float(torch.rand(()))) == drawn
+    take_step(second)
+    expected, found = first.state_dict(), second.state_dict()
+    assert expected["model"].keys() == found["model"].keys()
+    for name, weight in expected["model"].items():
+        assert torch.equal(found["model"][name], weight), name
+    moments = [state["optimiser"]["state"] for state in (expected, found)]
+    for one, other in zip(*(m.values() for m in moments), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+    # What others load is what was trained, in its dtype.
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert loaded.dtype == getattr(torch, dtype)
+    assert (folder / "model" / "tokenizer.json").exists()
+
+
+def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    trained = policy(tiny_llama, "float32")
+    for step in (8, 9, 10):
+        checkpoints.save(trained, Tokenizer(), config(tmp_path), State(step, "s", {}))
+    names = [f"step-{step:06d}" for step in (9, 10)]
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == names
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(Exception, match="(?i)file too large|errno 27|os error 27"):
+            checkpoints.save(trained, Tokenizer(), config(tmp_path), State(11, "s", {}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoints.begin(config(tmp_path), resume=True) == folder / "step-000010"
+    assert sorted(path.name for path in folder.iterdir()) == names
+    checkpoints.restore(folder / "step-000010", copy.copy(trained))
