@@ -243,7 +243,7 @@ def train() -> None:
     """Three steps of GRPO from sparse rollouts; prints a line for each, and where the time went."""
     print(
         "\ntraining: three small steps of GRPO on the same model, from sparse rollouts; the task is"
-        "\n  to use two given words in a story. The first line comes after about a minute",
+        "\n  to use a given word in a story. The first line comes after about a minute",
         flush=True,
     )
     folder = Path(tempfile.mkdtemp(prefix="sparrow-demo-"))
@@ -287,9 +287,10 @@ def time_split(steps: list[dict[str, float]]) -> str:
     split = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     return (
         f"time of a step    {total / len(steps):.1f} s: {split}"
-        f"\ntail              {steps[-1]['sparrow/accept_p05']:.2f}: 5 % of the tokens agree less"
-        " with the dense policy. 0.86 is held to be safe; this demo's budget of 64 tokens is far"
-        "\n                  too small, so that something is left out of such short texts"
+        f"\ntail              {steps[-1]['sparrow/accept_p05']:.2f}, the 5th percentile of the"
+        " acceptance rate; 0.86 is held to be safe."
+        "\n                  A budget of 64 tokens is far too small, and taken so that texts this"
+        "\n                  short leave something out"
     )
 
 
@@ -306,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Sparse against dense decode, and sparse training."
     )
-    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate (default 96)")
+    parser.add_argument("--tokens", type=int, default=80, help="tokens to generate (default 80)")
     parser.add_argument(
         "--sparse-only", action="store_true", help="leave the dense run and training out"
     )
