@@ -27,6 +27,26 @@ def token_logprobs(
     return result
 
 
+def logits_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """hidden [n, H] @ weight.T [H, V] in fp32; differentiable in `hidden`, `weight` is constant."""
+    result: torch.Tensor = _Logits.apply(hidden, weight)
+    return result
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.detach().to(hidden.dtype)
+        ctx.save_for_backward(weight)
+        return product(hidden, weight.t())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grads[0].to(weight.dtype) @ weight, None
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

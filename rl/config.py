@@ -165,6 +165,32 @@ class MismatchConfig(_Section):
     two forward passes."""
 
 
+class DistillConfig(_Section):
+    """DistillSparse: a LoRA adapter, used by rollouts only, that makes the sparse actor match the
+    dense policy."""
+
+    enabled: bool = False
+    """Train an adapter and roll out with it."""
+    rank: PositiveInt = 16
+    """Rank of the adapter (the paper gives none)."""
+    alpha: PositiveInt = 32
+    """LoRA scale: alpha / rank (the public release: 16)."""
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of the adapted projections."""
+    lr: PositiveFloat = 1e-4
+    """Learning rate of the adapter's own AdamW."""
+    sequences: PositiveInt = 32
+    """Responses per step to learn from, spread evenly over the batch."""
+    loss: Literal["top_k", "exact"] = "top_k"
+    """KL(sparse || dense) over the likeliest tokens of both sides and the rest as one bucket, or
+    over the whole vocabulary."""
+    top_k: PositiveInt = 20
+    """Tokens of each side under "top_k" (the public release keeps 20)."""
+    delivery: Literal["merged", "lora"] = "merged"
+    """How rollouts get the adapter: added to the weights that are synced, for which decode pays
+    nothing, or loaded beside them through SGLang's LoRA manager."""
+
+
 class OptimiserConfig(_Section):
     """AdamW with a constant learning rate."""
 
@@ -226,6 +252,7 @@ class TrainConfig(_Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
     mismatch: MismatchConfig = MismatchConfig()
+    distill: DistillConfig = DistillConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

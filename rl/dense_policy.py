@@ -6,6 +6,7 @@ attends to itself only, by full causal attention.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -42,9 +43,12 @@ class StepResult:
 
 
 @dataclass(frozen=True, eq=False)
-class _Packed:
-    """Sequences one after the other, [T]; `predictors` [n] are the positions whose output predicts
-    the response tokens `targets` [n], which are `where` [n] among those of the whole batch."""
+class Packed:
+    """A micro-batch: sequences one after the other, [T].
+
+    `predictors` [n] are the positions whose output predicts the response tokens `targets` [n],
+    which are `where` [n] among those of the whole batch.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -83,7 +87,9 @@ class DensePolicy:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._micro_batch_tokens = config.micro_batch_tokens
         self._grad_clip = optimiser.grad_clip
-        self._params = [p for p in self.model.parameters() if p.requires_grad]
+        # Before anything else is put into the model, such as an adapter.
+        self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self._params = [p for _, p in self._named]
         self._masters = (
             self._params
             if config.dtype == "float32"
@@ -102,30 +108,48 @@ class DensePolicy:
 
     @torch.no_grad()
     def score(
-        self, sequences: Sequence[TokenSequence], temperature: float = 1.0
+        self,
+        sequences: Sequence[TokenSequence],
+        temperature: float = 1.0,
+        schedule: BudgetSchedule | None = None,
     ) -> list[torch.Tensor]:
-        """Dense log-probs of each response's tokens: fp32 [T] per sequence, on the CPU."""
+        """Log-probs of each response's tokens: fp32 [T] per sequence, on the CPU.
+
+        Dense ones, or those of the law that a server with `schedule` samples from.
+        """
         self.model.eval()
         total = torch.empty(sum(len(response) for _, response in sequences))
-        for packed in self._micro_batches(sequences):
-            total[packed.where.cpu()] = self._logprobs(packed, temperature).cpu()
+        for packed in self.micro_batches(sequences):
+            rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
+            total[packed.where.cpu()] = self._logprobs(packed, temperature, rule).cpu()
         return list(total.split([len(response) for _, response in sequences]))
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The vocabulary projection, [V, H]."""
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight
 
     @torch.no_grad()
     def acceptance(
-        self, sequences: Sequence[TokenSequence], schedule: BudgetSchedule
+        self,
+        sequences: Sequence[TokenSequence],
+        schedule: BudgetSchedule,
+        adapted: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[np.ndarray]:
         """Exact acceptance rates of each response's tokens: float64 [T] per sequence.
 
         Both laws come from this model at temperature 1: the dense one, and the one that a server
-        with `schedule` samples from.
+        with `schedule` samples from. `adapted` is open while the latter is computed.
         """
         self.model.eval()
         rates = torch.empty(sum(len(response) for _, response in sequences))
-        head = self.model.get_output_embeddings().weight
-        for packed in self._micro_batches(sequences):
+        head = self.head
+        for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths)
-            sparse, dense = self._hidden(packed, rule), self._hidden(packed)
+            with adapted():
+                sparse = self.hidden(packed, rule)
+            dense = self.hidden(packed)
             projection = head.to(dense.dtype).t()
             rows = max(1, CHUNK_ELEMENTS // head.shape[0])
             parts = [
@@ -147,7 +171,7 @@ class DensePolicy:
         # A loss that raised in an earlier call has left its gradients behind.
         self.model.zero_grad()
         total, count = 0.0, 0
-        for packed in self._micro_batches(sequences):
+        for packed in self.micro_batches(sequences):
             part = loss(self._logprobs(packed, temperature), packed.where)
             part.backward()
             total, count = total + float(part.detach()), count + 1
@@ -155,14 +179,34 @@ class DensePolicy:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights under their checkpoint names, tied ones once; views that a step changes."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._named:
             yield name, parameter.detach()
+
+    def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The fp32 weights that the optimiser updates, under the same names."""
+        for (name, _), master in zip(self._named, self._masters, strict=True):
+            yield name, master.detach()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No gradients for the policy's own weights."""
+        for parameter in self._params:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in self._params:
+                parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, fp32 weights where they are apart, and optimiser."""
         apart = self._masters is not self._params
         return {
-            "model": self.model.state_dict(),
+            "model": {
+                _own_name(name): value
+                for name, value in self.model.state_dict().items()
+                if not _is_adapters(name)
+            },
             "masters": [master.detach() for master in self._masters] if apart else None,
             "optimiser": self._optimiser.state_dict(),
         }
@@ -174,7 +218,9 @@ class DensePolicy:
                 f"the checkpoint was written with another model.dtype than {self.model.dtype}:"
                 " set it back, or start without --resume"
             )
-        self.model.load_state_dict(state["model"])
+        own = [name for name in self.model.state_dict() if not _is_adapters(name)]
+        weights = {name: state["model"][_own_name(name)] for name in own}
+        self.model.load_state_dict(weights, strict=False)
         with torch.no_grad():
             for master, saved in zip(self._masters, state["masters"] or [], strict=False):
                 master.copy_(saved)
@@ -200,11 +246,12 @@ class DensePolicy:
                     parameter.copy_(master)
         return norm
 
-    def _logprobs(self, packed: _Packed, temperature: float) -> torch.Tensor:
-        weight = self.model.get_output_embeddings().weight
-        return token_logprobs(self._hidden(packed), weight, packed.targets, temperature)
+    def _logprobs(
+        self, packed: Packed, temperature: float, rule: SparseRule | None = None
+    ) -> torch.Tensor:
+        return token_logprobs(self.hidden(packed, rule), self.head, packed.targets, temperature)
 
-    def _hidden(self, packed: _Packed, rule: SparseRule | None = None) -> torch.Tensor:
+    def hidden(self, packed: Packed, rule: SparseRule | None = None) -> torch.Tensor:
         """Last hidden states that predict the targets: [n, H]; by full attention or by `rule`."""
         on_gpu = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
@@ -218,7 +265,7 @@ class DensePolicy:
         hidden = hidden[packed.predictors]
         return hidden.bfloat16() if on_gpu else hidden
 
-    def _micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[_Packed]:
+    def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
         for index, (prompt, response) in enumerate(sequences):
             if not len(prompt) or not len(response):
                 raise ValueError(
@@ -230,7 +277,7 @@ class DensePolicy:
         for members in pack(lengths, self._micro_batch_tokens):
             chosen = [sequences[i] for i in members]
             where = [np.arange(starts[i], starts[i + 1]) for i in members]
-            yield _packed(chosen, np.concatenate(where), self.device)
+            yield _lay_out(chosen, np.concatenate(where), self.device)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -252,7 +299,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packs
 
 
-def _packed(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device) -> _Packed:
+def _lay_out(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device) -> Packed:
     tokens = np.concatenate([[*prompt, *response] for prompt, response in sequences])
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
     ends = np.cumsum(lengths)
@@ -267,7 +314,7 @@ def _packed(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch
     def place(values: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=device)
 
-    return _Packed(
+    return Packed(
         place(tokens),
         place(positions),
         lengths,
@@ -326,6 +373,16 @@ def _attend_within_sequences(
 
 
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend_within_sequences)
+
+
+def _is_adapters(name: str) -> bool:
+    """Whether a weight belongs to a PEFT LoRA layer, by PEFT's naming."""
+    return ".lora_" in name
+
+
+def _own_name(name: str) -> str:
+    """The name that a weight had before PEFT wrapped its layer."""
+    return name.replace(".base_layer.", ".")
 
 
 def _check_supported(model: PreTrainedModel) -> None:

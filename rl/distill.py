@@ -1,0 +1,201 @@
+"""DistillSparse: a LoRA adapter for rollouts only, trained towards the dense law.
+
+In: responses, and the policy whose law is the target. Out: an adapter that the sparse actor wears,
+merged into the weights that it is synced with or beside them. The dense policy never sees it: it is
+switched off except inside `SparseAdapter.worn`, and an adapter step leaves the policy's weights as
+they are (Algorithm 1 of arXiv:2606.08446, its KL term).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear
+from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
+
+from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, logits_of
+from sparrow_sglang.rl.config import DistillConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.sparse_policy import SparseRule
+from sparrow_sglang.schedule import BudgetSchedule
+
+ADAPTER = "sparrow"
+"""Name of the adapter, in the model and in SGLang's LoRA manager."""
+
+# Mass outside the lists that rounding cannot tell from none.
+_LEAST_REST = 1e-6
+
+
+class SparseAdapter:
+    """The adapter of a policy, and its optimiser."""
+
+    def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
+        """Put an adapter that changes nothing yet into the policy's model.
+
+        Raises `ValueError` if the model has no module of a name in `target_modules`.
+        """
+        self._policy = policy
+        self._settings = settings
+        self._lora = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules=list(settings.target_modules),
+            lora_dropout=0.0,
+        )
+        with policy.frozen():
+            inject_adapter_in_model(self._lora, policy.model, ADAPTER)
+        self._layers: dict[str, Linear] = {
+            name: module
+            for name, module in policy.model.named_modules()
+            if isinstance(module, Linear)
+        }
+        self._params = [
+            parameter
+            for name, parameter in policy.model.named_parameters()
+            if f".{ADAPTER}." in name
+        ]
+        for parameter in self._params:
+            parameter.data = parameter.data.float()
+        self._switch(False)
+        self._optimiser = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
+
+    @contextmanager
+    def worn(self) -> Iterator[None]:
+        """The model computes with the adapter."""
+        self._switch(True)
+        try:
+            yield
+        finally:
+            self._switch(False)
+
+    def step(
+        self, sequences: Sequence[TokenSequence], schedule: BudgetSchedule
+    ) -> dict[str, float]:
+        """One optimiser step that lowers KL(sparse || dense), a mean over response tokens.
+
+        The dense law is that of the policy's present weights, which the next rollouts will use.
+        """
+        policy, settings = self._policy, self._settings
+        policy.model.train()
+        tokens = sum(len(response) for _, response in sequences)
+        divergence = (
+            exact_kl
+            if settings.loss == "exact"
+            else lambda sparse, dense: top_k_kl(sparse, dense, settings.top_k)
+        )
+        total = 0.0
+        with policy.frozen():
+            for packed in policy.micro_batches(sequences):
+                with torch.no_grad():
+                    dense = policy.hidden(packed)
+                with self.worn():
+                    sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
+                    loss = _summed(divergence, sparse, dense, policy.head) / tokens
+                    loss.backward()
+                total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(self._params, 1.0))
+        self._optimiser.step()
+        self._optimiser.zero_grad()
+        return {"sparrow/distill_kl": total, "sparrow/distill_grad_norm": norm}
+
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's weights with the adapter added, under their checkpoint names.
+
+        Adapted ones are summed and given in fp32, so that only the engine's own cast rounds them.
+        """
+        masters = dict(self._policy.named_masters())
+        for name, weight in self._policy.named_weights():
+            layer = self._layers.get(name.removesuffix(".weight"))
+            if layer is None:
+                yield name, weight
+            else:
+                yield name, masters[name].float() + layer.get_delta_weight(ADAPTER).detach().float()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter under PEFT's names, as SGLang's LoRA manager and PEFT load it."""
+        return {
+            "base_model.model." + name.replace(f".{ADAPTER}.", "."): parameter.detach()
+            for name, parameter in self._policy.model.named_parameters()
+            if f".{ADAPTER}." in name
+        }
+
+    def lora_config(self) -> dict[str, Any]:
+        """PEFT's adapter_config.json as a mapping."""
+        fields: dict[str, Any] = self._lora.to_dict()
+        return fields | {
+            "target_modules": sorted(self._lora.target_modules or ()),
+            "peft_type": "LORA",
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter as PEFT and SGLang load it."""
+        self._lora.save_pretrained(str(folder))
+        weights = {name: value.contiguous().cpu() for name, value in self.tensors().items()}
+        save_file(weights, folder / "adapter_model.safetensors")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factors and optimiser."""
+        return {
+            "params": [parameter.detach() for parameter in self._params],
+            "optimiser": self._optimiser.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        with torch.no_grad():
+            for parameter, saved in zip(self._params, state["params"], strict=True):
+                parameter.copy_(saved)
+        self._optimiser.load_state_dict(state["optimiser"])
+
+    def _switch(self, on: bool) -> None:
+        for layer in self._layers.values():
+            layer.enable_adapters(on)
+
+
+def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
+    """KL(sparse || dense) of two laws that are told apart by their likeliest tokens: [n].
+
+    Logits are [n, V]; tokens in neither side's top k form one bucket. A lower bound of the exact
+    divergence, with gradient in `sparse`.
+    """
+    log_sparse, log_dense = sparse.log_softmax(-1), dense.log_softmax(-1)
+    k = min(k, sparse.shape[-1])
+    ours, theirs = sparse.topk(k).indices, dense.topk(k).indices
+    known = (theirs[:, :, None] == ours[:, None, :]).any(-1)
+    ids = torch.cat([ours, theirs], dim=1)
+    counted = torch.cat([torch.ones_like(known), ~known], dim=1)
+    p, q = log_sparse.gather(1, ids), log_dense.gather(1, ids)
+    listed = torch.where(counted, p.exp() * (p - q), 0.0).sum(1)
+    rest_p = (1 - torch.where(counted, p.exp(), 0.0).sum(1)).clamp(min=_LEAST_REST)
+    rest_q = (1 - torch.where(counted, q.exp(), 0.0).sum(1)).clamp(min=_LEAST_REST)
+    return listed + rest_p * (rest_p.log() - rest_q.log())
+
+
+def exact_kl(sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """KL(sparse || dense) over the whole vocabulary: [n] from logits [n, V]."""
+    p, q = sparse.log_softmax(-1), dense.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def _summed(
+    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    sparse: torch.Tensor,
+    dense: torch.Tensor,
+    head: torch.Tensor,
+) -> torch.Tensor:
+    """Sum over rows, in chunks whose logits are computed anew in the backward pass."""
+
+    def part(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return divergence(logits_of(left, head), logits_of(right, head)).sum()
+
+    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+    parts: list[torch.Tensor] = [
+        checkpoint(part, left, right, use_reentrant=False)
+        for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
+    ]
+    return torch.stack(parts).sum()

@@ -1,0 +1,114 @@
+"""DistillSparse: divergences against float64 loops, and what an adapter step moves."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from engines import random_prompt
+from peft import PeftModel
+from scipy.special import log_softmax
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.rl import distill
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.distill import SparseAdapter, exact_kl, top_k_kl
+from sparrow_sglang.schedule import BudgetSchedule
+
+SCHEDULE = BudgetSchedule.fixed(48)
+SEQUENCES = [
+    (random_prompt(1, 20), random_prompt(2, 150)),
+    (random_prompt(3, 120), random_prompt(4, 60)),
+]
+
+
+def new_policy(path: str, dtype: str = "float32") -> DensePolicy:
+    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimiserConfig(lr=1e-3), "cpu")
+
+
+def settings(**fields) -> DistillConfig:
+    return DistillConfig(enabled=True, rank=4, alpha=8, lr=3e-3, **fields)
+
+
+def test_divergences_equal_loops_over_the_tokens():
+    draw = np.random.default_rng(0)
+    sparse, dense = 3 * draw.standard_normal((2, 5, 40))
+    p, q = log_softmax(sparse, axis=1), log_softmax(dense, axis=1)
+    exact, listed = [], []
+    for a, b in zip(p, q, strict=True):
+        exact.append(sum(np.exp(a[i]) * (a[i] - b[i]) for i in range(40)))
+        union = set(np.argsort(-a)[:6]) | set(np.argsort(-b)[:6])
+        rest = [sum(np.exp(side[i]) for i in range(40) if i not in union) for side in (a, b)]
+        known = sum(np.exp(a[i]) * (a[i] - b[i]) for i in union)
+        listed.append(known + rest[0] * np.log(rest[0] / rest[1]))
+    left, right = torch.tensor(sparse), torch.tensor(dense)
+    np.testing.assert_allclose(exact_kl(left, right), exact, rtol=1e-10)
+    np.testing.assert_allclose(top_k_kl(left, right, 6), listed, rtol=1e-10)
+    np.testing.assert_allclose(top_k_kl(left, right, 40), exact, atol=1e-4)
+    assert (top_k_kl(left, right, 6) <= exact_kl(left, right)).all()
+    assert torch.autograd.gradcheck(lambda x: top_k_kl(x, right, 6), left.requires_grad_())
+
+
+@pytest.mark.parametrize("loss", ["top_k", "exact"])
+def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeypatch, loss):
+    policy = new_policy(sharp_llama)
+    untouched = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(loss=loss))
+    before = policy.acceptance(SEQUENCES, SCHEDULE, adapter.worn)
+    for rates, plain in zip(before, policy.acceptance(SEQUENCES, SCHEDULE), strict=True):
+        np.testing.assert_array_equal(rates, plain)
+    divergences = [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]]
+    # As few rows of logits at a time as a long sequence has.
+    monkeypatch.setattr(distill, "CHUNK_ELEMENTS", 256 * 50)
+    divergences += [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"] for _ in range(30)]
+    assert divergences[-1] < 0.5 * divergences[0]
+    after = policy.acceptance(SEQUENCES, SCHEDULE, adapter.worn)
+    tails = [np.quantile(np.concatenate(rates), 0.05) for rates in (before, after)]
+    assert tails[1] > tails[0] + 0.05
+    # The dense law and the policy's weights are what they were, bit for bit.
+    expected, found = untouched.state_dict()["model"], policy.state_dict()["model"]
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for one, other in zip(policy.score(SEQUENCES), untouched.score(SEQUENCES), strict=True):
+        assert torch.equal(one, other)
+    # And the policy can still be trained, without the adapter.
+    before = [value.clone() for value in adapter.tensors().values()]
+    for trained in (policy, untouched):
+        trained.loss_step(SEQUENCES, lambda logprobs, where: -logprobs.mean())
+    expected, found = untouched.state_dict()["model"], policy.state_dict()["model"]
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert all(map(torch.equal, before, adapter.tensors().values()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_and_saved_adapters_are_peft(sharp_llama, tmp_path, dtype):
+    policy = new_policy(sharp_llama, dtype)
+    adapter = SparseAdapter(policy, settings())
+    for _ in range(3):
+        adapter.step(SEQUENCES, SCHEDULE)
+    adapter.save(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
+    if dtype == "bfloat16":
+        # The policy's fp32 weights are those that it rounded on the way in.
+        for weight in base.parameters():
+            weight.data = weight.data.bfloat16().float()
+    expected = PeftModel.from_pretrained(base, str(tmp_path)).merge_and_unload().state_dict()
+    merged = dict(adapter.merged_weights())
+    changed = [name for name in merged if name.endswith(("q_proj.weight", "o_proj.weight"))]
+    assert len(changed) == 8
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight.float(), expected[name], atol=1e-6, rtol=1e-6)
+    for name in changed:
+        assert merged[name].dtype == torch.float32
+        assert not torch.equal(merged[name], dict(policy.named_masters())[name])
+
+
+def test_a_restored_adapter_goes_on_to_the_bit(sharp_llama):
+    first, second = (SparseAdapter(new_policy(sharp_llama), settings()) for _ in range(2))
+    first.step(SEQUENCES, SCHEDULE)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for adapter in (first, second):
+        adapter.step(SEQUENCES, SCHEDULE)
+    pairs = zip(first.tensors().items(), second.tensors().items(), strict=True)
+    assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs)
