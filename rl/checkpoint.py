@@ -1,8 +1,9 @@
 """Checkpoints: written whole or not at all, and restored to the bit.
 
 A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
-is, `training.pt` (optimiser, fp32 weights where they are apart, random states) and `state.json`
-(steps taken, configuration, schedule, metrics of the last step). It is written under another name,
+is, `adapter/`, for PEFT and SGLang, if there is one, `training.pt` (optimisers, fp32 weights where
+they are apart, random states) and `state.json` (steps taken, configuration, schedule, metrics of
+the last step). It is written under another name,
 flushed to the disk and then renamed.
 """
 
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.run_log import METRICS_FILE
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -101,7 +103,14 @@ class Checkpoints:
             _check_resumable(newest, config)
         return newest
 
-    def save(self, policy: DensePolicy, tokenizer: Any, config: TrainConfig, state: State) -> Path:
+    def save(
+        self,
+        policy: DensePolicy,
+        tokenizer: Any,
+        config: TrainConfig,
+        state: State,
+        adapter: SparseAdapter | None = None,
+    ) -> Path:
         """Write a checkpoint, replace one of the same step, and delete the oldest.
 
         Raises `OSError` if the disk does not take it; the older ones are still there then.
@@ -113,7 +122,11 @@ class Checkpoints:
         weights = policy.state_dict()
         policy.model.save_pretrained(draft / "model", state_dict=weights.pop("model"))
         tokenizer.save_pretrained(draft / "model")
-        torch.save(weights | {"random": _random_states()}, draft / "training.pt")
+        training = weights | {"random": _random_states()}
+        if adapter is not None:
+            adapter.save(draft / "adapter")
+            training["adapter"] = adapter.state_dict()
+        torch.save(training, draft / "training.pt")
         fields = {
             "step": state.step,
             "schedule": state.schedule,
@@ -130,13 +143,17 @@ class Checkpoints:
             shutil.rmtree(old)
         return target
 
-    def restore(self, folder: Path, policy: DensePolicy) -> State:
-        """Put the policy, its optimiser and the random states back to what `save` was given."""
+    def restore(
+        self, folder: Path, policy: DensePolicy, adapter: SparseAdapter | None = None
+    ) -> State:
+        """Put policy, adapter, their optimisers and the random states back to what was saved."""
         fields = json.loads((folder / "state.json").read_text("utf-8"))
         # Written by ourselves, and pickled Python objects are among the random states.
         training = torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=policy.model.dtype)
         policy.load_state_dict(training | {"model": model.state_dict()})
+        if adapter is not None:
+            adapter.load_state_dict(training["adapter"])
         _set_random_states(training["random"])
         return State(fields["step"], fields["schedule"], fields["metrics"])
 

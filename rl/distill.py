@@ -157,6 +157,18 @@ class SparseAdapter:
             layer.enable_adapters(on)
 
 
+def lora_arguments(settings: DistillConfig) -> dict[str, Any]:
+    """What an engine must be started with to load the adapter; nothing where it is merged."""
+    if not settings.enabled or settings.delivery == "merged":
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": settings.rank,
+        "lora_target_modules": list(settings.target_modules),
+        "max_loras_per_batch": 2,
+    }
+
+
 def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
     """KL(sparse || dense) of two laws that are told apart by their likeliest tokens: [n].
 

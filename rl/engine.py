@@ -8,7 +8,7 @@ import asyncio
 import atexit
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import psutil
@@ -40,6 +40,10 @@ class RolloutEngine(Protocol):
         """Load weights under their checkpoint names; later rollouts carry `version`."""
         ...
 
+    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
+        """Load a LoRA adapter in place of the one of that name; used where `Sampling` names it."""
+        ...
+
     def release(self) -> None:
         """Give the device's memory to the trainer, if it is shared; weights may be lost."""
         ...
@@ -53,9 +57,14 @@ class RolloutEngine(Protocol):
         ...
 
 
-def open_engine(config: EngineConfig, model_path: str, seed: int) -> RolloutEngine:
-    """The engine that `config` describes, serving the checkpoint in the folder `model_path`."""
-    arguments = {"random_seed": seed} | config.server_args
+def open_engine(
+    config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
+) -> RolloutEngine:
+    """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
+
+    `defaults` are arguments of SGLang that those of `config` take precedence over.
+    """
+    arguments = {**defaults, **config.server_args}
     if config.kind == "local":
         return LocalEngine(model_path, config.schedule, **arguments)
     # Ray is needed by those only who ask for it.
@@ -88,6 +97,7 @@ class LocalEngine:
         self._saves_memory = arguments.enable_memory_saver
         self._ranks = arguments.tp_size
         self._version: str | None = arguments.weight_version
+        self._adapter: str | None = None
         self._schedule = DENSE
         if arguments.attention_backend == BACKEND:
             found, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
@@ -202,6 +212,39 @@ class LocalEngine:
         """Allow rollouts again, from weights that are now complete."""
         self._version = version
 
+    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
+        """See `RolloutEngine`; the engine must have been started with `enable_lora`.
+
+        `tensors` and `config` are PEFT's. Raises `RuntimeError` if SGLang refuses them.
+        """
+        from sglang.srt.managers.io_struct import (
+            LoadLoRAAdapterFromTensorsReqInput,
+            UnloadLoRAAdapterReqInput,
+        )
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        if self._adapter is not None:
+            # SGLang refuses to load a name that it has.
+            self._require_lora(
+                self._run(
+                    self._manager.unload_lora_adapter(
+                        UnloadLoRAAdapterReqInput(lora_name=self._adapter), None
+                    )
+                )
+            )
+            self._adapter = None
+        # Copies, as SGLang keeps on the CPU what it is given, and an optimiser step changes it.
+        payload = {key: tensor.clone() for key, tensor in tensors.items()}
+        request = LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=name,
+            config_dict=config,
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(payload) for _ in range(self._ranks)
+            ],
+        )
+        self._require_lora(self._run(self._manager.load_lora_adapter_from_tensors(request, None)))
+        self._adapter = name
+
     def release(self) -> None:
         """See `RolloutEngine`; does nothing without SGLang's memory saver."""
         if self._saves_memory:
@@ -298,6 +341,11 @@ class LocalEngine:
                     f"process {process.pid} of the SGLang engine died; its traceback, if it had"
                     " the time for one, is on stderr"
                 )
+
+    @staticmethod
+    def _require_lora(answer: Any) -> None:
+        if not answer.success:
+            raise RuntimeError(f"SGLang did not take the adapter: {answer.error_message}")
 
     @staticmethod
     def _require(answer: tuple[bool, str]) -> None:

@@ -7,7 +7,7 @@ engine is replaced, brought to the current weights, and its unfinished groups ar
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,6 +52,13 @@ class _Weights:
     buckets: "tuple[ray.ObjectRef, ...]"
 
 
+@dataclass(frozen=True, eq=False)
+class _Adapter:
+    name: str
+    tensors: dict[str, torch.Tensor]
+    config: Any
+
+
 class _EngineActor:
     """A `LocalEngine` in a process of its own."""
 
@@ -87,6 +94,9 @@ class _EngineActor:
 
     def receive(self, layout: Bucket, group: str, version: str) -> None:
         self._engine.receive(layout, group, version)
+
+    def set_adapter(self, adapter: "_Adapter") -> None:
+        self._engine.set_adapter(adapter.name, adapter.tensors, adapter.config)
 
     def prepare_load(self) -> None:
         self._engine.prepare_load()
@@ -128,6 +138,7 @@ class RayEngines:
         self._ranks = server_args.get("tp_size", 1) * server_args.get("pp_size", 1)
         self._broadcast = WeightBroadcast(self._ranks) if transfer == "broadcast" else None
         self._weights: _Weights | None = None
+        self._adapter: _Adapter | None = None
         self._complete = True
         self._deaths = 0
         self._owns_ray = not ray.is_initialized()
@@ -136,7 +147,7 @@ class RayEngines:
         try:
             self._num_gpus = _gpus_per_engine(count, self._ranks)
             self._actors = [self._start(slot) for slot in range(count)]
-            self._pids = [_await_start(actor, None) for actor in self._actors]
+            self._pids = [_await_start(actor, None, None) for actor in self._actors]
         except BaseException:
             self.close()
             raise
@@ -224,6 +235,13 @@ class RayEngines:
             self._call_all("load", self._weights)
         self._complete = True
 
+    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
+        """See `RolloutEngine`; a replaced engine gets the adapter too."""
+        self._deaths = 0
+        on_cpu = {key: tensor.cpu() for key, tensor in tensors.items()}
+        self._adapter = _Adapter(name, on_cpu, config)
+        self._call_all("set_adapter", self._adapter)
+
     def release(self) -> None:
         """Does nothing: the engines share no GPU with the trainer."""
 
@@ -288,7 +306,7 @@ class RayEngines:
             ) from error
         logger.warning("rollout engine %d died (%s); starting another", slot, reason)
         self._actors[slot] = self._start(slot)
-        self._pids[slot] = _await_start(self._actors[slot], self._weights)
+        self._pids[slot] = _await_start(self._actors[slot], self._weights, self._adapter)
 
 
 def _start_ray() -> None:
@@ -319,12 +337,14 @@ def _fork_engines_on_cpu() -> None:
     engine._set_envs_and_config = then_fork
 
 
-def _await_start(actor: Any, weights: _Weights | None) -> int:
-    """The process id of an actor, once its engine serves these weights."""
+def _await_start(actor: Any, weights: _Weights | None, adapter: _Adapter | None) -> int:
+    """The process id of an actor, once its engine serves these weights and this adapter."""
     try:
         pid: int = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
         if weights:
             ray.get(actor.load.remote(weights))
+        if adapter:
+            ray.get(actor.set_adapter.remote(adapter))
         return pid
     except GetTimeoutError:
         raise EngineDied(

@@ -10,6 +10,7 @@ import torch
 from sparrow_sglang.rl.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.distill import SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engine import RolloutEngine, open_engine
 from sparrow_sglang.rl.rewards import RewardPool
 from sparrow_sglang.rl.run_log import RunLog
@@ -24,6 +25,7 @@ class Run:
     config: TrainConfig
     setup: Setup
     policy: DensePolicy
+    adapter: SparseAdapter | None
     engine: RolloutEngine
     judges: RewardPool
     log: RunLog
@@ -58,7 +60,9 @@ class Run:
         schedule = self.setup.schedule.name if self.setup.schedule else self.config.engine.schedule
         with self._termination.held_back():
             state = State(self.steps_taken, schedule, self._metrics)
-            self._checkpoints.save(self.policy, self.setup.tokenizer, self.config, state)
+            self._checkpoints.save(
+                self.policy, self.setup.tokenizer, self.config, state, self.adapter
+            )
             self._saved = self.steps_taken
 
 
@@ -74,19 +78,22 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         newest = checkpoints.begin(config, resume)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(config.model, config.optimiser, device)
-        taken = checkpoints.restore(newest, policy).step if newest else 0
+        adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
+        taken = checkpoints.restore(newest, policy, adapter).step if newest else 0
         judges = RewardPool(
             setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
         )
         with judges, RunLog(config, taken) as log:
             log.show("starting the engine")
             # Another seed after each resume, or the engine would draw the same numbers again.
-            engine = open_engine(config.engine, setup.model_path, config.seed + taken)
+            arguments = {"random_seed": config.seed + taken} | lora_arguments(config.distill)
+            engine = open_engine(config.engine, setup.model_path, arguments)
             with closing(engine):
                 run = Run(
                     config,
                     setup,
                     policy,
+                    adapter,
                     engine,
                     judges,
                     log,

@@ -22,6 +22,7 @@ _STAGES = {
     "logprobs": "log-probs",
     "mismatch": "mismatch",
     "update": "update",
+    "distill": "distill",
     "sync": "sync",
 }
 

@@ -60,6 +60,11 @@ def prepare(config: TrainConfig) -> Setup:
             " render their prompts; put a chat_template.jinja into the folder"
         )
     schedule = _schedule(config.engine, model_config)
+    if config.distill.enabled and schedule is None:
+        raise ConfigError(
+            "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
+            " already; expected a sparse schedule, or false"
+        )
     task = load_task(config.task, chat_render(tokenizer))
     train, heldout = (
         tuple(p for p in prompts if len(p.input_ids) <= config.rollout.max_prompt_tokens)

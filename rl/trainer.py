@@ -5,6 +5,7 @@ corrected and clipped loss, optimiser step, metrics. What each of these does is 
 is called for it.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,12 @@ from sparrow_sglang.rl.config import AlgorithmConfig, TrainConfig
 from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.data_order import prompts_of_step
 from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.distill import ADAPTER
 from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.metrics import acceptance_metrics, kv_metrics, rollout_metrics
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.setup import prepare
-from sparrow_sglang.schedule import BudgetSchedule
 
 
 def train(config: TrainConfig, resume: bool = False) -> Path | None:
@@ -45,7 +46,6 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
             if _is_due(run.steps_taken, config.checkpoint.every_steps):
                 run.save()
         if config.evaluation.every_steps:
-            run.engine.update_weights(run.policy.named_weights(), str(run.steps_taken))
             run.report(run.steps_taken, evaluate(run))
     return newest_checkpoint(config.run_dir)
 
@@ -54,17 +54,19 @@ def train_step(run: Run, step: int) -> None:
     """Roll out with the weights of `step` earlier steps, and take one more."""
     config, algorithm = run.config, run.config.algorithm
     clock = run.log.clock()
-    with clock("sync"):
-        run.engine.update_weights(run.policy.named_weights(), str(step))
     evaluated: dict[str, float] = {}
     if _is_due(step, config.evaluation.every_steps):
         with clock("evaluation"):
             evaluated = evaluate(run)
+    with clock("sync"):
+        sync_actor(run)
 
     count, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     prompts = prompts_of_step(run.setup.train, count, step, config.seed)
+    beside = config.distill.enabled and config.distill.delivery == "lora"
+    sampling = Sampling(config.rollout.max_new_tokens, adapter=ADAPTER if beside else None)
     with clock("rollout"):
-        groups = run.engine.generate(prompts, samples, Sampling(config.rollout.max_new_tokens))
+        groups = run.engine.generate(prompts, samples, sampling)
         run.engine.release()
     with clock("reward"):
         scores = run.judges.score(groups)
@@ -75,9 +77,15 @@ def train_step(run: Run, step: int) -> None:
         dense = torch.cat(run.policy.score(batch.sequences))
     correction = correct(dense, batch.rollout_logprobs, batch.lengths, algorithm)
     with clock("mismatch"):
-        tail = measure_tail(run.policy, batch, run.setup.schedule, config.mismatch.sequences)
-    with clock("update"), run.updating(step):
-        updated = update(run.policy, batch, dense, correction.weights, algorithm)
+        tail = measure_tail(run, batch)
+    with run.updating(step):
+        with clock("update"):
+            updated = update(run.policy, batch, dense, correction.weights, algorithm)
+        if run.adapter is not None:
+            with clock("distill"):
+                # Towards the policy that the next step will roll out.
+                some = batch.spread(config.distill.sequences)
+                updated |= run.adapter.step(some, run.setup.schedule)
     with clock("sync"):
         # What PyTorch keeps in reserve is not there for the engine of the same device.
         torch.cuda.empty_cache()
@@ -95,6 +103,17 @@ def train_step(run: Run, step: int) -> None:
         | evaluated
         | clock.metrics(tokens=sum(batch.lengths)),
     )
+
+
+def sync_actor(run: Run) -> None:
+    """Have the engine sample from the policy's weights, with the adapter if there is one."""
+    version = str(run.steps_taken)
+    if run.adapter is not None and run.config.distill.delivery == "merged":
+        run.engine.update_weights(run.adapter.merged_weights(), version)
+        return
+    run.engine.update_weights(run.policy.named_weights(), version)
+    if run.adapter is not None:
+        run.engine.set_adapter(ADAPTER, run.adapter.tensors(), run.adapter.lora_config())
 
 
 def update(
@@ -140,28 +159,27 @@ def update(
     return means | {"actor/optimiser_steps": float(len(rows))}
 
 
-def measure_tail(
-    policy: DensePolicy, batch: Batch, schedule: BudgetSchedule | None, count: int
-) -> dict[str, float]:
-    """Exact acceptance rates of `count` responses that are spread evenly over the batch."""
+def measure_tail(run: Run, batch: Batch) -> dict[str, float]:
+    """Exact acceptance rates of some of the step's responses, of the actor that sampled them."""
+    schedule, count = run.setup.schedule, run.config.mismatch.sequences
     if schedule is None or count == 0:
         return {}
-    number = len(batch.rollouts)
-    chosen = sorted({index * number // count for index in range(count)})
-    sequences = [batch.sequences[i] for i in chosen]
-    rates = policy.acceptance(sequences, schedule)
+    sequences = batch.spread(count)
+    adapted = run.adapter.worn if run.adapter else nullcontext
+    rates = run.policy.acceptance(sequences, schedule, adapted)
     positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
     return acceptance_metrics(np.concatenate(rates), np.concatenate(positions))
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Mean reward of held-out prompts: dense decode, of the weights that the engine holds.
+    """Mean reward of held-out prompts: dense decode of the policy, without adapter.
 
     `eval/pass_rate` is that mean, whatever its name where a task gives rewards between 0 and 1.
     """
     settings = run.config.evaluation
     sampling = Sampling(run.config.rollout.max_new_tokens, settings.temperature, dense=True)
     prompts = run.setup.heldout[: settings.prompts]
+    run.engine.update_weights(run.policy.named_weights(), str(run.steps_taken))
     groups = run.engine.generate(prompts, settings.samples_per_prompt, sampling)
     rewards = np.array([group.mean() for group in run.judges.score(groups).rewards])
     lengths = [len(rollout.response_ids) for group in groups for rollout in group.rollouts]

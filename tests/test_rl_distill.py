@@ -5,16 +5,22 @@ import copy
 import numpy as np
 import pytest
 import torch
-from engines import random_prompt
+from engines import import_for_fork, random_prompt
 from peft import PeftModel
 from scipy.special import log_softmax
+from test_rl_engine import SERVER_ARGS
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import distill
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
-from sparrow_sglang.rl.distill import SparseAdapter, exact_kl, top_k_kl
+from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, exact_kl, lora_arguments, top_k_kl
+from sparrow_sglang.rl.engine import LocalEngine
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import BudgetSchedule
+
+pytestmark = pytest.mark.engine
 
 SCHEDULE = BudgetSchedule.fixed(48)
 SEQUENCES = [
@@ -112,3 +118,61 @@ def test_a_restored_adapter_goes_on_to_the_bit(sharp_llama):
         adapter.step(SEQUENCES, SCHEDULE)
     pairs = zip(first.tensors().items(), second.tensors().items(), strict=True)
     assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs)
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory) -> BudgetSchedule:
+    return BudgetSchedule(
+        name="grows", page_size=16, bin_tokens=64, budget_tokens=(48, 64, 80), dense_layers=(0,)
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama, growing, tmp_path_factory):
+    import_for_fork()
+    path = tmp_path_factory.mktemp("schedule") / "grows.json"
+    growing.save(path)
+    arguments = SERVER_ARGS | lora_arguments(settings(delivery="lora"))
+    engine = LocalEngine(sharp_llama, str(path), **arguments)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("delivery", ["none", "lora", "merged"])
+def test_the_server_samples_from_the_trainers_sparse_law(engine, growing, sharp_llama, delivery):
+    """Prompts end and responses begin around every edge of a page and of a bin."""
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings())
+    for _ in range(3):
+        adapter.step(SEQUENCES, growing)
+    prompts = [
+        Prompt(f"{n}", "test", tuple(random_prompt(n, n))) for n in (1, 47, 48, 49, 63, 64, 65, 127)
+    ]
+    weights = adapter.merged_weights() if delivery == "merged" else policy.named_weights()
+    engine.update_weights(weights, delivery)
+    name = None
+    if delivery == "lora":
+        name = ADAPTER
+        # Twice, as a step does that comes after another.
+        engine.set_adapter(
+            ADAPTER,
+            SparseAdapter(new_policy(sharp_llama), settings()).tensors(),
+            adapter.lora_config(),
+        )
+        engine.set_adapter(ADAPTER, adapter.tensors(), adapter.lora_config())
+    groups = engine.generate(prompts, 2, Sampling(max_new_tokens=90, adapter=name))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
+    recorded = np.concatenate([rollout.logprobs for rollout in rollouts])
+    plain = torch.cat(policy.score(sequences, schedule=growing)).numpy()
+    with adapter.worn():
+        worn = torch.cat(policy.score(sequences, schedule=growing)).numpy()
+    expected, other = (plain, worn) if delivery == "none" else (worn, plain)
+    np.testing.assert_allclose(recorded, expected, atol=1e-4)
+    assert np.abs(recorded - other).max() > 0.01
+    # Evaluation is dense and without the adapter, whether or not one is loaded.
+    if delivery != "merged":
+        (group,) = engine.generate(prompts[-1:], 1, Sampling(max_new_tokens=40, dense=True))
+        (rollout,) = group.rollouts
+        (law,) = policy.score([(rollout.prompt_ids, rollout.response_ids)])
+        np.testing.assert_allclose(rollout.logprobs, law.numpy(), atol=1e-4)

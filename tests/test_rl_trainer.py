@@ -104,6 +104,35 @@ def test_a_run_learns_and_says_what_it_saw(model, tmp_path, schedule):
     np.testing.assert_allclose(logged, [row["critic/score/mean"] for row in steps], rtol=1e-6)
 
 
+@pytest.mark.parametrize("delivery", ["merged", "lora"])
+def test_rollouts_wear_the_adapter_and_evaluation_does_not(model, tmp_path, delivery):
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-48",
+        steps=4,
+        optimiser={"lr": 1e-9},
+        distill={"enabled": True, "rank": 4, "lr": 1e-2, "sequences": 16, "delivery": delivery},
+        evaluation={"every_steps": 4, "temperature": 0.0},
+    )
+    folder = trainer.train(config)
+    found = rows(config.run_dir)
+    steps = found[:4]
+    # So large a learning rate moves the adapter far away, where another law would be noticed.
+    assert min(row["sparrow/accept_p05"] for row in steps) < steps[0]["sparrow/accept_p05"] - 0.1
+    for row in steps:
+        # The engine's law is that of the adapted model in the trainer.
+        estimate = row["sparrow/accept_mean_estimate"]
+        assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
+    # Greedy answers of a policy that has hardly moved, however much the adapter has.
+    assert found[0]["eval/pass_rate"] == found[4]["eval/pass_rate"]
+    assert (folder / "adapter" / "adapter_config.json").exists()
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert trained.keys() == start.keys()
+    assert all(torch.allclose(trained[name], start[name], atol=1e-6) for name in start)
+
+
 def in_child(call: Callable[[], object]) -> int:
     """Exit code of `call` in a process of its own, which is forked from this one."""
 
