@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint says besides weights: optimiser steps' number, schedule, last metrics."""
+    """What a checkpoint says besides weights: steps taken, schedule in force, metrics of the last
+    step, where the run stands on its ladder of schedules."""
 
-    step: int
-    schedule: str
-    metrics: Mapping[str, float]
+    step: int = 0
+    schedule: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ladder: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -131,6 +133,7 @@ class Checkpoints:
             "step": state.step,
             "schedule": state.schedule,
             "metrics": dict(state.metrics),
+            "ladder": dict(state.ladder),
             "config": config.model_dump(mode="json"),
         }
         (draft / "state.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
@@ -155,7 +158,7 @@ class Checkpoints:
         if adapter is not None:
             adapter.load_state_dict(training["adapter"])
         _set_random_states(training["random"])
-        return State(fields["step"], fields["schedule"], fields["metrics"])
+        return State(fields["step"], fields["schedule"], fields["metrics"], fields["ladder"])
 
     def _clean(self) -> None:
         """Delete what a killed run has left half written."""

@@ -191,6 +191,20 @@ class DistillConfig(_Section):
     nothing, or loaded beside them through SGLang's LoRA manager."""
 
 
+class LadderConfig(_Section):
+    """Bolder schedules as the measured tails allow them."""
+
+    schedules: tuple[str, ...] = ()
+    """What may follow `engine.schedule`, each bolder than the one before; none keeps it for good.
+    They share its page size, sinks, recent pages and dense layers."""
+    target: float = Field(default=0.86, gt=0, lt=1)
+    """Tail percentile that every well-filled bin has to hold (the paper: 0.86)."""
+    patience: PositiveInt = 3
+    """Steps on end in which it must be held before the next schedule is taken."""
+    min_tokens: PositiveInt = 2000
+    """Measured tokens that make a bin well filled."""
+
+
 class OptimiserConfig(_Section):
     """AdamW with a constant learning rate."""
 
@@ -253,6 +267,7 @@ class TrainConfig(_Section):
     optimiser: OptimiserConfig = OptimiserConfig()
     mismatch: MismatchConfig = MismatchConfig()
     distill: DistillConfig = DistillConfig()
+    ladder: LadderConfig = LadderConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from sparrow_sglang.control import set_schedule
 from sparrow_sglang.refusals import BACKEND
 from sparrow_sglang.rl.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.rollout import DENSE, Sampling, group_request, to_group
 from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.server_args import resolve_schedule
 
 IDLE_TIMEOUT_S = 60.0
@@ -42,6 +44,10 @@ class RolloutEngine(Protocol):
 
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
         """Load a LoRA adapter in place of the one of that name; used where `Sampling` names it."""
+        ...
+
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        """Decode later rollouts under another KV budget schedule."""
         ...
 
     def release(self) -> None:
@@ -244,6 +250,11 @@ class LocalEngine:
         )
         self._require_lora(self._run(self._manager.load_lora_adapter_from_tensors(request, None)))
         self._adapter = name
+
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        """See `RolloutEngine`; raises `EndpointError` if the engine was started densely."""
+        set_schedule(self._engine, schedule)
+        self._schedule = schedule.name
 
     def release(self) -> None:
         """See `RolloutEngine`; does nothing without SGLang's memory saver."""

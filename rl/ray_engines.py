@@ -22,6 +22,7 @@ from sparrow_sglang.rl.engine import EngineDied, LocalEngine
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.rl.weight_broadcast import WeightBroadcast
+from sparrow_sglang.schedule import BudgetSchedule
 
 MAX_DEATHS = 3
 """Engines that may die in one rollout or update before the run stops: it is then no accident."""
@@ -98,6 +99,9 @@ class _EngineActor:
     def set_adapter(self, adapter: "_Adapter") -> None:
         self._engine.set_adapter(adapter.name, adapter.tensors, adapter.config)
 
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        self._engine.set_schedule(schedule)
+
     def prepare_load(self) -> None:
         self._engine.prepare_load()
 
@@ -139,6 +143,7 @@ class RayEngines:
         self._broadcast = WeightBroadcast(self._ranks) if transfer == "broadcast" else None
         self._weights: _Weights | None = None
         self._adapter: _Adapter | None = None
+        self._schedule: BudgetSchedule | None = None
         self._complete = True
         self._deaths = 0
         self._owns_ray = not ray.is_initialized()
@@ -147,7 +152,7 @@ class RayEngines:
         try:
             self._num_gpus = _gpus_per_engine(count, self._ranks)
             self._actors = [self._start(slot) for slot in range(count)]
-            self._pids = [_await_start(actor, None, None) for actor in self._actors]
+            self._pids = [self._await_start(actor) for actor in self._actors]
         except BaseException:
             self.close()
             raise
@@ -242,6 +247,12 @@ class RayEngines:
         self._adapter = _Adapter(name, on_cpu, config)
         self._call_all("set_adapter", self._adapter)
 
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        """See `RolloutEngine`; a replaced engine gets the schedule too."""
+        self._deaths = 0
+        self._schedule = schedule
+        self._call_all("set_schedule", schedule)
+
     def release(self) -> None:
         """Does nothing: the engines share no GPU with the trainer."""
 
@@ -306,7 +317,27 @@ class RayEngines:
             ) from error
         logger.warning("rollout engine %d died (%s); starting another", slot, reason)
         self._actors[slot] = self._start(slot)
-        self._pids[slot] = _await_start(self._actors[slot], self._weights, self._adapter)
+        self._pids[slot] = self._await_start(self._actors[slot])
+
+    def _await_start(self, actor: Any) -> int:
+        """The process id of an actor, once its engine has what the others have."""
+        try:
+            pid: int = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
+            for method, what in (
+                ("load", self._weights),
+                ("set_adapter", self._adapter),
+                ("set_schedule", self._schedule),
+            ):
+                if what is not None:
+                    ray.get(getattr(actor, method).remote(what))
+            return pid
+        except GetTimeoutError:
+            raise EngineDied(
+                f"a rollout engine did not start within {START_TIMEOUT_S:.0f} s: Ray has no machine"
+                " with enough free GPUs for it (see `ray status`), or it is still loading"
+            ) from None
+        except _DEATH as error:
+            raise EngineDied(f"a rollout engine did not start: {error}") from error
 
 
 def _start_ray() -> None:
@@ -335,24 +366,6 @@ def _fork_engines_on_cpu() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = then_fork
-
-
-def _await_start(actor: Any, weights: _Weights | None, adapter: _Adapter | None) -> int:
-    """The process id of an actor, once its engine serves these weights and this adapter."""
-    try:
-        pid: int = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
-        if weights:
-            ray.get(actor.load.remote(weights))
-        if adapter:
-            ray.get(actor.set_adapter.remote(adapter))
-        return pid
-    except GetTimeoutError:
-        raise EngineDied(
-            f"a rollout engine did not start within {START_TIMEOUT_S:.0f} s: Ray has no machine"
-            " with enough free GPUs for it (see `ray status`), or it is still loading"
-        ) from None
-    except _DEATH as error:
-        raise EngineDied(f"a rollout engine did not start: {error}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -2,20 +2,28 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sparrow_sglang.rl.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.distill import SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engine import RolloutEngine, open_engine
+from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.rewards import RewardPool
+from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.run_log import RunLog
 from sparrow_sglang.rl.setup import Setup
 from sparrow_sglang.rl.termination import Termination
+from sparrow_sglang.schedule import BudgetSchedule
+
+Rates = NDArray[np.float64]
+Positions = NDArray[np.int64]
 
 
 @dataclass
@@ -26,6 +34,7 @@ class Run:
     setup: Setup
     policy: DensePolicy
     adapter: SparseAdapter | None
+    ladder: Ladder | None
     engine: RolloutEngine
     judges: RewardPool
     log: RunLog
@@ -33,8 +42,26 @@ class Run:
     _checkpoints: Checkpoints
     _termination: Termination
     _saved: int
+    _served: BudgetSchedule | None
     _metrics: dict[str, float] = field(default_factory=dict)
     _updating: bool = False
+
+    @property
+    def schedule(self) -> BudgetSchedule | None:
+        """The one in force, None for dense rollouts."""
+        return self.ladder.schedule if self.ladder else None
+
+    def follow_tails(self, step: int, rates: Rates, positions: Positions) -> None:
+        """Choose the schedule of the next rollouts by these acceptance rates."""
+        move = self.ladder.observe(rates, positions) if self.ladder else None
+        if move is not None:
+            self.log.event(step, move.line(), asdict(move))
+
+    def sync_schedule(self) -> None:
+        """Have the engine decode under the schedule in force."""
+        if self.schedule is not None and self.schedule != self._served:
+            self.engine.set_schedule(self.schedule)
+            self._served = self.schedule
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
@@ -57,9 +84,10 @@ class Run:
         if self._updating or self.steps_taken == self._saved:
             return
         self.log.show("checkpoint")
-        schedule = self.setup.schedule.name if self.setup.schedule else self.config.engine.schedule
+        schedule = self.schedule.name if self.schedule else DENSE
+        ladder = self.ladder.state_dict() if self.ladder else {}
         with self._termination.held_back():
-            state = State(self.steps_taken, schedule, self._metrics)
+            state = State(self.steps_taken, schedule, self._metrics, ladder)
             self._checkpoints.save(
                 self.policy, self.setup.tokenizer, self.config, state, self.adapter
             )
@@ -79,7 +107,11 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(config.model, config.optimiser, device)
         adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
-        taken = checkpoints.restore(newest, policy, adapter).step if newest else 0
+        ladder = Ladder(setup.schedules, config.ladder) if setup.schedules else None
+        state = checkpoints.restore(newest, policy, adapter) if newest else State()
+        if ladder is not None and state.ladder:
+            ladder.load_state_dict(state.ladder)
+        taken = state.step
         judges = RewardPool(
             setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
         )
@@ -94,6 +126,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
                     setup,
                     policy,
                     adapter,
+                    ladder,
                     engine,
                     judges,
                     log,
@@ -101,6 +134,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
                     checkpoints,
                     termination,
                     taken,
+                    next(iter(setup.schedules), None),
                 )
                 try:
                     yield run

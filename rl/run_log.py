@@ -16,6 +16,7 @@ from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
 
 METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
 _STAGES = {
     "rollout": "rollout",
     "reward": "reward",
@@ -63,6 +64,7 @@ class RunLog:
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
         _drop_rows(self._path, first)
+        _drop_rows(self._path.with_name(EVENTS_FILE), first)
         self._file = open(self._path, "a", encoding="utf-8")
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
         self._wandb = _wandb(config) if config.logging.wandb_project else None
@@ -78,6 +80,12 @@ class RunLog:
     def say(self, line: str) -> None:
         """A line above the progress bar."""
         self._bar.write(line)
+
+    def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
+        """Something that happened once: a line on the terminal and a row of events.jsonl."""
+        with open(self._path.with_name(EVENTS_FILE), "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **fields}) + "\n")
+        self.say(f"step {step + 1}: {line}")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The row of a step, on the disk when this returns."""

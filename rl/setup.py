@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from sparrow_sglang.config import AUTO, ConfigError
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, embedded_model
-from sparrow_sglang.rl.config import EngineConfig, TrainConfig
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.run_log import check_logging
 from sparrow_sglang.rl.tasks import Task, chat_render, load_task
@@ -22,9 +22,10 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Setup:
-    """`schedule` is None for dense rollouts; `train` and `heldout` hold no prompt that is too long.
+    """What `prepare` has found.
 
-    `left_out` counts the prompts that were.
+    `train` and `heldout` hold no prompt that is too long; `left_out` counts those that were.
+    `schedules` is the ladder, from `engine.schedule` on, and empty for dense rollouts.
     """
 
     model_path: str
@@ -33,7 +34,7 @@ class Setup:
     train: tuple[Prompt, ...]
     heldout: tuple[Prompt, ...]
     left_out: int
-    schedule: BudgetSchedule | None
+    schedules: tuple[BudgetSchedule, ...]
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -59,8 +60,8 @@ def prepare(config: TrainConfig) -> Setup:
             f"model.path={config.model.path!r}: its tokenizer has no chat template, by which tasks"
             " render their prompts; put a chat_template.jinja into the folder"
         )
-    schedule = _schedule(config.engine, model_config)
-    if config.distill.enabled and schedule is None:
+    schedules = _schedules(config, model_config)
+    if config.distill.enabled and not schedules:
         raise ConfigError(
             "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
             " already; expected a sparse schedule, or false"
@@ -78,7 +79,7 @@ def prepare(config: TrainConfig) -> Setup:
             )
     _check_context(config, model_config)
     left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
-    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedule)
+    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedules)
 
 
 def model_folder(path: str) -> str:
@@ -86,13 +87,31 @@ def model_folder(path: str) -> str:
     return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
 
 
-def _schedule(engine: EngineConfig, model_config: Any) -> BudgetSchedule | None:
+def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
+    engine, ladder = config.engine, config.ladder
+    if ladder.schedules and (engine.schedule == DENSE or config.mismatch.sequences == 0):
+        raise ConfigError(
+            f"ladder.schedules={list(ladder.schedules)} needs tails to follow: expected a sparse"
+            f" engine.schedule, not {engine.schedule!r}, and mismatch.sequences above 0, not"
+            f" {config.mismatch.sequences}"
+        )
     if engine.schedule == DENSE:
-        return None
+        return ()
     page_size = engine.server_args.get("page_size", PAGE_SIZE)
     if engine.schedule == AUTO:
-        return schedule_for_model(model_config, page_size)
-    return load_schedule(engine.schedule, page_size)
+        first = schedule_for_model(model_config, page_size)
+    else:
+        first = load_schedule(engine.schedule, page_size)
+    rest = [load_schedule(name, page_size) for name in ladder.schedules]
+    for schedule in rest:
+        for field in ("sink_pages", "recent_pages", "dense_layers"):
+            if getattr(schedule, field) != getattr(first, field):
+                raise ConfigError(
+                    f"ladder.schedules: {schedule.name!r} has {field}={getattr(schedule, field)},"
+                    f" {first.name!r} has {getattr(first, field)}: expected the same, as a running"
+                    " engine cannot change it"
+                )
+    return (first, *rest)
 
 
 def _check_context(config: TrainConfig, model_config: Any) -> None:

@@ -76,16 +76,17 @@ def train_step(run: Run, step: int) -> None:
     with clock("logprobs"):
         dense = torch.cat(run.policy.score(batch.sequences))
     correction = correct(dense, batch.rollout_logprobs, batch.lengths, algorithm)
+    read = kv_metrics(batch.rollouts, run.schedule)
     with clock("mismatch"):
-        tail = measure_tail(run, batch)
+        tail = measure_tail(run, batch, step)
     with run.updating(step):
         with clock("update"):
             updated = update(run.policy, batch, dense, correction.weights, algorithm)
-        if run.adapter is not None:
+        if run.adapter is not None and run.schedule is not None:
             with clock("distill"):
                 # Towards the policy that the next step will roll out.
                 some = batch.spread(config.distill.sequences)
-                updated |= run.adapter.step(some, run.setup.schedule)
+                updated |= run.adapter.step(some, run.schedule)
     with clock("sync"):
         # What PyTorch keeps in reserve is not there for the engine of the same device.
         torch.cuda.empty_cache()
@@ -98,7 +99,7 @@ def train_step(run: Run, step: int) -> None:
         | advantages.metrics()
         | correction.metrics
         | tail
-        | kv_metrics(batch.rollouts, run.setup.schedule)
+        | read
         | updated
         | evaluated
         | clock.metrics(tokens=sum(batch.lengths)),
@@ -107,6 +108,7 @@ def train_step(run: Run, step: int) -> None:
 
 def sync_actor(run: Run) -> None:
     """Have the engine sample from the policy's weights, with the adapter if there is one."""
+    run.sync_schedule()
     version = str(run.steps_taken)
     if run.adapter is not None and run.config.distill.delivery == "merged":
         run.engine.update_weights(run.adapter.merged_weights(), version)
@@ -159,16 +161,22 @@ def update(
     return means | {"actor/optimiser_steps": float(len(rows))}
 
 
-def measure_tail(run: Run, batch: Batch) -> dict[str, float]:
-    """Exact acceptance rates of some of the step's responses, of the actor that sampled them."""
-    schedule, count = run.setup.schedule, run.config.mismatch.sequences
+def measure_tail(run: Run, batch: Batch, step: int) -> dict[str, float]:
+    """Exact acceptance rates of some of the step's responses, of the actor that sampled them.
+
+    The ladder of schedules follows them, from the next rollouts on.
+    """
+    schedule, count = run.schedule, run.config.mismatch.sequences
     if schedule is None or count == 0:
         return {}
     sequences = batch.spread(count)
     adapted = run.adapter.worn if run.adapter else nullcontext
-    rates = run.policy.acceptance(sequences, schedule, adapted)
-    positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
-    return acceptance_metrics(np.concatenate(rates), np.concatenate(positions))
+    rates = np.concatenate(run.policy.acceptance(sequences, schedule, adapted))
+    positions = np.concatenate(
+        [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
+    )
+    run.follow_tails(step, rates, positions)
+    return acceptance_metrics(rates, positions)
 
 
 def evaluate(run: Run) -> dict[str, float]:

@@ -24,8 +24,6 @@ from sparrow_sglang.calibration_store import UnitTokens, WorkFolder
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.tail import BinTail
 
-pytestmark = pytest.mark.engine
-
 BIN = 64
 
 

@@ -20,8 +20,6 @@ from servers import free_port
 
 from sparrow_sglang.schedule import BudgetSchedule
 
-pytestmark = pytest.mark.engine
-
 PROMPT = random.Random(0).choices(range(3, 256), k=150)
 NEW_TOKENS = 24
 SAMPLING = {"temperature": 0, "max_new_tokens": NEW_TOKENS}

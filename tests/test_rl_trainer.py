@@ -1,5 +1,6 @@
 """Whole training runs with real engines: what they learn, log and leave behind when killed."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -131,6 +132,28 @@ def test_rollouts_wear_the_adapter_and_evaluation_does_not(model, tmp_path, deli
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert trained.keys() == start.keys()
     assert all(torch.allclose(trained[name], start[name], atol=1e-6) for name in start)
+
+
+def test_bolder_schedules_follow_the_tails(model, tmp_path):
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-80",
+        steps=3,
+        ladder={"schedules": ["fixed-48"], "target": 0.5, "patience": 2, "min_tokens": 100},
+        evaluation={"every_steps": 0},
+    )
+    folder = trainer.train(config)
+    found = rows(config.run_dir)
+    assert [row["sparrow/kv_tokens_read"] > 48 for row in found] == [True, True, False]
+    for row in found:
+        # Measured by the schedule that the engine has really used.
+        estimate = row["sparrow/accept_mean_estimate"]
+        assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.02)
+    (event,) = map(json.loads, (config.run_dir / "events.jsonl").read_text().splitlines())
+    assert (event["step"], event["before"], event["after"]) == (1, "fixed-80", "fixed-48")
+    assert event["tails"]["0"] == pytest.approx(found[1]["sparrow/accept_p05"], abs=0.01)
+    assert json.loads((folder / "state.json").read_text())["ladder"]["rung"] == 1
 
 
 def in_child(call: Callable[[], object]) -> int:

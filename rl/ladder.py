@@ -1,0 +1,80 @@
+"""Which of several schedules is in force: bolder ones as the measured tails allow it.
+
+In: acceptance rates of a step's responses. Out: the schedule of the next step, and a record of
+every move with the tails that caused it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow_sglang.rl.config import LadderConfig
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.tail import BIN_TOKENS, TAIL_PERCENTILE
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of schedule: names, and the tail of every well-filled bin at that step."""
+
+    before: str
+    after: str
+    target: float
+    tails: Mapping[int, float]
+
+    def line(self) -> str:
+        """What the log says."""
+        bins = ", ".join(f"bin {index} {tail:.3f}" for index, tail in self.tails.items())
+        return f"schedule {self.before} -> {self.after}: target {self.target}, tails {bins}"
+
+
+class Ladder:
+    """Schedules from the safest to the boldest, and the rung that a run stands on."""
+
+    def __init__(self, schedules: Sequence[BudgetSchedule], settings: LadderConfig) -> None:
+        self._schedules = tuple(schedules)
+        self._settings = settings
+        self._rung = 0
+        self._good_steps = 0
+
+    @property
+    def schedule(self) -> BudgetSchedule:
+        """The one in force."""
+        return self._schedules[self._rung]
+
+    def observe(self, rates: NDArray[np.float64], positions: NDArray[np.int64]) -> Move | None:
+        """Take note of a step's acceptance rates [N] at sequence positions [N]; the move, if any.
+
+        One rung bolder once every well-filled bin has held the target in `patience` steps on end;
+        one rung back as soon as one of them falls below it.
+        """
+        bins = positions // BIN_TOKENS
+        tails = {
+            int(index): float(np.percentile(rates[bins == index], TAIL_PERCENTILE))
+            for index in np.unique(bins)
+            if (bins == index).sum() >= self._settings.min_tokens
+        }
+        if not tails:
+            return None
+        held = min(tails.values()) >= self._settings.target
+        self._good_steps = self._good_steps + 1 if held else 0
+        rung = self._rung
+        if not held:
+            rung = max(0, rung - 1)
+        elif self._good_steps >= self._settings.patience:
+            rung = min(len(self._schedules) - 1, rung + 1)
+        if rung == self._rung:
+            return None
+        before, self._rung, self._good_steps = self.schedule.name, rung, 0
+        return Move(before, self.schedule.name, self._settings.target, tails)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands."""
+        return {"rung": self._rung, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self._rung, self._good_steps = state["rung"], state["good_steps"]
