@@ -42,9 +42,9 @@ DENSE_FLAGS = ["--attention-backend", "torch_native"]
 
 TRAINING = Path(__file__).with_name("story_smollm2.toml")
 
-# About 4,500 tokens of English that comes with every Python.
+# About 5,000 tokens of English that comes with every Python.
 READING = ("import", "execmodel", "try", "while", "for", "with")
-READING_CHARS = 18_000
+READING_CHARS = 20_000
 QUESTION = (
     "Using the text above, explain the with statement to a beginner and give a small example."
 )
@@ -289,7 +289,7 @@ def time_split(steps: list[dict[str, float]]) -> str:
         f"time of a step    {total / len(steps):.1f} s: {split}"
         f"\ntail              {steps[-1]['sparrow/accept_p05']:.2f}, the 5th percentile of the"
         " acceptance rate; 0.86 is held to be safe."
-        "\n                  A budget of 64 tokens is far too small, and taken so that texts this"
+        "\n                  A budget of 48 tokens is far too small, and taken so that texts this"
         "\n                  short leave something out"
     )
 
@@ -307,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Sparse against dense decode, and sparse training."
     )
-    parser.add_argument("--tokens", type=int, default=80, help="tokens to generate (default 80)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default 64)")
     parser.add_argument(
         "--sparse-only", action="store_true", help="leave the dense run and training out"
     )

@@ -101,6 +101,7 @@ class LocalEngine:
         self._run(self._take_signals_back(on_sigterm))
         arguments = self._engine.server_args
         self._saves_memory = arguments.enable_memory_saver
+        self._released = False
         self._ranks = arguments.tp_size
         self._version: str | None = arguments.weight_version
         self._adapter: str | None = None
@@ -263,13 +264,15 @@ class LocalEngine:
 
             self.prepare_load()
             self._run(self._manager.release_memory_occupation(Release(), None))
+            self._released = True
 
     def resume(self) -> None:
-        """See `RolloutEngine`."""
-        if self._saves_memory:
+        """See `RolloutEngine`; does nothing without a release before."""
+        if self._released:
             from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Resume
 
             self._run(self._manager.resume_memory_occupation(Resume(), None))
+            self._released = False
 
     def close(self) -> None:
         """End this engine's processes, and no others: SGLang's shutdown would end all children."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sparrow_sglang.rl.buckets import NamedTensors
 from sparrow_sglang.rl.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
@@ -57,6 +58,13 @@ class Run:
         if move is not None:
             self.log.event(step, move.line(), asdict(move))
 
+    def load(self, weights: NamedTensors) -> None:
+        """Have the engine sample from these weights, of the steps taken so far."""
+        # What PyTorch keeps in reserve is not there for the engine of the same device.
+        torch.cuda.empty_cache()
+        self.engine.resume()
+        self.engine.update_weights(weights, str(self.steps_taken))
+
     def sync_schedule(self) -> None:
         """Have the engine decode under the schedule in force."""
         if self.schedule is not None and self.schedule != self._served:
@@ -65,7 +73,7 @@ class Run:
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
-        """The block takes step `step` with the policy; no signal interrupts it.
+        """The block takes step `step` with the policy and reports it; no signal interrupts it.
 
         If it raises, the policy may be between two steps, and is not saved any more.
         """

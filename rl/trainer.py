@@ -21,7 +21,7 @@ from sparrow_sglang.rl.distill import ADAPTER
 from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.metrics import acceptance_metrics, kv_metrics, rollout_metrics
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.run import Run, newest_checkpoint, open_run
+from sparrow_sglang.rl.run import Positions, Rates, Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.setup import prepare
 
 
@@ -78,43 +78,36 @@ def train_step(run: Run, step: int) -> None:
     correction = correct(dense, batch.rollout_logprobs, batch.lengths, algorithm)
     read = kv_metrics(batch.rollouts, run.schedule)
     with clock("mismatch"):
-        tail = measure_tail(run, batch, step)
+        rates, positions = measure_acceptance(run, batch)
     with run.updating(step):
         with clock("update"):
             updated = update(run.policy, batch, dense, correction.weights, algorithm)
+        run.follow_tails(step, rates, positions)
         if run.adapter is not None and run.schedule is not None:
             with clock("distill"):
                 # Towards the policy that the next step will roll out.
                 some = batch.spread(config.distill.sequences)
                 updated |= run.adapter.step(some, run.schedule)
-    with clock("sync"):
-        # What PyTorch keeps in reserve is not there for the engine of the same device.
-        torch.cuda.empty_cache()
-        run.engine.resume()
-
-    run.report(
-        step,
-        rollout_metrics(groups, scores.rewards)
-        | scores.metrics()
-        | advantages.metrics()
-        | correction.metrics
-        | tail
-        | read
-        | updated
-        | evaluated
-        | clock.metrics(tokens=sum(batch.lengths)),
-    )
+        run.report(
+            step,
+            rollout_metrics(groups, scores.rewards)
+            | scores.metrics()
+            | advantages.metrics()
+            | correction.metrics
+            | (acceptance_metrics(rates, positions) if rates.size else {})
+            | read
+            | updated
+            | evaluated
+            | clock.metrics(tokens=sum(batch.lengths)),
+        )
 
 
 def sync_actor(run: Run) -> None:
     """Have the engine sample from the policy's weights, with the adapter if there is one."""
+    merged = run.adapter is not None and run.config.distill.delivery == "merged"
+    run.load(run.adapter.merged_weights() if merged else run.policy.named_weights())
     run.sync_schedule()
-    version = str(run.steps_taken)
-    if run.adapter is not None and run.config.distill.delivery == "merged":
-        run.engine.update_weights(run.adapter.merged_weights(), version)
-        return
-    run.engine.update_weights(run.policy.named_weights(), version)
-    if run.adapter is not None:
+    if run.adapter is not None and not merged:
         run.engine.set_adapter(ADAPTER, run.adapter.tensors(), run.adapter.lora_config())
 
 
@@ -161,22 +154,19 @@ def update(
     return means | {"actor/optimiser_steps": float(len(rows))}
 
 
-def measure_tail(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Exact acceptance rates of some of the step's responses, of the actor that sampled them.
+def measure_acceptance(run: Run, batch: Batch) -> tuple[Rates, Positions]:
+    """Exact acceptance rates of some of the step's responses, and where their tokens stand.
 
-    The ladder of schedules follows them, from the next rollouts on.
+    Of the actor that sampled them, adapter and all; nothing for dense rollouts.
     """
     schedule, count = run.schedule, run.config.mismatch.sequences
     if schedule is None or count == 0:
-        return {}
+        return np.empty(0), np.empty(0, np.int64)
     sequences = batch.spread(count)
     adapted = run.adapter.worn if run.adapter else nullcontext
-    rates = np.concatenate(run.policy.acceptance(sequences, schedule, adapted))
-    positions = np.concatenate(
-        [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
-    )
-    run.follow_tails(step, rates, positions)
-    return acceptance_metrics(rates, positions)
+    rates = run.policy.acceptance(sequences, schedule, adapted)
+    positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
+    return np.concatenate(rates), np.concatenate(positions)
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -187,7 +177,7 @@ def evaluate(run: Run) -> dict[str, float]:
     settings = run.config.evaluation
     sampling = Sampling(run.config.rollout.max_new_tokens, settings.temperature, dense=True)
     prompts = run.setup.heldout[: settings.prompts]
-    run.engine.update_weights(run.policy.named_weights(), str(run.steps_taken))
+    run.load(run.policy.named_weights())
     groups = run.engine.generate(prompts, settings.samples_per_prompt, sampling)
     rewards = np.array([group.mean() for group in run.judges.score(groups).rewards])
     lengths = [len(rollout.response_ids) for group in groups for rollout in group.rollouts]

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from unittest import mock
 
 import ascii_task
@@ -45,6 +46,8 @@ LONG = Sampling(max_new_tokens=60)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     disabled = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
+    # It stays for the tests after these, so it must not carry the mark.
+    forkserver.ensure_running()
     with mock.patch.dict(os.environ, ENVIRONMENT | disabled):
         try:
             ray.init(

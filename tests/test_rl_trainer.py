@@ -260,6 +260,29 @@ def test_a_killed_run_goes_on_where_it_was(model, tmp_path, doom, kept):
     assert not list((config.run_dir / "checkpoints").glob("*.partial"))
 
 
+def ask_during_the_update(monkeypatch) -> None:
+    step = torch.optim.AdamW.step
+
+    def asked(optimiser, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(optimiser, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", asked)
+
+
+def test_sigterm_lets_the_update_end_and_its_row_be_written(model, tmp_path):
+    config = settings(model, tmp_path / "run", "fixed-48", steps=3, evaluation={"every_steps": 0})
+
+    def stopped() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            ask_during_the_update(patch)
+            trainer.train(config)
+
+    assert in_child(stopped) == 128 + signal.SIGTERM
+    assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["step-000001"]
+    assert [row["step"] for row in rows(config.run_dir)] == [0]
+
+
 def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
     config = settings(
         model,
