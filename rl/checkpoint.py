@@ -95,7 +95,9 @@ class Checkpoints:
         self._clean()
         newest = self.newest()
         if not resume:
-            if newest or (config.run_dir / METRICS_FILE).exists():
+            # Empty where a run ended before its first step, of a wrong engine argument say.
+            metrics = config.run_dir / METRICS_FILE
+            if newest or (metrics.exists() and metrics.stat().st_size):
                 raise CheckpointError(
                     f"run_dir={str(config.run_dir)!r} holds a run already: resume it, with --resume"
                     " or resume=True, or use another folder"

@@ -317,6 +317,15 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
         ('engine = { schedule = "fixed-50" }', "schedule fixed-50: "),
         ("rollout = { max_prompt_tokens = 3 }", "rollout.max_prompt_tokens=3: no training prompt"),
         ("rollout = { max_new_tokens = 9999 }", "max_new_tokens=9999 make"),
+        (
+            'engine = { schedule = "dense" }\ndistill = { enabled = true }',
+            "distill.enabled=true with engine.schedule='dense'",
+        ),
+        (
+            'engine = { schedule = "dense" }\nladder = { schedules = ["fixed-48"] }',
+            "ladder.schedules=['fixed-48'] needs tails to follow: expected a sparse",
+        ),
+        ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
         ("rollout = { temperature = 0.6 }", "rollout.temperature=0.6 is not allowed: expected 1"),
     ],
