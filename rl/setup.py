@@ -3,6 +3,9 @@
 In: a configuration. Out: a `Setup`, or one error that names the setting.
 """
 
+import dataclasses
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,12 @@ from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
 
 PAGE_SIZE = 16
+
+_OWN_SETTINGS = {
+    "model_path": "model.path",
+    "attention_backend": "engine.schedule",
+    "sparrow_schedule": "engine.schedule",
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ def prepare(config: TrainConfig) -> Setup:
                 f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: no {name} prompt of"
                 f" task {config.task.name!r} is that short; expected a higher limit"
             )
+    _check_server_args(config.engine.server_args)
     _check_context(config, model_config)
     left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
     return Setup(model_path, tokenizer, task, train, heldout, left_out, schedules)
@@ -112,6 +122,23 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
                     " engine cannot change it"
                 )
     return (first, *rest)
+
+
+def _check_server_args(arguments: Mapping[str, Any]) -> None:
+    # Late, as it takes seconds.
+    from sglang.srt.server_args import ServerArgs
+
+    known = [field.name for field in dataclasses.fields(ServerArgs)]
+    for name in arguments:
+        if name in _OWN_SETTINGS:
+            raise ConfigError(
+                f"engine.server_args.{name} is not set there: set {_OWN_SETTINGS[name]} instead"
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"engine.server_args.{name} is no argument of SGLang: did you mean {near!r}?"
+            )
 
 
 def _check_context(config: TrainConfig, model_config: Any) -> None:

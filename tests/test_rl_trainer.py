@@ -325,6 +325,14 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
             'engine = { schedule = "dense" }\nladder = { schedules = ["fixed-48"] }',
             "ladder.schedules=['fixed-48'] needs tails to follow: expected a sparse",
         ),
+        (
+            'engine = { schedule = "fixed-48", server_args = { page_sise = 16 } }',
+            "engine.server_args.page_sise is no argument of SGLang: did you mean 'page_size'",
+        ),
+        (
+            'engine = { server_args = { attention_backend = "fa3" }, schedule = "fixed-48" }',
+            "engine.server_args.attention_backend is not set there: set engine.schedule instead",
+        ),
         ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
         ("rollout = { temperature = 0.6 }", "rollout.temperature=0.6 is not allowed: expected 1"),
