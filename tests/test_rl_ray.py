@@ -26,7 +26,6 @@ from sparrow_sglang.rl.ray_engines import RayEngines
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS
 
-
 pytestmark = pytest.mark.engine
 
 MARK = "SPARROW_TEST_CLUSTER"
