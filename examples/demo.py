@@ -88,10 +88,9 @@ def kv_traffic(
     held = read = 0
     sparse_layers = num_layers - len([i for i in schedule.dense_layers if i < num_layers])
     for seq_len in range(prompt_tokens + 1, prompt_tokens + completion_tokens):
-        # Pages left out are full ones: the partial page is always among the kept.
-        left_out = schedule.num_pages(seq_len) - schedule.num_selected_pages(seq_len)
         held += num_layers * seq_len
-        read += num_layers * seq_len - sparse_layers * left_out * schedule.page_size
+        read += (num_layers - sparse_layers) * seq_len
+        read += sparse_layers * schedule.kv_tokens_read(seq_len)
     steps = (completion_tokens - 1) * num_layers
     return KVTraffic(held / steps, read / steps)
 

@@ -3,8 +3,7 @@
 A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
 is, `adapter/`, for PEFT and SGLang, if there is one, `training.pt` (optimisers, fp32 weights where
 they are apart, random states) and `state.json` (steps taken, configuration, schedule, metrics of
-the last step). It is written under another name,
-flushed to the disk and then renamed.
+the last step). It is written under another name, flushed to the disk and then renamed.
 """
 
 import fcntl

@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparrow_sglang.mismatch import acceptance_rate
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, embedded_model
+from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, product, token_logprobs
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
-from sparrow_sglang.rl.sparse_policy import SparseRule, sparse_attention
+from sparrow_sglang.rl.sparse_policy import SparseRule, causal_attention, sparse_attention
 from sparrow_sglang.schedule import BudgetSchedule
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -102,8 +101,9 @@ class DensePolicy:
         cls, config: ModelConfig, optimiser: OptimiserConfig, device: str | torch.device
     ) -> "DensePolicy":
         """The policy from the checkpoint that `config.path` names."""
-        path = str(embedded_model()) if config.path == EMBEDDED_MODEL_NAME else config.path
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder(config.path), dtype=getattr(torch, config.dtype)
+        )
         return cls(model, config, optimiser, device)
 
     @torch.no_grad()
@@ -343,32 +343,16 @@ def _attend_within_sequences(
     rule out the kernels that never write the scores to memory.
     """
     ends = np.cumsum([0, *sequence_lengths])
-    if sparse_rule is not None and module.layer_idx not in sparse_rule.schedule.dense_layers:
-        sparse = [
-            sparse_attention(
-                query[:, :, start:end],
-                key[:, :, start:end],
-                value[:, :, start:end],
-                prompt_length,
-                sparse_rule.schedule,
-                scaling,
-            )
-            for (start, end), prompt_length in zip(
-                pairwise(ends.tolist()), sparse_rule.prompt_lengths, strict=True
-            )
-        ]
-        return torch.cat(sparse, dim=2).transpose(1, 2).contiguous(), None
-    parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        for start, end in pairwise(ends.tolist())
-    ]
+    if sparse_rule is not None and module.layer_idx in sparse_rule.schedule.dense_layers:
+        sparse_rule = None
+    parts = []
+    for index, (start, end) in enumerate(pairwise(ends.tolist())):
+        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
+        if sparse_rule is None:
+            parts.append(causal_attention(q, k, v, scaling))
+        else:
+            prompt_length = sparse_rule.prompt_lengths[index]
+            parts.append(sparse_attention(q, k, v, prompt_length, sparse_rule.schedule, scaling))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 

@@ -54,11 +54,12 @@ class SparseAdapter:
             for name, module in policy.model.named_modules()
             if isinstance(module, Linear)
         }
-        self._params = [
-            parameter
+        self._factors = {
+            name: parameter
             for name, parameter in policy.model.named_parameters()
             if f".{ADAPTER}." in name
-        ]
+        }
+        self._params = list(self._factors.values())
         for parameter in self._params:
             parameter.data = parameter.data.float()
         self._switch(False)
@@ -114,14 +115,13 @@ class SparseAdapter:
             if layer is None:
                 yield name, weight
             else:
-                yield name, masters[name].float() + layer.get_delta_weight(ADAPTER).detach().float()
+                yield name, masters[name] + layer.get_delta_weight(ADAPTER).detach().float()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The adapter under PEFT's names, as SGLang's LoRA manager and PEFT load it."""
         return {
             "base_model.model." + name.replace(f".{ADAPTER}.", "."): parameter.detach()
-            for name, parameter in self._policy.model.named_parameters()
-            if f".{ADAPTER}." in name
+            for name, parameter in self._factors.items()
         }
 
     def lora_config(self) -> dict[str, Any]:

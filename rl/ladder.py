@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.rl.config import LadderConfig
+from sparrow_sglang.rl.metrics import tail_percentile
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.tail import BIN_TOKENS, TAIL_PERCENTILE
+from sparrow_sglang.tail import BIN_TOKENS
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Ladder:
         """
         bins = positions // BIN_TOKENS
         tails = {
-            int(index): float(np.percentile(rates[bins == index], TAIL_PERCENTILE))
+            int(index): tail_percentile(rates[bins == index])
             for index in np.unique(bins)
             if (bins == index).sum() >= self._settings.min_tokens
         }

@@ -67,7 +67,7 @@ def mismatch_metrics(
         "training/rollout_probs_diff_mean": float(probs.mean()),
         "training/rollout_probs_diff_max": float(probs.max()),
         "sparrow/accept_mean_estimate": sampled.mean,
-        "sparrow/ratio_p05": _tail(accepted),
+        "sparrow/ratio_p05": tail_percentile(accepted),
     }
 
 
@@ -109,10 +109,11 @@ def acceptance_metrics(
         )
     bins = places // bin_tokens
     named = {
-        f"sparrow/accept_p05_bin{index}": _tail(rates[bins == index]) for index in np.unique(bins)
+        f"sparrow/accept_p05_bin{index}": tail_percentile(rates[bins == index])
+        for index in np.unique(bins)
     }
     return {
-        "sparrow/accept_p05": _tail(rates),
+        "sparrow/accept_p05": tail_percentile(rates),
         "sparrow/accept_mean": float(rates.mean()),
     } | named
 
@@ -154,19 +155,14 @@ def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> 
         return {}
     read = held
     if schedule is not None:
-        longest = int(held.max())
-        left_out = np.array(
-            [
-                schedule.num_pages(length) - schedule.num_selected_pages(length)
-                for length in range(longest + 1)
-            ]
-        )
-        read = held - left_out[held] * schedule.page_size
+        table = np.array([schedule.kv_tokens_read(n) for n in range(int(held.max()) + 1)])
+        read = table[held]
     return {
         "sparrow/kv_tokens_read": float(read.mean()),
         "sparrow/kv_tokens_held": float(held.mean()),
     }
 
 
-def _tail(values: NDArray[np.float64]) -> float:
+def tail_percentile(values: NDArray[np.float64]) -> float:
+    """The 5th percentile of `values` [N], as the ceil(N / 20)-th smallest."""
     return float(np.percentile(values, TAIL_PERCENTILE, method="inverted_cdf"))

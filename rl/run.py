@@ -123,14 +123,14 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         judges = RewardPool(
             setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
         )
-        with judges, RunLog(config, taken) as log:
+        with judges, closing(RunLog(config, taken)) as log:
             if setup.left_out:
                 limit = config.rollout.max_prompt_tokens
                 log.say(f"{setup.left_out} prompts are longer than {limit} tokens and left out")
             log.show("starting the engine")
             # Another seed after each resume, or the engine would draw the same numbers again.
             arguments = {"random_seed": config.seed + taken} | lora_arguments(config.distill)
-            engine = open_engine(config.engine, setup.model_path, arguments)
+            engine = open_engine(setup.engine, setup.model_path, arguments)
             with closing(engine):
                 run = Run(
                     config,

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
@@ -54,7 +53,7 @@ class Clock:
 
 
 class RunLog:
-    """Writes one row of metrics per step, from `first` on; closes as a context.
+    """Writes one row of metrics per step, from `first` on.
 
     Rows of `first` and later, which a killed run wrote after its last checkpoint, are dropped.
     """
@@ -103,23 +102,13 @@ class RunLog:
             self._bar.update()
 
     def close(self) -> None:
+        """Leave the terminal and all files as they are."""
         self._bar.close()
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:

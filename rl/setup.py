@@ -12,8 +12,8 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from sparrow_sglang.config import AUTO, ConfigError
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, embedded_model
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
+from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.run_log import check_logging
 from sparrow_sglang.rl.tasks import Task, chat_render, load_task
@@ -34,7 +34,8 @@ class Setup:
     """What `prepare` has found.
 
     `train` and `heldout` hold no prompt that is too long; `left_out` counts those that were.
-    `schedules` is the ladder, from `engine.schedule` on, and empty for dense rollouts.
+    `schedules` is the ladder, from `engine.schedule` on, and empty for dense rollouts. `engine` is
+    the configured one with the schedule named that "auto" stands for.
     """
 
     model_path: str
@@ -44,6 +45,7 @@ class Setup:
     heldout: tuple[Prompt, ...]
     left_out: int
     schedules: tuple[BudgetSchedule, ...]
+    engine: EngineConfig
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -89,12 +91,11 @@ def prepare(config: TrainConfig) -> Setup:
     _check_server_args(config.engine.server_args)
     _check_context(config, model_config)
     left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
-    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedules)
-
-
-def model_folder(path: str) -> str:
-    """Where the model lies: `path` itself, but for the name of the embedded model."""
-    return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
+    engine = config.engine
+    if engine.schedule == AUTO:
+        # By name, or SPARROW_SCHEDULE in the environment would give the engine another one.
+        engine = engine.model_copy(update={"schedule": schedules[0].name})
+    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedules, engine)
 
 
 def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:

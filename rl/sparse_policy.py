@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sparrow_sglang.attention_backends.reference import page_landmarks
+from sparrow_sglang.attention_backends.reference import page_landmarks, select_pages
 from sparrow_sglang.schedule import BudgetSchedule
 
 QUERY_ROWS = 512
@@ -41,28 +41,17 @@ def sparse_attention(
     t + 1 to the pages that the schedule's budget allows then. Returns [1, Hq, T, D].
     """
     length = query.shape[2]
-    grouped = query.shape[1] != key.shape[1]
     first_sparse = max(prompt_length, schedule.first_sparse_length() - 1)
     if first_sparse >= length:
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
+        return causal_attention(query, key, value, scaling)
     landmarks = _landmarks(key[0].detach(), schedule.page_size)
-    parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, :first_sparse],
-            key[:, :, :first_sparse],
-            value[:, :, :first_sparse],
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-    ]
+    group = query.shape[1] // key.shape[1]
+    q, k, v = (tensor[:, :, :first_sparse] for tensor in (query, key, value))
+    parts = [causal_attention(q, k, v, scaling)]
     for start in range(first_sparse, length, QUERY_ROWS):
         end = min(start + QUERY_ROWS, length)
         rows = query[:, :, start:end]
         kept = _kept_tokens(rows[0].detach(), landmarks, start, schedule)
-        group = query.shape[1] // key.shape[1]
         parts.append(
             F.scaled_dot_product_attention(
                 rows,
@@ -70,10 +59,24 @@ def sparse_attention(
                 value[:, :, :end],
                 attn_mask=kept.repeat_interleave(group, 0)[None],
                 scale=scaling,
-                enable_gqa=grouped,
+                enable_gqa=group > 1,
             )
         )
     return torch.cat(parts, dim=2)
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Full causal attention of one sequence; shapes as in `sparse_attention`."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 def _landmarks(key: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -89,8 +92,7 @@ def _kept_tokens(
 ) -> torch.Tensor:
     """Tokens that the positions from `start` on attend to: bool [Hkv, C, start + C].
 
-    `query` is [Hq, C, D]. The same order as `reference.select_pages`: by score, ties to the lower
-    page, scores that are not finite last.
+    `query` is [Hq, C, D]. Each position is a request of its own length to `select_pages`.
     """
     heads, count = landmarks.shape[0], query.shape[1]
     device, page_size = query.device, schedule.page_size
@@ -98,21 +100,16 @@ def _kept_tokens(
     group_query = query.float().unflatten(0, (heads, -1)).mean(dim=1)
     scores = group_query @ landmarks[:, : end // page_size].transpose(1, 2)
     # A page that is still partial at the end is the last one, and always kept.
-    scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
+    num_pages = schedule.num_pages(end)
+    scores = F.pad(scores, (0, num_pages - scores.shape[-1])).transpose(0, 1)
     lengths = range(start + 1, end + 1)
     pages = torch.tensor([schedule.num_pages(n) for n in lengths], device=device)
     budget = torch.tensor([schedule.num_selected_pages(n) for n in lengths], device=device)
-    page = torch.arange(scores.shape[-1], device=device)
-    held = page < pages[:, None]
-    always = held & (
-        (page < schedule.sink_pages) | (page >= pages[:, None] - schedule.recent_pages)
-    )
-    keys = scores.masked_fill(~scores.isfinite(), torch.finfo(scores.dtype).min)
-    keys = keys.masked_fill(always, torch.inf).masked_fill(~held, -torch.inf)
-    best_first = keys.sort(dim=-1, descending=True, stable=True).indices
-    within = torch.arange(scores.shape[-1], device=device) < budget[:, None]
-    chosen = torch.zeros_like(keys, dtype=torch.bool)
-    chosen.scatter_(-1, best_first, within.expand_as(best_first))
+    chosen = select_pages(scores, pages, budget, schedule.sink_pages, schedule.recent_pages)
+    unused = torch.arange(chosen.shape[-1], device=device) >= budget[:, None, None]
+    # Unused entries go to a page past the last.
+    kept = torch.zeros(count, heads, num_pages + 1, dtype=torch.bool, device=device)
+    kept.scatter_(-1, chosen.masked_fill(unused, num_pages), True)
     token = torch.arange(end, device=device)
     causal = token <= torch.arange(start, end, device=device)[:, None]
-    return chosen.repeat_interleave(page_size, dim=-1)[..., :end] & causal
+    return kept.transpose(0, 1).repeat_interleave(page_size, dim=-1)[..., :end] & causal

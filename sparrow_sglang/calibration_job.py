@@ -23,7 +23,7 @@ from sparrow_sglang.calibration_prompts import (
 )
 from sparrow_sglang.calibration_report import MATCHED_FIELDS
 from sparrow_sglang.calibration_store import WorkFolder
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, embedded_model
+from sparrow_sglang.models import model_folder
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.tail import BIN_TOKENS
 
@@ -51,7 +51,7 @@ def find_model(spec: str, engine_args: dict[str, Any]) -> tuple[str, str, Any, i
     """Name, path, config and context length of a model."""
     from transformers import AutoConfig
 
-    path = str(embedded_model()) if spec == EMBEDDED_MODEL_NAME else spec
+    path = model_folder(spec)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

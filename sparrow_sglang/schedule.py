@@ -119,6 +119,11 @@ class BudgetSchedule(BaseModel):
         """Pages that a sparse layer reads; all of them while they fit into the budget."""
         return min(self.num_pages(seq_len), self.budget_pages[self.bin_index(seq_len)])
 
+    def kv_tokens_read(self, seq_len: int) -> int:
+        """Tokens that a sparse layer reads; the pages left out are full ones, never the last."""
+        left_out = self.num_pages(seq_len) - self.num_selected_pages(seq_len)
+        return seq_len - left_out * self.page_size
+
     def first_sparse_length(self) -> int:
         """Smallest length at which a page is left out; decode at shorter lengths is dense."""
         last = len(self.budget_pages) - 1

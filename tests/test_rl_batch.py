@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def test_rows_of_steps_that_are_taken_again_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps({"step": step, "a": step / 2}) + "\n" for step in range(4)]
     path.write_text("".join(rows) + '{"step": 4, "a"')
-    with RunLog(config, first=2) as log:
+    with closing(RunLog(config, first=2)) as log:
         log.write(2, {"a": 7.0})
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert found == [{"step": 0, "a": 0.0}, {"step": 1, "a": 0.5}, {"step": 2, "a": 7.0}]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.checkpoint import CheckpointError, owned
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engine import LocalEngine
+from sparrow_sglang.rl.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS
 
 pytestmark = pytest.mark.engine
@@ -156,13 +158,15 @@ def test_bolder_schedules_follow_the_tails(model, tmp_path):
     assert json.loads((folder / "state.json").read_text())["ladder"]["rung"] == 1
 
 
-def in_child(call: Callable[[], object]) -> int:
-    """Exit code of `call` in a process of its own, which is forked from this one."""
+def end_of_run(config: TrainConfig, doom: Callable[[pytest.MonkeyPatch], None]) -> int:
+    """Exit code of a forked process that trains, and that `doom` has prepared to be hit."""
 
     def run() -> None:
         # It must not use the fork server of its parent, whose child that is.
         forkserver._forkserver.__init__()
-        call()
+        with pytest.MonkeyPatch.context() as patch:
+            doom(patch)
+            trainer.train(config)
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
@@ -225,12 +229,7 @@ def test_a_killed_run_goes_on_where_it_was(model, tmp_path, doom, kept):
         evaluation={"every_steps": 0},
     )
 
-    def killed() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            doom(patch)
-            trainer.train(config)
-
-    assert in_child(killed) == -signal.SIGKILL
+    assert end_of_run(config, doom) == -signal.SIGKILL
     names = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-??????"))
     assert names == [f"step-{kept:06d}"]
     before = rows(config.run_dir)
@@ -273,12 +272,7 @@ def ask_during_the_update(monkeypatch) -> None:
 def test_sigterm_lets_the_update_end_and_its_row_be_written(model, tmp_path):
     config = settings(model, tmp_path / "run", "fixed-48", steps=3, evaluation={"every_steps": 0})
 
-    def stopped() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            ask_during_the_update(patch)
-            trainer.train(config)
-
-    assert in_child(stopped) == 128 + signal.SIGTERM
+    assert end_of_run(config, ask_during_the_update) == 128 + signal.SIGTERM
     assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["step-000001"]
     assert [row["step"] for row in rows(config.run_dir)] == [0]
 
@@ -293,12 +287,9 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
         evaluation={"every_steps": 0},
     )
 
-    def stopped() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            during_rollout(patch, signal.SIGTERM)
-            trainer.train(config)
-
-    assert in_child(stopped) == 128 + signal.SIGTERM
+    assert (
+        end_of_run(config, partial(during_rollout, signum=signal.SIGTERM)) == 128 + signal.SIGTERM
+    )
     (folder,) = (config.run_dir / "checkpoints").iterdir()
     assert folder.name == "step-000001"
     changed = config.model_copy(
@@ -354,6 +345,13 @@ def test_wrong_settings_are_one_line_before_anything_is_written(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("sparrow train: error: ") and message in line
     assert not (tmp_path / "run").exists()
+
+
+def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkeypatch):
+    """An engine that is left to find its schedule takes it from the environment first."""
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-4096")
+    found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
+    assert found.engine.schedule == found.schedules[0].name == "smollm2-135m"
 
 
 def test_the_example_is_valid():
