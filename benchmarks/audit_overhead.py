@@ -88,6 +88,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         "page_size": PAGE_SIZE,
         "max_running_requests": options.concurrency,
         "cuda_graph_max_bs_decode": options.concurrency,
+        # Capturing prefill takes minutes, and the load is decode.
+        "disable_prefill_cuda_graph": True,
         "log_level": "error",
     }
     rows = []

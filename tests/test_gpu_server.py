@@ -38,6 +38,7 @@ def answer(model: str) -> list[list[tuple[int, float]]]:
         chunked_prefill_size=1024,
         # Capturing prefill takes two minutes on a new machine and is not what is tested.
         disable_prefill_cuda_graph=True,
+        max_total_tokens=32768,
         log_level="error",
     ) as engine:
         outputs = engine.generate(
