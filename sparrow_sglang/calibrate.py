@@ -38,6 +38,7 @@ from sparrow_sglang.calibration_report import (
     plot,
 )
 from sparrow_sglang.calibration_store import WorkFolder
+from sparrow_sglang.exact_acceptance import recording
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 
@@ -137,9 +138,8 @@ def _write_results(
     found = tokens_by_arm(job.units, job.work)
     by_budget = {unit.arm.schedule.budget_tokens[0]: unit.arm.schedule.name for unit in job.units}
     size = (bin_tokens, job.page_size)
-    lower = {budget: bin_tails(found[name], *size) for budget, name in by_budget.items()}
-    upper = {b: bin_tails(found[name], *size, side="upper") for b, name in by_budget.items()}
-    evidence = origin(job) | {"settings": settings, "tails": _all_tails(lower)}
+    tails = {budget: bin_tails(found[name], *size) for budget, name in by_budget.items()}
+    evidence = origin(job) | {"settings": settings, "tails": _all_tails(tails)}
     schedules = []
     with _kept(job.work):
         for target in targets:
@@ -147,8 +147,7 @@ def _write_results(
             schedule = make_schedule(
                 path.stem,
                 target,
-                lower,
-                upper,
+                tails,
                 page_size=job.page_size,
                 bin_tokens=bin_tokens,
                 context=job.context,
@@ -161,7 +160,7 @@ def _write_results(
             print(f"{path} (target {target})\n{describe(schedule)}\n")
         picture = out.with_suffix(".png")
         title = f"{job.model}, page size {job.page_size}, {len(job.prompts)} prompts"
-        plot(picture, lower, schedules, bin_tokens, args.min_tokens, title)
+        plot(picture, tails, schedules, bin_tokens, args.min_tokens, title)
     print(picture)
 
 
@@ -230,6 +229,7 @@ def _measure(
         "sparrow_schedule": schedule,
     }
     with (
+        recording(args.batch, args.new_tokens),
         running_engine(job.model_path, defaults | engine_args) as engine,
         tqdm(total=len(job.units), unit="generation", smoothing=0.1) as bar,
     ):

@@ -28,13 +28,12 @@ class Tokens:
     """Sparsely decoded tokens of one generation.
 
     `cached` int64 [T] is the number of cached tokens that the step attended to, which is what a
-    schedule goes by; `lower` and `upper` float64 [T] bound the acceptance rate.
+    schedule goes by; `rates` float64 [T] are the steps' acceptance rates.
     """
 
     prompt: str
     cached: NDArray[np.int64]
-    lower: NDArray[np.float64]
-    upper: NDArray[np.float64]
+    rates: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ def bin_tails(
     generations: Sequence[Tokens],
     bin_tokens: int,
     page_size: int,
-    side: Literal["lower", "upper"] = "lower",
     percentile: float = TAIL_PERCENTILE,
 ) -> dict[int, BinTail]:
     """Tail of the acceptance rate per bin of the schedule, over the given tokens.
@@ -69,7 +67,7 @@ def bin_tails(
     statistics = TailStatistics(bin_tokens)
     for tokens in generations:
         pages = -(-tokens.cached // page_size)
-        statistics.add(tokens.prompt, pages * page_size, getattr(tokens, side))
+        statistics.add(tokens.prompt, pages * page_size, tokens.rates)
     return {tail.bin: tail for tail in statistics.bins(percentile, CONFIDENCE)}
 
 

@@ -1,9 +1,10 @@
 """Acceptance rates of fresh sparse generations, unit by unit, into a work folder.
 
-In: prompts and arms, each a way to decode sparsely. Out: bounds of the acceptance rate for every
-token that was decoded sparsely. A unit of work is one sample of one prompt under one arm.
+In: prompts and arms, each a way to decode sparsely. Out: the acceptance rate of every token that
+was decoded sparsely. A unit of work is one sample of one prompt under one arm.
 """
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,8 @@ from sparrow_sglang.calibration_choice import CalibrationError, Tokens
 from sparrow_sglang.calibration_prompts import Prompt
 from sparrow_sglang.calibration_store import UnitTokens, WorkFolder
 from sparrow_sglang.endpoint import connect
-from sparrow_sglang.mismatch import acceptance_bounds
+from sparrow_sglang.exact_acceptance import comparing_request, exact_rates, record_into
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.scoring import TOP_K, recorded_scores, score_dense
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def measure(
 ) -> None:
     """Measure the units that `work` does not hold yet, `batch` at a time.
 
-    `target` is an `sglang.Engine` or a server's URL. `progress` is told the number of units after
-    each batch. Raises `CalibrationError` if the server dies or refuses, or the disk is full; every
-    batch before is kept.
+    `target` is an `sglang.Engine` that records at least `batch` generations. `progress` is told the
+    number of units after each batch. Raises `CalibrationError` if the server dies or refuses, or the
+    disk is full; every batch before is kept.
     """
     done = work.load().keys()
     open_units = [unit for unit in units if unit.number not in done]
@@ -105,50 +105,43 @@ def tokens_by_arm(units: Sequence[Unit], work: WorkFolder) -> dict[str, list[Tok
     found: dict[str, list[Tokens]] = {unit.arm.schedule.name: [] for unit in units}
     for unit in units:
         if (row := measured.get(unit.number)) is not None:
-            found[unit.arm.schedule.name].append(
-                Tokens(unit.prompt.name, row.cached, row.lower, row.upper)
-            )
+            found[unit.arm.schedule.name].append(Tokens(unit.prompt.name, row.cached, row.rates))
     return found
 
 
 def _measure_batch(target: Any, units: Sequence[Unit]) -> list[UnitTokens]:
-    answers = connect(target).generate([_request(unit) for unit in units])
-    responses = [
-        [int(entry[1]) for entry in answer["meta_info"]["output_token_logprobs"]]
-        for answer in answers
-    ]
-    sequences = [
-        (unit.prompt.input_ids, response) for unit, response in zip(units, responses, strict=True)
-    ]
+    endpoint = connect(target)
+    answers = endpoint.generate([_request(unit, slot) for slot, unit in enumerate(units)])
+    # A namespace of its own, so that a response is not found in the prefix cache.
+    namespace = f"sparrow-calibration-{uuid.uuid4().hex}"
+    compared = endpoint.generate(
+        [
+            comparing_request(slot, unit.prompt.input_ids, answer["output_ids"], namespace)
+            for slot, (unit, answer) in enumerate(zip(units, answers, strict=True))
+        ]
+    )
     measured = []
-    for unit, answer, dense in zip(units, answers, score_dense(target, sequences), strict=True):
-        sparse = recorded_scores(answer)
-        bounds = acceptance_bounds(
-            sparse.top_ids, sparse.top_logprobs, dense.top_ids, dense.top_logprobs
-        )
+    for unit, answer in zip(units, compared, strict=True):
+        rates = exact_rates(answer)
         # The step that gives the token after n others attends to n cached tokens.
-        cached = len(unit.prompt.input_ids) + np.arange(len(bounds.lower))
-        kept = np.array([_is_sparse(unit.arm.schedule, int(n)) for n in cached])
-        kept[0] = False
-        measured.append(
-            UnitTokens(unit.number, cached[kept], bounds.lower[kept], bounds.upper[kept])
-        )
+        cached = len(unit.prompt.input_ids) + 1 + np.arange(len(rates))
+        sparse = np.array([_is_sparse(unit.arm.schedule, int(n)) for n in cached], dtype=bool)
+        measured.append(UnitTokens(unit.number, cached[sparse], rates[sparse]))
     return measured
 
 
-def _request(unit: Unit) -> dict[str, Any]:
+def _request(unit: Unit, slot: int) -> dict[str, Any]:
+    prompt = list(unit.prompt.input_ids)
     return {
-        "input_ids": list(unit.prompt.input_ids),
+        "input_ids": prompt,
         "sampling_params": {
             # Untruncated, as the acceptance rate is one of whole distributions.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": -1,
             "max_new_tokens": unit.new_tokens,
-            "custom_params": {"sparrow": unit.arm.options},
+            "custom_params": {"sparrow": unit.arm.options} | record_into(slot, len(prompt)),
         },
-        "return_logprob": True,
-        "top_logprobs_num": TOP_K,
     }
 
 

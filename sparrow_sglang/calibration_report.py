@@ -27,7 +27,6 @@ def make_schedule(
     name: str,
     target: float,
     tails: Tails,
-    upper: Tails,
     page_size: int,
     bin_tokens: int,
     context: int,
@@ -36,8 +35,8 @@ def make_schedule(
 ) -> BudgetSchedule:
     """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
 
-    `tails` and `upper` are budget -> bin -> tail of the lower and the upper bound. `origin` says
-    how they were measured ("model", "model_match" and what else belongs into the provenance).
+    `tails` are budget -> bin -> tail. `origin` says how they were measured ("model", "model_match"
+    and what else belongs into the provenance).
     """
     num_bins = -(-context // bin_tokens)
     choices = choose(tails, target, num_bins, bin_tokens, min_tokens)
@@ -53,18 +52,18 @@ def make_schedule(
         model_match=origin["model_match"],
         provenance={
             "rule": "per bin the cheapest budget at which the lower end of the confidence interval"
-            " of the tail holds the target, made monotone; the tail is that of the lower bound of"
-            " the acceptance rate over sparsely decoded tokens",
+            " of the tail holds the target, made monotone; the tail is that of the exact acceptance"
+            " rate over sparsely decoded tokens",
             "percentile": TAIL_PERCENTILE,
             "confidence": CONFIDENCE,
             "min_tokens": min_tokens,
-            "bins": [_bin_evidence(choice, upper) for choice in choices],
+            "bins": [_bin_evidence(choice) for choice in choices],
             **rest,
         },
     )
 
 
-def _bin_evidence(choice: Choice, upper: Tails) -> dict[str, Any]:
+def _bin_evidence(choice: Choice) -> dict[str, Any]:
     row: dict[str, Any] = {
         "bin": choice.bin,
         "budget_tokens": choice.budget,
@@ -74,7 +73,6 @@ def _bin_evidence(choice: Choice, upper: Tails) -> dict[str, Any]:
     }
     if choice.evidence is not None:
         row |= _interval(choice.evidence)
-        row["tail_upper_bound"] = upper[choice.budget][choice.bin].tail
     return row
 
 
@@ -130,7 +128,7 @@ def plot(
         edges = [i * bin_tokens for i in range(len(schedule.budget_tokens) + 1)]
         line = steps.stairs(schedule.budget_tokens, edges, label=label, baseline=None, linewidth=2)
         curves.axhline(schedule.tail_target, linestyle="--", color=line.get_edgecolor())
-    curves.set_ylabel(f"acceptance rate, {TAIL_PERCENTILE:g}th percentile (lower bound)")
+    curves.set_ylabel(f"acceptance rate, {TAIL_PERCENTILE:g}th percentile")
     curves.set_title(title)
     steps.set_xlabel("position (cached tokens)")
     steps.set_ylabel("chosen KV budget (tokens)")
@@ -149,17 +147,15 @@ def check_schedule(
     ("fails"); "too few tokens" where it cannot be judged, "dense" where the budget leaves nothing
     out. `holds` is true if no bin fails and at least one holds or is dense.
     """
-    size = (schedule.bin_tokens, schedule.page_size)
-    lower = bin_tails(generations, *size)
-    upper = bin_tails(generations, *size, side="upper")
+    tails = bin_tails(generations, schedule.bin_tokens, schedule.page_size)
     rows: list[dict[str, Any]] = []
-    for index in sorted(lower.keys() | set(range(len(schedule.budget_tokens)))):
+    for index in sorted(tails.keys() | set(range(len(schedule.budget_tokens)))):
         start = index * schedule.bin_tokens
         budget = schedule.kv_budget_tokens(max(1, start))
         row = {"bin": index, "first_position": start, "budget_tokens": budget, "tokens": 0}
-        tail = lower.get(index)
+        tail = tails.get(index)
         if tail is not None:
-            row |= _interval(tail) | {"tail_upper_bound": upper[index].tail}
+            row |= _interval(tail)
         if budget >= start + schedule.bin_tokens:
             verdict = "dense"
         elif tail is None or tail.tail_high is None or not is_filled(tail, min_tokens):

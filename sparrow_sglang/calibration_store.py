@@ -30,8 +30,7 @@ class UnitTokens:
 
     unit: int
     cached: NDArray[np.int64]
-    lower: NDArray[np.float64]
-    upper: NDArray[np.float64]
+    rates: NDArray[np.float64]
 
 
 class WorkFolder:
@@ -85,8 +84,7 @@ class WorkFolder:
         columns = {
             "unit": np.concatenate([np.full(len(u.cached), u.unit, np.int32) for u in units]),
             "cached": np.concatenate([u.cached.astype(np.int32) for u in units]),
-            "lower": np.concatenate([u.lower.astype(np.float32) for u in units]),
-            "upper": np.concatenate([u.upper.astype(np.float32) for u in units]),
+            "rate": np.concatenate([u.rates.astype(np.float32) for u in units]),
         }
         numbers = json.dumps([u.unit for u in units]).encode()
         table = pyarrow.table(columns).replace_schema_metadata({_UNITS_KEY: numbers})
@@ -113,15 +111,12 @@ def _read_batch(path: Path) -> list[UnitTokens]:
 
     table = parquet.read_table(path)
     numbers = json.loads(table.schema.metadata[_UNITS_KEY])
-    unit, cached, lower, upper = (
-        table[name].to_numpy() for name in ("unit", "cached", "lower", "upper")
-    )
+    unit, cached, rates = (table[name].to_numpy() for name in ("unit", "cached", "rate"))
     return [
         UnitTokens(
             number,
             cached[unit == number].astype(np.int64),
-            lower[unit == number].astype(np.float64),
-            upper[unit == number].astype(np.float64),
+            rates[unit == number].astype(np.float64),
         )
         for number in numbers
     ]

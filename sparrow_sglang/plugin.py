@@ -8,7 +8,7 @@ factory, which no scheduler gets past, looks at what went wrong and refuses to s
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang import audit_hooks, hooks, server_args, server_control
+from sparrow_sglang import audit_hooks, exact_acceptance, hooks, server_args, server_control
 from sparrow_sglang.announce import announce, describe
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.refusals import (
@@ -39,7 +39,11 @@ def register() -> None:
     try:
         server_args.install()
         _Registration.wanted = (
-            hooks.HOOKS + server_control.HOOKS + audit_hooks.HOOKS + _platform_hooks()
+            hooks.HOOKS
+            + server_control.HOOKS
+            + audit_hooks.HOOKS
+            + exact_acceptance.HOOKS
+            + _platform_hooks()
         )
         _register_hooks(_Registration.wanted)
     except Exception as error:

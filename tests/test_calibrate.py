@@ -73,7 +73,7 @@ def test_no_filled_bin_and_wrong_targets_are_refused() -> None:
 def test_tokens_fall_into_the_bin_whose_budget_their_step_has() -> None:
     schedule = BudgetSchedule(name="t", page_size=16, bin_tokens=BIN, budget_tokens=(64,) * 9)
     for cached in range(1, 8 * BIN):
-        tokens = Tokens("a", np.array([cached]), np.array([0.5]), np.array([0.5]))
+        tokens = Tokens("a", np.array([cached]), np.array([0.5]))
         assert list(bin_tails([tokens], BIN, 16)) == [schedule.bin_index(cached)], cached
 
 
@@ -130,15 +130,15 @@ def test_builtin_prompts_reach_every_bin_and_the_two_parts_differ() -> None:
 
 
 def unit(number: int) -> UnitTokens:
-    return UnitTokens(number, np.array([5, 6]), np.array([0.5, 0.25]), np.array([1.0, 0.75]))
+    return UnitTokens(number, np.array([5, 6]), np.array([0.5, 0.25]))
 
 
 def test_a_work_folder_keeps_batches_and_leaves_out_damaged_ones(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path / "w", {"model": "m"})
-    work.add([unit(0), UnitTokens(1, *[np.empty(0)] * 3)])
+    work.add([unit(0), UnitTokens(1, *[np.empty(0)] * 2)])
     work.add([unit(2)])
     again = WorkFolder(tmp_path / "w", {"model": "m"}).load()
-    assert sorted(again) == [0, 1, 2] and again[2].lower.tolist() == [0.5, 0.25]
+    assert sorted(again) == [0, 1, 2] and again[2].rates.tolist() == [0.5, 0.25]
     damaged = tmp_path / "w" / "batch-00000002.parquet"
     damaged.write_bytes(damaged.read_bytes()[:40])
     assert sorted(WorkFolder(tmp_path / "w", {"model": "m"}).load()) == [0, 1]
@@ -170,7 +170,6 @@ def test_a_full_disk_is_one_error_and_keeps_what_was_measured(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    # A vocabulary of which 20 tokens are most, so that the bounds are close.
     folder = tmp_path_factory.mktemp("calibrated")
     return save_tiny_model(folder, spread=0.12, vocab_size=32, max_position_embeddings=320)
 
