@@ -105,6 +105,7 @@ class Auditor:
         self._working = False
         self._suspensions = 0
         self._published = 0.0
+        self._audited_since = False
         self._task: asyncio.Task[None] | None = None
 
     def sees(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
@@ -177,8 +178,8 @@ class Auditor:
             await asyncio.sleep(_POLL_S / 10)
         if self._log is not None:
             await self._write(self._log.flush)
-        self.report.publish()
-        return self.report.summary()
+        await asyncio.to_thread(self.report.publish)
+        return await asyncio.to_thread(self.report.summary)
 
     def _watch(self, request: "TokenizedGenerateReqInput") -> None:
         if len(self._watched) == _MAX_WATCHED:
@@ -217,6 +218,11 @@ class Auditor:
             )
             if self._log is not None and self._log.is_due():
                 await self._write(self._log.flush)
+            # Confidence intervals take a moment of this process' time, which users share.
+            if self._audited_since and time.monotonic() - self._published > _PUBLISH_S:
+                self._audited_since = False
+                await asyncio.to_thread(self.report.publish)
+                self._published = time.monotonic()
             if self._suspensions or not self._queue or not self._has_room(self._queue[0]):
                 await asyncio.sleep(_POLL_S)
                 continue
@@ -225,15 +231,13 @@ class Auditor:
             try:
                 await self._score(watched)
                 self.report.requests["audited"] += 1
+                self._audited_since = True
             # Whatever is wrong with one request, the server's users and the next must not suffer.
             except Exception as error:
                 self.report.requests["failed"] += 1
                 logger.warning("audit of request %s failed: %s", watched.request_id, error)
             finally:
                 self._working = False
-            if not self._queue or time.monotonic() - self._published > _PUBLISH_S:
-                await asyncio.to_thread(self.report.publish)
-                self._published = time.monotonic()
 
     def _has_room(self, watched: _Watched) -> bool:
         tokens = len(watched.prompt) + len(watched.tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sparrow_sglang.mismatch_log import TokenRows
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.tail import BinTail, TailStatistics
+from sparrow_sglang.tail import BIN_TOKENS, BinTail, TailStatistics
 
 WELL_FILLED_TOKENS = 2000
 """Tokens from which on a bin's tail is worth a warning: 100 of them lie below the percentile."""
@@ -34,7 +34,7 @@ logger = logging.getLogger("sparrow_sglang")
 class AuditReport:
     """Counts what one server's audit found under one schedule at a time.
 
-    Bins are the schedule's own. Both bounds are kept, because the acceptance rate itself cannot be
+    Bins are the schedule's own, or of 2,000 tokens under a fixed budget. Both bounds are kept, because the acceptance rate itself cannot be
     known from top-k lists: the tail lies between the two.
     """
 
@@ -47,9 +47,11 @@ class AuditReport:
     def start(self, schedule: BudgetSchedule) -> None:
         """Count anew, for `schedule`."""
         self.schedule = schedule
+        fixed = len(schedule.budget_tokens) == 1
+        bin_tokens = BIN_TOKENS if fixed else schedule.bin_tokens
         self._bounds = {
-            "lower": TailStatistics(schedule.bin_tokens),
-            "upper": TailStatistics(schedule.bin_tokens),
+            "lower": TailStatistics(bin_tokens),
+            "upper": TailStatistics(bin_tokens),
         }
         self._warned: set[int] = set()
         for gauge in self._gauges.values():
