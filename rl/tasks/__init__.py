@@ -1,9 +1,11 @@
 """The registry of tasks: where prompts come from, and how responses to them are judged.
 
-A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`.
+A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`; or it lies in a
+module of the user's, and `task.name` is "module:function".
 """
 
 import difflib
+import importlib
 from collections.abc import Callable
 
 from sparrow_sglang.config import ConfigError
@@ -13,7 +15,9 @@ from sparrow_sglang.rl.tasks.base import Render, Task, chat_render
 
 __all__ = ["TASKS", "Render", "Task", "chat_render", "load_task"]
 
-TASKS: dict[str, Callable[[TaskConfig, Render], Task]] = {
+Load = Callable[[TaskConfig, Render], Task]
+
+TASKS: dict[str, Load] = {
     "math": math.load,
     "code": code.load,
     "story": story.load,
@@ -25,10 +29,31 @@ def load_task(config: TaskConfig, render: Render) -> Task:
 
     Raises `ConfigError` if there is none of that name, or if its files or options are wrong.
     """
+    if ":" in config.name:
+        return _imported(config.name)(config, render)
     if config.name not in TASKS:
         near = difflib.get_close_matches(config.name, TASKS, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"task.name={config.name!r} is not known: did you mean {near!r}? Known tasks:"
-            f" {', '.join(TASKS)}"
+            f" {', '.join(TASKS)}; one of your own is module:function"
         )
     return TASKS[config.name](config, render)
+
+
+def _imported(name: str) -> Load:
+    module_name, _, function = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"task.name={name!r}: {error}; expected module:function, of a module that Python can"
+            " import: add its folder to PYTHONPATH"
+        ) from None
+    load: Load | None = getattr(module, function, None)
+    if not callable(load):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        raise ConfigError(
+            f"task.name={name!r}: {module_name} has no function {function!r}; it has"
+            f" {', '.join(functions) or 'none'}"
+        )
+    return load

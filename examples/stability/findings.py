@@ -1,0 +1,153 @@
+"""What happened in the runs: numbers per arm, and what they mean in words.
+
+In: the metrics of each run. Out: `ArmSummary`s and sentences. All of it follows from the numbers
+by the rules written here, whatever they say.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import hypot
+from statistics import fmean, median
+
+REWARD = "critic/score/mean"
+PASS_RATE = "eval/pass_rate"
+LENGTH = "response_length/mean"
+TAIL = "sparrow/accept_p05"
+TAIL_OF_BIN = "sparrow/accept_p05_bin"
+KL = "rollout_corr/kl"
+PAPER_TAIL = 0.86
+# Standard errors by which two pass rates must differ to be told apart.
+CLEAR = 2.0
+# A run has collapsed if its last pass rate is below this share of its best one.
+COLLAPSED_BELOW = 0.5
+
+Rows = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run: held-out pass rates with standard errors, and what became of it.
+
+    `outcome` is "collapsed" if the last pass rate is clearly below the best one, and below half of
+    it; "learnt" or "lost" if it is clearly above or below the first; "unchanged" otherwise.
+    """
+
+    first: float
+    best: float
+    last: float
+    outcome: str
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One arm over its seeds: means of runs; tails and KL are medians over the runs' steps.
+
+    `tails` is by position bin, and empty for dense rollouts. Rewards and lengths are means over the
+    first and the last tenth of the steps.
+    """
+
+    arm: str
+    runs: tuple[RunSummary, ...]
+    rewards: tuple[float, float]
+    lengths: tuple[float, float]
+    tails: Mapping[int, float]
+    kl: float
+
+    @property
+    def first(self) -> float:
+        return fmean(run.first for run in self.runs)
+
+    @property
+    def last(self) -> float:
+        return fmean(run.last for run in self.runs)
+
+    def count(self, *outcomes: str) -> int:
+        """Runs that ended in one of these ways."""
+        return sum(run.outcome in outcomes for run in self.runs)
+
+    @property
+    def is_stable(self) -> bool:
+        """No run has collapsed or lost."""
+        return self.count("collapsed", "lost") == 0
+
+
+def summarise(arm: str, runs: Sequence[Rows]) -> ArmSummary:
+    """`runs` are the rows of each seed's metrics, in the order of the steps."""
+    steps = [[row for row in rows if REWARD in row] for rows in runs]
+    bins = sorted({int(key.removeprefix(TAIL_OF_BIN)) for key in _keys(steps, TAIL_OF_BIN)})
+    return ArmSummary(
+        arm,
+        tuple(_run_summary(rows) for rows in runs),
+        _ends(steps, REWARD),
+        _ends(steps, LENGTH),
+        {index: median(_values(steps, f"{TAIL_OF_BIN}{index}")) for index in bins},
+        median(_values(steps, KL)),
+    )
+
+
+def sentences(summaries: Sequence[ArmSummary]) -> Iterator[str]:
+    """What happened in each arm, and whether the tail told it beforehand."""
+    for summary in summaries:
+        yield _what_happened(summary)
+    sparse = [summary for summary in summaries if summary.tails]
+    expected = [s for s in sparse if (min(s.tails.values()) >= PAPER_TAIL) == s.is_stable]
+    if not sparse:
+        return
+    yield (
+        f"The paper finds training stable where the tail is at least {PAPER_TAIL} in every bin, and"
+        f" collapses below. Here that holds for {len(expected)} of {len(sparse)} sparse arms."
+    )
+    for summary in sparse:
+        if summary not in expected:
+            lowest = min(summary.tails.values())
+            side = "at or above" if lowest >= PAPER_TAIL else "below"
+            then = "was stable" if summary.is_stable else "was not stable"
+            yield (
+                f"Against the paper: {summary.arm} has its lowest tail, {lowest:.3f}, {side}"
+                f" {PAPER_TAIL}, and {then}."
+            )
+
+
+def _what_happened(summary: ArmSummary) -> str:
+    kinds = ("learnt", "unchanged", "lost", "collapsed")
+    outcomes = ", ".join(f"{summary.count(kind)} {kind}" for kind in kinds if summary.count(kind))
+    tails = ", ".join(f"{tail:.3f} in bin {index}" for index, tail in summary.tails.items())
+    measured = f"tail {tails}" if tails else "dense rollouts, no tail"
+    return (
+        f"{summary.arm}: the pass rate went from {summary.first:.3f} to {summary.last:.3f}"
+        f" ({outcomes}), the reward of its rollouts from {summary.rewards[0]:.3f} to"
+        f" {summary.rewards[1]:.3f}, their length from {summary.lengths[0]:.0f} to"
+        f" {summary.lengths[1]:.0f} tokens; {measured}, KL to the dense policy {summary.kl:.2g}."
+    )
+
+
+def _run_summary(rows: Rows) -> RunSummary:
+    points = [(row[PASS_RATE], row[f"{PASS_RATE}_stderr"]) for row in rows if PASS_RATE in row]
+    first, best, last = points[0], max(points), points[-1]
+    if last[0] < COLLAPSED_BELOW * best[0] and _differ(last, best):
+        outcome = "collapsed"
+    elif _differ(last, first):
+        outcome = "learnt" if last[0] > first[0] else "lost"
+    else:
+        outcome = "unchanged"
+    return RunSummary(first[0], best[0], last[0], outcome)
+
+
+def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return abs(one[0] - other[0]) > CLEAR * hypot(one[1], other[1])
+
+
+def _keys(runs: Sequence[Rows], prefix: str) -> Iterator[str]:
+    yield from (key for rows in runs for row in rows for key in row if key.startswith(prefix))
+
+
+def _values(runs: Sequence[Rows], key: str) -> list[float]:
+    return [row[key] for rows in runs for row in rows if key in row]
+
+
+def _ends(runs: Sequence[Rows], key: str) -> tuple[float, float]:
+    """Mean over the first and the last tenth of each run's rows, at least one row."""
+    parts = [max(1, len(rows) // 10) for rows in runs]
+    first = [rows[:part] for rows, part in zip(runs, parts, strict=True)]
+    last = [rows[-part:] for rows, part in zip(runs, parts, strict=True)]
+    return fmean(_values(first, key)), fmean(_values(last, key))

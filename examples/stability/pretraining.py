@@ -1,0 +1,230 @@
+"""A small Qwen3 model that can do the task sometimes: supervised training from random weights.
+
+In: settings. Out: a checkpoint with tokenizer that transformers, SGLang and `sparrow train` load,
+and a record of how it was made. Graphs start with one node and double whenever the model has learnt
+them; until they are those of the task, edges differ in number and carry labels to copy. How to look
+something up is learnt from such examples soon, from the task itself hardly at all.
+"""
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from graph_walk import STEP_TOKENS, Walk, draw_walk, heldout_and_train, make_tokenizer
+from study_settings import PretrainSettings, StudySettings
+
+from sparrow_sglang.benchmarks.record import provenance
+from sparrow_sglang.config import ConfigError
+
+ROPE_THETA = 1e6
+GRAD_CLIP = 1.0
+MOST_LABELS = 2
+# Share of the new value in the running mean of the loss that decides when graphs grow.
+LOSS_WINDOW = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """Token ids of a prompt with one right response to it.
+
+    `least_loss` is the mean over the response, in nats, that choosing edges at random has.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    least_loss: float
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """An example, and the token ids [S, E] among which each of its S steps may choose."""
+
+    example: Example
+    choices: torch.Tensor
+
+
+def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
+    """Train until the held-out pass rate is reached, and save to `folder`; returns the record.
+
+    Raises `ConfigError` if `pretrain.steps` do not suffice; nothing is saved then.
+    """
+    tokenizer = make_tokenizer(settings.walk)
+    torch.manual_seed(settings.walk.seed)
+    model = new_model(settings, tokenizer)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    began = time.perf_counter()
+    history = []
+    for row in training(model, tokenizer, settings):
+        history.append(row | {"seconds": round(time.perf_counter() - began, 1)})
+        print(
+            f"pretraining: step {row['step']}, graphs of up to {row['nodes']} nodes, loss"
+            f" {row['loss']:.4f} above the least, pass rate {row['pass_rate']:.3f}",
+            flush=True,
+        )
+    reached = history[-1]["pass_rate"]
+    if reached < settings.pretrain.pass_rate:
+        raise ConfigError(
+            f"pretrain.steps={settings.pretrain.steps}: the pass rate is {reached:.3f} after them,"
+            f" with graphs of up to {history[-1]['nodes']} nodes; expected more steps, or a"
+            f" pretrain.pass_rate below {settings.pretrain.pass_rate}"
+        )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, **provenance(), "history": history}
+
+
+def new_model(settings: StudySettings, tokenizer: Any) -> Any:
+    """A Qwen3 causal language model with random fp32 weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=settings.context_tokens,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+            tie_word_embeddings=True,
+            # Such that a projection keeps the size of what it projects.
+            initializer_range=settings.model.hidden_size**-0.5,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            dtype="float32",
+            **settings.model.model_dump(),
+        )
+    )
+
+
+def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[dict[str, Any]]:
+    """Train in place, and give a row of progress now and then, the last one at the end.
+
+    A row holds the steps taken, the largest graphs so far, the running loss in nats a response
+    token above the least possible, and the held-out pass rate, 0 until graphs are the task's.
+    """
+    options, plan = settings.walk, settings.pretrain
+    walks = heldout_and_train(options.model_copy(update={"train": 0}))[: plan.evaluate_walks]
+    heldout = [
+        HeldOut(example, _choices(walk, tokenizer))
+        for walk, example in zip(walks, _examples(walks, tokenizer), strict=True)
+    ]
+    draw = random.Random(options.seed + 1)
+    optimiser = _optimiser(model, plan)
+    nodes, is_task, loss = min(2, options.most_nodes), False, math.nan
+    for step in range(1, plan.steps + 1):
+        for group in optimiser.param_groups:
+            group["lr"] = plan.lr * _rate(step, plan)
+        batch = _batch(draw, tokenizer, settings, None if is_task else nodes)
+        value = _train_on(model, optimiser, batch)
+        loss = value if math.isnan(loss) else loss + LOSS_WINDOW * (value - loss)
+        due = step % plan.evaluate_every == 0 or step == plan.steps
+        passed = expected_pass_rate(model, heldout) if due and is_task else 0.0
+        grows = loss < plan.grow_below and not is_task
+        if due or grows:
+            yield {"step": step, "nodes": nodes, "loss": loss, "pass_rate": passed}
+        if grows:
+            is_task = nodes == options.most_nodes
+            nodes, loss = min(2 * nodes, options.most_nodes), math.nan
+        if passed >= plan.pass_rate:
+            return
+
+
+@torch.no_grad()
+def expected_pass_rate(model: Any, heldout: Sequence[HeldOut]) -> float:
+    """Mean probability that dense decode at temperature 1 makes no mistake along these walks.
+
+    Without sampling: the product over a response of the probabilities of all right tokens.
+    """
+    rates = []
+    for item in heldout:
+        prompt, response = item.example.prompt, item.example.response
+        scores = _logits(model, torch.tensor([prompt + response]), len(prompt))[0].log_softmax(-1)
+        targets = torch.tensor(response, device=scores.device)
+        right = scores.gather(1, targets[:, None])[:, 0]
+        # The first token is a choice, and then each after as many as a step has.
+        steps = torch.arange(0, len(response), STEP_TOKENS, device=scores.device)
+        choices = item.choices.to(scores.device)
+        right[steps] = scores[steps].gather(1, choices).logsumexp(1)
+        rates.append(right.sum().exp().item())
+    return sum(rates) / len(rates)
+
+
+def _train_on(model: Any, optimiser: torch.optim.Optimizer, batch: Sequence[Example]) -> float:
+    """One step; the loss above the least, in nats a response token."""
+    start = len(batch[0].prompt)
+    tokens = torch.tensor([example.prompt + example.response for example in batch])
+    logits = _logits(model, tokens, start)
+    targets = tokens[:, start:].to(logits.device)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+    optimiser.step()
+    optimiser.zero_grad()
+    return float(loss.detach()) - sum(example.least_loss for example in batch) / len(batch)
+
+
+def _logits(model: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
+    """What predicts the tokens [B, T] from `start` on: [B, T - start, V] fp32."""
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        output = model(
+            input_ids=tokens[:, :-1].to(device),
+            use_cache=False,
+            logits_to_keep=tokens.shape[1] - start,
+        )
+    logits: torch.Tensor = output.logits.float()
+    return logits
+
+
+def _batch(
+    draw: random.Random, tokenizer: Any, settings: StudySettings, nodes: int | None
+) -> list[Example]:
+    """Walks of one length: through graphs of at most so many nodes, or those of the task."""
+    options, plan = settings.walk, settings.pretrain
+    if nodes is None:
+        size = draw.randint(options.least_nodes, options.most_nodes)
+        degree, labels, steps = options.degree, 0, options.steps
+    else:
+        size = draw.randint(max(1, nodes // 2), nodes)
+        degree = draw.randint(1, max(1, min(options.degree, size - 1)))
+        labels, steps = draw.randint(0, MOST_LABELS), size * degree
+    length = (STEP_TOKENS + labels) * (size * degree + steps)
+    count = max(1, min(plan.walks_per_step, plan.tokens_per_step // length))
+    walks = [draw_walk(draw, options, size, degree, steps, labels) for _ in range(count)]
+    return _examples(walks, tokenizer)
+
+
+def _examples(walks: Sequence[Walk], tokenizer: Any) -> list[Example]:
+    texts = [text for walk in walks for text in (walk.prompt(), walk.response())]
+    ids = tokenizer(texts, add_special_tokens=False).input_ids
+    found = []
+    for walk, prompt, response in zip(walks, ids[::2], ids[1::2], strict=True):
+        choices = walk.choices()
+        least = sum(math.log(len(choices[line[0]])) for line in walk.lines) / len(response)
+        found.append(Example(prompt, response, least))
+    return found
+
+
+def _choices(walk: Walk, tokenizer: Any) -> torch.Tensor:
+    ids = {
+        source: tokenizer.convert_tokens_to_ids(targets)
+        for source, targets in walk.choices().items()
+    }
+    return torch.tensor([ids[line[0]] for line in walk.lines])
+
+
+def _optimiser(model: Any, plan: PretrainSettings) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.98), fused=parameters[0].is_cuda)
+
+
+def _rate(step: int, plan: PretrainSettings) -> float:
+    """Learning rate as a share of its peak."""
+    return min(1.0, step / plan.warmup_steps, max(0.1, 1 - step / plan.steps))

@@ -1,0 +1,149 @@
+"""The study: where does reinforcement learning from sparse rollouts stay stable, and where not?
+
+A small Qwen3 model learns a task from random weights, is calibrated, and is then trained by GRPO
+from the same checkpoint under dense rollouts, calibrated schedules, a budget far too small, and
+DistillSparse. Stages: model, schedules, runs, page. Each is skipped if its result is there, so a
+study that was stopped goes on when the command is repeated. What to run is in study.toml.
+
+  python examples/stability/study.py                    one GPU
+  python examples/stability/study.py --scale tiny       any machine, to see that it works
+
+The page is results/README.md in the output folder, with the metrics that it was made from.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from arms import METRICS, RunFailed, RunPlan, plan_runs, run_all
+from graph_walk import save_prompts
+from page import write_page
+from pretraining import pretrain
+from study_settings import CALIBRATED, StudySettings
+
+from sparrow_sglang.benchmarks.record import write_result
+from sparrow_sglang.config import ConfigError
+
+SETTINGS = Path(__file__).with_name("study.toml")
+# Graphs that no run trains on or is evaluated on.
+CALIBRATION_SEED = 1_000_003
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing; the exit code is 1 if a stage failed, 2 if a setting is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--scale", default="full", help="table of study.toml: full (default) or tiny")
+    add("--out", type=Path, help="folder of all results; default runs/stability-SCALE")
+    add("--parallel", type=int, help="runs at a time; default: that of study.toml")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        settings = StudySettings.load(SETTINGS, args.scale)
+        if args.parallel is not None and args.parallel < 1:
+            raise ConfigError(f"--parallel {args.parallel}: expected 1 or more")
+        out = (args.out or Path("runs") / f"stability-{args.scale}").resolve()
+        study(settings, out, args.parallel or settings.parallel)
+    except ConfigError as error:
+        print(f"study: error: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"study: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("study: stopped; repeat the command to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def study(settings: StudySettings, out: Path, parallel: int) -> None:
+    """All stages, into `out`.
+
+    Raises `ConfigError` if `out` holds a study of other settings, or as the stages do.
+    """
+    results = out / "results"
+    _own(results / "settings.json", settings)
+    model = make_model(settings, out)
+    schedules = calibrate(settings, model, results)
+    plans = plan_runs(settings, model, schedules, out / "runs")
+    run_all(plans, parallel)
+    print(collect(plans, results))
+
+
+def make_model(settings: StudySettings, out: Path) -> Path:
+    """The pretrained checkpoint."""
+    model, record = out / "model", out / "results" / "pretraining.json"
+    if not record.exists():
+        write_result(record, pretrain(settings, model))
+    return model
+
+
+def calibrate(settings: StudySettings, model: Path, results: Path) -> Mapping[str, Path]:
+    """Schedule files by the names that arms use; raises `RunFailed` if `sparrow calibrate` does."""
+    plan = settings.calibration
+    folder = results / "schedules"
+    files = {f"{CALIBRATED}{target}": folder / f"walk-{target}.json" for target in plan.targets}
+    if all(file.exists() for file in files.values()):
+        return files
+    folder.mkdir(exist_ok=True)
+    prompts = results.parent / "calibration.jsonl"
+    save_prompts(prompts, settings.walk, plan.prompts, CALIBRATION_SEED)
+    # A single target would be written to the very name that is given.
+    name = "walk.json" if len(plan.targets) > 1 else f"walk-{plan.targets[0]}.json"
+    options = {
+        "--model-path": [model],
+        "--prompts": [prompts],
+        "--target": plan.targets,
+        "--out": [folder / name],
+        "--work": [results.parent / "calibration"],
+        "--budgets": plan.budgets,
+        "--bin-tokens": [plan.bin_tokens],
+        "--min-tokens": [plan.min_tokens],
+        "--new-tokens": [settings.walk.response_tokens()],
+        "--engine-args": [json.dumps(settings.server_args)],
+    }
+    words = [str(word) for option, values in options.items() for word in (option, *values)]
+    command = [sys.executable, "-m", "sparrow_sglang.cli", "calibrate", *words]
+    if subprocess.run(command).returncode:
+        raise RunFailed("the calibration has failed; repeat the command to go on")
+    return files
+
+
+def collect(plans: Sequence[RunPlan], results: Path) -> Path:
+    """Everything that the page is made from, in one folder; returns the page."""
+    folder = results / "metrics"
+    folder.mkdir(exist_ok=True)
+    for plan in plans:
+        shutil.copyfile(plan.config.run_dir / METRICS, folder / f"{plan.name}.jsonl")
+    return write_page(results)
+
+
+def _own(path: Path, settings: StudySettings) -> None:
+    """Note the settings of a study, or compare them with those noted."""
+    values = settings.model_dump(mode="json", exclude={"parallel"})
+    if not path.exists():
+        write_result(path, values)
+    noted = json.loads(path.read_text("utf-8"))
+    for key, value in values.items():
+        if noted.get(key) != value:
+            raise ConfigError(
+                f"{key}={value!r}: the study in {path.parents[1]} was begun with"
+                f" {noted.get(key)!r}; set it back, or use another --out"
+            )
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What the study may be told: one table of study.toml, checked before anything starts.
+
+In: a TOML file and the name of a scale. Out: `StudySettings`.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Self
+
+from graph_walk import WalkOptions
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from sparrow_sglang.config import ConfigError
+
+CALIBRATED = "calibrated-"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelShape(_Section):
+    """A Qwen3 model with random weights."""
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: int = Field(ge=3)
+    """At least 3, as layers 0 and 1 are dense under every schedule."""
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+
+
+class PretrainSettings(_Section):
+    """Supervised training, from graphs of one node to those of the task."""
+
+    steps: PositiveInt
+    """Optimiser steps at most."""
+    tokens_per_step: PositiveInt
+    """Tokens of a batch, in whole walks of one length."""
+    walks_per_step: PositiveInt
+    """Walks of a batch at most."""
+    lr: PositiveFloat
+    """Peak of the learning rate, which rises over `warmup_steps` and falls to a tenth."""
+    warmup_steps: PositiveInt
+    grow_below: PositiveFloat
+    """Loss above the least possible, in nats a token, at which the largest graphs double."""
+    evaluate_every: PositiveInt
+    """Steps between measurements of the pass rate, once graphs are those of the task."""
+    evaluate_walks: PositiveInt
+    """Held-out walks that it is measured on."""
+    pass_rate: float = Field(gt=0, lt=1)
+    """Training ends as soon as it is reached, to leave something to learn by rewards."""
+
+
+class CalibrationSettings(_Section):
+    """`sparrow calibrate`, once for all targets."""
+
+    targets: tuple[float, ...] = Field(min_length=1)
+    prompts: PositiveInt
+    budgets: tuple[PositiveInt, ...] = Field(min_length=1)
+    bin_tokens: PositiveInt
+    min_tokens: PositiveInt
+
+
+class Arm(_Section):
+    """One way to roll out."""
+
+    schedule: str
+    """"dense", calibrated-<target>, or anything else that engine.schedule takes."""
+    distill: bool = False
+    """Train an adapter and roll out with it."""
+
+
+class StudySettings(_Section):
+    """One table of the file."""
+
+    seeds: tuple[int, ...] = Field(min_length=1)
+    parallel: PositiveInt
+    """Runs at a time."""
+    arms: dict[str, Arm] = Field(min_length=1)
+    walk: WalkOptions
+    model: ModelShape
+    pretrain: PretrainSettings
+    calibration: CalibrationSettings
+    server_args: dict[str, Any]
+    """Arguments of SGLang, for calibration and for rollouts."""
+    train: dict[str, Any]
+    """Settings of `sparrow train` that all runs share."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        known = [f"{CALIBRATED}{target}" for target in self.calibration.targets]
+        for name, arm in self.arms.items():
+            if arm.schedule.startswith(CALIBRATED) and arm.schedule not in known:
+                raise ValueError(
+                    f"arms.{name}.schedule={arm.schedule!r}: expected one of {', '.join(known)},"
+                    " or another target among calibration.targets"
+                )
+        return self
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence, with room for the token that SGLang wants left when it scores."""
+        return self.walk.prompt_tokens() + self.walk.response_tokens() + 16
+
+    @classmethod
+    def load(cls, path: Path, scale: str) -> Self:
+        """The table `scale` of a TOML file.
+
+        Raises `ConfigError`: the file cannot be read, or a key is unknown, missing or not allowed.
+        """
+        try:
+            tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error}); expected a TOML file") from None
+        if scale not in tables:
+            raise ConfigError(
+                f"--scale {scale}: {path} has no such table; it has {', '.join(tables)}"
+            )
+        try:
+            return cls.model_validate(tables[scale])
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            field = ".".join(map(str, (scale, *problem["loc"])))
+            value = problem["input"] if not isinstance(problem["input"], dict | cls) else None
+            shown = f"={value!r}" if value is not None else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{path}: {field}{shown}: {message}") from None

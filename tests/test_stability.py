@@ -1,0 +1,311 @@
+"""The stability study: its task, how it pretrains, plans its runs, and judges what happened."""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TaskConfig, TrainConfig
+from sparrow_sglang.rl.tasks import chat_render, load_task
+from sparrow_sglang.schedule import BudgetSchedule
+
+FOLDER = Path(__file__).parents[1] / "examples" / "stability"
+sys.path.insert(0, str(FOLDER))
+
+import arms  # noqa: E402
+import findings  # noqa: E402
+import graph_walk  # noqa: E402
+import page  # noqa: E402
+import pretraining  # noqa: E402
+import study  # noqa: E402
+from graph_walk import WalkOptions  # noqa: E402
+from study_settings import StudySettings  # noqa: E402
+
+OPTIONS = WalkOptions(degree=3, least_nodes=5, most_nodes=9, names=12, train=20, heldout=10)
+
+
+def task_of(options: WalkOptions) -> Any:
+    tokenizer = graph_walk.make_tokenizer(options)
+    config = TaskConfig(name="graph_walk:load", options=options.model_dump())
+    return load_task(config, chat_render(tokenizer)), tokenizer
+
+
+def random_answer(prompt: list[str], draw: random.Random, base: int) -> list[str]:
+    """A walk read off the words of a prompt alone."""
+    *edges, _, high, low, at = prompt
+    pairs = list(zip(edges[::3], edges[1::3], strict=True))
+    words = []
+    for left in reversed(range(int(high[1:]) * base + int(low[1:]))):
+        following = draw.choice([b for a, b in pairs if a == at])
+        words += [at, following, f"h{left // base}", f"l{left % base}"]
+        at = following
+    return words[1:]
+
+
+def test_prompts_hold_all_that_a_right_response_needs() -> None:
+    task, tokenizer = task_of(OPTIONS)
+    assert (len(task.train), len(task.heldout)) == (20, 10)
+    draw = random.Random(1)
+    lengths = []
+    for prompt in (*task.train, *task.heldout):
+        words = tokenizer.decode(prompt.input_ids).split()
+        assert len(words) == len(prompt.input_ids) <= OPTIONS.prompt_tokens()
+        edges = {(a, b) for a, b in zip(words[:-4:3], words[1:-4:3], strict=True)}
+        assert len(edges) == (len(words) - 4) // 3
+        answer = random_answer(words, draw, OPTIONS.base)
+        assert task.reward(prompt, " ".join(answer)) == 1.0
+        lengths.append(len(tokenizer(" ".join(answer)).input_ids) + 1)
+    assert max(lengths) <= OPTIONS.response_tokens()
+    assert len({prompt.input_ids for prompt in (*task.train, *task.heldout)}) == 30
+    assert task_of(OPTIONS)[0].heldout == task.heldout
+
+
+def test_one_wrong_word_fails_the_whole_response() -> None:
+    task, tokenizer = task_of(OPTIONS)
+    prompt = task.train[0]
+    draw = random.Random(2)
+    answer = random_answer(tokenizer.decode(prompt.input_ids).split(), draw, OPTIONS.base)
+    edges = {tuple(edge) for edge in prompt.payload["edges"]}
+    for place in range(len(answer)):
+        wrong = list(answer)
+        wrong[place] = "n11" if answer[place] != "n11" else "n10"
+        # The last node of all may be another one that an edge leads to.
+        if place == len(answer) - 3 and (answer[-4], wrong[place]) in edges:
+            continue
+        assert task.reward(prompt, " ".join(wrong)) == 0.0, place
+    for wrong in ([], answer[:-4], answer[:-1], [*answer, "n1"], answer[1:]):
+        assert task.reward(prompt, " ".join(wrong)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("graph_walk:loud", r"task\.name='graph_walk:loud': graph_walk has no function 'loud'"),
+        ("no_such_module:load", r"task\.name='no_such_module:load': No module .*PYTHONPATH"),
+        (":load", r"task\.name=':load': .*expected module:function"),
+    ],
+)
+def test_tasks_that_cannot_be_imported_are_refused(name: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_task(TaskConfig(name=name), lambda messages: (1,))
+
+
+def test_options_that_no_graph_fits_are_refused() -> None:
+    config = TaskConfig(name="graph_walk:load", options=OPTIONS.model_dump() | {"names": 8})
+    with pytest.raises(ConfigError, match=r"task\.options\.names=8: .*most_nodes"):
+        load_task(config, lambda messages: (1,))
+
+
+def tiny(**changes: Any) -> StudySettings:
+    settings = StudySettings.load(FOLDER / "study.toml", "tiny").model_dump()
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        if key:
+            settings[section][key] = value
+        else:
+            settings[section] = value
+    return StudySettings.model_validate(settings)
+
+
+def test_the_expected_pass_rate_is_the_mass_of_right_tokens() -> None:
+    settings = tiny(walk__most_nodes=6, walk__least_nodes=6)
+    tokenizer = graph_walk.make_tokenizer(settings.walk)
+    torch.manual_seed(0)
+    model = pretraining.new_model(settings, tokenizer)
+    walk = graph_walk.draw_walk(random.Random(0), settings.walk, 6, 2)
+    (example,) = pretraining._examples([walk], tokenizer)
+    item = pretraining.HeldOut(example, pretraining._choices(walk, tokenizer))
+    words = walk.prompt().split()
+    leads_to: dict[str, set[str]] = {}
+    for source, target in walk.edges:
+        leads_to.setdefault(source, set()).add(target)
+    mass = 1.0
+    for word in [*walk.response().split(), "stop"]:
+        ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
+        with torch.no_grad():
+            probs = model(ids).logits[0, -1].softmax(-1)
+        # A choice follows the name of the node that a step starts from.
+        is_choice = word.startswith("n") and words[-1].startswith("n")
+        right = leads_to[words[-1]] if is_choice else {word}
+        mass *= sum(float(probs[i]) for i in tokenizer.convert_tokens_to_ids(sorted(right)))
+        words.append(word)
+    assert pretraining.expected_pass_rate(model, [item]) == pytest.approx(mass, rel=1e-3)
+
+
+def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Path) -> None:
+    settings = tiny(
+        walk={"degree": 1, "least_nodes": 2, "most_nodes": 2, "names": 4, "heldout": 8},
+        model__num_hidden_layers=3,
+        pretrain__steps=150,
+        pretrain__tokens_per_step=300,
+        pretrain__evaluate_every=10,
+        pretrain__grow_below=0.4,
+        pretrain__pass_rate=0.5,
+    )
+    record = pretraining.pretrain(settings, tmp_path / "model")
+    rows = record["history"]
+    assert rows[-1]["pass_rate"] >= 0.5 > rows[0]["pass_rate"]
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert rows[-1]["step"] < 150
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # What is saved is what was trained, with the tokenizer that goes with it.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    task, _ = task_of(settings.walk)
+    passed = 0
+    for prompt in task.heldout:
+        ids = torch.tensor([prompt.input_ids])
+        found = model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
+        text = tokenizer.decode(found, skip_special_tokens=True)
+        passed += int(task.reward(prompt, text))
+    assert passed >= len(task.heldout) / 2
+    with pytest.raises(ConfigError, match=r"pretrain\.steps=3: the pass rate is 0\.0\d+ after"):
+        hasty = settings.pretrain.model_copy(update={"steps": 3})
+        pretraining.pretrain(settings.model_copy(update={"pretrain": hasty}), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("scale", ["tiny", "full"])
+def test_every_run_is_an_ordinary_configuration(scale: str, tmp_path: Path) -> None:
+    settings = StudySettings.load(FOLDER / "study.toml", scale)
+    files = {
+        f"calibrated-{target}": tmp_path / f"{target}.json"
+        for target in settings.calibration.targets
+    }
+    plans = arms.plan_runs(settings, tmp_path / "model", files, tmp_path / "runs")
+    assert [(plan.arm, plan.seed) for plan in plans] == [
+        (arm, seed) for seed in settings.seeds for arm in settings.arms
+    ]
+    for plan in plans:
+        file = tmp_path / "run.toml"
+        file.write_text("\n".join(arms._toml(plan.values)))
+        assert TrainConfig.load(file) == plan.config
+        how = settings.arms[plan.arm]
+        assert plan.config.engine.schedule == str(files.get(how.schedule, how.schedule))
+        assert plan.config.distill.enabled == how.distill
+        longest = plan.config.rollout.max_prompt_tokens + plan.config.rollout.max_new_tokens
+        assert longest < settings.context_tokens
+    starts = {
+        plan.config.model_copy(update={"run_dir": Path("x")}).model_dump_json() for plan in plans
+    }
+    assert len(starts) == len(plans)
+
+
+def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    text = (FOLDER / "study.toml").read_text()
+    file = tmp_path / "study.toml"
+    for old, new, match in (
+        ("max_new_tokens = 160", "max_new_tokens = 100", r"tiny: max_new_tokens=100: .* 128"),
+        ('"fixed-64"', '"calibrated-0.9"', r"arms\.small\.schedule='calibrated-0\.9': .*0\.86"),
+        ("names = 32", "names = 8", r"tiny\.walk\.names=8: .*most_nodes"),
+        ("lr = 4e-3", "rate = 4e-3", r"tiny\.pretrain\.lr: Field required"),
+    ):
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+        with pytest.raises(ConfigError, match=match):
+            StudySettings.load(file, "tiny")
+    with pytest.raises(ConfigError, match=r"--scale huge: .* it has tiny, full"):
+        StudySettings.load(FOLDER / "study.toml", "huge")
+
+
+def metrics(
+    passes: list[float], tail: float | None, steps: int = 20, reward: float = 0.4
+) -> list[dict[str, float]]:
+    """Rows of a run that is evaluated at even distances, the last time after its last step."""
+    rows: list[dict[str, float]] = []
+    for step in range(steps + 1):
+        row: dict[str, float] = {"step": step}
+        if step < steps:
+            row |= {findings.REWARD: reward + 0.01 * step, findings.LENGTH: 100.0 + step}
+            row |= {findings.KL: 0.001}
+            if tail is not None:
+                row |= {f"{findings.TAIL_OF_BIN}0": tail, f"{findings.TAIL_OF_BIN}1": tail - 0.01}
+        every = steps // (len(passes) - 1)
+        if step % every == 0:
+            row |= {findings.PASS_RATE: passes[step // every], f"{findings.PASS_RATE}_stderr": 0.04}
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("passes", "outcome"),
+    [
+        ([0.4, 0.6, 0.8], "learnt"),
+        ([0.4, 0.45, 0.42], "unchanged"),
+        ([0.8, 0.7, 0.6], "lost"),
+        ([0.4, 0.8, 0.1], "collapsed"),
+        ([0.4, 0.2, 0.0], "collapsed"),
+        # Half as good as the best one, but no further from it than chance allows.
+        ([0.05, 0.1, 0.04], "unchanged"),
+    ],
+)
+def test_what_became_of_a_run(passes: list[float], outcome: str) -> None:
+    summary = findings.summarise("x", [metrics(passes, 0.9)])
+    assert summary.runs[0].outcome == outcome
+    assert summary.is_stable == (outcome in ("learnt", "unchanged"))
+    assert summary.rewards == pytest.approx((0.405, 0.585))
+    assert summary.lengths == pytest.approx((100.5, 118.5))
+    assert summary.tails == {0: 0.9, 1: 0.89}
+
+
+def test_words_follow_from_the_numbers_also_against_the_paper() -> None:
+    good, bad = [0.4, 0.6, 0.8], [0.4, 0.2, 0.0]
+    cases = {"dense": (good, None), "safe": (good, 0.9), "small": (bad, 0.3)}
+    text = list(
+        findings.sentences([findings.summarise(a, [metrics(*c)]) for a, c in cases.items()])
+    )
+    assert "0.400 to 0.800 (1 learnt)" in text[0] and "no tail" in text[0]
+    assert "0.900 in bin 0, 0.890 in bin 1" in text[1]
+    assert "1 collapsed" in text[2]
+    assert text[3].endswith("holds for 2 of 2 sparse arms.") and len(text) == 4
+    cases = {"bold": (good, 0.5), "safe": (bad, 0.9), "edge": (good, 0.86)}
+    text = list(
+        findings.sentences([findings.summarise(a, [metrics(*c)]) for a, c in cases.items()])
+    )
+    assert text[3].endswith("holds for 0 of 3 sparse arms.")
+    assert "bold has its lowest tail, 0.490, below 0.86, and was stable" in text[4]
+    assert "safe has its lowest tail, 0.890, at or above 0.86, and was not stable" in text[5]
+    # The lower bin counts.
+    assert "edge has its lowest tail, 0.850, below 0.86, and was stable" in text[6]
+
+
+def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
+    settings = tiny(seeds=(0, 1))
+    study._own(tmp_path / "settings.json", settings)
+    record = {
+        "parameters": 1_500_000,
+        "device": "a device",
+        "packages": {"sglang": "0.5.17", "torch": "2.11.0"},
+        "commit": "abc",
+        "command": "study.py",
+        "history": [{"step": 7, "nodes": 16, "loss": 0.1, "pass_rate": 0.333, "seconds": 12.0}],
+    }
+    (tmp_path / "pretraining.json").write_text(json.dumps(record))
+    for folder in ("metrics", "schedules"):
+        (tmp_path / folder).mkdir()
+    BudgetSchedule(
+        name="x", page_size=16, bin_tokens=128, budget_tokens=(64, 96), tail_target=0.86
+    ).save(tmp_path / "schedules" / "walk-0.86.json")
+    for arm, tail in (("dense", None), ("small", 0.25)):
+        for seed in (0, 1):
+            rows = metrics([0.4, 0.6, 0.8 - 0.5 * seed], tail)
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (tmp_path / "metrics" / f"{arm}-seed{seed}.jsonl").write_text(text)
+    text = page.write_page(tmp_path).read_text()
+    assert "1.5M parameters, 7 steps" in text and "pass rate 0.333" in text
+    assert "| small | 0.400 | 0.800, 0.300 |" in text
+    assert "| 0.250, 0.240 | 0.001 | learnt, unchanged |" in text
+    assert "0.250 in bin 0" in text
+    assert "| 64, 96 | 128 |" in text
+    import matplotlib.image
+
+    for picture in ("curves.png", "tails.png"):
+        assert f"({picture})" in text
+        pixels = matplotlib.image.imread(tmp_path / picture)
+        assert pixels[..., :3].std() > 0.01
