@@ -9,6 +9,7 @@ from importlib.metadata import version
 from sparrow_sglang import calibrate, doctor, plan, serve, train
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.models import ModelError
+from sparrow_sglang.report import command as report
 
 DESCRIPTION = """\
 Sparse decode for stock SGLang: while generating, each token reads a budget of KV pages that grows
@@ -24,6 +25,7 @@ examples:
   sparrow bench step                               what does it save, measured on this GPU?
   sparrow calibrate --model-path M --target 0.86   which budget does your model need?
   sparrow train examples/story_smollm2.toml        GRPO from sparse rollouts
+  sparrow report runs/story                        one HTML page from what the others have written
 
 sparrow COMMAND --help says more about a command.
 """
@@ -48,6 +50,11 @@ shapes of Qwen3-1.7B to 14B. Results go to a JSON file, with device, versions an
   step      a whole decode step of SGLang, dense and sparse, for chosen batches and lengths;
             minutes per model, nearly the whole GPU
   kernels   the kernels of one layer against the memory bandwidth, and other libraries beside them
+  rollout   a rollout's response lengths replayed to the last sequence, sparse and dense: tokens/s,
+            and how they develop; minutes
+  serving   SGLang's bench_serving against a sparse and a dense server in turn
+
+rollout and serving also take a model of yours, with --model-path, and then need no GPU.
 """
 
 BENCH_EPILOG = """\
@@ -59,9 +66,11 @@ examples, as they were run for the README's tables (which list every command):
       --engine-args '{"disable_prefill_cuda_graph": true}'
   sparrow bench kernels --out kernels.json
 
-16x32768 means 16 sequences of 32768 cached tokens each. sparrow bench step --help and
-sparrow bench kernels --help list the options.
+16x32768 means 16 sequences of 32768 cached tokens each. sparrow bench step --help lists the
+options, and so for the others.
 """
+
+BENCHMARKS = ("step", "kernels", "rollout", "serving")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,15 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_parser(commands)
     calibrate.add_parser(commands)
     train.add_parser(commands)
+    report.add_parser(commands)
     bench = commands.add_parser(
         "bench",
-        help="measure decode steps and kernels on this GPU",
-        usage="sparrow bench {step,kernels} [options ...]",
+        help="measure steps, kernels, rollouts and servers on this GPU",
+        usage=f"sparrow bench {{{','.join(BENCHMARKS)}}} [options ...]",
         description=BENCH_HELP,
         epilog=BENCH_EPILOG,
         formatter_class=raw,
     )
-    bench.add_argument("benchmark", choices=("step", "kernels"), help=argparse.SUPPRESS)
+    bench.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
     return parser
 
 
@@ -105,11 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(words[1:])
     if words[:1] == ["doctor"] and not {"-h", "--help"} & set(words):
         return _doctor(words[1:])
-    if words[:1] == ["bench"] and words[1:2] in (["step"], ["kernels"]):
+    if words[:1] == ["bench"] and words[1:2] and words[1] in BENCHMARKS:
         return _bench(words[1], words[2:])
     parser = _parser()
     args = parser.parse_args(words)
-    if args.command not in ("plan", "calibrate", "train"):
+    if args.command not in ("plan", "calibrate", "train", "report"):
         parser.error(f"{' '.join(words)}: expected the same without --")
     return _run(args)
 
@@ -151,14 +161,15 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _bench(benchmark: str, argv: Sequence[str]) -> int:
-    # Late, as the kernels import torch and Triton.
-    if benchmark == "step":
-        from sparrow_sglang.benchmarks import decode_step
+    # Late, as they import torch, the kernels Triton too.
+    if benchmark == "kernels":
+        from sparrow_sglang.benchmarks import kernels
 
-        return decode_step.main(argv)
-    from sparrow_sglang.benchmarks import kernels
+        return kernels.main(argv)
+    from sparrow_sglang.benchmarks import decode_step, rollout_replay, serving
 
-    return kernels.main(argv)
+    run = {"step": decode_step.main, "rollout": rollout_replay.main, "serving": serving.main}
+    return run[benchmark](argv)
 
 
 if __name__ == "__main__":

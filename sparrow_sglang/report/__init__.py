@@ -1,0 +1,1 @@
+"""`sparrow report`: calibrations, benchmarks and training runs as one self-contained page."""

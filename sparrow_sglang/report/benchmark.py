@@ -1,0 +1,277 @@
+"""Sections of benchmark results: step time and throughput by length, rollouts over time.
+
+In: result files, as `sparrow bench` writes them. Out: one section for all decode steps, which are
+compared across files, and one for each other result; a result of a kind that has no charts is shown
+as a table.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from sparrow_sglang.benchmarks.result_files import Run, rerun_command
+from sparrow_sglang.benchmarks.table import Pair, pair_rows
+from sparrow_sglang.report.charts import PALETTE, Chart, Line
+from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
+
+_WIDEST = 8
+_STEP_HEADS = (
+    "model", "schedule", "case", "dense ms", "sparse ms", "speed-up", "floor ms", "dense tokens/s",
+    "sparse tokens/s",
+)  # fmt: skip
+_STEP_NOTE = (
+    "One decode step of stock SGLang. Floor: the bytes that the step must read over the copy"
+    " bandwidth of the run."
+)
+
+
+class _Step(BaseModel):
+    model: str
+    backend: str
+    case: str
+    batch: int = Field(gt=0)
+    cached_tokens: int
+    step_ms: float = Field(gt=0)
+    floor_ms: float
+    tokens_per_s: float
+    schedule: str | None
+
+    @property
+    def label(self) -> str:
+        return self.schedule or f"{self.backend}, dense"
+
+    @property
+    def length(self) -> float:
+        return self.cached_tokens / self.batch
+
+
+class _Point(BaseModel):
+    s: float
+    tokens: float
+    unfinished: float
+    tokens_per_s: float
+
+
+class _Rollout(BaseModel):
+    model: str
+    backend: str
+    schedule: str | None
+    seconds: float
+    output_tokens: int
+    tokens_per_s: float = Field(gt=0)
+    curve: list[_Point]
+
+    @property
+    def label(self) -> str:
+        return self.schedule or f"{self.backend}, dense"
+
+
+class _Result(BaseModel):
+    """What every result carries."""
+
+    device: str
+    packages: dict[str, str | None]
+    commit: str
+    command: str
+    rows: list[dict[str, Any]] = Field(min_length=1)
+
+
+def benchmark_sections(results: dict[Path, dict[str, Any]], left_out: list[str]) -> list[Section]:
+    """Sections of all results. What is damaged goes to `left_out`, with the reason."""
+    runs: list[Run] = []
+    others: list[Section] = []
+    for path, content in results.items():
+        try:
+            rows = _Result.model_validate(content).rows
+            if "step_ms" in rows[0]:
+                for row in rows:
+                    _Step.model_validate(row)
+                runs.append(Run(path.as_posix(), content))
+            elif "curve" in rows[0]:
+                replays = [_Rollout.model_validate(row) for row in rows]
+                others.append(_rollout_section(path, content, replays))
+            else:
+                others.append(_other_section(path, content))
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(map(str, problem["loc"]))
+            left_out.append(
+                f"{path}: {where}: {problem['msg']}; expected what `sparrow bench` writes"
+            )
+    return ([_step_section(runs)] if runs else []) + others
+
+
+def _step_section(runs: list[Run]) -> Section:
+    pairs = pair_rows(runs)
+    figures = [figure for run in runs for figure in _length_figures(run)]
+    compared = [(pair.speedup, pair) for pair in pairs if pair.speedup is not None]
+    facts = [("devices", ", ".join(dict.fromkeys(run.device for run in runs)))]
+    if compared:
+        speedup, pair = max(compared, key=lambda each: each[0])
+        row = pair.sparse
+        facts.append((f"largest speed-up: {row['model']}, {row['case']}", f"{speedup:.2f}×"))
+        facts.append(("with schedule", row["schedule"]))
+    return Section(
+        kind="benchmark",
+        title="Decode steps",
+        facts=facts,
+        figures=figures,
+        tables=[Table("Sparse against dense", _STEP_HEADS, [_cells(p) for p in pairs], words=3)],
+        settings=[_versions(Path(run.path), run.content) for run in runs],
+    )
+
+
+def _cells(pair: Pair) -> list[str]:
+    dense: dict[str, Any] = pair.dense or {}
+    sparse = pair.sparse
+    return [
+        sparse["model"],
+        sparse["schedule"],
+        sparse["case"].replace("x", " × "),
+        number(dense.get("step_ms")),
+        number(sparse["step_ms"]),
+        "–" if pair.speedup is None else f"{pair.speedup:.2f}×",
+        number(sparse["floor_ms"]),
+        number(dense.get("tokens_per_s")),
+        number(sparse["tokens_per_s"]),
+    ]
+
+
+def _length_figures(run: Run) -> list[Figure]:
+    """Step time and throughput of each model and batch that was timed at several lengths."""
+    groups: dict[tuple[str, int], list[_Step]] = {}
+    for row in run.rows:
+        step = _Step.model_validate(row)
+        # Sequences of mixed length have no one length to be drawn at.
+        if not step.case.startswith("fill:"):
+            groups.setdefault((step.model, step.batch), []).append(step)
+    figures = []
+    for (model, batch), steps in groups.items():
+        if len({step.length for step in steps}) < 2:
+            continue
+        chart = _time_chart(f"{model}, {batch} sequences: step time", steps)
+        figures.append(Figure(chart, f"{_STEP_NOTE} {Path(run.path).name}."))
+        chart = Chart(
+            f"{model}, {batch} sequences: throughput",
+            "cached tokens per sequence",
+            "tokens/s",
+            _lines(steps, "tokens_per_s"),
+            from_zero=True,
+        )
+        figures.append(Figure(chart, f"All sequences together. {Path(run.path).name}."))
+    return figures
+
+
+def _time_chart(title: str, steps: Sequence[_Step]) -> Chart:
+    lines = _lines(steps, "step_ms")
+    sparse = [step for step in steps if step.schedule]
+    floors = _lines(sparse, "floor_ms", "floor of ", dashed=True)
+    return Chart(title, "cached tokens per sequence", "ms", [*lines, *floors], from_zero=True)
+
+
+def _lines(
+    steps: Sequence[_Step], field: str, prefix: str = "", dashed: bool = False
+) -> list[Line]:
+    """A line per backend and schedule, sparse ones first."""
+    labels = sorted({(step.schedule is None, step.label) for step in steps})
+    lines = []
+    for i, (is_dense, label) in enumerate(labels):
+        own = sorted((step for step in steps if step.label == label), key=lambda step: step.length)
+        lines.append(
+            Line(
+                prefix + label,
+                [step.length for step in own],
+                [getattr(step, field) for step in own],
+                PALETTE[-1 - i % 2] if is_dense else PALETTE[i % (len(PALETTE) - 2)],
+                dashed=dashed,
+            )
+        )
+    return lines
+
+
+def _rollout_section(path: Path, content: dict[str, Any], replays: list[_Rollout]) -> Section:
+    def chart(title: str, unit: str, field: str) -> Chart:
+        lines = [
+            Line(
+                replay.label,
+                [point.s for point in replay.curve],
+                [getattr(point, field) for point in replay.curve],
+                PALETTE[i % (len(PALETTE) - 1)] if replay.schedule else PALETTE[-1],
+            )
+            for i, replay in enumerate(replays)
+        ]
+        return Chart(title, "seconds", unit, lines, from_zero=True)
+
+    facts = [(f"{replay.label}, tokens/s", number(replay.tokens_per_s)) for replay in replays]
+    dense = max((r.tokens_per_s for r in replays if not r.schedule), default=None)
+    if dense is not None:
+        facts += [
+            (f"speed-up of {replay.label}", f"{replay.tokens_per_s / dense:.2f}×")
+            for replay in replays
+            if replay.schedule
+        ]
+    return Section(
+        kind="benchmark",
+        title=f"Rollout of {replays[0].model}",
+        facts=facts,
+        figures=[
+            Figure(chart("Tokens generated", "tokens", "tokens")),
+            Figure(chart("Throughput", "tokens/s", "tokens_per_s")),
+            Figure(
+                chart("Sequences that are not done", "sequences", "unfinished"),
+                "All start together; the rollout lasts until the last one is done.",
+            ),
+        ],
+        tables=[_scalar_table("Both sides", content["rows"])],
+        settings=[_versions(path, content)],
+    )
+
+
+def _other_section(path: Path, content: dict[str, Any]) -> Section:
+    return Section(
+        kind="benchmark",
+        title=path.stem.replace("_", " "),
+        facts=[("device", content["device"]), ("rows", number(len(content["rows"])))],
+        figures=[],
+        tables=[_scalar_table("Results", content["rows"])],
+        settings=[_versions(path, content)],
+    )
+
+
+def _scalar_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Every value of the rows that is no list; a wide and short table lies on its side."""
+    named = [_scalars(row) for row in rows]
+    names = list(dict.fromkeys(name for row in named for name in row))
+    cells = [[_cell(row.get(name)) for name in names] for row in named]
+    words = 0
+    while words < len(names) and all(isinstance(r.get(names[words]), str | None) for r in named):
+        words += 1
+    if len(names) > _WIDEST and len(cells) < len(names):
+        heads = [" ".join(row[:words]) for row in cells]
+        turned = [[name, *(row[i] for row in cells)] for i, name in enumerate(names)]
+        return Table(title, ("", *heads), turned[words:])
+    return Table(title, names, cells, words=words)
+
+
+def _scalars(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            named |= _scalars(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            named[prefix + key] = value
+    return named
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return number(value)
+    return "–" if value is None else str(value)
+
+
+def _versions(path: Path, content: dict[str, Any]) -> Settings:
+    configured = flat(content["settings"]) if isinstance(content.get("settings"), dict) else {}
+    recorded = provenance(content | {"command": rerun_command(content["command"])})
+    return Settings(f"Configuration and versions: {path.name}", configured | recorded)

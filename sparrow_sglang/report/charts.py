@@ -1,0 +1,215 @@
+"""Line charts as SVG inside a page: text stays text, colours follow the page's theme.
+
+In: a `Chart`, numbers with names. Out: one `<svg>` element, drawn by matplotlib. All charts
+have one width, at which their text can be read on a phone.
+"""
+
+import io
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+# Between black and white in lightness, to be told from both.
+PALETTE = (
+    "#3f7fce", "#c4691c", "#2f8f6b", "#8a63c9", "#c9504f", "#2389a3", "#a07a14", "#7b8087",
+)  # fmt: skip
+_RAMP = ("#8a63c9", "#3f7fce", "#2389a3", "#2f8f6b", "#a07a14", "#c4691c", "#c9504f")
+_INK, _RULE = "#101010", "#dddddd"
+_THEME = {_INK: "currentColor", _RULE: "var(--rule)"}
+
+_WIDTH_INCHES, _HEIGHT_INCHES, _LEGEND_ROW_INCHES = 4.5, 2.8, 0.2
+_LEGEND_CHARACTERS = 60
+_MARKED_POINTS = 40
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _RULE,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": "none",
+    "grid.color": _RULE,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "xtick.color": _RULE,
+    "ytick.color": _RULE,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4,
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """`y` against `x`, both [N]; with `stairs`, `x` are the N + 1 edges of N levels.
+
+    `low` and `high` [N] are the ends of a band. NaN leaves a gap.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    dashed: bool = False
+    stairs: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over one pair of axes. `targets` are levels to hold, `moments` places on the x axis.
+
+    `stacked` lays the lines upon each other as areas; `from_zero` begins the y axis at 0, `top`
+    ends it.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    targets: Sequence[tuple[str, float]] = ()
+    moments: Sequence[float] = ()
+    stacked: bool = False
+    from_zero: bool = False
+    top: float | None = None
+
+
+def ramp(count: int) -> list[str]:
+    """`count` colours for lines that have an order."""
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    colours = LinearSegmentedColormap.from_list("ramp", _RAMP)
+    return [to_hex(colours(i / max(1, count - 1))) for i in range(count)]
+
+
+def draw(chart: Chart, name: str) -> str:
+    """The chart as an `<svg>` element. `name` makes its ids differ from other charts' of a page."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    labels = [line.label for line in chart.lines] + [label for label, _ in chart.targets]
+    longest = max((len(label) for label in labels), default=0)
+    columns = max(1, min(6, _LEGEND_CHARACTERS // (longest + 7)))
+    legend_rows = -(-len(labels) // columns) if len(labels) > 1 else 0
+    height = _HEIGHT_INCHES + legend_rows * _LEGEND_ROW_INCHES
+    text = io.StringIO()
+    with rc_context(_STYLE | {"svg.hashsalt": name}):
+        figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
+        axes = figure.subplots()
+        _plot(axes, chart)
+        if legend_rows:
+            handles, shown = axes.get_legend_handles_labels()
+            figure.legend(handles, shown, loc="outside lower center", ncols=columns)
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return _inline(text.getvalue(), chart, name)
+
+
+def _plot(axes: Any, chart: Chart) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if chart.stacked:
+        areas = axes.stackplot(
+            chart.lines[0].x,
+            [line.y for line in chart.lines],
+            labels=[line.label for line in chart.lines],
+            colors=[line.colour for line in chart.lines],
+            alpha=0.85,
+        )
+        for i, area in enumerate(areas):
+            area.set_gid(f"series-{i}")
+    else:
+        for i, line in enumerate(chart.lines):
+            _plot_line(axes, line, f"series-{i}")
+    styles = itertools.cycle(("--", ":", "-."))
+    for i, ((label, level), style) in enumerate(zip(chart.targets, styles, strict=False)):
+        line = axes.axhline(level, color=_INK, linewidth=1.1, linestyle=style, label=label)
+        line.set_gid(f"target-{i}")
+    for i, moment in enumerate(chart.moments):
+        axes.axvline(moment, color=_INK, linewidth=0.9, linestyle=":", gid=f"moment-{i}")
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.set_axisbelow(True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    if all(float(x).is_integer() for line in chart.lines for x in line.x):
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
+    if chart.top is not None:
+        axes.set_ylim(top=chart.top)
+
+
+def _plot_line(axes: Any, line: Line, gid: str) -> None:
+    style = "--" if line.dashed else "-"
+    if line.stairs:
+        shape = axes.stairs(line.y, line.x, baseline=None, label=line.label, color=line.colour)
+        shape.set(gid=gid, linestyle=style, linewidth=_STYLE["lines.linewidth"])
+        return
+    marker = "o" if len(line.x) <= _MARKED_POINTS and not line.dashed else None
+    axes.plot(line.x, line.y, style, marker=marker, color=line.colour, label=line.label, gid=gid)
+    if line.low is not None and line.high is not None:
+        low, high = (np.asarray(ends, np.float64) for ends in (line.low, line.high))
+        axes.fill_between(line.x, low, high, color=line.colour, alpha=0.16, linewidth=0)
+
+
+def _inline(svg: str, chart: Chart, name: str) -> str:
+    """matplotlib's document as an element of the page: unique ids, theme colours, a title."""
+    root = ElementTree.fromstring(svg)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            # Its only style rule would hold for the whole page, which has the same.
+            if _local(child.tag) in ("metadata", "style"):
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = _local(element.tag)
+        attributes = {_local(key): value for key, value in element.attrib.items()}
+        element.attrib.clear()
+        element.attrib.update({key: _own(key, value, name) for key, value in attributes.items()})
+    title, description = ElementTree.Element("title"), ElementTree.Element("desc")
+    title.set("id", f"{name}-title")
+    title.text = chart.title
+    description.set("id", f"{name}-desc")
+    lines = ", ".join(line.label for line in chart.lines)
+    description.text = f"{chart.y_label} against {chart.x_label}. Lines: {lines}."
+    root[:0] = [title, description]
+    box = root.attrib["viewBox"]
+    root.attrib.clear()
+    root.attrib.update(
+        {
+            "class": "chart",
+            "viewBox": box,
+            "role": "img",
+            "aria-labelledby": f"{name}-title",
+            "aria-describedby": f"{name}-desc",
+        }
+    )
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _own(key: str, value: str, name: str) -> str:
+    if key == "id":
+        return f"{name}-{value}"
+    if key == "href":
+        return value.replace("#", f"#{name}-")
+    value = value.replace("url(#", f"url(#{name}-")
+    if key == "style":
+        for colour, theme in _THEME.items():
+            value = value.replace(colour, theme)
+    return value
+
+
+def _local(tag: str) -> str:
+    """A name without its XML namespace, which HTML gives to all that stands in an <svg>."""
+    return tag.rpartition("}")[2]

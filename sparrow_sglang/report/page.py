@@ -1,0 +1,106 @@
+"""The page: sections with facts, charts, tables and settings, put into one HTML text.
+
+In: `Section`s. Out: HTML that loads nothing from anywhere.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from sparrow_sglang.report.charts import Chart, draw
+
+
+class ReportError(ValueError):
+    """Something cannot be reported on; the message names the file and what is expected."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first `words` columns are words, the others numbers."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with a sentence below it."""
+
+    chart: Chart
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Names and values, such as a configuration, as they are written."""
+
+    title: str
+    values: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one calibration, run or set of results has to say. `facts` are names and values."""
+
+    kind: str
+    title: str
+    facts: Sequence[tuple[str, str]]
+    figures: Sequence[Figure]
+    tables: Sequence[Table] = ()
+    settings: Sequence[Settings] = ()
+
+
+def render(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:
+    """The page. `left_out` are reasons why something that was found is not on it."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("sparrow_sglang.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["draw"] = lambda chart, name: Markup(draw(chart, name))
+    page: str = environment.get_template("page.html.j2").render(
+        title=title, sections=sections, left_out=left_out, version=version("sparrow-sglang")
+    )
+    return page
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number for readers: whole numbers whole, others to `digits` significant digits."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings by dotted names."""
+    named: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            named |= flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple):
+            named[prefix + key] = ", ".join(map(str, value)) or "none"
+        else:
+            named[prefix + key] = "none" if value is None else str(value)
+    return named
+
+
+def provenance(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Device, versions, commit, command and date of what `benchmarks.record` has recorded."""
+    packages = fields.get("packages", {})
+    kept = {key: fields[key] for key in ("date", "device", "python") if key in fields}
+    kept |= {name: found for name, found in packages.items() if found}
+    kept |= {key: fields[key] for key in ("commit", "command") if key in fields}
+    return flat(kept)

@@ -1,0 +1,93 @@
+"""The files of a training run: metrics by step, events, and the newest checkpoint's settings."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.report.charts import Line
+from sparrow_sglang.report.page import ReportError
+from sparrow_sglang.rl.run_log import EVENTS_FILE, METRICS_FILE
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Rows by step, events, and what the newest checkpoint says of the configuration."""
+
+    rows: Sequence[Row]
+    events: Sequence[dict[str, Any]]
+    config: dict[str, Any]
+    schedule: str
+
+    @property
+    def steps(self) -> list[Row]:
+        """Rows of training steps; the last evaluation has a row without one."""
+        return [row for row in self.rows if "timing_s/step" in row]
+
+    def line(self, name: str, label: str, colour: str, **more: Any) -> Line:
+        """One metric over the rows that have it."""
+        rows = [row for row in self.rows if name in row]
+        return Line(
+            label, [row["step"] for row in rows], [row[name] for row in rows], colour, **more
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether any row has the metric."""
+        return any(name in row for row in self.rows)
+
+
+def read_run(folder: Path) -> RunFiles:
+    """The run in `folder`. Raises `ReportError` if it has no step yet, or a row is damaged."""
+    rows: list[Row] = _json_lines(folder / METRICS_FILE)
+    state = _newest_state(folder)
+    run = RunFiles(
+        rows=sorted(rows, key=lambda row: row["step"]),
+        events=_json_lines(folder / EVENTS_FILE),
+        config=state.get("config", {}),
+        schedule=state.get("schedule", ""),
+    )
+    if not run.steps:
+        raise ReportError(
+            f"{folder / METRICS_FILE}: holds no training step yet; expected one or more"
+        )
+    return run
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows with a step. A killed run may have cut the last one, which is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for count, line in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ReportError(
+                f'{path}:{count}: {line.strip()[:60]!r}: expected a JSON object with "step", as'
+                " `sparrow train` writes it"
+            )
+        rows.append(row)
+    return rows
+
+
+def _newest_state(folder: Path) -> dict[str, Any]:
+    states = sorted(
+        folder.glob("checkpoints/step-*/state.json"),
+        key=lambda path: int(path.parent.name.partition("-")[2]),
+    )
+    if not states:
+        return {}
+    try:
+        state: dict[str, Any] = json.loads(states[-1].read_text("utf-8"))
+    except ValueError as error:
+        raise ReportError(
+            f"{states[-1]}: not JSON ({error}); expected what `sparrow train` writes"
+        ) from None
+    return state

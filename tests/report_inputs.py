@@ -1,0 +1,144 @@
+"""Small results for `sparrow report`, written by the commands that write them for users."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sparrow_sglang import calibrate, cli
+from sparrow_sglang.benchmarks.record import provenance, write_result
+from sparrow_sglang.benchmarks.rollout_requests import Progress
+from sparrow_sglang.calibration_measure import Unit
+from sparrow_sglang.calibration_store import UnitTokens, WorkFolder
+from sparrow_sglang.rl.checkpoint import Checkpoints, State
+from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig, TrainConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.ladder import Move
+from sparrow_sglang.rl.metrics import acceptance_metrics
+from sparrow_sglang.rl.run_log import RunLog
+
+BIN = 64
+TARGETS = ("0.75", "0.86")
+MOVED_AT = 5
+
+
+def _rates(unit: Unit, cached: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Acceptance rates that fall with the share of the cache that is left out."""
+    budgets = np.array([unit.arm.schedule.kv_budget_tokens(int(n)) for n in cached])
+    left_out = 1 - budgets / cached
+    draw = np.random.default_rng(unit.number)
+    return 1 - np.clip(left_out, 0, 1) * draw.beta(1, 4, len(cached))
+
+
+def _measure(
+    engine: Any, units: Sequence[Unit], work: WorkFolder, batch: int, progress: Any
+) -> None:
+    """What `calibration_measure.measure` stores, from a known law instead of an engine."""
+    for unit in units:
+        cached = len(unit.prompt.input_ids) + 1 + np.arange(unit.new_tokens - 1)
+        rates = _rates(unit, cached)
+        work.add([UnitTokens(unit.number, cached, rates)])
+        progress(1)
+
+
+def write_calibration(folder: Path, model: str) -> None:
+    """Schedules for `TARGETS`, m-<target>.json, and their check, check.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = folder / "prompts.jsonl"
+    lengths = range(40, 260, 20)
+    prompts.write_text("".join(f'{{"input_ids": {[5] * length}}}\n' for length in lengths))
+    command = ["calibrate", "--model-path", model, "--prompts", str(prompts), "--min-tokens", "100",
+               "--new-tokens", "60", "--engine-args", '{"context_length": 320}']  # fmt: skip
+    sizes = ["--bin-tokens", str(BIN), "--budgets", "64", "128", "192"]
+    out = ["--target", *TARGETS, "--out", str(folder / "m.json"), "--work", str(folder / "work")]
+    schedules = [str(folder / f"m-{target}.json") for target in TARGETS]
+    check = ["--check", *schedules, "--out", str(folder / "check.json")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "running_engine", lambda *_: nullcontext())
+        patch.setattr(calibrate, "measure", _measure)
+        assert cli.main([*command, *sizes, *out]) == 0
+        assert cli.main([*command, *check]) in (0, 1)
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def write_run(folder: Path, steps: int, model: str | None = None) -> None:
+    """A run of `steps` steps with one move on the ladder; a checkpoint at the end if `model`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = TrainConfig.parse(
+        {
+            "run_dir": folder,
+            "steps": steps,
+            "task": {"name": "story"},
+            "rollout": {"max_new_tokens": 3000},
+            "ladder": {"schedules": ["fixed-512"], "target": 0.83},
+            "logging": {"tensorboard": False},
+        }
+    )
+    log = RunLog(config, 0)
+    for step in range(steps):
+        row = step_metrics(step)
+        if step % 4 == 0:
+            row |= {"eval/pass_rate": 0.3 + 0.02 * step}
+        log.write(step, row)
+        if step == MOVED_AT:
+            log.event(step, "bolder", asdict(Move("fixed-1024", "fixed-512", 0.83, {0: 0.9})))
+    log.write(steps, {"eval/pass_rate": 0.75})
+    log.close()
+    if model is not None:
+        policy = DensePolicy.load(ModelConfig(path=model), OptimiserConfig(), "cpu")
+        state = State(steps, "fixed-512", step_metrics(steps - 1))
+        Checkpoints(folder, keep=1).save(policy, Tokenizer(), config, state)
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    draw = np.random.default_rng(step)
+    length = 900 + 10 * step
+    alpha = 1 - draw.beta(1, 8, 400)
+    seconds = {"sync": 1.0, "rollout": 9 + draw.random(), "reward": 0.4, "update": 4.0}
+    return {
+        "critic/score/mean": 0.3 + 0.01 * step,
+        "critic/score/min": 0.0,
+        "critic/score/max": 1.0,
+        "response_length/mean": float(length),
+        "response_length/max": float(2 * length),
+        "rollout_corr/k3_kl": 0.01 + 0.001 * draw.random(),
+        **acceptance_metrics(alpha, np.arange(400) * 10),
+        "sparrow/kv_tokens_read": 500.0 + step,
+        "sparrow/kv_tokens_held": 1100.0 + 5 * step,
+        "sparrow/rollout_tokens_per_s": 1000 * length / seconds["rollout"],
+        **{f"timing_s/{stage}": value for stage, value in seconds.items()},
+        "timing_s/step": sum(seconds.values()) + 0.5,
+    }
+
+
+def write_rollout(path: Path) -> None:
+    """A result of `sparrow bench rollout`: both sides, with their curves."""
+    rows = []
+    for schedule, backend, rate in (("fixed-64", "sparrow", 40), (None, "torch_native", 20)):
+        progress = Progress([0, 0], [None, None])
+        for second in range(1, 5):
+            progress.tokens = [rate * second, 2 * rate * second + second**2]
+            progress.ended_s[0] = 2.5 if second > 2 else None
+            progress.sample(float(second))
+        rows.append(
+            {
+                "model": "tiny",
+                "backend": backend,
+                "schedule": schedule,
+                "sequences": 2,
+                "output_tokens": sum(progress.tokens),
+                "seconds": 4.0,
+                "tokens_per_s": sum(progress.tokens) / 4.0,
+                "curve": progress.curve,
+            }
+        )
+    write_result(path, {**provenance(), "settings": {"seed": 0}, "rows": rows})
