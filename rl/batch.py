@@ -52,12 +52,19 @@ class Batch:
         """Response tokens of each rollout."""
         return [len(rollout.response_ids) for rollout in self.rollouts]
 
-    def spread(self, count: int) -> list[TokenSequence]:
-        """At most `count` sequences, evenly spread over the batch."""
+    def spread(self, count: int) -> "Batch":
+        """At most `count` of the rollouts, evenly spread over the batch."""
         number = len(self.rollouts)
         chosen = sorted({index * number // count for index in range(count)})
-        sequences = self.sequences
-        return [sequences[i] for i in chosen]
+        tokens = torch.arange(len(self.advantages)).split(self.lengths)
+        where = torch.cat([tokens[i] for i in chosen])
+        return Batch(
+            tuple(self.rollouts[i] for i in chosen),
+            self.rollout_logprobs[where],
+            self.advantages[where],
+            self.group[chosen],
+            self.in_loss[chosen],
+        )
 
     def mini_batches(self, count: int) -> Iterator[tuple[list[TokenSequence], torch.Tensor]]:
         """Sequences, and where their tokens stand in the batch, for each optimiser step.

@@ -186,6 +186,9 @@ class DistillConfig(_Section):
     over the whole vocabulary."""
     top_k: PositiveInt = 20
     """Tokens of each side under "top_k" (the public release keeps 20)."""
+    policy_loss: float = Field(default=0.0, ge=0)
+    """Weight of the sparse actor's own policy loss beside the KL, corrected as `algorithm` says
+    (the paper's Algorithm 1 adds the two up and gives no weight); 0 for the KL alone."""
     delivery: Literal["merged", "lora"] = "merged"
     """How rollouts get the adapter: added to the weights that are synced, for which decode pays
     nothing, or loaded beside them through SGLang's LoRA manager."""

@@ -8,6 +8,7 @@ attends to itself only, by full causal attention.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -56,6 +57,12 @@ class Packed:
     predictors: torch.Tensor
     targets: torch.Tensor
     where: torch.Tensor
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Response tokens of each sequence."""
+        pairs = zip(self.lengths, self.prompt_lengths, strict=True)
+        return [length - prompt for length, prompt in pairs]
 
 
 class DensePolicy:
@@ -144,19 +151,12 @@ class DensePolicy:
         """
         self.model.eval()
         rates = torch.empty(sum(len(response) for _, response in sequences))
-        head = self.head
         for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths)
             with adapted():
                 sparse = self.hidden(packed, rule)
-            dense = self.hidden(packed)
-            projection = head.to(dense.dtype).t()
-            rows = max(1, CHUNK_ELEMENTS // head.shape[0])
-            parts = [
-                acceptance_rate(product(left, projection), product(right, projection))
-                for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
-            ]
-            rates[packed.where.cpu()] = torch.cat(parts).cpu()
+            alpha = acceptance_between(sparse, self.hidden(packed), self.head)
+            rates[packed.where.cpu()] = alpha.cpu()
         counts = [len(response) for _, response in sequences]
         return [part.double().numpy() for part in rates.split(counts)]
 
@@ -280,6 +280,22 @@ class DensePolicy:
             yield _lay_out(chosen, np.concatenate(where), self.device)
 
 
+def acceptance_between(
+    sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor
+) -> torch.Tensor:
+    """Exact acceptance rates, fp32 [n], of the laws that last hidden states [n, H] project to.
+
+    `head` is the vocabulary projection of both, [V, H]; its products are taken in chunks.
+    """
+    projection = head.to(dense.dtype).t()
+    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+    parts = [
+        acceptance_rate(product(left, projection), product(right, projection))
+        for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
+    ]
+    return torch.cat(parts)
+
+
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of sequences that share a micro-batch of at most `capacity` tokens.
 
@@ -339,21 +355,75 @@ def _attend_within_sequences(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention over [1, heads, T, head_dim], of each sequence to itself.
 
-    One call per sequence instead of a mask: a mask over the pack would take T x T elements, and
-    rule out the kernels that never write the scores to memory.
+    Sequences of like length go together, padded, instead of one mask: a mask over the pack would
+    take T x T elements, and rule out the kernels that never write the scores to memory.
     """
     ends = np.cumsum([0, *sequence_lengths])
     if sparse_rule is not None and module.layer_idx in sparse_rule.schedule.dense_layers:
         sparse_rule = None
     parts = []
-    for index, (start, end) in enumerate(pairwise(ends.tolist())):
-        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
-        if sparse_rule is None:
-            parts.append(causal_attention(q, k, v, scaling))
-        else:
-            prompt_length = sparse_rule.prompt_lengths[index]
-            parts.append(sparse_attention(q, k, v, prompt_length, sparse_rule.schedule, scaling))
+    if sparse_rule is None:
+        for first, last in like_lengths(sequence_lengths):
+            q, k, v = (part[:, :, ends[first] : ends[last]] for part in (query, key, value))
+            parts.append(_attend_padded(q, k, v, sequence_lengths[first:last], scaling))
+    else:
+        for index, (start, end) in enumerate(pairwise(ends.tolist())):
+            q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
+            parts.append(sparse_attention(q, k, v, sparse_rule, index, scaling))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def like_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs [first, last) of neighbours of which none is more than twice as long as another.
+
+    Padded to the longest of its run, a sequence costs at most four times its attention.
+    """
+    runs: list[tuple[int, int]] = []
+    first, shortest, longest = 0, 0, 0
+    for index, length in enumerate(lengths):
+        shortest, longest = min(shortest or length, length), max(longest, length)
+        if longest > 2 * shortest:
+            runs.append((first, index))
+            first, shortest, longest = index, length, length
+    return [*runs, (first, len(lengths))]
+
+
+def _attend_padded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    scaling: float | None,
+) -> torch.Tensor:
+    """As `causal_attention`, for sequences one after the other.
+
+    They are padded at their ends, which no token before sees.
+    """
+    if len(lengths) == 1:
+        return causal_attention(query, key, value, scaling)
+    longest = max(lengths)
+    source, target = _padding(tuple(lengths), query.device)
+
+    def padded(packed: torch.Tensor) -> torch.Tensor:
+        return packed[0].index_select(1, source).unflatten(1, (-1, longest)).transpose(0, 1)
+
+    out = causal_attention(padded(query), padded(key), padded(value), scaling)
+    return out.transpose(0, 1).flatten(1, 2).index_select(1, target)[None]
+
+
+# Every layer asks, forwards and backwards.
+@lru_cache(maxsize=16)
+def _padding(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices [S x longest] that pad packed tokens, and [T] that pack padded ones again."""
+    longest = max(lengths)
+    starts = np.cumsum([0, *lengths[:-1]])
+    column = np.arange(longest)
+    source = [start + np.minimum(column, n - 1) for start, n in zip(starts, lengths, strict=True)]
+    target = [index * longest + np.arange(n) for index, n in enumerate(lengths)]
+    pad, unpad = (
+        torch.as_tensor(np.concatenate(index), device=device) for index in (source, target)
+    )
+    return pad, unpad
 
 
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend_within_sequences)

@@ -3,11 +3,12 @@
 In: responses, and the policy whose law is the target. Out: an adapter that the sparse actor wears,
 merged into the weights that it is synced with or beside them. The dense policy never sees it: it is
 switched off except inside `SparseAdapter.worn`, and an adapter step leaves the policy's weights as
-they are (Algorithm 1 of arXiv:2606.08446, its KL term).
+they are (Algorithm 1 of arXiv:2606.08446).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, logits_of
-from sparrow_sglang.rl.config import DistillConfig
+from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, logits_of, token_logprobs
+from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig
+from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -29,6 +32,41 @@ ADAPTER = "sparrow"
 
 # Mass outside the lists that rounding cannot tell from none.
 _LEAST_REST = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyTerm:
+    """What the policy loss of the sparse actor needs, of the N response tokens of a step.
+
+    `rollout_logprobs` and `advantages` are fp32 [N]; `settings` name the correction and the clip.
+    """
+
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    settings: AlgorithmConfig
+
+    def loss(
+        self, logprobs: torch.Tensor, where: torch.Tensor, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """Share of the responses with tokens `where` [n] in the mean over all N tokens: a scalar.
+
+        `logprobs` [n] are those of the actor as it is now, with gradient; `lengths` [S] say how
+        many tokens belong to each response. As one step is taken on them, the clip is idle, and the
+        correction is for what the actor has become, or computes otherwise, since it sampled them.
+        """
+        where, settings = where.cpu(), self.settings
+        now = logprobs.detach()
+        weights = correct(now.cpu(), self.rollout_logprobs[where], lengths, settings).weights
+        return policy_loss(
+            logprobs,
+            now,
+            self.advantages[where].to(logprobs.device),
+            weights.to(logprobs.device),
+            batch_tokens=len(self.advantages),
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        ).loss
 
 
 class SparseAdapter:
@@ -75,11 +113,16 @@ class SparseAdapter:
             self._switch(False)
 
     def step(
-        self, sequences: Sequence[TokenSequence], schedule: BudgetSchedule
+        self,
+        sequences: Sequence[TokenSequence],
+        schedule: BudgetSchedule,
+        term: PolicyTerm | None = None,
     ) -> dict[str, float]:
         """One optimiser step that lowers KL(sparse || dense), a mean over response tokens.
 
-        The dense law is that of the policy's present weights, which the next rollouts will use.
+        The dense law is that of the policy's present weights, which the next rollouts will use. The
+        policy loss of `term` is added with the weight that the settings give it; where that is
+        above 0, `term` must be given.
         """
         policy, settings = self._policy, self._settings
         policy.model.train()
@@ -89,20 +132,31 @@ class SparseAdapter:
             if settings.loss == "exact"
             else lambda sparse, dense: top_k_kl(sparse, dense, settings.top_k)
         )
-        total = 0.0
+        totals = {"sparrow/distill_kl": 0.0}
         with policy.frozen():
             for packed in policy.micro_batches(sequences):
                 with torch.no_grad():
                     dense = policy.hidden(packed)
                 with self.worn():
                     sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
-                    loss = _summed(divergence, sparse, dense, policy.head) / tokens
+                    parts = {
+                        "sparrow/distill_kl": _summed(divergence, sparse, dense, policy.head)
+                        / tokens
+                    }
+                    loss = parts["sparrow/distill_kl"]
+                    if settings.policy_loss:
+                        assert term is not None, "a policy loss needs advantages"
+                        logprobs = token_logprobs(sparse, policy.head, packed.targets)
+                        part = term.loss(logprobs, packed.where, packed.response_lengths)
+                        parts["sparrow/distill_pg_loss"] = part
+                        loss = loss + settings.policy_loss * part
                     loss.backward()
-                total += float(loss.detach())
+                for name, part in parts.items():
+                    totals[name] = totals.get(name, 0.0) + float(part.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(self._params, 1.0))
         self._optimiser.step()
         self._optimiser.zero_grad()
-        return {"sparrow/distill_kl": total, "sparrow/distill_grad_norm": norm}
+        return totals | {"sparrow/distill_grad_norm": norm}
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights with the adapter added, under their checkpoint names.

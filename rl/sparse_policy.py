@@ -6,16 +6,18 @@ and reads the budget's pages for the rest. Pages are selected exactly as
 gradients flow through the attention over the chosen pages only.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from sparrow_sglang.attention_backends.reference import page_landmarks, select_pages
+from sparrow_sglang.rl.selected_attention import BLOCK, attend_by_blocks
 from sparrow_sglang.schedule import BudgetSchedule
 
 QUERY_ROWS = 512
-"""Positions whose selection exists at a time; bounds the mask to that many rows."""
+"""Positions whose selection is computed at a time; whole blocks of `attend_by_blocks`."""
 
 
 @dataclass(frozen=True)
@@ -24,45 +26,56 @@ class SparseRule:
 
     schedule: BudgetSchedule
     prompt_lengths: tuple[int, ...]
+    _read: dict[torch.device, torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def pages_read(self, held: int, device: torch.device) -> torch.Tensor:
+        """Pages that a sparse layer reads of 0, 1, ... `held` pages or more: int64, by that count.
+
+        The schedule is asked once for all layers, as 32K positions are too many for each.
+        """
+        known = self._read.get(device)
+        if known is None or len(known) <= held:
+            size = self.schedule.page_size
+            counts = [self.schedule.num_selected_pages(n * size) for n in range(held + 1)]
+            known = self._read[device] = torch.tensor(counts, device=device)
+        return known
 
 
 def sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    prompt_length: int,
-    schedule: BudgetSchedule,
+    rule: SparseRule,
+    sequence: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of one sequence of T tokens as a server with `schedule` computes it.
+    """Attention of one sequence of T tokens, number `sequence` of `rule`, as its server has it.
 
-    `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D], all after RoPE. Positions below
-    `prompt_length` attend to everything before them; a later position t attends at sequence length
-    t + 1 to the pages that the schedule's budget allows then. Returns [1, Hq, T, D].
+    `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D], all after RoPE. Positions of the
+    prompt attend to everything before them; a later position t attends at sequence length t + 1 to
+    the pages that the schedule's budget allows then. Returns [1, Hq, T, D]. Under autocast all is
+    rounded first, landmarks included, as the server's are.
     """
-    length = query.shape[2]
-    first_sparse = max(prompt_length, schedule.first_sparse_length() - 1)
-    if first_sparse >= length:
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    schedule, length = rule.schedule, query.shape[2]
+    start = max(rule.prompt_lengths[sequence], schedule.first_sparse_length() - 1)
+    if start >= length:
         return causal_attention(query, key, value, scaling)
-    landmarks = _landmarks(key[0].detach(), schedule.page_size)
-    group = query.shape[1] // key.shape[1]
-    q, k, v = (tensor[:, :, :first_sparse] for tensor in (query, key, value))
-    parts = [causal_attention(q, k, v, scaling)]
-    for start in range(first_sparse, length, QUERY_ROWS):
-        end = min(start + QUERY_ROWS, length)
-        rows = query[:, :, start:end]
-        kept = _kept_tokens(rows[0].detach(), landmarks, start, schedule)
-        parts.append(
-            F.scaled_dot_product_attention(
-                rows,
-                key[:, :, :end],
-                value[:, :, :end],
-                attn_mask=kept.repeat_interleave(group, 0)[None],
-                scale=scaling,
-                enable_gqa=group > 1,
-            )
-        )
-    return torch.cat(parts, dim=2)
+    dense = causal_attention(query[:, :, :start], key[:, :, :start], value[:, :, :start], scaling)
+    rows = query[:, :, start:]
+    # Of so few rows a mask is small, and a kernel for a single block would be compiled besides.
+    by_rows = device == "cpu" or rows.shape[2] <= BLOCK
+    attend = attend_by_rows if by_rows else attend_by_blocks
+    # Scores are fp32 products, which autocast would round.
+    with torch.autocast(device, enabled=False):
+        selection = _selection(rows[0].detach(), key[0].detach(), start, rule)
+        sparse = attend(rows, key, value, selection, start, schedule.page_size, scaling)
+    return torch.cat([dense, sparse], dim=2)
 
 
 def causal_attention(
@@ -79,37 +92,69 @@ def causal_attention(
     )
 
 
+def attend_by_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    selection: Iterator[torch.Tensor],
+    start: int,
+    page_size: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """`attend_by_blocks` in plain torch; keeps a mask of [Hq, R, T] for the backward pass."""
+    group = query.shape[1] // key.shape[1]
+    parts, first = [], start
+    for kept in selection:
+        end = first + kept.shape[1]
+        token = torch.arange(end, device=query.device)
+        causal = token <= token[first:, None]
+        mask = kept.repeat_interleave(page_size, -1)[..., :end] & causal
+        parts.append(
+            F.scaled_dot_product_attention(
+                query[:, :, first - start : end - start],
+                key[:, :, :end],
+                value[:, :, :end],
+                attn_mask=mask.repeat_interleave(group, 0)[None],
+                scale=scaling,
+                enable_gqa=group > 1,
+            )
+        )
+        first = end
+    return torch.cat(parts, dim=2)
+
+
+def _selection(
+    query: torch.Tensor, key: torch.Tensor, start: int, rule: SparseRule
+) -> Iterator[torch.Tensor]:
+    """Pages that the positions from `start` on attend to, QUERY_ROWS positions at a time.
+
+    `query` is [Hq, R, D], `key` [Hkv, T, D]. Gives bool [Hkv, rows, pages until the last row]; each
+    position is a request of its own length to `select_pages`.
+    """
+    schedule, device = rule.schedule, query.device
+    heads, length, _ = key.shape
+    landmarks = _landmarks(key, schedule.page_size)
+    read = rule.pages_read(schedule.num_pages(length), device)
+    for first in range(start, length, QUERY_ROWS):
+        end = min(first + QUERY_ROWS, length)
+        group_query = query[:, first - start : end - start].float().unflatten(0, (heads, -1))
+        scores = group_query.mean(1) @ landmarks[:, : end // schedule.page_size].transpose(1, 2)
+        # A page that is still partial at the end is the last one, and always kept.
+        held = schedule.num_pages(end)
+        scores = F.pad(scores, (0, held - scores.shape[-1])).transpose(0, 1)
+        pages = torch.arange(first, end, device=device) // schedule.page_size + 1
+        budget = read[pages]
+        chosen = select_pages(scores, pages, budget, schedule.sink_pages, schedule.recent_pages)
+        unused = torch.arange(chosen.shape[-1], device=device) >= budget[:, None, None]
+        # Unused entries go to a page past the last.
+        kept = torch.zeros(end - first, heads, held + 1, dtype=torch.bool, device=device)
+        kept.scatter_(-1, chosen.masked_fill(unused, held), True)
+        yield kept[..., :held].transpose(0, 1)
+
+
 def _landmarks(key: torch.Tensor, page_size: int) -> torch.Tensor:
     """[Hkv, full pages, D] fp32, rounded to the dtype in which the server stores them."""
     heads, length, dim = key.shape
     full = length // page_size
     pages = key[:, : full * page_size].transpose(0, 1).reshape(full, page_size, heads, dim)
     return page_landmarks(pages).float().transpose(0, 1)
-
-
-def _kept_tokens(
-    query: torch.Tensor, landmarks: torch.Tensor, start: int, schedule: BudgetSchedule
-) -> torch.Tensor:
-    """Tokens that the positions from `start` on attend to: bool [Hkv, C, start + C].
-
-    `query` is [Hq, C, D]. Each position is a request of its own length to `select_pages`.
-    """
-    heads, count = landmarks.shape[0], query.shape[1]
-    device, page_size = query.device, schedule.page_size
-    end = start + count
-    group_query = query.float().unflatten(0, (heads, -1)).mean(dim=1)
-    scores = group_query @ landmarks[:, : end // page_size].transpose(1, 2)
-    # A page that is still partial at the end is the last one, and always kept.
-    num_pages = schedule.num_pages(end)
-    scores = F.pad(scores, (0, num_pages - scores.shape[-1])).transpose(0, 1)
-    lengths = range(start + 1, end + 1)
-    pages = torch.tensor([schedule.num_pages(n) for n in lengths], device=device)
-    budget = torch.tensor([schedule.num_selected_pages(n) for n in lengths], device=device)
-    chosen = select_pages(scores, pages, budget, schedule.sink_pages, schedule.recent_pages)
-    unused = torch.arange(chosen.shape[-1], device=device) >= budget[:, None, None]
-    # Unused entries go to a page past the last.
-    kept = torch.zeros(count, heads, num_pages + 1, dtype=torch.bool, device=device)
-    kept.scatter_(-1, chosen.masked_fill(unused, num_pages), True)
-    token = torch.arange(end, device=device)
-    causal = token <= torch.arange(start, end, device=device)[:, None]
-    return kept.transpose(0, 1).repeat_interleave(page_size, dim=-1)[..., :end] & causal

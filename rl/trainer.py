@@ -17,7 +17,7 @@ from sparrow_sglang.rl.config import AlgorithmConfig, TrainConfig
 from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.data_order import prompts_of_step
 from sparrow_sglang.rl.dense_policy import DensePolicy
-from sparrow_sglang.rl.distill import ADAPTER
+from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm
 from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.metrics import acceptance_metrics, kv_metrics, rollout_metrics
 from sparrow_sglang.rl.rollout import Sampling
@@ -87,7 +87,8 @@ def train_step(run: Run, step: int) -> None:
             with clock("distill"):
                 # Towards the policy that the next step will roll out.
                 some = batch.spread(config.distill.sequences)
-                updated |= run.adapter.step(some, run.schedule)
+                term = PolicyTerm(some.rollout_logprobs, some.advantages, algorithm)
+                updated |= run.adapter.step(some.sequences, run.schedule, term)
         run.report(
             step,
             rollout_metrics(groups, scores.rewards)
@@ -162,7 +163,7 @@ def measure_acceptance(run: Run, batch: Batch) -> tuple[Rates, Positions]:
     schedule, count = run.schedule, run.config.mismatch.sequences
     if schedule is None or count == 0:
         return np.empty(0), np.empty(0, np.int64)
-    sequences = batch.spread(count)
+    sequences = batch.spread(count).sequences
     adapted = run.adapter.worn if run.adapter else nullcontext
     rates = run.policy.acceptance(sequences, schedule, adapted)
     positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]

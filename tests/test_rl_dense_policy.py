@@ -1,5 +1,6 @@
 """The dense policy against stock transformers models and plain autograd."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
 
 from sparrow_sglang.rl.chunked_logprobs import token_logprobs
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy, pack
+from sparrow_sglang.rl.dense_policy import DensePolicy, like_lengths, pack
 
 VOCAB = 199
 SIZES = {
@@ -291,3 +292,13 @@ def test_refuses_models_that_it_would_compute_wrongly() -> None:
     config = Gemma2Config(**SIZES, head_dim=8)
     with pytest.raises(ValueError, match="gemma2 has layers of type sliding_attention"):
         DensePolicy(Gemma2ForCausalLM(config), ModelConfig(), OptimiserConfig(), "cpu")
+
+
+def test_runs_of_like_length_cover_all_sequences_in_order() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        lengths = [draw.randrange(1, 400) for _ in range(draw.randrange(1, 20))]
+        runs = like_lengths(lengths)
+        assert [i for first, last in runs for i in range(first, last)] == [*range(len(lengths))]
+        for first, last in runs:
+            assert max(lengths[first:last]) <= 2 * min(lengths[first:last])

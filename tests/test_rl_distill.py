@@ -12,12 +12,21 @@ from test_rl_engine import SERVER_ARGS
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import distill
-from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.advantages import Advantages
+from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig, ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
-from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, exact_kl, lora_arguments, top_k_kl
+from sparrow_sglang.rl.distill import (
+    ADAPTER,
+    PolicyTerm,
+    SparseAdapter,
+    exact_kl,
+    lora_arguments,
+    top_k_kl,
+)
 from sparrow_sglang.rl.engine import LocalEngine
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = pytest.mark.engine
@@ -85,6 +94,89 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
     expected, found = untouched.state_dict()["model"], policy.state_dict()["model"]
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert all(map(torch.equal, before, adapter.tensors().values()))
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mask", "sequence"])
+def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, correction):
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(policy_loss=0.5))
+    sequences = [*SEQUENCES, (random_prompt(5, 90), random_prompt(6, 30))]
+    lengths = [len(response) for _, response in sequences]
+    law = torch.cat(policy.score(sequences, schedule=SCHEDULE)).double().numpy()
+    draw = np.random.default_rng(0)
+    recorded = law + 0.5 * draw.standard_normal(len(law))
+    advantages = np.repeat([1.5, -0.5, -1.0], lengths)
+    ratio = np.exp(law - recorded)
+    sums = np.add.reduceat(law - recorded, np.cumsum([0, *lengths[:-1]]))
+    weights = {
+        "none": np.ones(len(law)),
+        "tis": np.minimum(ratio, 2.0),
+        "mask": np.where((ratio >= 0.5) & (ratio <= 5.0), ratio, 0.0),
+        "sequence": np.repeat(np.minimum(np.exp(sums), 5.0), lengths),
+    }[correction]
+    term = PolicyTerm(
+        torch.tensor(recorded, dtype=torch.float32),
+        torch.tensor(advantages, dtype=torch.float32),
+        AlgorithmConfig(correction=correction),
+    )
+    # The gradient in a log-prob is -weight x advantage / tokens: that of REINFORCE.
+    logprobs = torch.tensor(law, dtype=torch.float32, requires_grad=True)
+    second = slice(lengths[0], lengths[0] + lengths[1])
+    part = term.loss(logprobs[second], torch.arange(len(law))[second], lengths[1:2])
+    part.backward()
+    expected = np.zeros(len(law))
+    expected[second] = (-weights * advantages / len(law))[second]
+    np.testing.assert_allclose(logprobs.grad, expected, atol=1e-7, rtol=1e-4)
+    # And a step sums it over micro-batches, beside the divergence.
+    metrics = adapter.step(sequences, SCHEDULE, term)
+    loss = (-weights * advantages).mean()
+    assert metrics["sparrow/distill_pg_loss"] == pytest.approx(loss, abs=1e-4)
+    plain = SparseAdapter(new_policy(sharp_llama), settings())
+    same = plain.step(sequences, SCHEDULE)
+    assert "sparrow/distill_pg_loss" not in same
+    assert metrics["sparrow/distill_kl"] == pytest.approx(same["sparrow/distill_kl"], rel=1e-5)
+    moved = zip(adapter.tensors().values(), plain.tensors().values(), strict=True)
+    assert any(not torch.equal(one, other) for one, other in moved)
+
+
+def test_the_policy_loss_makes_rewarded_responses_likelier(sharp_llama):
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(policy_loss=10.0))
+
+    def means() -> list[float]:
+        with adapter.worn():
+            return [float(x.mean()) for x in policy.score(SEQUENCES, schedule=SCHEDULE)]
+
+    before = means()
+    for _ in range(5):
+        law = torch.cat(policy.score(SEQUENCES, schedule=SCHEDULE))
+        advantages = torch.tensor([1.0] * 150 + [-1.0] * 60)
+        adapter.step(SEQUENCES, SCHEDULE, PolicyTerm(law, advantages, AlgorithmConfig()))
+    after = means()
+    assert after[0] > before[0] + 0.05 and after[1] < before[1] - 0.05
+
+
+def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
+    lengths = [3, 1, 4, 2, 5]
+    groups = []
+    for index, length in enumerate(lengths):
+        prompt = Prompt(f"{index}", "test", (index + 1,))
+        # Log-probs and advantages that say which response, and which of its tokens, they are of.
+        logprobs = -index - np.arange(length) / 10
+        rollout = Rollout(
+            f"{index}", 0, (index + 1,), (9,) * length, logprobs, "stop", "0", "fixed-48", ""
+        )
+        groups.append(Group(prompt, (rollout,)))
+    values = tuple(np.array([float(index)]) for index in range(5))
+    batch = Batch.of(groups, Advantages(values, (True, False, True, False, True)))
+    part = batch.spread(3)
+    chosen = [rollout.prompt_ids[0] - 1 for rollout in part.rollouts]
+    assert chosen == [0, 1, 3] and part.lengths == [3, 1, 2]
+    assert part.sequences == [batch.sequences[index] for index in chosen]
+    assert part.advantages.tolist() == [0, 0, 0, 1, 3, 3]
+    torch.testing.assert_close(part.rollout_logprobs, torch.tensor([0, -0.1, -0.2, -1, -3, -3.1]))
+    assert part.group.tolist() == chosen and part.in_loss.tolist() == [True, False, False]
+    assert batch.spread(9).sequences == batch.sequences
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

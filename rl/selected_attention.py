@@ -1,0 +1,105 @@
+"""Attention of late positions over selected pages, without a mask of positions by positions.
+
+In: queries of a sequence's last positions, and for each of them the pages that it reads. Out: exact
+attention over these pages, by torch's FlexAttention. The selection is kept as one bit per KV head,
+position and page, and that is all that the backward pass keeps besides what it attends to.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+"""Queries, and keys, that FlexAttention handles or skips together."""
+_WORD = 32
+
+
+def attend_by_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    selection: Iterator[torch.Tensor],
+    start: int,
+    page_size: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of the last R of a sequence's T positions over the pages selected for them.
+
+    `query` is [1, Hq, R, D], `key` and `value` [1, Hkv, T, D] with T = `start` + R. `selection`
+    gives bool [Hkv, rows, pages], the rows being those of all positions in order, in multiples of
+    BLOCK except for the last. Within its pages a position attends up to itself. Differentiable on a
+    GPU, where the kernel is compiled at the first call. Returns [1, Hq, R, D].
+    """
+    mask = block_mask(selection, start, key.shape[2], page_size, query.shape[1] // key.shape[1])
+    for tensor in (query, key, value):
+        _lengths_vary(tensor, 2)
+    attend = _compiled() if query.is_cuda else flex_attention
+    out = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    assert isinstance(out, torch.Tensor), "no log-sum-exp was asked for"
+    return out
+
+
+def block_mask(
+    selection: Iterator[torch.Tensor], start: int, length: int, page_size: int, group: int
+) -> BlockMask:
+    """The mask of `attend_by_blocks` for `group` query heads per KV head."""
+    blocks = -(-length // BLOCK)
+    # Two at least, as one would be compiled for by itself.
+    words = max(2, -(-length // (page_size * _WORD)))
+    bits, touched = [], []
+    for kept in selection:
+        kept = F.pad(kept, (0, blocks * BLOCK // page_size - kept.shape[-1]))
+        tiles = F.pad(kept, (0, 0, 0, -kept.shape[1] % BLOCK))
+        tiles = tiles.unflatten(1, (-1, BLOCK)).any(2)
+        touched.append(tiles.unflatten(-1, (blocks, -1)).any(-1))
+        bits.append(_packed(kept, words))
+    packed = torch.cat(bits, dim=1)
+    # A tensor, because the kernel is compiled anew for another number.
+    offset = torch.tensor(start, device=packed.device)
+
+    def reads(batch: Any, head: Any, row: Any, token: Any) -> Any:
+        page = token // page_size
+        word = packed[head // group, row, page // _WORD]
+        return (token <= row + offset) & ((word >> (page % _WORD)) & 1 == 1)
+
+    held = torch.cat(touched, dim=1).repeat_interleave(group, 0)[None]
+    # Blocks to visit come first, in order.
+    order = held.byte().argsort(dim=-1, descending=True, stable=True)
+    mask = BlockMask.from_kv_blocks(
+        held.sum(-1, dtype=torch.int32),
+        order.int(),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=reads,
+        seq_lengths=(length - start, length),
+    )
+    _lengths_vary(packed, 1, 2)
+    _lengths_vary(mask.kv_num_blocks, 2)
+    _lengths_vary(mask.kv_indices, 2, 3)
+    _lengths_vary(mask.q_num_blocks, 2)
+    _lengths_vary(mask.q_indices, 2, 3)
+    return mask
+
+
+def _packed(kept: torch.Tensor, words: int) -> torch.Tensor:
+    """bool [..., pages] as int32 [..., words]: page p is bit p % 32 of word p // 32."""
+    kept = F.pad(kept, (0, words * _WORD - kept.shape[-1]))
+    weights = torch.ones((), dtype=torch.int32, device=kept.device) << torch.arange(
+        _WORD, dtype=torch.int32, device=kept.device
+    )
+    return (kept.unflatten(-1, (words, _WORD)) * weights).sum(-1, dtype=torch.int32)
+
+
+@cache
+def _compiled() -> Any:
+    # Where it cannot be compiled it would silently write all scores to memory; rather fail.
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _lengths_vary(tensor: torch.Tensor | None, *dims: int) -> None:
+    """Have one compiled kernel serve all sizes of these dimensions."""
+    if tensor is not None:
+        torch._dynamo.maybe_mark_dynamic(tensor, dims)

@@ -1,0 +1,46 @@
+"""Tiny models that speak text, and LoRA adapters for them with what they merge to."""
+
+from pathlib import Path
+
+import torch
+from engines import VOCAB_SIZE, save_tiny_model
+
+from sparrow_sglang.benchmarks.word_tokenizer import save_word_tokenizer
+
+RANK = 4
+
+
+def save_model_of_words(folder: Path) -> str:
+    """A tiny random checkpoint whose token 17 is the word `w17`, in chats too."""
+    save_tiny_model(folder, spread=0.15)
+    save_word_tokenizer(folder, VOCAB_SIZE)
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder)
+
+
+def words(ids: list[int]) -> str:
+    """The text of token ids of such a model."""
+    return " ".join(f"w{token}" for token in ids)
+
+
+def token_ids(text: str) -> list[int]:
+    """The reverse of `words`."""
+    return [int(word.removeprefix("w")) for word in text.split()]
+
+
+def save_adapter(model: str, folder: Path, seed: int, modules: tuple[str, ...]) -> tuple[str, str]:
+    """Folders of a random adapter, written by PEFT, and of the checkpoint it merges to, by PEFT."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=RANK, lora_alpha=8, target_modules=list(modules))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapter, merged = folder / "adapter", folder / "merged"
+    adapted.save_pretrained(adapter)
+    adapted.merge_and_unload().save_pretrained(merged)
+    return str(adapter), str(merged)

@@ -1,0 +1,185 @@
+"""The trainer's sparse law on a GPU: its compiled kernel, and the server that samples from it."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow_sglang.calibration_prompts import builtin_prompts, tokenizer_of
+from sparrow_sglang.models import embedded_model
+from sparrow_sglang.rl import sparse_policy
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
+from sparrow_sglang.rl.engine import LocalEngine
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.selected_attention import attend_by_blocks
+from sparrow_sglang.rl.sparse_policy import SparseRule, attend_by_rows
+from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.schedule import BudgetSchedule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SCHEDULE = BudgetSchedule(
+    name="grows", page_size=16, bin_tokens=512, budget_tokens=(128, 192, 256, 320)
+)
+NEW_TOKENS = 192
+SETTINGS = DistillConfig(enabled=True, delivery="lora", lr=1e-3)
+
+
+# -- the kernel
+
+
+def attend(kernel, tensors, rule, dtype):
+    """Output and gradients of all positions after the prompt, in `dtype`."""
+    query, key, value, direction = (x.to(dtype, copy=True) for x in tensors)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    (start,) = rule.prompt_lengths
+    rows = query[:, :, start:]
+    # Of the same numbers in every dtype, so that all read the same pages.
+    chosen = sparse_policy._selection(tensors[0][0, :, start:], tensors[1][0], start, rule)
+    out = kernel(rows, key, value, chosen, start, rule.schedule.page_size, None)
+    return [out, *torch.autograd.grad((out * direction[:, :, start:]).sum(), inputs)]
+
+
+def random_heads(heads: tuple[int, int, int], length: int) -> list[torch.Tensor]:
+    query_heads, kv_heads, dim = heads
+    torch.manual_seed(length)
+    counts = (query_heads, kv_heads, kv_heads, query_heads)
+    return [torch.randn(1, count, length, dim, device="cuda") for count in counts]
+
+
+@pytest.fixture
+def compile_anew():
+    """Shapes of models that no process trains together would add up to torch's limit."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        ((9, 3, 64), torch.bfloat16),
+        ((16, 8, 128), torch.bfloat16),
+        ((16, 8, 128), torch.float32),
+    ],
+)
+def test_the_compiled_kernel_is_plain_attention_over_the_pages(compile_anew, heads, dtype):
+    for prompt, length in ((300, 1100), (511, 2049), (128, 1024)):
+        tensors, rule = random_heads(heads, length), SparseRule(SCHEDULE, (prompt,))
+        exact = attend(attend_by_rows, tensors, rule, torch.float64)
+        plain = attend(attend_by_rows, tensors, rule, dtype)
+        found = attend(attend_by_blocks, tensors, rule, dtype)
+        for expected, *others in zip(exact, plain, found, strict=True):
+            rows, blocks = (float((x - expected).norm() / expected.norm()) for x in others)
+            print(f"{heads} {dtype} {length}: by rows {rows:.1e}, by blocks {blocks:.1e}")
+            # A mask that is off by a token, or a page that is not read, costs more than 1e-2.
+            assert blocks < max(2 * rows, 1e-5)
+
+
+def test_no_mask_of_positions_by_positions_is_kept_or_made(compile_anew):
+    heads, length = (16, 8, 128), 32768
+    tensors, rule = random_heads(heads, length), SparseRule(SCHEDULE, (600,))
+    attend(attend_by_blocks, tensors, rule, torch.bfloat16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attend(attend_by_blocks, tensors, rule, torch.bfloat16)
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"{length} positions, {heads} heads: {peak / 2**30:.2f} GiB at the peak")
+    # Inputs, output and their gradients take 0.8 GiB; a byte per position, token and head takes 16.
+    assert peak < 3 * 2**30
+
+
+# -- the server
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return str(embedded_model())
+
+
+@pytest.fixture(scope="module")
+def policy(model) -> DensePolicy:
+    return DensePolicy.load(ModelConfig(path=model), OptimiserConfig(), "cuda")
+
+
+@pytest.fixture(scope="module")
+def prompts(model) -> list[Prompt]:
+    """Real text; responses begin and end on both sides of pages and of bins."""
+    found = builtin_prompts(tokenizer_of(model), 4096, 512, NEW_TOKENS, 1, "check")
+    ids = [each.input_ids for each in found if len(each.input_ids) > 700]
+    lengths = [127, 128, 129, 400, 510, 511, 512, 513, 700, *map(len, ids)]
+    chosen = [ids[i % len(ids)][:length] for i, length in enumerate(lengths)]
+    return [Prompt(f"{i}", "test", tuple(each)) for i, each in enumerate(chosen)]
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("schedule") / "grows.json"
+    SCHEDULE.save(path)
+    arguments = {
+        "dtype": "bfloat16",
+        "page_size": 16,
+        "skip_tokenizer_init": True,
+        "mem_fraction_static": 0.4,
+        "enable_memory_saver": False,
+        # Capturing prefill takes two minutes on a new machine and is not what is tested.
+        "disable_prefill_cuda_graph": True,
+        "random_seed": 0,
+    }
+    engine = LocalEngine(model, str(path), **arguments | lora_arguments(SETTINGS))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def adapter(policy, engine, prompts) -> SparseAdapter:
+    """One that has learnt enough to matter."""
+    sequences, _ = rollouts(engine, prompts, Sampling(NEW_TOKENS))
+    adapter = SparseAdapter(policy, SETTINGS)
+    for _ in range(8):
+        adapter.step(sequences[::3], SCHEDULE)
+    return adapter
+
+
+def rollouts(engine, prompts, sampling):
+    """Sequences and the log-probs that the server recorded, [N]."""
+    groups = engine.generate(prompts, 2, sampling)
+    found = [rollout for group in groups for rollout in group.rollouts]
+    recorded = np.concatenate([rollout.logprobs for rollout in found])
+    return [(rollout.prompt_ids, rollout.response_ids) for rollout in found], recorded
+
+
+@pytest.mark.parametrize("delivery", ["none", "lora", "merged"])
+def test_the_server_samples_from_the_trainers_sparse_law(
+    policy, engine, adapter, prompts, delivery
+):
+    weights = adapter.merged_weights() if delivery == "merged" else policy.named_weights()
+    engine.update_weights(weights, delivery)
+    name = ADAPTER if delivery == "lora" else None
+    if name:
+        engine.set_adapter(name, adapter.tensors(), adapter.lora_config())
+    own, other = (nullcontext, adapter.worn) if delivery == "none" else (adapter.worn, nullcontext)
+
+    def distance(what, run, law, schedule):
+        """Mean and 99th percentile of |recorded - trainer's|."""
+        sequences, recorded = run
+        with law():
+            scores = torch.cat(policy.score(sequences, schedule=schedule)).numpy()
+        errors = np.abs(recorded - scores)
+        mean, high = float(errors.mean()), float(np.percentile(errors, 99))
+        print(f"{delivery}: {what:24} mean {mean:.4f}, 99th percentile {high:.4f}")
+        return mean, high
+
+    dense_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, adapter=name, dense=True))
+    sparse_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, adapter=name))
+    # The yardstick: the same engine and trainer, where neither leaves anything out.
+    noise, noise_high = distance("dense run, dense law", dense_run, own, None)
+    mean, high = distance("sparse run, its law", sparse_run, own, SCHEDULE)
+    assert mean < 1.5 * noise and high < 2 * noise_high
+    # And so near to no law but its own.
+    assert distance("sparse run, other adapter", sparse_run, other, SCHEDULE)[0] > 1.5 * mean
+    assert distance("sparse run, dense law", sparse_run, own, None)[0] > 1.5 * mean
