@@ -5,7 +5,6 @@ In: a configuration. Out: a `Setup`, or one error that names the setting.
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +87,7 @@ def prepare(config: TrainConfig) -> Setup:
                 f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: no {name} prompt of"
                 f" task {config.task.name!r} is that short; expected a higher limit"
             )
-    _check_server_args(config.engine.server_args)
+    _check_server_args(config.engine)
     _check_context(config, model_config)
     left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
     engine = config.engine
@@ -125,12 +124,14 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
     return (first, *rest)
 
 
-def _check_server_args(arguments: Mapping[str, Any]) -> None:
+def _check_server_args(engine: EngineConfig) -> None:
     # Late, as it takes seconds.
     from sglang.srt.server_args import ServerArgs
 
     known = [field.name for field in dataclasses.fields(ServerArgs)]
-    for name in arguments:
+    for name in engine.server_args:
+        if name == "attention_backend" and engine.schedule == DENSE:
+            continue
         if name in _OWN_SETTINGS:
             raise ConfigError(
                 f"engine.server_args.{name} is not set there: set {_OWN_SETTINGS[name]} instead"

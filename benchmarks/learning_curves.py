@@ -1,0 +1,194 @@
+"""`python -m sparrow_sglang.benchmarks.learning_curves`: dense against sparse rollouts, by seeds.
+
+In: a training configuration, schedules and seeds. Each pair is a run of `sparrow train` from the
+same start; several are under way at a time, and those that were stopped go on when the command is
+repeated. Out: the curves as JSON, with device, versions and commit, and a plot.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
+from sparrow_sglang.benchmarks.record import provenance, write_result
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TrainConfig
+
+DESCRIPTION = """\
+Train from the same start under several schedules and seeds, and write the curves side by side.
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.learning_curves examples/story_curves.toml \\
+      --schedules dense smollm2-135m-0.86 --seeds 0 1 2 --parallel 6 --out learning_curves.json
+"""
+METRICS = "metrics.jsonl"
+CURVES = (
+    "eval/pass_rate",
+    "critic/score/mean",
+    "response_length/mean",
+    "sparrow/accept_p05",
+    "sparrow/kv_tokens_read",
+    "sparrow/kv_tokens_held",
+    "rollout_corr/kl",
+)
+
+
+def plan(path: Path, schedules: Sequence[str], seeds: Sequence[int], work: Path) -> dict[str, Any]:
+    """Values of each run's configuration by name, all seeds of a schedule together.
+
+    Raises `ConfigError` as `TrainConfig` does.
+    """
+    base = tomllib.loads(path.read_text("utf-8"))
+    runs = {}
+    for schedule in schedules:
+        for seed in seeds:
+            name = f"{Path(schedule).stem}-seed{seed}"
+            engine = dict(base.get("engine", {})) | {"schedule": schedule}
+            values = base | {"run_dir": str(work / name), "seed": seed, "engine": engine}
+            TrainConfig.parse(values, str(path))
+            runs[name] = values
+    return runs
+
+
+def train_all(runs: Mapping[str, Mapping[str, Any]], work: Path, parallel: int) -> None:
+    """Train, at most `parallel` at a time. A failed run is told and left; the others go on."""
+    waiting = list(runs)
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                name = waiting.pop(0)
+                file = work / f"{name}.toml"
+                file.write_text("".join(f"{line}\n" for line in _toml(runs[name])), "utf-8")
+                command = [sys.executable, "-m", "sparrow_sglang.cli", "train", str(file)]
+                with open(work / f"{name}.log", "a") as log:
+                    running[name] = subprocess.Popen(
+                        [*command, "--resume"], stdout=log, stderr=subprocess.STDOUT
+                    )
+                print(f"{name} starts; its log is {work / name}.log", flush=True)
+            time.sleep(1.0)
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                code = running.pop(name).returncode
+                print(f"{name} is complete" if code == 0 else f"{name} FAILED ({code})", flush=True)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+
+
+def collect(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the runs have measured so far: per run, curves of [step, value] and the mean times."""
+    found = []
+    for name, values in runs.items():
+        path = Path(values["run_dir"]) / METRICS
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        curves = {
+            metric: [[row["step"], row[metric]] for row in rows if metric in row]
+            for metric in CURVES
+        }
+        # The first step warms up.
+        times = sorted({key for row in rows for key in row if key.startswith("timing_s/")})
+        seconds = {
+            key: float(np.mean([row[key] for row in rows[1:] if key in row] or [0.0]))
+            for key in times
+        }
+        found.append(
+            {
+                "run": name,
+                "schedule": values["engine"]["schedule"],
+                "seed": values["seed"],
+                "steps": max((row["step"] for row in rows), default=0),
+                "curves": curves,
+                "seconds_per_step": seconds,
+            }
+        )
+    return found
+
+
+def plot(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Each curve against steps: thin lines the runs, thick ones the means over seeds."""
+    from matplotlib.figure import Figure
+
+    shown = CURVES[:4]
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    schedules = list(dict.fromkeys(run["schedule"] for run in runs))
+    for axes, metric in zip(figure.subplots(2, 2).flat, shown, strict=True):
+        for index, schedule in enumerate(schedules):
+            own = [dict(run["curves"][metric]) for run in runs if run["schedule"] == schedule]
+            for curve in own:
+                axes.plot(curve.keys(), curve.values(), color=f"C{index}", alpha=0.3, linewidth=1)
+            steps = sorted(set.intersection(*(set(curve) for curve in own)))
+            means = [np.mean([curve[step] for curve in own]) for step in steps]
+            axes.plot(steps, means, color=f"C{index}", linewidth=2, label=Path(schedule).stem)
+        axes.set_title(metric)
+        axes.set_xlabel("step")
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110, format="png")
+
+
+def _toml(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Lines of dotted keys; numbers, texts, truth values and lists are the same in JSON."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _toml(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key} = {json.dumps(value)}"
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, write and plot; the exit code is 1 if a run is incomplete, 2 if a setting is wrong."""
+    parser = benchmark_parser("learning-curves", DESCRIPTION, EXAMPLES)
+    parser.prog = "python -m sparrow_sglang.benchmarks.learning_curves"
+    parser.add_argument("config", type=Path, help="TOML file of `sparrow train`")
+    parser.add_argument("--schedules", nargs="+", default=["dense", "auto"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time on this machine")
+    parser.add_argument("--work", type=Path, default=Path("runs/learning_curves"))
+    parser.add_argument("--out", type=Path, default=Path("learning_curves.json"))
+    args = parser.parse_args(argv)
+    if args.parallel < 1:
+        parser.error(f"--parallel {args.parallel}: expected 1 or more")
+    try:
+        runs = plan(args.config, args.schedules, args.seeds, args.work)
+    except (ConfigError, OSError, tomllib.TOMLDecodeError) as error:
+        parser.error(str(error))
+    prepare_out(parser, args.out)
+    args.work.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        key: value for key, value in vars(args).items() if key not in ("out", "work")
+    }
+    settings |= {"config": args.config.name, "train": tomllib.loads(args.config.read_text("utf-8"))}
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        train_all(runs, args.work, args.parallel)
+    except KeyboardInterrupt:
+        print("stopped; repeat the command to go on", file=sys.stderr)
+    finally:
+        found = collect(runs)
+        write_result(args.out, {**provenance(), "settings": settings, "runs": found})
+        plot(args.out.with_suffix(".png"), found)
+    wanted = tomllib.loads(args.config.read_text("utf-8")).get("steps", 100)
+    for run in found:
+        rates = run["curves"]["eval/pass_rate"]
+        text = f"{rates[0][1]:.3f} -> {rates[-1][1]:.3f}" if rates else "no evaluation"
+        print(f"{run['run']}: {run['steps']} of {wanted} steps, held-out pass rate {text}")
+    return int(any(run["steps"] < wanted for run in found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
