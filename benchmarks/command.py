@@ -1,7 +1,12 @@
 """What the benchmark commands share: they refuse in one line, before anything is measured."""
 
 import argparse
+import json
+import signal
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from sparrow_sglang.command_line import OneLineParser
 
@@ -17,6 +22,17 @@ def benchmark_parser(name: str, description: str, examples: str) -> OneLineParse
     )
 
 
+def engine_arguments(text: str) -> dict[str, Any]:
+    """The value of --engine-args: arguments of `sglang.Engine` as JSON. Raises `ValueError`."""
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--engine-args {text}: expected a JSON object, in quotes")
+    return arguments
+
+
 def require_cuda(parser: argparse.ArgumentParser, memory_gb: float, purpose: str) -> None:
     """End with exit code 2 unless torch finds a CUDA device."""
     import torch
@@ -28,6 +44,15 @@ def require_cuda(parser: argparse.ArgumentParser, memory_gb: float, purpose: str
             f" {memory_gb:.0f} GB of free memory for {purpose}. See whether nvidia-smi lists one;"
             " `sparrow plan` predicts step times without a GPU\n",
         )
+
+
+def exit_on_sigterm() -> None:
+    """Make SIGTERM, as of `timeout`, end this process as Ctrl-C does: its processes end first."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def prepare_out(parser: argparse.ArgumentParser, out: Path) -> None:

@@ -18,7 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.command import (
+    benchmark_parser,
+    engine_arguments,
+    prepare_out,
+    require_cuda,
+)
 from sparrow_sglang.benchmarks.record import copy_bandwidth, provenance, write_result
 from sparrow_sglang.cost_model import ModelShape, step_costs
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
@@ -143,7 +148,7 @@ def run_engine(options: argparse.Namespace) -> None:
         "cuda_graph_max_bs_decode": max(len(batch_lengths(case)) for case in options.cases),
         "max_running_requests": max(len(batch_lengths(case)) for case in options.cases),
         "log_level": "error",
-        **json.loads(options.engine_args),
+        **engine_arguments(options.engine_args),
     }
     schedule = None
     if options.backend == "sparrow":
@@ -243,12 +248,7 @@ def _check(options: argparse.Namespace) -> float:
     most = 0.0
     if options.repeats < 1:
         raise ValueError(f"--repeats {options.repeats}: expected 1 or more")
-    try:
-        engine_args = json.loads(options.engine_args)
-    except json.JSONDecodeError:
-        engine_args = None
-    if not isinstance(engine_args, dict):
-        raise ValueError(f"--engine-args {options.engine_args}: expected a JSON object, in quotes")
+    engine_arguments(options.engine_args)
     known = sorted(folder.name for folder in MODELS.iterdir())
     for model in options.models.split(","):
         if model not in known:

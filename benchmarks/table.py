@@ -5,28 +5,33 @@ two marker lines from all that lies under benchmarks/results. Imports neither to
 """
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.benchmarks.comparison_tables import (
+    audit_table,
+    rollout_table,
+    serving_table,
+    training_table,
+)
 from sparrow_sglang.benchmarks.decode_step import dense_partner
+from sparrow_sglang.benchmarks.result_files import (
+    Run,
+    TableError,
+    load_runs,
+    markdown_table,
+    number,
+    times,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path("benchmarks/results")
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 COMMAND = "python -m sparrow_sglang.benchmarks.table"
 
-_PACKAGES = {
-    "sglang": "SGLang",
-    "torch": "torch",
-    "triton": "Triton",
-    "flashinfer-python": "FlashInfer",
-}
-_STARTED_AS = {"decode_step.py": "sparrow bench step", "kernels.py": "sparrow bench kernels"}
 _STEP_TEXT = """\
 One decode step of stock SGLang with random weights in the model's shapes, dense (`flashinfer`)
 against sparse. Floor: the bytes that the sparse step must read over the copy bandwidth measured in
@@ -38,68 +43,6 @@ _KERNEL_TEXT = """\
 The kernels of one layer (8 KV heads of 128, pages of 16) and other libraries on the same inputs.
 Floor: the bytes to move over the copy bandwidth. Not every library does all of the work: what it
 leaves out is described in `benchmarks/kernel_peers.py`."""
-
-
-class TableError(ValueError):
-    """The tables cannot be made; the message names the file and what is allowed."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One result file: `path` from the root of the checkout, and its content."""
-
-    path: str
-    content: dict[str, Any]
-
-    @property
-    def device(self) -> str:
-        return str(self.content["device"]).removeprefix("NVIDIA ")
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.content["rows"]
-        return rows
-
-    @property
-    def source(self) -> str:
-        """Device, versions, commit, file and command."""
-        packages = self.content["packages"]
-        versions = [f"{name} {packages[key]}" for key, name in _PACKAGES.items() if packages[key]]
-        return (
-            f"{self.content['device']}, {', '.join(versions)}, commit"
-            f" `{self.content['commit']}`, [results]({self.path}):"
-            f" `{rerun_command(self.content['command'])}`"
-        )
-
-
-def rerun_command(recorded: str) -> str:
-    """The recorded command as one types it: by `sparrow bench`, JSON quoted, without its --out."""
-    program, _, options = recorded.partition(" ")
-    options = re.sub(r" ?--out[ =]\S+", "", options)
-    options = re.sub(r"(?<!')(\{[^{}']*\"[^{}']*\})(?!')", r"'\1'", options)
-    return f"{_STARTED_AS.get(program, program)} {options.strip()}".strip()
-
-
-def load_runs(root: Path, key: str) -> list[Run]:
-    """Result files under `root` whose rows have `key`, by path; sweeps of variants are left out.
-
-    Raises `TableError` on a file that is not JSON, or that lacks what a result carries.
-    """
-    runs = []
-    for path in sorted((root / RESULTS).rglob("*.json")):
-        try:
-            content = json.loads(path.read_text())
-        except ValueError as error:
-            raise TableError(f"{path}: not JSON ({error}); expected a benchmark's result") from None
-        rows = content.get("rows") if isinstance(content, dict) else None
-        if not isinstance(rows, list) or not rows or key not in rows[0]:
-            continue
-        missing = {"device", "packages", "commit", "command"} - content.keys()
-        if missing:
-            raise TableError(f"{path}: lacks {', '.join(sorted(missing))}; measure it again")
-        if "--sweep" not in content["command"]:
-            runs.append(Run(path.relative_to(root).as_posix(), content))
-    return runs
 
 
 @dataclass(frozen=True)
@@ -120,7 +63,7 @@ class Pair:
         if self.dense is None:
             return "–"
         backend = self.dense["backend"]
-        return _number(self.dense[key], digits) + (
+        return number(self.dense[key], digits) + (
             f" ({backend})" if backend != "flashinfer" else ""
         )
 
@@ -172,11 +115,17 @@ def step_tables(runs: list[Run]) -> str:
     parts = []
     if steps:
         heads = "model|schedule|batch × context|dense ms|sparse ms|speed-up|floor ms|device|run"
-        parts += [_STEP_TEXT, _table(heads, 3, (_step_cells(pair, numbers) for pair in steps))]
+        parts += [
+            _STEP_TEXT,
+            markdown_table(heads, 3, (_step_cells(pair, numbers) for pair in steps)),
+        ]
     if fill:
         heads = "model|schedule|lengths|sequences|cached tokens|dense tokens/s|sparse tokens/s"
         heads += "|speed-up|floor tokens/s|device|run"
-        parts += [_FILL_TEXT, _table(heads, 3, (_fill_cells(pair, numbers) for pair in fill))]
+        parts += [
+            _FILL_TEXT,
+            markdown_table(heads, 3, (_fill_cells(pair, numbers) for pair in fill)),
+        ]
     cited = [f"{numbers[run.path]}. {run.source}" for run in runs if run.path in numbers]
     return "\n\n".join([*parts, "Runs:", "\n".join(cited)])
 
@@ -188,9 +137,9 @@ def _step_cells(pair: Pair, numbers: dict[str, int]) -> list[str]:
         row["schedule"],
         row["case"].replace("x", " × "),
         pair.dense_cell("step_ms", 2),
-        _number(row["step_ms"], 2),
-        _times(pair.speedup),
-        _number(row["floor_ms"], 2),
+        number(row["step_ms"], 2),
+        times(pair.speedup),
+        number(row["floor_ms"], 2),
         pair.run.device,
         pair.cited(numbers),
     ]
@@ -203,11 +152,11 @@ def _fill_cells(pair: Pair, numbers: dict[str, int]) -> list[str]:
         row["schedule"],
         row["case"].split(":")[1].replace("-", " to "),
         str(row["batch"]),
-        _number(row["cached_tokens"], 0),
+        number(row["cached_tokens"], 0),
         pair.dense_cell("tokens_per_s", 0),
-        _number(row["tokens_per_s"], 0),
-        _times(pair.speedup),
-        _number(row["batch"] / row["floor_ms"] * 1e3, 0),
+        number(row["tokens_per_s"], 0),
+        times(pair.speedup),
+        number(row["batch"] / row["floor_ms"] * 1e3, 0),
         pair.run.device,
         pair.cited(numbers),
     ]
@@ -223,7 +172,7 @@ def kernel_table(run: Run) -> str:
     lines = [
         [
             row["name"],
-            _number(row["floor_us"], 1),
+            number(row["floor_us"], 1),
             _measured(row),
             f"{row['floor_us'] / row['us']:.0%}" if "us" in row else "–",
             "; ".join(peers.get(row["name"], [])) or "–",
@@ -231,7 +180,7 @@ def kernel_table(run: Run) -> str:
         for row in run.rows
         if ": " not in row["name"]
     ]
-    table = _table("kernel|floor µs|measured µs|of floor|other libraries, µs", 1, lines)
+    table = markdown_table("kernel|floor µs|measured µs|of floor|other libraries, µs", 1, lines)
     bandwidth = f"copy {run.content['copy_bandwidth'] / 1e12:.2f} TB/s"
     summary = f"<summary>Kernels on one {run.device}</summary>"
     return "\n\n".join(
@@ -246,27 +195,18 @@ def kernel_table(run: Run) -> str:
 
 
 def _measured(row: dict[str, Any]) -> str:
-    return _number(row["us"], 1) if "us" in row else "failed"
-
-
-def _number(number: float, digits: int) -> str:
-    return f"{number:,.{digits}f}"
-
-
-def _times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}×"
-
-
-def _table(heads: str, words: int, rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all but its first `words` columns are aligned to the right."""
-    columns = heads.split("|")
-    rule = ["---"] * words + ["---:"] * (len(columns) - words)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
+    return number(row["us"], 1) if "us" in row else "failed"
 
 
 def generate(root: Path = ROOT) -> str:
     """All tables as Markdown, from the results under `root`."""
-    parts = [step_tables(load_runs(root, "step_ms"))]
+    parts = [
+        step_tables(load_runs(root, "step_ms")),
+        rollout_table(load_runs(root, "ended_s")),
+        serving_table(load_runs(root, "bench_serving")),
+        training_table(load_runs(root, "step_peak_gib")),
+        audit_table(load_runs(root, "served_s")),
+    ]
     parts += [kernel_table(run) for run in load_runs(root, "floor_us")]
     return "\n\n".join(part for part in parts if part)
 

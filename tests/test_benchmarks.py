@@ -12,13 +12,20 @@ import pytest
 import torch
 
 from sparrow_sglang import cli
-from sparrow_sglang.benchmarks import decode_step, kernels, table
+from sparrow_sglang.benchmarks import decode_step, kernels, rollout_replay, serving, table
 from sparrow_sglang.benchmarks.decode_step import batch_lengths, model_shape, speedups, step_bytes
-from sparrow_sglang.benchmarks.table import TableError, generate, pair_rows, rerun_command
+from sparrow_sglang.benchmarks.result_files import (
+    RESULTS,
+    Run,
+    TableError,
+    load_runs,
+    rerun_command,
+)
+from sparrow_sglang.benchmarks.table import generate, pair_rows
 from sparrow_sglang.cost_model import ModelShape
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
-RUNS = table.load_runs(table.ROOT, "step_ms")
+RUNS = load_runs(table.ROOT, "step_ms")
 
 
 def row(backend: str, step_ms: float, case: str = "2x1000", **fields: Any) -> dict[str, Any]:
@@ -37,7 +44,7 @@ def row(backend: str, step_ms: float, case: str = "2x1000", **fields: Any) -> di
 
 
 def save(root: Path, name: str, rows: list[dict[str, Any]], **fields: Any) -> None:
-    path = root / table.RESULTS / name
+    path = root / RESULTS / name
     path.parent.mkdir(parents=True, exist_ok=True)
     packages = {"sglang": "0.5.17", "torch": "2.11.0", "triton": None, "flashinfer-python": "0.6"}
     content = {
@@ -64,7 +71,7 @@ def test_there_are_results() -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.path)
-def test_committed_rows_are_consistent(run: table.Run) -> None:
+def test_committed_rows_are_consistent(run: Run) -> None:
     for each in run.rows:
         lengths = batch_lengths(each["case"])
         assert (each["batch"], each["cached_tokens"]) == (len(lengths), sum(lengths))
@@ -146,7 +153,7 @@ def test_pairs_across_files_of_one_device(tmp_path: Path) -> None:
     save(tmp_path, "h200/b.json", [row("sparrow", 4.0)])
     save(tmp_path, "h200/c.json", [row("flashinfer", 9.0), row("sparrow", 3.0)])
     save(tmp_path, "h100/d.json", [row("sparrow", 5.0)], device="NVIDIA H100")
-    pairs = pair_rows(table.load_runs(tmp_path, "step_ms"))
+    pairs = pair_rows(load_runs(tmp_path, "step_ms"))
     found = {
         pair.run.path[-6:]: (pair.dense_run and pair.dense_run.path[-6:], pair.speedup)
         for pair in pairs
@@ -199,6 +206,38 @@ def test_table_of_kernels(tmp_path: Path) -> None:
     assert "copy 4.28 TB/s; NVIDIA H200" in text and "`sparrow bench kernels`" in text
 
 
+def test_tables_of_training_steps_and_audits(tmp_path: Path) -> None:
+    step = {"dtype": "float32", "tokens": 32768, "weights_gib": 6.44, "step_peak_gib": 71.25}
+    step |= {"step_s": [12.5, 12.25], "score_s": 3.0, "idle_gib": 30.0, "warm_up_s": 20.0}
+    command = "train_memory.py --tokens 32768 --out /x/train.json"
+    save(tmp_path, "train.json", [step], model="qwen3-1.7b", command=command)
+    rounds = [
+        {"rate": rate, "tokens_per_s": speed, "pair": pair, "served_s": 1.0}
+        for pair, (without, audited) in enumerate([(1000.0, 990.0), (1200.0, 1194.0)])
+        for rate, speed in ((0.0, without), (0.01, audited))
+    ]
+    settings = {"model": "qwen3-4b", "schedule": "fixed-1024", "rate": 0.01}
+    settings |= {"requests": 512, "new_tokens": 1024}
+    fields = {"settings": settings, "lost": [0.01, 0.005], "command": "audit_overhead.py"}
+    save(tmp_path, "audit.json", rounds, **fields)
+    text = generate(tmp_path)
+    assert lines(text, "| qwen3") == [
+        "| qwen3-1.7b | float32 | 32,768 | 6.4 | 71.2 | 12.25 | 3.00 | H200 | 1 |",
+        "| qwen3-4b | fixed-1024 | 1.0% | 512 × 1024 | 1,100 | 1,092 | 0.75% | H200 | 1 |",
+    ]
+    start = "`python -m sparrow_sglang.benchmarks."
+    assert f"{start}train_memory --tokens 32768`" in text and f"{start}audit_overhead`" in text
+
+
+def test_a_side_without_its_partner_has_no_speed_up(tmp_path: Path) -> None:
+    sparse = {"model": "m", "schedule": "s", "sequences": 8, "output_tokens": 80, "longest": 20}
+    sparse |= {"seconds": 4.0, "tokens_per_s": 20.0, "ended_s": []}
+    save(tmp_path, "rollout.json", [sparse], command="rollout_replay.py --sequences 8")
+    assert lines(generate(tmp_path), "| m ") == [
+        "| m | s | 8 | 10 | 20 | – | 4.0 | – | 20 | – | H200 | 1 |"
+    ]
+
+
 def test_commands_can_be_typed_again() -> None:
     recorded = 'decode_step.py --engine-args {"a": true} --schedules {model}-0.75 --out /x/y.json'
     typed = "sparrow bench step --engine-args '{\"a\": true}' --schedules {model}-0.75"
@@ -213,7 +252,7 @@ def test_commands_can_be_typed_again() -> None:
 )
 def test_an_unusable_result_is_named(tmp_path: Path, content: str, message: str) -> None:
     save(tmp_path, "a.json", [])
-    (tmp_path / table.RESULTS / "a.json").write_text(content)
+    (tmp_path / RESULTS / "a.json").write_text(content)
     with pytest.raises(TableError, match=message):
         generate(tmp_path)
 
@@ -230,7 +269,7 @@ def test_only_the_part_between_the_markers_is_rewritten() -> None:
 # -- command lines
 
 
-@pytest.mark.parametrize("benchmark", ["step", "kernels"])
+@pytest.mark.parametrize("benchmark", cli.BENCHMARKS)
 def test_without_a_gpu_one_line_says_what_is_needed(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,12 +283,15 @@ def test_without_a_gpu_one_line_says_what_is_needed(
 
 
 def test_the_commands_in_the_help_are_accepted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    texts = [re.sub(r"\\\n +", "", cli.BENCH_EPILOG), decode_step.EXAMPLES, kernels.EXAMPLES]
+    monkeypatch.chdir(tmp_path)
+    Path("lengths.jsonl").write_text("1000\n")
+    texts = [re.sub(r"\\\n +", "", cli.BENCH_EPILOG)]
+    texts += [each.EXAMPLES for each in (decode_step, kernels, rollout_replay, serving)]
     commands = re.findall(r"^  (sparrow bench .*?)(?: {2,}.*)?$", "\n".join(texts), re.M)
-    assert len(commands) == 10
+    assert len(commands) == 16
     for command in commands:
         with pytest.raises(SystemExit):
             cli.main(shlex.split(command)[1:])

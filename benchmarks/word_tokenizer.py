@@ -1,0 +1,18 @@
+"""A tokenizer for models that have none: token id 17 is the word `w17`.
+
+Servers and clients that speak text then work with random weights, and any ids survive the way to
+text and back, so that lengths in tokens are exact.
+"""
+
+from pathlib import Path
+
+
+def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write the files of a transformers tokenizer of `vocab_size` words into `folder`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
