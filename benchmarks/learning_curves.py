@@ -1,6 +1,7 @@
 """`python -m sparrow_sglang.benchmarks.learning_curves`: dense against sparse rollouts, by seeds.
 
-In: a training configuration, schedules and seeds. Each pair is a run of `sparrow train` from the
+In: a training configuration, schedules and seeds; an `attention_backend` among the engine's
+arguments is that of the dense runs. Each pair is a run of `sparrow train` from the
 same start; several are under way at a time, and those that were stopped go on when the command is
 repeated. Out: the curves as JSON, with device, versions and commit, and a plot.
 """
@@ -22,6 +23,7 @@ from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
 from sparrow_sglang.benchmarks.record import provenance, write_result
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.rollout import DENSE
 
 DESCRIPTION = """\
 Train from the same start under several schedules and seeds, and write the curves side by side.
@@ -51,8 +53,13 @@ def plan(path: Path, schedules: Sequence[str], seeds: Sequence[int], work: Path)
     runs = {}
     for schedule in schedules:
         for seed in seeds:
-            name = f"{Path(schedule).stem}-seed{seed}"
+            name = f"{_label(schedule)}-seed{seed}"
             engine = dict(base.get("engine", {})) | {"schedule": schedule}
+            if schedule != DENSE:
+                # Of sparse rollouts, the schedule says it.
+                server_args = dict(engine.get("server_args", {}))
+                server_args.pop("attention_backend", None)
+                engine["server_args"] = server_args
             values = base | {"run_dir": str(work / name), "seed": seed, "engine": engine}
             TrainConfig.parse(values, str(path))
             runs[name] = values
@@ -130,11 +137,15 @@ def plot(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
                 axes.plot(curve.keys(), curve.values(), color=f"C{index}", alpha=0.3, linewidth=1)
             steps = sorted(set.intersection(*(set(curve) for curve in own)))
             means = [np.mean([curve[step] for curve in own]) for step in steps]
-            axes.plot(steps, means, color=f"C{index}", linewidth=2, label=Path(schedule).stem)
+            axes.plot(steps, means, color=f"C{index}", linewidth=2, label=_label(schedule))
         axes.set_title(metric)
         axes.set_xlabel("step")
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=110, format="png")
+
+
+def _label(schedule: str) -> str:
+    return Path(schedule).name.removesuffix(".json")
 
 
 def _toml(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
