@@ -34,8 +34,8 @@ logger = logging.getLogger("sparrow_sglang")
 class AuditReport:
     """Counts what one server's audit found under one schedule at a time.
 
-    Bins are the schedule's own, or of 2,000 tokens under a fixed budget. Both bounds are kept, because the acceptance rate itself cannot be
-    known from top-k lists: the tail lies between the two.
+    Bins are the schedule's own, or of 2,000 tokens under a fixed budget. Both bounds are kept,
+    because the acceptance rate itself cannot be known from top-k lists: the tail lies between them.
     """
 
     def __init__(self, schedule: BudgetSchedule, gauges: bool) -> None:

@@ -78,8 +78,8 @@ def measure(
     """Measure the units that `work` does not hold yet, `batch` at a time.
 
     `target` is an `sglang.Engine` that records at least `batch` generations. `progress` is told the
-    number of units after each batch. Raises `CalibrationError` if the server dies or refuses, or the
-    disk is full; every batch before is kept.
+    number of units after each batch. Raises `CalibrationError` if the server dies or refuses, or
+    the disk is full; every batch before is kept.
     """
     done = work.load().keys()
     open_units = [unit for unit in units if unit.number not in done]
