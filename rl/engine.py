@@ -21,6 +21,7 @@ from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.rollout import DENSE, Sampling, group_request, to_group
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.server_adapter import load_adapter
 from sparrow_sglang.server_args import resolve_schedule
 
 IDLE_TIMEOUT_S = 60.0
@@ -104,7 +105,6 @@ class LocalEngine:
         self._released = False
         self._ranks = arguments.tp_size
         self._version: str | None = arguments.weight_version
-        self._adapter: str | None = None
         self._schedule = DENSE
         if arguments.attention_backend == BACKEND:
             found, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
@@ -222,35 +222,10 @@ class LocalEngine:
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
         """See `RolloutEngine`; the engine must have been started with `enable_lora`.
 
-        `tensors` and `config` are PEFT's. Raises `RuntimeError` if SGLang refuses them.
+        `tensors` and `config` are PEFT's. Raises `ControlError`, a `ValueError`, if they do not
+        fit the engine.
         """
-        from sglang.srt.managers.io_struct import (
-            LoadLoRAAdapterFromTensorsReqInput,
-            UnloadLoRAAdapterReqInput,
-        )
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        if self._adapter is not None:
-            # SGLang refuses to load a name that it has.
-            self._require_lora(
-                self._run(
-                    self._manager.unload_lora_adapter(
-                        UnloadLoRAAdapterReqInput(lora_name=self._adapter), None
-                    )
-                )
-            )
-            self._adapter = None
-        # Copies, as SGLang keeps on the CPU what it is given, and an optimiser step changes it.
-        payload = {key: tensor.clone() for key, tensor in tensors.items()}
-        request = LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=name,
-            config_dict=config,
-            serialized_named_tensors=[
-                MultiprocessingSerializer.serialize(payload) for _ in range(self._ranks)
-            ],
-        )
-        self._require_lora(self._run(self._manager.load_lora_adapter_from_tensors(request, None)))
-        self._adapter = name
+        self._run(load_adapter(self._manager, name, config, tensors))
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
         """See `RolloutEngine`; raises `EndpointError` if the engine was started densely."""
@@ -355,11 +330,6 @@ class LocalEngine:
                     f"process {process.pid} of the SGLang engine died; its traceback, if it had"
                     " the time for one, is on stderr"
                 )
-
-    @staticmethod
-    def _require_lora(answer: Any) -> None:
-        if not answer.success:
-            raise RuntimeError(f"SGLang did not take the adapter: {answer.error_message}")
 
     @staticmethod
     def _require(answer: tuple[bool, str]) -> None:

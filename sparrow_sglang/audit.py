@@ -325,6 +325,10 @@ class Auditor:
         return 2**31 - 1 if low_first else -(2**31)
 
 
+def _asks_for_another_law(option: Any) -> bool:
+    return bool(option) and set(option) != {"report"}
+
+
 def _is_auditable(request: "TokenizedGenerateReqInput") -> bool:
     """Whether the sampler sees the model's own distribution, of the schedule in force."""
     parameters = request.sampling_params
@@ -339,7 +343,7 @@ def _is_auditable(request: "TokenizedGenerateReqInput") -> bool:
         parameters.ebnf,
         parameters.structural_tag,
         request.custom_logit_processor,
-        (parameters.custom_params or {}).get(KEY),
+        _asks_for_another_law((parameters.custom_params or {}).get(KEY)),
     )
     plain = (
         parameters.temperature == 1.0

@@ -8,6 +8,9 @@ value is one of
     {"schedule": "m-0.92"}        another schedule that the server has loaded
     {"kv_budget_tokens": 1024}    the schedule in force, but never more than this many tokens
 
+and beside one of them, or alone, {"report": true}: the answer says what was read and held, see
+`sparrow_sglang.kv_usage`.
+
 Imports neither torch nor SGLang.
 """
 
@@ -27,17 +30,19 @@ class RequestOptionError(ValueError):
 
 @dataclass(frozen=True)
 class RequestOption:
-    """What one request asked for; at most one of the fields is set.
+    """What one request asked for; at most one of the first three fields is set.
 
     Attributes:
         dense: read everything in every layer.
         schedule: name of a loaded schedule to use instead of the one in force.
         kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included.
+        report: say in the answer what was read and held.
     """
 
     dense: bool = False
     schedule: str | None = None
     kv_budget_tokens: int | None = None
+    report: bool = False
 
     @classmethod
     def read(cls, custom_params: Any, loaded: LoadedSchedules) -> "RequestOption":
@@ -49,16 +54,21 @@ class RequestOption:
         given = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
         if given is None:
             return DEFAULT
-        if not isinstance(given, Mapping) or len(given) != 1:
+        if not isinstance(given, Mapping) or not given:
             raise RequestOptionError(_expected(given, loaded))
-        [(key, value)] = given.items()
-        if key == "dense" and isinstance(value, bool):
-            return cls(dense=value)
-        if key == "schedule" and isinstance(value, str) and value in loaded.names:
-            return cls(schedule=value)
-        if key == "kv_budget_tokens" and _is_budget(value, loaded.in_force):
-            return cls(kv_budget_tokens=value)
-        raise RequestOptionError(_expected(given, loaded))
+        report = given.get("report", False)
+        rule = {key: value for key, value in given.items() if key != "report"}
+        if len(rule) > 1 or not isinstance(report, bool):
+            raise RequestOptionError(_expected(given, loaded))
+        for key, value in rule.items():
+            allowed = (
+                (key == "dense" and isinstance(value, bool))
+                or (key == "schedule" and isinstance(value, str) and value in loaded.names)
+                or (key == "kv_budget_tokens" and _is_budget(value, loaded.in_force))
+            )
+            if not allowed:
+                raise RequestOptionError(_expected(given, loaded))
+        return cls(**rule, report=report)
 
     def first_sparse_length(self, loaded: LoadedSchedules) -> int | None:
         """Smallest length at which a page is left out, in tokens; None if there is none.
@@ -100,5 +110,5 @@ def _expected(given: Any, loaded: LoadedSchedules) -> str:
         f'custom_params["{KEY}"]={given!r} is not allowed: expected exactly one of'
         f' {{"dense": true}}, {{"schedule": one of {", ".join(loaded.names)}}} or'
         f' {{"kv_budget_tokens": a multiple of {loaded.in_force.page_size}, at least'
-        f" {_floor(loaded.in_force)}}}"
+        f' {_floor(loaded.in_force)}}}; {{"report": true}} may stand beside it, or alone'
     )

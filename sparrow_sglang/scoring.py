@@ -59,13 +59,16 @@ def score_dense(
     sequences: Sequences,
     top_k: int = TOP_K,
     lora_path: str | None = None,
+    *,
+    api_key: str | None = None,
 ) -> list[DenseScores]:
     """Dense scores of each response after its prompt, at temperature 1.
 
     `target` is an `sglang.Engine` or a server's base URL; `sequences` are pairs of prompt ids and
-    response ids, neither empty; `lora_path` names a loaded adapter, None the base model. Each call
-    uses a prefix-cache namespace of its own, so nothing that is cached, sparse-written KV included,
-    can enter the result; the price is that the prompts are prefilled again.
+    response ids, neither empty; `lora_path` names a loaded adapter, None the base model; `api_key`
+    is the server's --api-key, if it has one. Each call uses a prefix-cache namespace of its own, so
+    nothing that is cached, sparse-written KV included, can enter the result; the price is that the
+    prompts are prefilled again.
 
     Raises:
         ValueError: an empty prompt or response, or `top_k` below 1.
@@ -79,7 +82,7 @@ def score_dense(
                 f"sequences[{index}] has {len(prompt)} prompt and {len(response)} response tokens:"
                 " expected at least one of each"
             )
-    endpoint = connect(target)
+    endpoint = connect(target, api_key)
     namespace = f"sparrow-dense-{uuid.uuid4().hex}"
     scores = []
     for batch in _batches(sequences):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from contract import budget_pages
 from engines import flush, start_engine
 from oracle import ContractModel
 
@@ -38,6 +39,9 @@ REFUSED = [
     {"kv_budget_tokens": True},
     {"kv_budget_tokens": "80"},
     {"budget": 80},
+    {"report": 1},
+    {"report": True, "budget": 80},
+    {"report": True, "dense": True, "schedule": "b"},
     {},
     "dense",
 ]
@@ -65,6 +69,15 @@ class TestReading:
         message = str(error.value)
         assert repr(given) in message
         assert "one of a, b" in message and "a multiple of 16, at least 48" in message
+
+    @pytest.mark.parametrize("report", [True, False])
+    def test_a_report_may_stand_beside_each(self, report):
+        assert RequestOption.read({"sparrow": {"report": report}}, LOADED) == RequestOption(
+            report=report
+        )
+        for rule in ({"dense": True}, {"schedule": "b"}, {"kv_budget_tokens": 80}):
+            found = RequestOption.read({"sparrow": rule | {"report": report}}, LOADED)
+            assert found == RequestOption(**rule, report=report)
 
     def test_first_sparse_length(self):
         # a: four pages until four are held, then five; the sixth is left out, from token 81 on.
@@ -174,6 +187,58 @@ def test_sparse_kv_stays_private_under_every_option(engine):
         cached[str(option)] = again["meta_info"]["cached_tokens"]
     # The last token's KV is never written, and whole pages count: 69 and 129 tokens.
     assert list(cached.values()) == [32, 64, 128]
+
+
+def test_answers_say_what_was_read_to_those_who_ask(engine):
+    """Against the contract's budgets, step by step: 40 tokens after 70 and after 150."""
+    asked = [option | {"report": True} for option in ({}, *OPTIONS[1:4])] + [None]
+    lengths = (70, 150)
+    outputs = engine.generate(
+        input_ids=[tokens(1, length) for length in lengths for _ in asked],
+        sampling_params=[sampling(option, 40) for _ in lengths for option in asked],
+    )
+    rules = [A, None, B, CAPPED]
+    for place, length in enumerate(lengths):
+        answers = outputs[place * len(asked) : (place + 1) * len(asked)]
+        steps = range(length + 1, length + 40)
+        for rule, output in zip(rules, answers, strict=False):
+            read = [step if rule is None else step - PAGE * left_out(rule, step) for step in steps]
+            usage = output["meta_info"]["sparrow"]
+            assert usage["decode_steps"] == len(steps)
+            assert usage["kv_tokens_held_last"] == steps[-1]
+            assert usage["kv_tokens_read_last"] == read[-1]
+            assert usage["kv_tokens_held_mean"] == pytest.approx(sum(steps) / len(steps))
+            assert usage["kv_tokens_read_mean"] == pytest.approx(sum(read) / len(read))
+        named = [output["meta_info"]["sparrow"]["schedule"] for output in answers[:4]]
+        assert named == ["a", None, "b", "a"]
+        assert "sparrow" not in answers[4]["meta_info"]
+
+
+def left_out(rule: BudgetSchedule, length: int) -> int:
+    pages = -(-length // PAGE)
+    return max(0, pages - budget_pages(length, PAGE, rule.bin_tokens, rule.budget_tokens))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"input_ids": [5, 256]}, r"input_ids\[1\]=256: expected token ids .* from 0 to 255"),
+        ({"input_ids": [-1]}, r"input_ids\[0\]=-1: expected token ids"),
+        (
+            {"return_logprob": True, "top_logprobs_num": 257},
+            "top_logprobs_num=257: expected a whole number, 0 to 256",
+        ),
+        ({"sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens=1.5: Expected `int | null`"),
+        ({"sampling_params": {"n": 0}}, "n=0: expected a whole number of 1 or more"),
+        ({"sampling_params": {"stop_regex": "("}}, "the request cannot be read .*subpattern"),
+    ],
+    ids=str,
+)
+def test_what_would_end_the_scheduler_is_refused(engine, fields, reason):
+    right = {"input_ids": tokens(1, 20), "sampling_params": sampling(None, 4)}
+    with pytest.raises(ValueError, match=reason):
+        engine.generate(**right | fields)
+    assert engine.generate(**right)
 
 
 @pytest.mark.parametrize("given", REFUSED[:1] + REFUSED[2:3] + REFUSED[5:6], ids=str)

@@ -9,6 +9,7 @@ from engines import random_prompt, start_engine
 from servers import start_server
 from transformers import AutoModelForCausalLM
 
+from sparrow_sglang import measure_acceptance
 from sparrow_sglang.endpoint import EndpointError, connect
 from sparrow_sglang.mismatch import acceptance_bounds, acceptance_rate
 from sparrow_sglang.request_options import RequestOption
@@ -121,6 +122,44 @@ def test_scores_give_bounds_that_bracket_the_acceptance_rate(engine, log_probs):
     assert (bounds.lower <= exact.numpy() + 1e-4).all()
     assert (bounds.upper >= exact.numpy() - 1e-4).all()
     assert exact.min() < 0.9
+
+
+def test_acceptance_of_a_batch(engine, log_probs):
+    """Against exact rates of the same tokens, from whole distributions of both sides."""
+    prompts = [random_prompt(seed, 100) for seed in (14, 15)]
+    answers = sample(engine, prompts, 60, top_logprobs_num=256)
+    sequences = [(ids, answer["output_ids"]) for ids, answer in zip(prompts, answers, strict=True)]
+    recorded = [recorded_scores(answer) for answer in answers]
+    exact, sampled = [], []
+    for (ids, response), whole in zip(sequences, recorded, strict=True):
+        sparse = np.full((60, 256), -np.inf)
+        np.put_along_axis(sparse, whole.top_ids, whole.top_logprobs, axis=1)
+        dense = log_probs(ids, response)
+        exact.append(acceptance_rate(torch.from_numpy(sparse), dense).numpy())
+        ratio = dense[range(60), response].numpy() - whole.logprobs
+        sampled.append(np.exp(np.minimum(ratio, 0)))
+    found = measure_acceptance(engine, sequences, answers, bin_tokens=128)
+    assert found.mean.mean == pytest.approx(np.concatenate(sampled).mean(), abs=1e-3)
+    for bounds, rates in zip(found.bounds, exact, strict=True):
+        assert (bounds.lower <= rates + 1e-4).all() and (rates <= bounds.upper + 1e-4).all()
+    # Positions 100 to 127 and 128 to 159 of two sequences; the tail is the 5th percentile.
+    assert found.lower.tokens() == found.upper.tokens() == {0: 2 * 28, 1: 2 * 32}
+    tails = zip(found.lower.bins(), found.upper.bins(), strict=True)
+    for (lower, upper), part in zip(tails, (slice(0, 28), slice(28, 60)), strict=True):
+        rates = np.sort(np.concatenate([one[part] for one in exact]))
+        tail = rates[int(np.ceil(len(rates) * 0.05)) - 1]
+        assert lower.tail - 1e-3 <= tail <= upper.tail + 1e-3
+    # Without lists only the mean is known; scores that were read before are as good as answers.
+    plain = measure_acceptance(engine, sequences, [one.logprobs for one in recorded])
+    assert plain.mean == found.mean and plain.lower is plain.upper is plain.bounds is None
+    assert measure_acceptance(engine, sequences, recorded).mean == found.mean
+    for wrong, reason in [
+        (answers[:1], "2 sequences and 1 rollouts"),
+        ([answers[0], recorded[1].logprobs], "1 of 2 rollouts have top-k lists"),
+        ([recorded[0].logprobs, [0.0]], r"rollouts\[1\] has log-probs \(1,\)"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            measure_acceptance(engine, sequences, wrong)
 
 
 def test_scores_of_a_dense_engine_are_the_same(engine, sharp_llama):

@@ -1,0 +1,214 @@
+"""What clients do to a server, good and bad, at random: the load of the soak test."""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from adapted_models import words
+
+VOCAB = range(3, 250)
+BAD_VALUES: dict[str, list[Any]] = {
+    "custom_params": [
+        {"sparrow": {"schedule": "no-such"}},
+        {"sparrow": {"dense": 1}},
+        {"sparrow": {"kv_budget_tokens": 17}},
+        {"sparrow": {"report": "yes"}},
+        {"sparrow": []},
+        "sparrow",
+    ],
+    "temperature": [-1, "hot"],
+    "top_p": [0, 2],
+    "top_k": [-7, 1.5],
+    "n": [0, "x"],
+    "frequency_penalty": [9],
+    "stop": [[1], 5],
+    "stop_regex": ["("],
+    "regex": ["("],
+}
+OPTIONS = [None, {"dense": True}, {"schedule": "fixed-96"}, {"kv_budget_tokens": 48}]
+
+
+@dataclass
+class Load:
+    """Clients of one server; `problems` says what should not have happened."""
+
+    url: str
+    models: list[str]
+    seed: int = 0
+    done: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    async def run(self, clients: int, seconds: float) -> None:
+        """Send requests from `clients` clients at a time for `seconds`."""
+        # The server closes connections that are idle for five seconds, and one that is used again
+        # at that moment is lost.
+        limits = httpx.Limits(max_connections=clients + 50, keepalive_expiry=1)
+        async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as http:
+            deadline = time.monotonic() + seconds
+            await asyncio.gather(
+                *(
+                    self._client(http, random.Random(f"{self.seed} {number}"), deadline)
+                    for number in range(clients)
+                )
+            )
+
+    async def _client(self, http: httpx.AsyncClient, draw: random.Random, deadline: float) -> None:
+        kinds: list[Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]] = [
+            self._answered,
+            self._answered,
+            self._aborted,
+            self._left,
+            self._refused,
+        ]
+        while time.monotonic() < deadline:
+            kind = draw.choice(kinds)
+            try:
+                await kind(http, draw)
+            except httpx.HTTPError as error:
+                self.problems.append(f"{kind.__name__}: {type(error).__name__} {error}")
+            self.done[kind.__name__.lstrip("_")] += 1
+
+    async def _answered(self, http: httpx.AsyncClient, draw: random.Random) -> None:
+        """A request that is waited for."""
+        route, body = self._request(draw)
+        answer = await http.post(route, json=body)
+        if answer.status_code != 200:
+            self.problems.append(f"{route} {answer.status_code}: {answer.text[:300]}")
+            return
+        if body.get("stream"):
+            if not answer.text.rstrip().endswith("data: [DONE]") or '"error"' in answer.text:
+                self.problems.append(f"{route}: a stream ended with {answer.text[-300:]}")
+            return
+        found = answer.json()
+        counts = (
+            sum(one["meta_info"]["completion_tokens"] for one in _listed(found))
+            if route == "/generate"
+            else found["usage"]["completion_tokens"]
+        )
+        if counts != _expected_tokens(route, body):
+            wanted = _expected_tokens(route, body)
+            self.problems.append(f"{route}: {counts} tokens instead of {wanted}")
+
+    async def _aborted(self, http: httpx.AsyncClient, draw: random.Random) -> None:
+        """A request that another one aborts, early or late."""
+        rid = f"{draw.getrandbits(64):x}"
+        body = self._generate(draw) | {"rid": rid, "stream": False}
+        body["sampling_params"] |= {"max_new_tokens": 2000, "n": 1}
+        waiting = asyncio.ensure_future(http.post("/generate", json=body))
+        while not waiting.done():
+            await asyncio.sleep(draw.random())
+            await http.post("/abort_request", json={"rid": rid})
+        answer = await waiting
+        reason = answer.json().get("meta_info", {}).get("finish_reason", {}).get("type")
+        if reason not in ("abort", "length"):
+            self.problems.append(f"abort: {answer.status_code} {answer.text[:300]}")
+
+    async def _left(self, http: httpx.AsyncClient, draw: random.Random) -> None:
+        """A client that goes away, while it waits or after some events."""
+        route, body = self._request(draw)
+        body["stream"] = draw.random() < 0.7
+        patience = 0.05 + draw.random()
+        try:
+            async with http.stream("POST", route, json=body, timeout=patience) as answer:
+                events = draw.randrange(5)
+                async for line in answer.aiter_lines():
+                    events -= line.startswith("data: ")
+                    if events < 0:
+                        break
+        except httpx.TimeoutException:
+            pass
+
+    async def _refused(self, http: httpx.AsyncClient, draw: random.Random) -> None:
+        """A request that is wrong in one place; the server must say so with a 4xx status."""
+        route, body, wrong = self._bad(draw)
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await http.post(
+            route, content=content, headers={"content-type": "application/json"}
+        )
+        if not 400 <= answer.status_code < 500 or len(answer.text) < 20:
+            self.problems.append(f"{route} {wrong}: {answer.status_code} {answer.text[:300]}")
+
+    def _bad(self, draw: random.Random) -> tuple[str, Any, str]:
+        route, body = self._request(draw)
+        parameters = body["sampling_params"] if route == "/generate" else body
+        name = draw.choice([*BAD_VALUES, "json", "empty", "long", "vocabulary", "adapter", "top"])
+        if name in BAD_VALUES:
+            parameters[name] = draw.choice(BAD_VALUES[name])
+            return route, body, f"{name}={parameters[name]!r}"
+        if name == "json":
+            return route, json.dumps(body).encode()[:-3], name
+        if name == "adapter":
+            key, value = ("lora_path", "none") if route == "/generate" else ("model", "tiny:none")
+            return route, body | {key: value}, name
+        if name == "top":
+            if route == "/generate":
+                body |= {"return_logprob": True, "top_logprobs_num": 9999}
+            else:
+                body |= {"logprobs": 9999 if route == "/v1/completions" else "x"}
+            return route, body, name
+        ids = {"empty": [], "long": [5] * 9000, "vocabulary": [5, 100_000]}[name]
+        if route == "/v1/chat/completions":
+            text = words(ids) if name == "long" else ""
+            body["messages"] = [{"role": "user", "content": text}] if name == "long" else []
+        else:
+            body["input_ids" if route == "/generate" else "prompt"] = ids
+        return route, body, name
+
+    def _request(self, draw: random.Random) -> tuple[str, dict[str, Any]]:
+        kind = draw.randrange(3)
+        if kind == 0:
+            return "/generate", self._generate(draw)
+        option = draw.choice(OPTIONS)
+        body: dict[str, Any] = {
+            "model": draw.choice(self.models),
+            "max_tokens": draw.randint(1, 60),
+            "n": draw.choice([1, 1, 2]),
+            "stream": draw.random() < 0.5,
+            "logprobs": draw.choice([None, 1]) if kind == 1 else draw.random() < 0.5,
+        }
+        if option is not None:
+            body["custom_params"] = {"sparrow": option | {"report": draw.random() < 0.5}}
+        prompt = _prompt(draw)
+        if kind == 1:
+            return "/v1/completions", body | {"prompt": prompt}
+        return "/v1/chat/completions", body | {
+            "messages": [{"role": "user", "content": words(prompt)}]
+        }
+
+    def _generate(self, draw: random.Random) -> dict[str, Any]:
+        option = draw.choice(OPTIONS)
+        parameters: dict[str, Any] = {
+            "max_new_tokens": draw.randint(1, 60),
+            "n": draw.choice([1, 1, 2]),
+        }
+        if option is not None:
+            parameters["custom_params"] = {"sparrow": option}
+        return {
+            "input_ids": _prompt(draw),
+            "sampling_params": parameters,
+            "return_logprob": draw.random() < 0.5,
+            "stream": draw.random() < 0.5,
+        }
+
+
+def _prompt(draw: random.Random) -> list[int]:
+    """Half of the prompts begin as others do, so that the prefix cache is used."""
+    shared = [7] * draw.choice([0, 0, 40, 120])
+    return shared + draw.choices(VOCAB, k=draw.randint(1, 160))
+
+
+def _listed(answer: Any) -> list[dict[str, Any]]:
+    return answer if isinstance(answer, list) else [answer]
+
+
+def _expected_tokens(route: str, body: dict[str, Any]) -> int:
+    if route == "/generate":
+        parameters = body["sampling_params"]
+        return int(parameters["max_new_tokens"] * parameters["n"])
+    return int(body["max_tokens"] * body["n"])

@@ -1,0 +1,65 @@
+"""What a request is told it read, against a loop over its steps by the contract's own budgets."""
+
+import pytest
+from contract import budget_pages
+
+from sparrow_sglang.kv_usage import KvRule, KvUsage
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.request_options import RequestOption
+from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+
+GROWING = BudgetSchedule(name="grows", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 112))
+OTHER = BudgetSchedule(name="other", page_size=16, bin_tokens=32, budget_tokens=(48, 96))
+LOADED = LoadedSchedules.of([GROWING, OTHER])
+
+
+def steps_read(schedule: BudgetSchedule, cap: int | None, lengths: range) -> list[int]:
+    """KV tokens read at each length: all but the pages left out, which are whole."""
+    read = []
+    for length in lengths:
+        pages = -(-length // 16)
+        budget = budget_pages(length, 16, schedule.bin_tokens, schedule.budget_tokens)
+        kept = min(pages, budget if cap is None else min(budget, cap // 16))
+        read.append(length - 16 * (pages - kept))
+    return read
+
+
+@pytest.mark.parametrize(
+    ("option", "schedule", "cap"),
+    [
+        (RequestOption(), GROWING, None),
+        (RequestOption(schedule="other"), OTHER, None),
+        (RequestOption(kv_budget_tokens=64), GROWING, 64),
+        (RequestOption(kv_budget_tokens=4096), GROWING, 4096),
+    ],
+)
+def test_means_and_last_step(option, schedule, cap):
+    for prompt, generated in [(1, 400), (63, 2), (64, 30), (500, 90)]:
+        lengths = range(prompt + 1, prompt + generated)
+        read = steps_read(schedule, cap, lengths)
+        assert KvRule.of(option, LOADED).usage(prompt, generated) == KvUsage(
+            schedule=schedule.name,
+            kv_budget_tokens=option.kv_budget_tokens,
+            decode_steps=generated - 1,
+            kv_tokens_held_mean=pytest.approx(sum(lengths) / len(lengths)),
+            kv_tokens_read_mean=pytest.approx(sum(read) / len(read)),
+            kv_tokens_held_last=lengths[-1],
+            kv_tokens_read_last=read[-1],
+        )
+
+
+def test_dense_reads_what_it_holds():
+    usage = KvRule.of(RequestOption(dense=True), LOADED).usage(900, 101)
+    assert usage.schedule is None
+    assert usage.kv_tokens_read_mean == usage.kv_tokens_held_mean == 950.5
+    assert usage.kv_tokens_read_last == usage.kv_tokens_held_last == 1000
+
+
+@pytest.mark.parametrize("generated", [0, 1])
+def test_without_a_decode_step(generated):
+    assert KvRule.of(RequestOption(), LOADED).usage(90, generated) == KvUsage("grows", None, 0)
+
+
+def test_an_unknown_schedule():
+    with pytest.raises(ScheduleError, match="'gone' is not loaded"):
+        KvRule.of(RequestOption(schedule="gone"), LOADED)
