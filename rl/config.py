@@ -118,7 +118,7 @@ class TaskConfig(_Section):
     """Where prompts come from and how responses are judged."""
 
     name: str
-    """A registered task."""
+    """A registered task, or module:function of one of your own."""
     train_path: Path | None = None
     """JSONL or Parquet with training prompts, for tasks that read files."""
     heldout_path: Path | None = None

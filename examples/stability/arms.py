@@ -37,7 +37,12 @@ class RunPlan:
 
     @property
     def name(self) -> str:
-        return self.config.run_dir.name
+        return f"{self.arm}-seed{self.seed}"
+
+    def beside(self, suffix: str) -> Path:
+        """A file of the run's name beside its folder."""
+        # Not `with_suffix`, to which a name such as calibrated-0.86 has a suffix already.
+        return self.config.run_dir.with_name(self.config.run_dir.name + suffix)
 
     def is_complete(self) -> bool:
         """Whether the last evaluation, which follows the last step, is in the metrics."""
@@ -112,9 +117,9 @@ def run_all(plans: list[RunPlan], parallel: int) -> None:
 def _start(plan: RunPlan) -> tuple[RunPlan, "subprocess.Popen[bytes]", TextIO]:
     folder = plan.config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder.with_suffix(".toml")
+    file = plan.beside(".toml")
     file.write_text("".join(f"{line}\n" for line in _toml(plan.values)), "utf-8")
-    log = open(folder.with_suffix(".log"), "a", encoding="utf-8")
+    log = open(plan.beside(".log"), "a", encoding="utf-8")
     command = [sys.executable, "-m", "sparrow_sglang.cli", "train", str(file), "--resume"]
     # Where the task's module is; judges are started with the same path.
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -128,8 +133,9 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(old, value) if both else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        merged[key] = value
     return merged
 
 

@@ -35,6 +35,7 @@ class RunSummary:
     first: float
     best: float
     last: float
+    last_stderr: float
     outcome: str
 
 
@@ -61,14 +62,24 @@ class ArmSummary:
     def last(self) -> float:
         return fmean(run.last for run in self.runs)
 
+    @property
+    def last_stderr(self) -> float:
+        """Of `last`, as far as it comes from the held-out prompts."""
+        return hypot(*(run.last_stderr for run in self.runs)) / len(self.runs)
+
     def count(self, *outcomes: str) -> int:
         """Runs that ended in one of these ways."""
         return sum(run.outcome in outcomes for run in self.runs)
 
-    @property
-    def is_stable(self) -> bool:
-        """No run has collapsed or lost."""
-        return self.count("collapsed", "lost") == 0
+    def keeps_up(self, others: Sequence["ArmSummary"]) -> bool:
+        """No run has collapsed or lost, and the last pass rate is not clearly below the others'."""
+        ours = (self.last, self.last_stderr)
+        behind = [
+            other
+            for other in others
+            if self.last < other.last and _differ(ours, (other.last, other.last_stderr))
+        ]
+        return not behind and self.count("collapsed", "lost") == 0
 
 
 def summarise(arm: str, runs: Sequence[Rows]) -> ArmSummary:
@@ -87,25 +98,27 @@ def summarise(arm: str, runs: Sequence[Rows]) -> ArmSummary:
 
 def sentences(summaries: Sequence[ArmSummary]) -> Iterator[str]:
     """What happened in each arm, and whether the tail told it beforehand."""
+    sparse = [summary for summary in summaries if summary.tails]
+    dense = [summary for summary in summaries if not summary.tails]
     for summary in summaries:
         yield _what_happened(summary)
-    sparse = [summary for summary in summaries if summary.tails]
-    expected = [s for s in sparse if (min(s.tails.values()) >= PAPER_TAIL) == s.is_stable]
     if not sparse:
         return
+    as_good = {summary.arm: summary.keeps_up(dense) for summary in sparse}
+    lowest = {summary.arm: min(summary.tails.values()) for summary in sparse}
+    against = [arm for arm in as_good if (lowest[arm] >= PAPER_TAIL) != as_good[arm]]
     yield (
         f"The paper finds training stable where the tail is at least {PAPER_TAIL} in every bin, and"
-        f" collapses below. Here that holds for {len(expected)} of {len(sparse)} sparse arms."
+        " collapses below. Here the tail tells whether an arm keeps up with dense rollouts in"
+        f" {len(sparse) - len(against)} of {len(sparse)} sparse arms."
     )
-    for summary in sparse:
-        if summary not in expected:
-            lowest = min(summary.tails.values())
-            side = "at or above" if lowest >= PAPER_TAIL else "below"
-            then = "was stable" if summary.is_stable else "was not stable"
-            yield (
-                f"Against the paper: {summary.arm} has its lowest tail, {lowest:.3f}, {side}"
-                f" {PAPER_TAIL}, and {then}."
-            )
+    for arm in against:
+        side = "at or above" if lowest[arm] >= PAPER_TAIL else "below"
+        then = "kept up" if as_good[arm] else "did not keep up"
+        yield (
+            f"Against the paper: {arm} has its lowest tail, {lowest[arm]:.3f}, {side}"
+            f" {PAPER_TAIL}, and {then}."
+        )
 
 
 def _what_happened(summary: ArmSummary) -> str:
@@ -130,7 +143,7 @@ def _run_summary(rows: Rows) -> RunSummary:
         outcome = "learnt" if last[0] > first[0] else "lost"
     else:
         outcome = "unchanged"
-    return RunSummary(first[0], best[0], last[0], outcome)
+    return RunSummary(first[0], best[0], *last, outcome)
 
 
 def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -131,11 +131,11 @@ def load(config: TaskConfig, render: Render) -> Task:
 def heldout_and_train(options: WalkOptions) -> list[Walk]:
     """Held-out ones first, so that they stay the same whatever the number of the others."""
     draw = random.Random(options.seed)
-    count = options.heldout + options.train
-    return [
-        draw_walk(draw, options, nodes, options.degree, options.steps)
-        for nodes in draw.choices(range(options.least_nodes, options.most_nodes + 1), k=count)
-    ]
+    walks = []
+    for _ in range(options.heldout + options.train):
+        nodes = draw.randint(options.least_nodes, options.most_nodes)
+        walks.append(draw_walk(draw, options, nodes, options.degree, options.steps))
+    return walks
 
 
 def reward(prompt: Prompt, text: str) -> float:

@@ -109,10 +109,10 @@ def _lines(
     yield "# Where reinforcement learning from sparse rollouts is stable"
     yield ""
     yield (
-        f"{len(summaries)} ways to roll out, {len(settings['seeds'])} seeds each, from one"
-        f" checkpoint. Task: walk through a graph of {task['least_nodes']} to"
-        f" {task['most_nodes']} nodes with {task['degree']} edges each, for as many steps as it has"
-        " edges; a response counts if every step is right. Model: Qwen3 architecture,"
+        f"{len(summaries)} ways to roll out, seeds {', '.join(map(str, settings['seeds']))}, from"
+        f" one checkpoint. Task: walk through a graph of {task['least_nodes']} to"
+        f" {task['most_nodes']} nodes with {task['degree']} edges each, for {task['steps']} steps;"
+        " a response counts if every step is right. Model: Qwen3 architecture,"
         f" {record['parameters'] / 1e6:.1f}M parameters, {last['step']} steps of supervised"
         f" training in {last['seconds']:.0f} s, expected pass rate {last['pass_rate']:.3f}; at the"
         f" first evaluation of the runs {np.mean([run.first for run in runs]):.3f}."
@@ -133,7 +133,8 @@ def _lines(
         " exact acceptance rate over generated tokens; the dashed line is the paper's"
         f" {PAPER_TAIL}. A run is called collapsed if its last pass rate is clearly below its best"
         " and below half of it, learnt or lost if it is clearly above or below the first; clearly"
-        " means by two standard errors."
+        " means by two standard errors. An arm keeps up if none of its runs has collapsed or lost,"
+        " and its last pass rate is not clearly below that of dense rollouts."
     )
     yield from ("", "## Numbers", "")
     yield from _table(summaries)

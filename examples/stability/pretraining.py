@@ -2,7 +2,7 @@
 
 In: settings. Out: a checkpoint with tokenizer that transformers, SGLang and `sparrow train` load,
 and a record of how it was made. Graphs start with one node and double whenever the model has learnt
-them; until they are those of the task, edges differ in number and carry labels to copy. How to look
+them; until they are those of the task, one edge leaves each node, with labels to copy. How to look
 something up is learnt from such examples soon, from the task itself hardly at all.
 """
 
@@ -23,7 +23,7 @@ from sparrow_sglang.config import ConfigError
 
 ROPE_THETA = 1e6
 GRAD_CLIP = 1.0
-MOST_LABELS = 2
+LABELS_TO_COPY = 2
 # Share of the new value in the running mean of the loss that decides when graphs grow.
 LOSS_WINDOW = 0.1
 
@@ -189,8 +189,7 @@ def _batch(
         degree, labels, steps = options.degree, 0, options.steps
     else:
         size = draw.randint(max(1, nodes // 2), nodes)
-        degree = draw.randint(1, max(1, min(options.degree, size - 1)))
-        labels, steps = draw.randint(0, MOST_LABELS), size * degree
+        degree, labels, steps = 1, LABELS_TO_COPY, size
     length = (STEP_TOKENS + labels) * (size * degree + steps)
     count = max(1, min(plan.walks_per_step, plan.tokens_per_step // length))
     walks = [draw_walk(draw, options, size, degree, steps, labels) for _ in range(count)]

@@ -128,17 +128,16 @@ def collect(plans: Sequence[RunPlan], results: Path) -> Path:
 
 
 def _own(path: Path, settings: StudySettings) -> None:
-    """Note the settings of a study, or compare them with those noted."""
+    """Note the settings of a study; those noted before may differ in seeds and `parallel` only."""
     values = settings.model_dump(mode="json", exclude={"parallel"})
-    if not path.exists():
-        write_result(path, values)
-    noted = json.loads(path.read_text("utf-8"))
+    noted = json.loads(path.read_text("utf-8")) if path.exists() else values
     for key, value in values.items():
-        if noted.get(key) != value:
+        if key != "seeds" and noted.get(key) != value:
             raise ConfigError(
                 f"{key}={value!r}: the study in {path.parents[1]} was begun with"
                 f" {noted.get(key)!r}; set it back, or use another --out"
             )
+    write_result(path, values)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -6,6 +6,7 @@ module of the user's, and `task.name` is "module:function".
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable
 
 from sparrow_sglang.config import ConfigError
@@ -51,7 +52,11 @@ def _imported(name: str) -> Load:
         ) from None
     load: Load | None = getattr(module, function, None)
     if not callable(load):
-        functions = [key for key, value in vars(module).items() if callable(value)]
+        functions = [
+            key
+            for key, value in inspect.getmembers(module, inspect.isfunction)
+            if value.__module__ == module_name
+        ]
         raise ConfigError(
             f"task.name={name!r}: {module_name} has no function {function!r}; it has"
             f" {', '.join(functions) or 'none'}"
