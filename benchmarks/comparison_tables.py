@@ -2,9 +2,12 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.benchmarks.result_files import Run, markdown_table, number, times
+
+_CURVES = ("sparrow/accept_p05", "sparrow/kv_tokens_read", "sparrow/kv_tokens_held")
 
 _ROLLOUT_TEXT = """\
 A replayed rollout (`sparrow bench rollout`): all sequences start together in stock SGLang and
@@ -16,6 +19,11 @@ median time to the first token and per further token."""
 _TRAINING_TEXT = """\
 One training step of the dense policy on one long sequence: peak memory of forward, backward and
 optimiser, and the faster of the timed steps."""
+_LEARNING_TEXT = """\
+GRPO from dense and from sparse rollouts, from the same start: held-out pass rate before training
+and at the last evaluation that all runs reached (mean and standard deviation over seeds, dense
+decode), tail of the acceptance rate and KV tokens read of those held while rolling out, and where
+the seconds of a step went. All runs shared one GPU, so that a step alone takes less."""
 _AUDIT_TEXT = """\
 What `--sparrow-audit-rate` costs a server: output tokens/s of the same load without and with it,
 means over the rounds, and the share lost, mean over the pairs of rounds."""
@@ -36,6 +44,12 @@ def serving_table(runs: Sequence[Run]) -> str:
 def training_table(runs: Sequence[Run]) -> str:
     heads = "model|weights|tokens|weights GiB|step peak GiB|step s|scoring s|device|run"
     return _cited(_TRAINING_TEXT, heads, 2, runs, _training_lines)
+
+
+def learning_table(runs: Sequence[Run]) -> str:
+    heads = "schedule|seeds|step|pass rate before|pass rate then|tail|KV read of held"
+    heads += "|step s|rollout|log-probs|mismatch|update|sync|device|run"
+    return _cited(_LEARNING_TEXT, heads, 1, runs, _learning_lines)
 
 
 def audit_table(runs: Sequence[Run]) -> str:
@@ -112,6 +126,37 @@ def _training_lines(run: Run) -> Iterator[list[str]]:
             number(min(row["step_s"]), 2),
             number(row["score_s"], 2),
         ]
+
+
+def _learning_lines(run: Run) -> Iterator[list[str]]:
+    rates = [dict(row["curves"]["eval/pass_rate"]) for row in run.rows]
+    last = max(set.intersection(*(set(rate) for rate in rates)))
+    for schedule in dict.fromkeys(row["schedule"] for row in run.rows):
+        own = [row for row in run.rows if row["schedule"] == schedule]
+        passed = [dict(row["curves"]["eval/pass_rate"]) for row in own]
+
+        def mean(metric: str, own: list[dict[str, Any]] = own) -> float | None:
+            values = [value for row in own for _, value in row["curves"][metric]]
+            return statistics.mean(values) if values else None
+
+        tail, read, held = map(mean, _CURVES)
+        seconds = [
+            statistics.mean(row["seconds_per_step"][f"timing_s/{stage}"] for row in own)
+            for stage in ("step", "rollout", "logprobs", "mismatch", "update", "sync")
+        ]
+        yield [
+            Path(schedule).name.removesuffix(".json"),
+            str(len(own)),
+            str(last),
+            *(_spread([rate[step] for rate in passed]) for step in (0, last)),
+            "–" if tail is None else f"{tail:.3f}",
+            "–" if read is None or held is None else f"{read:.0f} of {held:.0f}",
+            *(number(value, 1) for value in seconds),
+        ]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
 
 
 def _audit_lines(run: Run) -> Iterator[list[str]]:

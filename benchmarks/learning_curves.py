@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; repeat the command to go on", file=sys.stderr)
     finally:
         found = collect(runs)
-        write_result(args.out, {**provenance(), "settings": settings, "runs": found})
+        write_result(args.out, {**provenance(), "settings": settings, "rows": found})
         plot(args.out.with_suffix(".png"), found)
     wanted = tomllib.loads(args.config.read_text("utf-8")).get("steps", 100)
     for run in found:

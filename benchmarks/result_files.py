@@ -22,6 +22,7 @@ _STARTED_AS = {
     "rollout_replay.py": "sparrow bench rollout",
     "serving.py": "sparrow bench serving",
     "train_memory.py": "python -m sparrow_sglang.benchmarks.train_memory",
+    "learning_curves.py": "python -m sparrow_sglang.benchmarks.learning_curves",
     "audit_overhead.py": "python -m sparrow_sglang.benchmarks.audit_overhead",
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from sparrow_sglang.benchmarks.comparison_tables import (
     audit_table,
+    learning_table,
     rollout_table,
     serving_table,
     training_table,
@@ -205,6 +206,7 @@ def generate(root: Path = ROOT) -> str:
         rollout_table(load_runs(root, "ended_s")),
         serving_table(load_runs(root, "bench_serving")),
         training_table(load_runs(root, "step_peak_gib")),
+        learning_table(load_runs(root, "curves")),
         audit_table(load_runs(root, "served_s")),
     ]
     parts += [kernel_table(run) for run in load_runs(root, "floor_us")]

@@ -37,7 +37,8 @@ SERVER_FLAGS = (
     "--dtype float32 --page-size 16 --chunked-prefill-size 8192 --max-total-tokens 9216"
     " --log-level warning"
 ).split()
-SPARSE_FLAGS = ["--attention-backend", "sparrow", "--sparrow-schedule", EMBEDDED_MODEL_NAME]
+SCHEDULE = f"{EMBEDDED_MODEL_NAME}-0.86"
+SPARSE_FLAGS = ["--attention-backend", "sparrow", "--sparrow-schedule", SCHEDULE]
 DENSE_FLAGS = ["--attention-backend", "torch_native"]
 
 TRAINING = Path(__file__).with_name("story_smollm2.toml")
@@ -217,7 +218,7 @@ def ask(base_url: str, prompt: str, num_tokens: int, show: bool) -> Answer:
 
 def report(sparse: Answer, dense: Answer | None) -> None:
     num_layers = json.loads((embedded_model() / "config.json").read_text())["num_hidden_layers"]
-    schedule = load_schedule(EMBEDDED_MODEL_NAME, 16)
+    schedule = load_schedule(SCHEDULE, 16)
     traffic = kv_traffic(schedule, sparse.prompt_tokens, sparse.completion_tokens, num_layers)
     print(
         f"\nprompt            {sparse.prompt_tokens} tokens, read densely in"

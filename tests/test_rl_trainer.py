@@ -351,7 +351,7 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
     """An engine that is left to find its schedule takes it from the environment first."""
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-4096")
     found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
-    assert found.engine.schedule == found.schedules[0].name == "smollm2-135m"
+    assert found.engine.schedule == found.schedules[0].name == "smollm2-135m-0.86"
 
 
 def test_the_example_is_valid():
