@@ -6,13 +6,11 @@ same start; several are under way at a time, and those that were stopped go on w
 repeated. Out: the curves as JSON, with device, versions and commit, and a plot.
 """
 
-import json
+import copy
 import signal
-import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -20,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
+from sparrow_sglang.benchmarks.parallel_runs import RunFailed, RunPlan, merged, run_all
 from sparrow_sglang.benchmarks.record import provenance, write_result
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TrainConfig
@@ -32,7 +31,6 @@ EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.learning_curves examples/story_curves.toml \\
       --schedules dense smollm2-135m-0.86 --seeds 0 1 2 --parallel 6 --out learning_curves.json
 """
-METRICS = "metrics.jsonl"
 CURVES = (
     "eval/pass_rate",
     "critic/score/mean",
@@ -44,62 +42,33 @@ CURVES = (
 )
 
 
-def plan(path: Path, schedules: Sequence[str], seeds: Sequence[int], work: Path) -> dict[str, Any]:
-    """Values of each run's configuration by name, all seeds of a schedule together.
-
-    Raises `ConfigError` as `TrainConfig` does.
-    """
+def plan_runs(
+    path: Path, schedules: Sequence[str], seeds: Sequence[int], work: Path
+) -> list[RunPlan]:
+    """The runs, all seeds of a schedule together; raises `ConfigError` as `TrainConfig` does."""
     base = tomllib.loads(path.read_text("utf-8"))
-    runs = {}
+    plans = []
     for schedule in schedules:
+        arm = Path(schedule).name.removesuffix(".json")
         for seed in seeds:
-            name = f"{_label(schedule)}-seed{seed}"
-            engine = dict(base.get("engine", {})) | {"schedule": schedule}
+            ours = {
+                "run_dir": str(work / f"{arm}-seed{seed}"),
+                "seed": seed,
+                "engine": {"schedule": schedule},
+            }
+            values = copy.deepcopy(merged(base, ours))
             if schedule != DENSE:
                 # Of sparse rollouts, the schedule says it.
-                server_args = dict(engine.get("server_args", {}))
-                server_args.pop("attention_backend", None)
-                engine["server_args"] = server_args
-            values = base | {"run_dir": str(work / name), "seed": seed, "engine": engine}
-            TrainConfig.parse(values, str(path))
-            runs[name] = values
-    return runs
+                values["engine"].get("server_args", {}).pop("attention_backend", None)
+            plans.append(RunPlan(arm, seed, TrainConfig.parse(values, str(path)), values))
+    return plans
 
 
-def train_all(runs: Mapping[str, Mapping[str, Any]], work: Path, parallel: int) -> None:
-    """Train, at most `parallel` at a time. A failed run is told and left; the others go on."""
-    waiting = list(runs)
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < parallel:
-                name = waiting.pop(0)
-                file = work / f"{name}.toml"
-                file.write_text("".join(f"{line}\n" for line in _toml(runs[name])), "utf-8")
-                command = [sys.executable, "-m", "sparrow_sglang.cli", "train", str(file)]
-                with open(work / f"{name}.log", "a") as log:
-                    running[name] = subprocess.Popen(
-                        [*command, "--resume"], stdout=log, stderr=subprocess.STDOUT
-                    )
-                print(f"{name} starts; its log is {work / name}.log", flush=True)
-            time.sleep(1.0)
-            for name in [name for name, process in running.items() if process.poll() is not None]:
-                code = running.pop(name).returncode
-                print(f"{name} is complete" if code == 0 else f"{name} FAILED ({code})", flush=True)
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
-
-
-def collect(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def collect(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
     """What the runs have measured so far: per run, curves of [step, value] and the mean times."""
     found = []
-    for name, values in runs.items():
-        path = Path(values["run_dir"]) / METRICS
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    for plan in plans:
+        rows = plan.rows()
         curves = {
             metric: [[row["step"], row[metric]] for row in rows if metric in row]
             for metric in CURVES
@@ -112,9 +81,9 @@ def collect(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         found.append(
             {
-                "run": name,
-                "schedule": values["engine"]["schedule"],
-                "seed": values["seed"],
+                "run": plan.name,
+                "schedule": plan.config.engine.schedule,
+                "seed": plan.seed,
                 "steps": max((row["step"] for row in rows), default=0),
                 "curves": curves,
                 "seconds_per_step": seconds,
@@ -137,24 +106,17 @@ def plot(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
                 axes.plot(curve.keys(), curve.values(), color=f"C{index}", alpha=0.3, linewidth=1)
             steps = sorted(set.intersection(*(set(curve) for curve in own)))
             means = [np.mean([curve[step] for curve in own]) for step in steps]
-            axes.plot(steps, means, color=f"C{index}", linewidth=2, label=_label(schedule))
+            axes.plot(
+                steps,
+                means,
+                color=f"C{index}",
+                linewidth=2,
+                label=Path(schedule).name.removesuffix(".json"),
+            )
         axes.set_title(metric)
         axes.set_xlabel("step")
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=110, format="png")
-
-
-def _label(schedule: str) -> str:
-    return Path(schedule).name.removesuffix(".json")
-
-
-def _toml(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Lines of dotted keys; numbers, texts, truth values and lists are the same in JSON."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _toml(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key} = {json.dumps(value)}"
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -175,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.parallel < 1:
         parser.error(f"--parallel {args.parallel}: expected 1 or more")
     try:
-        runs = plan(args.config, args.schedules, args.seeds, args.work)
+        plans = plan_runs(args.config, args.schedules, args.seeds, args.work)
     except (ConfigError, OSError, tomllib.TOMLDecodeError) as error:
         parser.error(str(error))
     prepare_out(parser, args.out)
@@ -186,14 +148,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings |= {"config": args.config.name, "train": tomllib.loads(args.config.read_text("utf-8"))}
     signal.signal(signal.SIGTERM, _stop)
     try:
-        train_all(runs, args.work, args.parallel)
+        run_all(plans, args.parallel)
+    except RunFailed as error:
+        print(f"learning-curves: error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("stopped; repeat the command to go on", file=sys.stderr)
     finally:
-        found = collect(runs)
+        found = collect(plans)
         write_result(args.out, {**provenance(), "settings": settings, "rows": found})
         plot(args.out.with_suffix(".png"), found)
-    wanted = tomllib.loads(args.config.read_text("utf-8")).get("steps", 100)
+    wanted = plans[0].config.steps
     for run in found:
         rates = run["curves"]["eval/pass_rate"]
         text = f"{rates[0][1]:.3f} -> {rates[-1][1]:.3f}" if rates else "no evaluation"

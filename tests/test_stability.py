@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import import_for_fork
 
+from sparrow_sglang.benchmarks.parallel_runs import run_all, toml_lines
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.tasks import chat_render, load_task
@@ -191,7 +192,7 @@ def test_every_run_is_an_ordinary_configuration(scale: str, tmp_path: Path) -> N
         file = plan.beside(".toml")
         file.parent.mkdir(exist_ok=True)
         assert not file.exists()
-        file.write_text("\n".join(arms._toml(plan.values)))
+        file.write_text("\n".join(toml_lines(plan.values)))
         assert TrainConfig.load(file) == plan.config
         how = settings.arms[plan.arm]
         assert plan.config.engine.schedule == str(files.get(how.schedule, how.schedule))
@@ -227,7 +228,7 @@ def test_a_run_is_complete_with_its_last_evaluation(tmp_path: Path) -> None:
         file.write_text(text)
         assert plan.is_complete() == complete
     # Nothing is started then.
-    arms.run_all([plan], 1)
+    run_all([plan], 1, [FOLDER])
     assert not file.with_name("dense-seed0.log").exists()
 
 

@@ -22,14 +22,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from arms import METRICS, RunFailed, RunPlan, plan_runs, run_all
+from arms import plan_runs
 from graph_walk import save_prompts
 from page import write_page
 from pretraining import pretrain
 from study_settings import CALIBRATED, StudySettings
 
+from sparrow_sglang.benchmarks.parallel_runs import RunFailed, RunPlan, run_all
 from sparrow_sglang.benchmarks.record import write_result
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.run_log import METRICS_FILE
 
 SETTINGS = Path(__file__).with_name("study.toml")
 # Graphs that no run trains on or is evaluated on.
@@ -75,7 +77,7 @@ def study(settings: StudySettings, out: Path, parallel: int) -> None:
     model = make_model(settings, out)
     schedules = calibrate(settings, model, results)
     plans = plan_runs(settings, model, schedules, out / "runs")
-    run_all(plans, parallel)
+    run_all(plans, parallel, [Path(__file__).parent])
     print(collect(plans, results))
 
 
@@ -123,7 +125,7 @@ def collect(plans: Sequence[RunPlan], results: Path) -> Path:
     folder = results / "metrics"
     folder.mkdir(exist_ok=True)
     for plan in plans:
-        shutil.copyfile(plan.config.run_dir / METRICS, folder / f"{plan.name}.jsonl")
+        shutil.copyfile(plan.config.run_dir / METRICS_FILE, folder / f"{plan.name}.jsonl")
     return write_page(results)
 
 
