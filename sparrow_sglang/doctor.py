@@ -137,8 +137,10 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         return
     except (ServeError, ValueError, RuntimeError, OSError) as error:
         missing = isinstance(error.__cause__, ModelError)
-        problem = _missing_folder(argv, error) or str(error)
-        yield Check("note" if missing else "FAIL", "model", problem)
+        if missing:
+            yield Check("note", "model", str(error))
+        else:
+            yield Check("FAIL", "model", _missing_folder(argv, error) or str(error))
         return
     if not uses_sparrow(server_args):
         detail = f"--attention-backend {server_args.attention_backend} decodes densely"

@@ -12,7 +12,7 @@ from sparrow_sglang import push_adapter
 from sparrow_sglang.endpoint import EndpointError
 from sparrow_sglang.schedule import BudgetSchedule
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 SCHEDULE = BudgetSchedule.fixed(64)

@@ -21,7 +21,7 @@ from sparrow_sglang.endpoint import connect
 from sparrow_sglang.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
 from sparrow_sglang.schedule import BudgetSchedule
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 SCHEDULE = BudgetSchedule(

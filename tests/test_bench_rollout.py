@@ -97,7 +97,7 @@ async def abort_once_running(manager: Any) -> None:
     manager.abort_request(abort_all=True)
 
 
-@pytest.mark.engine
+@pytest.mark.server
 def test_every_sequence_runs_to_its_own_length(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +156,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sides
 
 
-@pytest.mark.engine
+@pytest.mark.server
 def test_both_sides_serve_the_same_requests_and_come_into_one_file(
     tiny_qwen3: str, tmp_path: Path, in_this_process: list[str]
 ) -> None:

@@ -150,7 +150,7 @@ def forked_server(command: Sequence[str], url: str, log: Path) -> Iterator[None]
         yield
 
 
-@pytest.mark.engine
+@pytest.mark.server
 def test_bench_serving_measures_both_servers_into_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

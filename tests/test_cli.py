@@ -157,7 +157,7 @@ def test_help_and_version_need_no_sglang(argv: list[str], words: list[str]) -> N
         (["plan"], "required: --model-path"),
         (["plan", "--model-path", "/no/such/model"], "/no/such/model: no such folder"),
         (["bench"], "required: benchmark"),
-        (["bench", "stp"], "invalid choice: 'stp' (choose from 'step', 'kernels')"),
+        (["bench", "stp"], "'stp' (choose from 'step', 'kernels', 'rollout', 'serving')"),
         (["bench", "step", "--models", "qwen3"], "--models 'qwen3': expected some of qwen3-1.7b"),
         (["bench", "--", "step"], "without --"),
     ],

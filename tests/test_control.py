@@ -12,7 +12,7 @@ from sparrow_sglang.control import get_schedule, set_schedule
 from sparrow_sglang.endpoint import EndpointError
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 PROMPT = torch.randint(3, 250, (150,), generator=torch.Generator().manual_seed(0)).tolist()
 SAMPLING = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}

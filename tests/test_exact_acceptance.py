@@ -13,7 +13,7 @@ from sparrow_sglang.endpoint import connect
 from sparrow_sglang.exact_acceptance import comparing_request, exact_rates, record_into, recording
 from sparrow_sglang.schedule import BudgetSchedule
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 PAGE = 16
 SCHEDULE = BudgetSchedule(

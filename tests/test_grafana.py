@@ -46,7 +46,7 @@ def exported(url: str) -> dict[str, dict[str, set[str]]]:
     return found
 
 
-@pytest.mark.engine
+@pytest.mark.server
 def test_every_metric_and_label_is_exported(sharp_llama: str) -> None:
     arguments = {
         "attention_backend": "sparrow",

@@ -10,7 +10,7 @@ from sparrow_sglang.loaded_schedules import MAX_LOADED, LoadedSchedules
 from sparrow_sglang.request_options import DEFAULT, RequestOption, RequestOptionError
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 PAGE = 16
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64

@@ -22,7 +22,7 @@ from sparrow_sglang.scoring import (
     scoring_request,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 SCHEDULE = BudgetSchedule(name="test", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 80, 112))

@@ -17,7 +17,7 @@ from soak import Load
 from sparrow_sglang import push_adapter
 from sparrow_sglang.endpoint import connect
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 CLIENTS = 200
 SECONDS = float(os.environ.get("SPARROW_SOAK_S", "10"))
