@@ -148,9 +148,10 @@ def _check_context(config: TrainConfig, model_config: Any) -> None:
         model_config, "max_position_embeddings", None
     )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if context is not None and longest > context:
+    # SGLang keeps one token of the context to itself.
+    if context is not None and longest >= context:
         raise ConfigError(
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and"
             f" max_new_tokens={config.rollout.max_new_tokens} make {longest} tokens: the model's"
-            f" context is {context}; expected at most that together"
+            f" context is {context}; expected less than that together"
         )
