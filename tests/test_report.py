@@ -258,6 +258,17 @@ def test_benchmarks_say_what_their_rows_say(tmp_path: Path) -> None:
         assert value(cells["us"]) == pytest.approx(row["us"], rel=6e-4)
 
 
+def test_learning_curves_are_means_over_the_seeds_of_a_schedule(tmp_path: Path) -> None:
+    page = report(RESULTS / "learning_curves_story.json", tmp_path / "r.html")
+    rows = json.loads((RESULTS / "learning_curves_story.json").read_text())["rows"]
+    for series, schedule in enumerate(dict.fromkeys(row["schedule"] for row in rows)):
+        own = [dict(r["curves"]["eval/pass_rate"]) for r in rows if r["schedule"] == schedule]
+        data = [(step, np.mean([curve[step] for curve in own])) for step in own[0]]
+        assert is_affine(page.curve("Held-out pass rate", series), data)
+        fact = page.facts[f"Held-out pass rate, {Path(schedule).name.removesuffix('.json')}"]
+        assert fact.split()[0] == f"{data[0][1]:.3g}"
+
+
 def test_a_rollout_shows_both_sides_over_time(tmp_path: Path) -> None:
     write_rollout(tmp_path / "rollout.json")
     page = report(tmp_path / "rollout.json", tmp_path / "r.html")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from sparrow_sglang.benchmarks.result_files import Run, rerun_command
 from sparrow_sglang.benchmarks.table import Pair, pair_rows
 from sparrow_sglang.report.charts import PALETTE, Chart, Line
+from sparrow_sglang.report.learning import LearningRun, learning_section
 from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
 
 _WIDEST = 8
@@ -92,6 +93,10 @@ def benchmark_sections(results: dict[Path, dict[str, Any]], left_out: list[str])
             elif "curve" in rows[0]:
                 replays = [_Rollout.model_validate(row) for row in rows]
                 others.append(_rollout_section(path, content, replays))
+            elif "curves" in rows[0]:
+                learnt = [LearningRun.model_validate(row) for row in rows]
+                title = path.stem.replace("_", " ")
+                others.append(learning_section(learnt, title, _versions(path, content)))
             else:
                 others.append(_other_section(path, content))
         except ValidationError as error:

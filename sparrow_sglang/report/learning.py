@@ -1,0 +1,61 @@
+"""Section of learning curves: several schedules, each over several seeds.
+
+In: the rows that `benchmarks.learning_curves` writes. Out: one chart per quantity, a line per
+schedule.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from pydantic import BaseModel, Field
+
+from sparrow_sglang.report.charts import PALETTE, Chart, Line
+from sparrow_sglang.report.page import Figure, Section, Settings, number
+
+_SHOWN = {
+    "eval/pass_rate": "Held-out pass rate",
+    "critic/score/mean": "Reward",
+    "response_length/mean": "Response length, tokens",
+    "sparrow/accept_p05": "Tail of the acceptance rate",
+    "rollout_corr/kl": "KL to the dense policy",
+}
+
+
+class LearningRun(BaseModel):
+    """One run: curves of (step, value) by metric."""
+
+    schedule: str
+    seed: int
+    curves: dict[str, list[tuple[int, float]]] = Field(min_length=1)
+
+    @property
+    def label(self) -> str:
+        return Path(self.schedule).name.removesuffix(".json")
+
+
+def learning_section(runs: Sequence[LearningRun], title: str, versions: Settings) -> Section:
+    """Means over the seeds of a schedule at the steps that all of them reached, in bands from the
+    lowest to the highest."""
+    labels = list(dict.fromkeys(run.label for run in runs))
+    figures, facts = [], []
+    for metric, name in _SHOWN.items():
+        lines = []
+        for index, label in enumerate(labels):
+            own = [dict(run.curves.get(metric, ())) for run in runs if run.label == label]
+            steps = sorted(set.intersection(*(set(curve) for curve in own)))
+            if not steps:
+                continue
+            values = [[curve[step] for curve in own] for step in steps]
+            means = [mean(at) for at in values]
+            colour = PALETTE[index % len(PALETTE)]
+            low, high = [min(at) for at in values], [max(at) for at in values]
+            lines.append(Line(label, steps, means, colour, low, high))
+            if metric == "eval/pass_rate":
+                facts.append(
+                    (f"{name}, {label}", f"{number(means[0], 3)} → {number(means[-1], 3)}")
+                )
+        if lines:
+            note = "Mean over seeds; the band reaches from the lowest to the highest."
+            figures.append(Figure(Chart(name, "step", "", lines), note))
+    return Section(kind="benchmark", title=title, facts=facts, figures=figures, settings=[versions])
