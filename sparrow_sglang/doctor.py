@@ -12,10 +12,14 @@ from typing import NamedTuple
 
 from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
 from sparrow_sglang.models import ModelError
-from sparrow_sglang.refusals import BACKEND, UnsupportedError, uses_sparrow
+from sparrow_sglang.refusals import (
+    BACKEND,
+    SUPPORTED_SGLANG,
+    UnsupportedError,
+    uses_sparrow,
+)
 from sparrow_sglang.schedule import ScheduleError
 
-SUPPORTED_SGLANG = "0.5.17"
 ENTRY_POINTS = {"sglang.srt.plugins": "sparrow", "sglang.srt.platforms": "sparrow_cpu"}
 VARIABLES = (
     "SGLANG_PLUGINS",

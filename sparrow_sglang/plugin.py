@@ -17,6 +17,7 @@ from sparrow_sglang.refusals import (
     refuse,
     runner_problems,
     server_problems,
+    version_problems,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def register() -> None:
 
     register_attention_backend(BACKEND)(build_backend)
     try:
+        refuse(version_problems())
         server_args.install()
         _Registration.wanted = (
             hooks.HOOKS
@@ -56,8 +58,9 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
 
     Raises:
         RuntimeError: the plugin did not load as a whole.
-        ValueError: this model, these arguments or this schedule cannot be served.
+        ValueError: this SGLang, model, schedule or these arguments cannot be served.
     """
+    refuse(version_problems())
     require_registration()
     refuse(server_problems(runner.server_args))
     refuse(model_problems(runner.model_config))

@@ -5,6 +5,7 @@ problem, naming field, value, reason and remedy.
 """
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.schedule import PAGE_SIZES
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 BACKEND = "sparrow"
+SUPPORTED_SGLANG = "0.5.17"
 
 _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
 _OTHER_LAYOUT = "the backend reads SGLang's own token pool in NHD layout"
@@ -102,8 +104,28 @@ def uses_sparrow(server_args: "ServerArgs") -> bool:
     return BACKEND in server_args.get_attention_backends()
 
 
+def version_problems() -> list[str]:
+    """Whether the installed SGLang is another one than the hooks were checked with."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        found = "of an unknown version"
+    if found == SUPPORTED_SGLANG:
+        return []
+    return [
+        f"SGLang {found}: expected {SUPPORTED_SGLANG}, as the hooks into another version could take"
+        f" no or a wrong effect; pip install sglang=={SUPPORTED_SGLANG}"
+    ]
+
+
 def server_problems(server_args: "ServerArgs") -> list[str]:
-    """Problems that the arguments alone show; works before and after SGLang resolves them."""
+    """Problems that the arguments alone show; works before and after SGLang resolves them.
+
+    In another version than the supported one that is the only problem, as the rest goes by the
+    fields of that version.
+    """
+    if wrong_version := version_problems():
+        return wrong_version
     from sglang.srt.environ import envs
 
     problems = []

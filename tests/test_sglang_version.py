@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparrow_sglang import doctor, refusals
+from sparrow_sglang import refusals
 from sparrow_sglang.refusals import SUPPORTED_SGLANG, UnsupportedError
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -23,7 +23,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_one_version_everywhere() -> None:
     pins = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
     assert f"sglang=={SUPPORTED_SGLANG}" in pins
-    assert doctor.SUPPORTED_SGLANG == SUPPORTED_SGLANG == "0.5.17"
+    assert SUPPORTED_SGLANG == "0.5.17"
 
 
 def test_the_installed_version_is_no_problem() -> None:

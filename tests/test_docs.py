@@ -1,0 +1,253 @@
+"""README and docs/ say what is there: links, commands, settings, names and error messages."""
+
+import argparse
+import ast
+import importlib
+import json
+import re
+import shlex
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import sparrow_sglang
+from sparrow_sglang import audit_report, cli
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.tasks import load_task
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+from sparrow_sglang.server_args import FIELDS
+
+ROOT = Path(__file__).parents[1]
+DOCS = {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {"README.md": ROOT / "README.md"} | DOCS
+SOURCES = [
+    path
+    for folder in ("sparrow_sglang", "attention_backends", "rl", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+# Programs of others, whose arguments are theirs to check.
+OTHERS = {"curl", "export", "make", "pip", "python3", "tensorboard"}
+LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
+
+
+class Block(NamedTuple):
+    """A fenced block; `before` is the paragraph above it."""
+
+    page: str
+    language: str
+    text: str
+    before: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for name, page in PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            before = text[: match.start()].rstrip().rpartition("\n\n")[2]
+            found.append(Block(name, match[2], textwrap.dedent(match[3]), before.strip()))
+    return [block for block in found if block.language in languages]
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each command, without variables set in front of it and what it is piped to."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if "|" in words:
+            words = words[: words.index("|")]
+        if words:
+            yield words
+
+
+def all_commands() -> list[list[str]]:
+    return [words for block in blocks("bash") for words in commands(block)]
+
+
+def is_launcher(words: list[str]) -> bool:
+    return any(words[: len(start)] == start for start in LAUNCHERS)
+
+
+def is_executed(words: list[str]) -> bool:
+    """Plans of the models whose configs come with the repository."""
+    shipped = any("/" in word and (ROOT / word).is_dir() for word in words)
+    return words[:2] == ["sparrow", "plan"] and shipped
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(DOCS) >= 7
+    for language in ("bash", "python", "toml", "json"):
+        assert len(blocks(language)) >= 3, language
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = FENCE.sub("", PAGES[page].read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (PAGES[page].parent / path).resolve() if path else PAGES[page]
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
+
+
+def test_every_command_is_known() -> None:
+    for words in all_commands():
+        assert words[0] in OTHERS | {"sparrow"} or is_launcher(words), words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [w for w in all_commands() if w[0] == "sparrow" and not is_launcher(w)],
+    ids=" ".join,
+)
+def test_our_commands_parse(words: list[str]) -> None:
+    assert cli._parser().parse_args(words[1:]).command == words[1]
+
+
+def test_servers_and_doctors_parse() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    launched = [words for words in all_commands() if is_launcher(words)]
+    assert len(launched) > 5
+    for words in launched:
+        flags = words[3 if words[0] == "python" else 2 :]
+        if "--model-path" not in flags:
+            flags = [*flags, "--model-path", "m"]
+        parsed = parser.parse_args(flags)
+        for name in (parsed.sparrow_schedule or "").split(","):
+            if name and not name.endswith(".json"):
+                load_schedule(name, 16)
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in all_commands() if is_executed(words)], ids=" ".join
+)
+def test_plans_run(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(words[1:]) == 0
+    assert "Expected rollout speed-up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.text[:60])
+def test_what_is_not_executed_says_why(block: Block) -> None:
+    if block.page in DOCS and not all(is_executed(words) for words in commands(block)):
+        note = r"\*Not executed by [^:]+: \S.*\.[^*]*\*"
+        assert re.fullmatch(note, block.before, re.DOTALL), block.before
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.page)
+def test_training_files_are_allowed(block: Block) -> None:
+    config = TrainConfig.parse(tomllib.loads(block.text))
+    for name in (config.engine.schedule, *config.ladder.schedules):
+        if name not in ("auto", "dense"):
+            load_schedule(name, 16)
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=lambda block: block.page)
+def test_json_is_json(block: Block) -> None:
+    value = json.loads(block.text)
+    if "budget_tokens" in value:
+        BudgetSchedule(**value)
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.page)
+def test_python_uses_what_there_is(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert all(find_spec(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [alias.name for alias in node.names]
+            if node.module == "sparrow_sglang":
+                assert set(names) <= set(sparrow_sglang.__all__)
+            elif node.module.startswith("sparrow_sglang."):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, name) for name in names)
+            else:
+                assert find_spec(node.module)
+
+
+def test_the_task_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [code] = [block.text for block in blocks("python") if block.text.startswith("# loud_task.py")]
+    [settings] = [block.text for block in blocks("toml") if "loud_task:load" in block.text]
+    (tmp_path / "loud_task.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = TrainConfig.parse(tomllib.loads(settings))
+    task = load_task(config.task, lambda messages: tuple(messages[-1]["content"].encode()))
+    assert task.train and task.heldout
+    assert task.reward(task.train[0], "LOUD, LOUD!") == 1
+    assert task.reward(task.train[0], "LOud") == 0.5
+    assert task.reward(task.train[0], "") == 0
+
+
+def test_every_public_name_is_explained() -> None:
+    text = DOCS["frameworks.md"].read_text(encoding="utf-8")
+    assert [name for name in sparrow_sglang.__all__ if f"`{name}`" not in text] == []
+
+
+def test_tables_are_complete() -> None:
+    serving, training = (DOCS[name].read_text("utf-8") for name in ("serving.md", "training.md"))
+    flags = {"--" + name.replace("_", "-") for name in FIELDS}
+    assert set(re.findall(r"^\| `(--[\w-]+)`", serving, re.MULTILINE)) == flags
+    gauges = set(re.findall(r"^\| `(sparrow:\w+)`", serving, re.MULTILINE))
+    assert gauges == set(audit_report._GAUGES)
+    sections = set(TrainConfig.model_fields) - {"run_dir", "steps", "seed"}
+    assert [name for name in sections if f"`[{name}]`" not in training] == []
+
+
+def test_metrics_are_those_that_are_logged() -> None:
+    text = DOCS["training.md"].read_text(encoding="utf-8")
+    source = "\n".join(path.read_text() for path in SOURCES)
+    names = re.findall(r"`((?:sparrow|critic|response_length|eval)/\w+)", text)
+    assert len(names) > 10
+    assert [name for name in names if f'"{name}' not in source] == []
+
+
+def templates() -> list[str]:
+    """Every text in the sources, with NUL where a value is put in."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts: list[Any] = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [getattr(part, "value", None) for part in parts]
+            if isinstance(node, ast.JoinedStr) or isinstance(texts[0], str):
+                found.append("".join(t if isinstance(t, str) else "\0" for t in texts))
+    return found
+
+
+def test_quoted_error_messages_are_in_the_source() -> None:
+    text = DOCS["troubleshooting.md"].read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(quoted) == text.count("\n| `") > 50
+    known = templates()
+    unknown = []
+    for message in quoted:
+        parts = [part.strip() for part in message.split("…") if part.strip()]
+        assert max(map(len, parts)) >= 10, f"{message}: too short to be found"
+        wanted = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+        if not any(wanted.search(template) for template in known):
+            unknown.append(message)
+    assert unknown == []
