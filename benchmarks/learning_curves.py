@@ -1,9 +1,9 @@
 """`python -m sparrow_sglang.benchmarks.learning_curves`: dense against sparse rollouts, by seeds.
 
 In: a training configuration, schedules and seeds; an `attention_backend` among the engine's
-arguments is that of the dense runs. Each pair is a run of `sparrow train` from the
-same start; several are under way at a time, and those that were stopped go on when the command is
-repeated. Out: the curves as JSON, with device, versions and commit, and a plot.
+arguments is that of the dense runs. Each pair is a run of `sparrow train` from the same start;
+several are under way at a time, and those that were stopped go on when the command is repeated.
+Out: the curves as JSON, with device, versions and commit, and a plot.
 """
 
 import copy
