@@ -16,8 +16,8 @@ from typing import Any
 
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.decode_step import MODELS, PAGE_SIZE
-from sparrow_sglang.benchmarks.record import provenance, write_result
 from sparrow_sglang.endpoint import connect
+from sparrow_sglang.record import provenance, write_result
 from sparrow_sglang.schedule import load_schedule
 
 MEMORY_GB = 40.0

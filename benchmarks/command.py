@@ -1,12 +1,10 @@
 """What the benchmark commands share: they refuse in one line, before anything is measured."""
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from sparrow_sglang.command_line import OneLineParser
 
@@ -20,17 +18,6 @@ def benchmark_parser(name: str, description: str, examples: str) -> OneLineParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-
-def engine_arguments(text: str) -> dict[str, Any]:
-    """The value of --engine-args: arguments of `sglang.Engine` as JSON. Raises `ValueError`."""
-    try:
-        arguments = json.loads(text)
-    except json.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"--engine-args {text}: expected a JSON object, in quotes")
-    return arguments
 
 
 def require_cuda(parser: argparse.ArgumentParser, memory_gb: float, purpose: str) -> None:

@@ -18,14 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.benchmarks.bandwidth import copy_bandwidth
 from sparrow_sglang.benchmarks.command import (
     benchmark_parser,
-    engine_arguments,
     prepare_out,
     require_cuda,
 )
-from sparrow_sglang.benchmarks.record import copy_bandwidth, provenance, write_result
 from sparrow_sglang.cost_model import ModelShape, step_costs
+from sparrow_sglang.engine_arguments import engine_arguments
+from sparrow_sglang.record import provenance, write_result
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 # Named in full because each (model, backend) starts it again, however it was started itself.

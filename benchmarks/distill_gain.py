@@ -24,15 +24,16 @@ from sparrow_sglang.benchmarks.adapter_delivery import (
     agreement,
     decode_speed,
 )
-from sparrow_sglang.benchmarks.command import benchmark_parser, engine_arguments, prepare_out
+from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
 from sparrow_sglang.benchmarks.distill_arms import BOLDER, GIVEN, Rig, Tails, gains, run_arm
-from sparrow_sglang.benchmarks.record import provenance, write_result
 from sparrow_sglang.calibration_choice import CalibrationError
 from sparrow_sglang.calibration_prompts import NEEDED_ROOM, builtin_prompts, tokenizer_of
 from sparrow_sglang.calibration_prompts import Prompt as CalibrationPrompt
 from sparrow_sglang.command_line import OneLineParser
+from sparrow_sglang.engine_arguments import engine_arguments
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
+from sparrow_sglang.record import provenance, write_result
 from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.distill import ADAPTER, lora_arguments
 from sparrow_sglang.rl.engine import LocalEngine

@@ -15,6 +15,7 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
+from sparrow_sglang.benchmarks.bandwidth import copy_bandwidth
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.kernel_cases import (
     HEAD_DIM,
@@ -28,7 +29,7 @@ from sparrow_sglang.benchmarks.kernel_cases import (
     replay_us,
 )
 from sparrow_sglang.benchmarks.kernel_peers import DECODE_PEERS, SELECT_PEERS
-from sparrow_sglang.benchmarks.record import copy_bandwidth, provenance, write_result
+from sparrow_sglang.record import provenance, write_result
 
 DESCRIPTION = """\
 Time the GPU kernels of one layer of a sparse decode step, and what other libraries offer for the

@@ -7,20 +7,18 @@ Out: the curves as JSON, with device, versions and commit, and a plot.
 """
 
 import copy
-import signal
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
+from sparrow_sglang.benchmarks.command import benchmark_parser, exit_on_sigterm, prepare_out
 from sparrow_sglang.benchmarks.parallel_runs import RunFailed, RunPlan, merged, run_all
-from sparrow_sglang.benchmarks.record import provenance, write_result
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.record import provenance, write_result
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 
@@ -119,10 +117,6 @@ def plot(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     figure.savefig(path, dpi=110, format="png")
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, write and plot; the exit code is 1 if a run is incomplete, 2 if a setting is wrong."""
     parser = benchmark_parser("learning-curves", DESCRIPTION, EXAMPLES)
@@ -146,12 +140,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         key: value for key, value in vars(args).items() if key not in ("out", "work")
     }
     settings |= {"config": args.config.name, "train": tomllib.loads(args.config.read_text("utf-8"))}
-    signal.signal(signal.SIGTERM, _stop)
+    exit_on_sigterm()
     try:
         run_all(plans, args.parallel)
     except RunFailed as error:
         print(f"learning-curves: error: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         print("stopped; repeat the command to go on", file=sys.stderr)
     finally:
         found = collect(plans)

@@ -14,7 +14,6 @@ from typing import Any
 
 from sparrow_sglang.benchmarks.command import (
     benchmark_parser,
-    engine_arguments,
     exit_on_sigterm,
     prepare_out,
     require_cuda,
@@ -28,9 +27,11 @@ from sparrow_sglang.benchmarks.comparison import (
     require_context,
 )
 from sparrow_sglang.benchmarks.decode_step import PAGE_SIZE
-from sparrow_sglang.benchmarks.record import provenance, write_result
-from sparrow_sglang.benchmarks.rollout_lengths import read_lengths, synthetic_lengths
+from sparrow_sglang.benchmarks.rollout_lengths import synthetic_lengths
 from sparrow_sglang.benchmarks.rollout_requests import GROUP, Request, make_requests, replay
+from sparrow_sglang.engine_arguments import engine_arguments
+from sparrow_sglang.record import provenance, write_result
+from sparrow_sglang.response_lengths import read_lengths
 
 # Named in full because each backend starts it again, however it was started itself.
 MODULE = "sparrow_sglang.benchmarks.rollout_replay"

@@ -29,9 +29,9 @@ from sparrow_sglang.benchmarks.comparison import (
     require_context,
 )
 from sparrow_sglang.benchmarks.decode_step import PAGE_SIZE
-from sparrow_sglang.benchmarks.record import provenance, write_result
 from sparrow_sglang.benchmarks.server_process import ServerFailed, running_server
 from sparrow_sglang.benchmarks.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.record import provenance, write_result
 
 MEMORY_GB = 40.0
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
-from sparrow_sglang.benchmarks.record import provenance, write_result
+from sparrow_sglang.record import provenance, write_result
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy, TokenSequence
 

@@ -19,6 +19,7 @@ from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.rewards import RewardPool
 from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.run_log import RunLog
+from sparrow_sglang.rl.run_record import record_start
 from sparrow_sglang.rl.setup import Setup
 from sparrow_sglang.rl.termination import Termination
 from sparrow_sglang.schedule import BudgetSchedule
@@ -120,6 +121,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         if ladder is not None and state.ladder:
             ladder.load_state_dict(state.ladder)
         taken = state.step
+        record_start(config, setup.engine, taken)
         judges = RewardPool(
             setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
         )

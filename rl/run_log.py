@@ -9,9 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.progress import progress_bar
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -67,7 +66,7 @@ class RunLog:
         self._file = open(self._path, "a", encoding="utf-8")
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
         self._wandb = _wandb(config) if config.logging.wandb_project else None
-        self._bar = tqdm(total=config.steps, initial=first, unit="step", dynamic_ncols=True)
+        self._bar = progress_bar(total=config.steps, initial=first, unit="step", dynamic_ncols=True)
 
     def clock(self) -> Clock:
         return Clock(self)

@@ -3,15 +3,14 @@
 In: a configuration. Out: a `Setup`, or one error that names the setting.
 """
 
-import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
 from sparrow_sglang.config import AUTO, ConfigError
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
+from sparrow_sglang.engine_arguments import unknown_argument
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.run_log import check_logging
@@ -60,10 +59,9 @@ def prepare(config: TrainConfig) -> Setup:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model_config = AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"model.path={config.model.path!r}: {reason}; expected a folder with a transformers"
-            f' checkpoint and its tokenizer, a hub name, or "{EMBEDDED_MODEL_NAME}"'
+            f"model.path={config.model.path!r}: {model_problem(model_path, error)}, or"
+            f' "{EMBEDDED_MODEL_NAME}"'
         ) from None
     if tokenizer.chat_template is None:
         raise ConfigError(
@@ -125,10 +123,6 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
 
 
 def _check_server_args(engine: EngineConfig) -> None:
-    # Late, as it takes seconds.
-    from sglang.srt.server_args import ServerArgs
-
-    known = [field.name for field in dataclasses.fields(ServerArgs)]
     for name in engine.server_args:
         if name == "attention_backend" and engine.schedule == DENSE:
             continue
@@ -136,11 +130,8 @@ def _check_server_args(engine: EngineConfig) -> None:
             raise ConfigError(
                 f"engine.server_args.{name} is not set there: set {_OWN_SETTINGS[name]} instead"
             )
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"engine.server_args.{name} is no argument of SGLang: did you mean {near!r}?"
-            )
+    if problem := unknown_argument(engine.server_args):
+        raise ConfigError(f"engine.server_args.{problem}")
 
 
 def _check_context(config: TrainConfig, model_config: Any) -> None:

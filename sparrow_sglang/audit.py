@@ -178,8 +178,7 @@ class Auditor:
             await asyncio.sleep(_POLL_S / 10)
         if self._log is not None:
             await self._write(self._log.flush)
-        await asyncio.to_thread(self.report.publish)
-        return await asyncio.to_thread(self.report.summary)
+        return await asyncio.to_thread(self.report.publish)
 
     def _watch(self, request: "TokenizedGenerateReqInput") -> None:
         if len(self._watched) == _MAX_WATCHED:

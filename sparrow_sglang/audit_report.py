@@ -66,17 +66,30 @@ class AuditReport:
         self._bounds["lower"].add(rows.request_id, rows.position, rows.alpha_lower)
         self._bounds["upper"].add(rows.request_id, rows.position, rows.alpha_upper)
 
-    def publish(self) -> None:
-        """Bring the gauges up to date, and warn of bins that have fallen below the target."""
+    def publish(self) -> dict[str, Any]:
+        """Bring the gauges up to date, and warn of bins that have fallen below the target.
+
+        Returns what the gauges say, with confidence intervals: requests by outcome, and per bound
+        the bins, as JSON values.
+        """
         for outcome, count in self.requests.items():
             self._set("sparrow:audit_requests", count, outcome=outcome)
-        for bound, statistics in self._bounds.items():
-            for found in statistics.bins(resamples=_RESAMPLES):
+        bins = {
+            bound: statistics.bins(resamples=_RESAMPLES)
+            for bound, statistics in self._bounds.items()
+        }
+        for bound, tails in bins.items():
+            for found in tails:
                 self._set("sparrow:acceptance_tail", found.tail, bin=found.bin, bound=bound)
                 self._set("sparrow:acceptance_mean", found.mean, bin=found.bin, bound=bound)
                 self._set("sparrow:audited_tokens", found.tokens, bin=found.bin)
-                if bound == "upper":
-                    self._warn_below_target(found)
+        for upper in bins["upper"]:
+            self._warn_below_target(upper)
+        return {
+            "schedule": self.schedule.name,
+            "requests": dict(self.requests),
+            "bins": {bound: [vars(found) for found in tails] for bound, tails in bins.items()},
+        }
 
     def publish_load(self, lengths: Iterable[int]) -> None:
         """KV tokens held and read of running requests of these lengths in tokens."""
@@ -88,17 +101,6 @@ class AuditReport:
             read += min(length, self.schedule.kv_budget_tokens(length))
         self._set("sparrow:kv_tokens_held", held)
         self._set("sparrow:kv_tokens_read", read)
-
-    def summary(self) -> dict[str, Any]:
-        """Requests by outcome, and per bound the bins, as JSON values."""
-        return {
-            "schedule": self.schedule.name,
-            "requests": dict(self.requests),
-            "bins": {
-                bound: [vars(found) for found in statistics.bins(resamples=_RESAMPLES)]
-                for bound, statistics in self._bounds.items()
-            },
-        }
 
     def _warn_below_target(self, upper: BinTail) -> None:
         """Only the upper bound proves a tail too low; a loose lower bound would cry wolf."""

@@ -21,7 +21,6 @@ from sparrow_sglang.calibration_job import (
     find_model,
     load_prompts,
     origin,
-    parse_engine_args,
     settings_of,
 )
 from sparrow_sglang.calibration_measure import (
@@ -38,8 +37,10 @@ from sparrow_sglang.calibration_report import (
     plot,
 )
 from sparrow_sglang.calibration_store import WorkFolder
+from sparrow_sglang.engine_arguments import engine_arguments
 from sparrow_sglang.exact_acceptance import recording
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME
+from sparrow_sglang.progress import progress_bar
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 
 DEFAULT_TARGET = 0.86
@@ -65,7 +66,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model-path", default=EMBEDDED_MODEL_NAME, help="folder or HF name; default: smollm2")
+    add(
+        "--model-path",
+        default=EMBEDDED_MODEL_NAME,
+        help=f"folder or HF name; default: {EMBEDDED_MODEL_NAME}",
+    )
     add("--prompts", type=Path, help="JSONL of prompt, messages or input_ids; default: built in")
     add("--target", type=float, nargs="+", help=f"tails to hold; default {DEFAULT_TARGET}")
     add("--out", type=Path, help="schedule file; with several targets, -TARGET goes before .json")
@@ -99,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     for target in args.target or ():
         if not 0 < target < 1:
             raise CalibrationError(f"--target {target}: expected a tail between 0 and 1, e.g. 0.86")
-    engine_args = parse_engine_args(args.engine_args)
+    engine_args = engine_arguments(args.engine_args)
     return _check(args, engine_args) if args.check else _calibrate(args, engine_args)
 
 
@@ -213,8 +218,6 @@ def _measure(
     job: Job, args: argparse.Namespace, engine_args: dict[str, Any], schedule: str
 ) -> None:
     """Measure what the work folder lacks; starts no engine if that is nothing."""
-    from tqdm import tqdm
-
     if not job.units:
         raise CalibrationError(
             "no generation would decode sparsely: the budgets hold every prompt with its new"
@@ -231,7 +234,7 @@ def _measure(
     with (
         recording(args.batch, args.new_tokens),
         running_engine(job.model_path, defaults | engine_args) as engine,
-        tqdm(total=len(job.units), unit="generation", smoothing=0.1) as bar,
+        progress_bar(total=len(job.units), unit="generation", smoothing=0.1) as bar,
     ):
         measure(engine, job.units, job.work, args.batch, bar.update)
 

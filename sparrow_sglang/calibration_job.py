@@ -23,7 +23,8 @@ from sparrow_sglang.calibration_prompts import (
 )
 from sparrow_sglang.calibration_report import MATCHED_FIELDS
 from sparrow_sglang.calibration_store import WorkFolder
-from sparrow_sglang.models import model_folder
+from sparrow_sglang.models import model_folder, model_problem
+from sparrow_sglang.record import provenance
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.tail import BIN_TOKENS
 
@@ -55,11 +56,7 @@ def find_model(spec: str, engine_args: dict[str, Any]) -> tuple[str, str, Any, i
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise CalibrationError(
-            f"--model-path {spec}: its config cannot be read ({reason}); expected a folder with a"
-            " config.json, or the name of a Hugging Face model"
-        ) from None
+        raise CalibrationError(f"--model-path {spec}: {model_problem(path, error)}") from None
     context = engine_args.get("context_length") or config.max_position_embeddings
     return Path(spec).name, path, config, int(context)
 
@@ -77,19 +74,6 @@ def load_prompts(
     return builtin_prompts(
         tokenize, context, bin_tokens, args.new_tokens, args.prompts_per_bin, part, args.seed
     )
-
-
-def parse_engine_args(text: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError:
-        fields = None
-    if not isinstance(fields, dict):
-        raise CalibrationError(
-            f"--engine-args {text!r}: expected a JSON object of arguments of sglang.Engine, e.g."
-            " '{\"tp_size\": 2}'"
-        )
-    return fields
 
 
 def default_bin_tokens(context: int, page_size: int) -> int:
@@ -126,9 +110,6 @@ def settings_of(
 
 def origin(job: Job) -> dict[str, Any]:
     """Who measured, where, with what."""
-    # Late, as the benchmarks' package is otherwise not needed.
-    from sparrow_sglang.benchmarks.record import provenance
-
     return {
         "model": job.model,
         "model_match": {

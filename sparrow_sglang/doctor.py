@@ -7,7 +7,6 @@ it failed, what to do. SGLang only logs what goes wrong in a plugin, so somebody
 import os
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
 from typing import NamedTuple
 
 from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
@@ -141,10 +140,7 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         return
     except (ServeError, ValueError, RuntimeError, OSError) as error:
         missing = isinstance(error.__cause__, ModelError)
-        if missing:
-            yield Check("note", "model", str(error))
-        else:
-            yield Check("FAIL", "model", _missing_folder(argv, error) or str(error))
+        yield Check("note" if missing else "FAIL", "model", str(error))
         return
     if not uses_sparrow(server_args):
         detail = f"--attention-backend {server_args.attention_backend} decodes densely"
@@ -155,23 +151,3 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
     loaded, source = resolve_schedules(server_args, hf_config)
     yield Check("ok", "schedule", start_up_line(loaded, source))
-
-
-def _missing_folder(argv: Sequence[str], error: Exception) -> str | None:
-    """What to say of a model that is neither a folder nor found on the hub; None of another error.
-
-    transformers takes a path that does not exist for a name on the hub, and finds fault with that.
-    """
-    from huggingface_hub.errors import HFValidationError
-
-    from sparrow_sglang.serve import MODEL_FLAGS, with_defaults
-
-    words = [part for word in with_defaults(argv) for part in word.split("=", 1)]
-    named = [words[i + 1] for i, word in enumerate(words[:-1]) if word in MODEL_FLAGS]
-    if not isinstance(error, OSError) or Path(named[-1]).exists():
-        return None
-    expected = "expected a folder with a config.json, or the name of a Hugging Face model"
-    if isinstance(error.__cause__, HFValidationError):
-        return f"--model-path {named[-1]}: no such folder; {expected}"
-    reason = str(error).splitlines()[0].rstrip(".")
-    return f"--model-path {named[-1]}: no such folder, and no such model ({reason}); {expected}"

@@ -202,9 +202,10 @@ class HttpEndpoint:
                 " not running, or died meanwhile; look at its log"
             ) from error
         if response.is_error:
+            hint = "; pass the server's --api-key or --admin-api-key as api_key="
             raise EndpointError(
                 f"{verb} {self._url}{path} was answered with {response.status_code}:"
-                f" {_reason(response)}"
+                f" {_reason(response)}{hint if response.status_code == 401 else ''}"
             )
         return response
 

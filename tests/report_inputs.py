@@ -11,16 +11,17 @@ import pytest
 from numpy.typing import NDArray
 
 from sparrow_sglang import calibrate, cli
-from sparrow_sglang.benchmarks.record import provenance, write_result
 from sparrow_sglang.benchmarks.rollout_requests import Progress
 from sparrow_sglang.calibration_measure import Unit
 from sparrow_sglang.calibration_store import UnitTokens, WorkFolder
+from sparrow_sglang.record import provenance, write_result
 from sparrow_sglang.rl.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig, TrainConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.ladder import Move
 from sparrow_sglang.rl.metrics import acceptance_metrics
 from sparrow_sglang.rl.run_log import RunLog
+from sparrow_sglang.rl.run_record import record_start
 
 BIN = 64
 TARGETS = ("0.75", "0.86")
@@ -83,6 +84,7 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
             "logging": {"tensorboard": False},
         }
     )
+    record_start(config, config.engine, 0)
     log = RunLog(config, 0)
     for step in range(steps):
         row = step_metrics(step)

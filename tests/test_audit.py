@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from engines import random_prompt, start_engine
+from engines import SCHEDULE, random_prompt, start_engine
 from servers import start_server
 from transformers import AutoModelForCausalLM
 
@@ -19,24 +19,20 @@ from sparrow_sglang.audit_hooks import _Scheduler, top_logprobs_of_some
 from sparrow_sglang.audit_report import AuditReport
 from sparrow_sglang.endpoint import connect
 from sparrow_sglang.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.tail import TailStatistics
 
 pytestmark = pytest.mark.server
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
-SCHEDULE = BudgetSchedule(
-    name="test", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 80, 112), tail_target=0.86
-)
+TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
 PLAIN = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("schedule") / "test.json"
-    SCHEDULE.save(path)
+def arguments(schedule_file) -> dict:
     return {
         "attention_backend": "sparrow",
-        "sparrow_schedule": str(path),
+        "sparrow_schedule": schedule_file,
         "sparrow_audit_rate": 1.0,
         "chunked_prefill_size": 64,
     }
@@ -201,7 +197,7 @@ def token_rows(request: str, alpha: float, tokens: int = 100, first: int = 0) ->
 
 
 def test_one_warning_per_bin_that_falls_below_the_target(warnings):
-    report = AuditReport(SCHEDULE, gauges=False)
+    report = AuditReport(TARGETED, gauges=False)
     for index in range(19):
         report.add(token_rows(f"few-{index}", 0.5))
     report.publish()
@@ -212,11 +208,32 @@ def test_one_warning_per_bin_that_falls_below_the_target(warnings):
         # The lower bound is below the target here, the upper one is not.
         report.add(token_rows(f"good-{index}", 0.9, first=64))
     report.publish()
-    report.publish()
+    found = report.publish()
     messages = {id(record): record.getMessage() for record in warnings.records}
     assert len(messages) == 1
     assert "at positions 0 to 63 the 5th percentile" in next(iter(messages.values()))
     assert "at most 0.500" in next(iter(messages.values()))
+    told = {
+        bound: [(row["bin"], row["tokens"], row["tail"], row["mean"]) for row in rows]
+        for bound, rows in found["bins"].items()
+    }
+    bins = [(0, 2400, 0.5), (1, 4000, 0.9)]
+    for bound, loose in (("upper", 0.0), ("lower", 0.1)):
+        exact = [(index, tokens, alpha - loose, alpha - loose) for index, tokens, alpha in bins]
+        assert told[bound] == [pytest.approx(row, abs=1e-9) for row in exact]
+
+
+def test_intervals_are_drawn_once_for_gauges_warnings_and_summary(monkeypatch):
+    """They take a moment of a process that users share."""
+    report = AuditReport(TARGETED, gauges=False)
+    report.add(token_rows("one", 0.9))
+    drawn = []
+    bins = TailStatistics.bins
+    monkeypatch.setattr(
+        TailStatistics, "bins", lambda self, **more: drawn.append(self) or bins(self, **more)
+    )
+    report.publish()
+    assert len(drawn) == len({id(statistics) for statistics in drawn}) == 2
 
 
 def test_only_the_rows_that_want_a_list_are_searched(monkeypatch):

@@ -324,8 +324,9 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
         (["--budgets", "70"], "not a multiple of page_size=16"),
         (["--bin-tokens", "60"], "--bin-tokens=60: expected a multiple"),
         (["--engine-args", "[]"], "expected a JSON object"),
+        (["--engine-args", '{"tp_sise": 2}'], "did you mean 'tp_size'"),
         (["--budgets", "304"], "no generation would decode sparsely"),
-        (["--model-path", "/nowhere"], "its config cannot be read"),
+        (["--model-path", "/nowhere"], "--model-path /nowhere: no such folder; expected"),
         (["--new-tokens", "1"], "--new-tokens=1: expected 2 or more"),
     ],
 )

@@ -3,12 +3,15 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from sparrow_sglang import cli, doctor, models, serve
 from sparrow_sglang.doctor import Check
+from sparrow_sglang.engine_arguments import argument_names
 
 
 @pytest.fixture
@@ -115,6 +118,14 @@ def test_what_the_plugin_refuses_stops_serve_with_its_message(
     assert message in capsys.readouterr().err
 
 
+def test_the_arguments_of_an_engine_are_known_without_importing_it() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    assert argument_names() == {field.name for field in fields(ServerArgs)}
+
+
 def test_help_all_lists_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help-all"]) == 0
     out = capsys.readouterr().out
@@ -139,7 +150,7 @@ def run(*argv: str) -> "subprocess.CompletedProcess[str]":
         (["plan", "--help"], ["Predict", "--model-path", "--lengths-file"]),
         (["bench", "--help"], ["examples", "sparrow bench step --models", "NVIDIA GPU"]),
         (["bench", "step", "-h"], ["examples", "fill:LOW-HIGH:TOKENS", "qwen3-14b"]),
-        (["--version"], ["0.1.0"]),
+        (["--version"], [version("sparrow-sglang")]),
     ],
 )
 def test_help_and_version_need_no_sglang(argv: list[str], words: list[str]) -> None:

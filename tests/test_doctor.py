@@ -1,10 +1,12 @@
-"""`sparrow doctor` on a model that is not there."""
+"""`sparrow doctor` and `sparrow serve` on a model that is not there."""
 
 from pathlib import Path
 
 import pytest
 
-from sparrow_sglang import doctor
+from sparrow_sglang import cli, doctor
+
+ALLOWED = "expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +25,13 @@ def problem(*argv: str) -> str:
 @pytest.mark.parametrize("form", ["--model-path {}", "--model={}", "{}"])
 def test_a_path_that_is_not_there_is_no_such_folder(path: str, form: str) -> None:
     found = problem(*form.format(path).split())
-    assert found.startswith(f"--model-path {path}: no such folder; expected a folder with a config")
-    assert "Repo id" not in found
+    assert found == f"--model-path {path}: no such folder; {ALLOWED}"
+
+
+def test_serve_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--model-path", "/nope", "--port", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error == f"sparrow serve: error: --model-path /nope: no such folder; {ALLOWED}\n"
 
 
 def test_a_name_that_the_hub_does_not_have_says_both() -> None:
@@ -32,6 +39,7 @@ def test_a_name_that_the_hub_does_not_have_says_both() -> None:
     assert found.startswith(
         "--model-path nobody/has-this-model: no such folder, and no such model ("
     )
+    assert found.endswith(ALLOWED)
 
 
 def test_a_folder_without_a_config_is_not_called_missing(tmp_path: Path) -> None:

@@ -6,32 +6,22 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
-from engines import random_prompt, start_engine
+from engines import SCHEDULE, random_prompt, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.endpoint import connect
 from sparrow_sglang.exact_acceptance import comparing_request, exact_rates, record_into, recording
-from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = pytest.mark.server
 
-PAGE = 16
-SCHEDULE = BudgetSchedule(
-    name="test",
-    page_size=PAGE,
-    bin_tokens=4 * PAGE,
-    budget_tokens=(4 * PAGE, 5 * PAGE, 5 * PAGE, 7 * PAGE),
-)
 SLOTS, STEPS = 6, 48
 
 
 @pytest.fixture(scope="module")
-def server_args(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("schedule") / "test.json"
-    SCHEDULE.save(path)
+def server_args(schedule_file) -> dict:
     return {
         "attention_backend": "sparrow",
-        "sparrow_schedule": str(path),
+        "sparrow_schedule": schedule_file,
         "chunked_prefill_size": 64,
     }
 

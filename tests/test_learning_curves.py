@@ -1,6 +1,8 @@
 """Learning curves side by side: what the runs are told, and what is taken from their metrics."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,24 @@ def table_lines(run: Run) -> list[str]:
         command="learning_curves.py x.toml",
     )
     return [line for line in learning_table([run]).splitlines() if line.startswith("| ")][2:]
+
+
+def test_sigterm_writes_what_the_runs_have_measured_so_far(
+    tmp_path, monkeypatch, capsys, sigterm_restored
+) -> None:
+    def stopped(plans: list[parallel_runs.RunPlan], parallel: int) -> None:
+        (folder := plans[0].config.run_dir).mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 0, "eval/pass_rate": 0.25}\n')
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(learning_curves, "run_all", stopped)
+    out = tmp_path / "o.json"
+    words = ["--schedules", "dense", "--seeds", "0", "--work", str(tmp_path), "--out", str(out)]
+    assert learning_curves.main([str(CONFIG), *words]) == 1
+    assert capsys.readouterr().err == "stopped; repeat the command to go on\n"
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["curves"]["eval/pass_rate"] == [[0, 0.25]]
+    assert out.with_suffix(".png").exists()
 
 
 def test_a_wrong_setting_is_one_line(tmp_path, capsys) -> None:

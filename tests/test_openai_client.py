@@ -4,8 +4,10 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
@@ -14,8 +16,9 @@ from engines import random_prompt
 from oracle import ContractModel
 from servers import start_server
 
-from sparrow_sglang import push_adapter, score_dense
-from sparrow_sglang.endpoint import connect
+from sparrow_sglang import measure_acceptance, push_adapter, score_dense
+from sparrow_sglang.control import get_schedule, set_schedule
+from sparrow_sglang.endpoint import EndpointError, connect
 from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = pytest.mark.server
@@ -253,6 +256,31 @@ def test_only_with_the_key(served):
     law = served.law(NAME, None, token_ids(response))
     chosen = law[range(TOKENS), token_ids(response)]
     torch.testing.assert_close(torch.from_numpy(scores.logprobs), chosen, atol=FP32, rtol=0)
+
+
+def test_the_calls_of_this_package_take_the_key(served):
+    sampling = {"max_new_tokens": 20, "ignore_eos": True}
+    request = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    [answer] = connect(served.url, KEY).generate([request | {"top_logprobs_num": 20}])
+    sequences = [(PROMPT, answer["output_ids"])]
+    calls = (
+        partial(score_dense, served.url, sequences),
+        partial(measure_acceptance, served.url, sequences, [answer]),
+        partial(get_schedule, served.url),
+        partial(set_schedule, served.url, B),
+        partial(push_adapter, served.url, "three", {"x": torch.zeros(1)}, {"r": 1}),
+    )
+    for call in calls:
+        for keys in ({}, {"api_key": "wrong"}):
+            with pytest.raises(EndpointError, match="answered with 401: .*as api_key="):
+                call(**keys)
+    assert get_schedule(served.url, api_key=KEY) == A
+    assert set_schedule(served.url, B, api_key=KEY) == A
+    assert set_schedule(served.url, A, api_key=KEY) == B
+    found = measure_acceptance(served.url, sequences, [answer], api_key=KEY)
+    [scores] = score_dense(served.url, sequences, api_key=KEY)
+    np.testing.assert_allclose(found.dense[0].logprobs, scores.logprobs, atol=FP32)
+    assert found.lower.tokens() == found.upper.tokens() == {0: 20}
 
 
 def test_disconnecting_ends_the_request(served):

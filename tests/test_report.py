@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 import numpy as np
@@ -143,6 +145,9 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     assert page.facts["schedule"] == "fixed-512"
     assert dict(page.tables["Configuration"])["rollout.max_new_tokens"] == "3000"
     assert "after fixed-512" in page.records("Events")[0]["what happened"]
+    versions = dict(page.tables["Versions"])
+    assert versions["sglang"] == version("sglang") and versions["python"] == python_version()
+    assert {"date", "device", "commit", "command"} <= versions.keys()
 
     steps = rows[:RUN_STEPS]
     for title, series, name in [
@@ -160,6 +165,23 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     ids = [a.get("id") or "" for _, a in page.charts["Tail by position"]]
     assert sum("-moment-" in i for i in ids) == sum("-target-" in i for i in ids) == 1
     assert MOVED_AT < RUN_STEPS and "target 0.83" in page.html
+
+
+def test_versions_that_a_resumed_run_changed_are_shown_with_their_step(
+    run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    path = folder / "run.json"
+    (start,) = json.loads(path.read_text())["starts"]
+    newer = start | {"step": 7, "packages": start["packages"] | {"torch": "99.0"}}
+    same = start | {"step": 4, "date": "2030-01-01T00:00:00+00:00"}
+    path.write_text(json.dumps({"starts": [start, same, newer | {"config": {"steps": 40}}]}))
+    page = report(folder, tmp_path / "r.html")
+    titles = [title for title in page.tables if title.startswith("Versions")]
+    assert titles == ["Versions", "Versions from step 7 on"]
+    assert dict(page.tables[titles[1]])["torch"] == "99.0"
+    assert page.facts["steps"] == f"{RUN_STEPS} of 40"
 
 
 def test_stages_of_a_step_add_up_to_its_time(run: Path, run_page: Page) -> None:

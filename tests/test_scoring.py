@@ -13,7 +13,6 @@ from sparrow_sglang import measure_acceptance
 from sparrow_sglang.endpoint import EndpointError, connect
 from sparrow_sglang.mismatch import acceptance_bounds, acceptance_rate
 from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.scoring import (
     SparseScores,
     dense_scores,
@@ -25,7 +24,6 @@ from sparrow_sglang.scoring import (
 pytestmark = pytest.mark.server
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
-SCHEDULE = BudgetSchedule(name="test", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 80, 112))
 # Four prefill chunks and more for the sequences below.
 CHUNK = 64
 
@@ -50,12 +48,10 @@ def sample(target, prompts: list[list[int]], new_tokens: int, **fields) -> list[
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("schedule") / "test.json"
-    SCHEDULE.save(path)
+def arguments(schedule_file) -> dict:
     return {
         "attention_backend": "sparrow",
-        "sparrow_schedule": str(path),
+        "sparrow_schedule": schedule_file,
         "chunked_prefill_size": CHUNK,
     }
 

@@ -4,34 +4,17 @@ import random
 
 import pytest
 import torch
-from engines import start_engine
+from engines import SCHEDULE, start_engine
 from oracle import ContractModel
-
-from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = pytest.mark.engine
 
-PAGE = 16
-# Pages per bin and budgets so small that the tests cross several bins within 300 tokens.
-SCHEDULE = BudgetSchedule(
-    name="test",
-    page_size=PAGE,
-    bin_tokens=4 * PAGE,
-    budget_tokens=(4 * PAGE, 5 * PAGE, 5 * PAGE, 7 * PAGE),
-)
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 
 
 def tokens(seed: int, count: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(3, 250) for _ in range(count)]
-
-
-@pytest.fixture(scope="module")
-def schedule_file(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("schedule") / "test.json"
-    SCHEDULE.save(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +114,7 @@ def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, ad
         with start_engine(
             sharp_llama,
             attention_backend=backend,
-            page_size=PAGE,
+            page_size=SCHEDULE.page_size,
             dtype="float32",
             chunked_prefill_size=64,
             enable_lora=True,

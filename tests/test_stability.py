@@ -1,7 +1,9 @@
 """The stability study: its task, how it pretrains, plans its runs, and judges what happened."""
 
 import json
+import os
 import random
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -212,6 +214,18 @@ def test_a_study_goes_on_with_its_own_settings_only(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["seeds"] == [0, 1]
     with pytest.raises(ConfigError, match=r"walk=.*'steps': 40.* was begun with .*--out"):
         study._own(file, tiny(walk__degree=3))
+
+
+def test_a_study_that_is_asked_to_end_says_how_to_go_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sigterm_restored: None,
+) -> None:
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        monkeypatch.setattr(study, "study", lambda *_, n=number: os.kill(os.getpid(), n))
+        assert study.main(["--scale", "tiny", "--out", str(tmp_path)]) == code
+        assert capsys.readouterr().err == "study: stopped; repeat the command to go on\n"
 
 
 def test_a_run_is_complete_with_its_last_evaluation(tmp_path: Path) -> None:

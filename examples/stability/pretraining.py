@@ -18,8 +18,8 @@ import torch
 from graph_walk import STEP_TOKENS, Walk, draw_walk, heldout_and_train, make_tokenizer
 from study_settings import PretrainSettings, StudySettings
 
-from sparrow_sglang.benchmarks.record import provenance
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.record import provenance
 
 ROPE_THETA = 1e6
 GRAD_CLIP = 1.0

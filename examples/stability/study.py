@@ -14,13 +14,10 @@ The page is results/README.md in the output folder, with the metrics that it was
 import argparse
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from arms import plan_runs
 from graph_walk import save_prompts
@@ -28,9 +25,10 @@ from page import write_page
 from pretraining import pretrain
 from study_settings import CALIBRATED, StudySettings
 
+from sparrow_sglang.benchmarks.command import exit_on_sigterm
 from sparrow_sglang.benchmarks.parallel_runs import RunFailed, RunPlan, run_all
-from sparrow_sglang.benchmarks.record import write_result
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.record import write_result
 from sparrow_sglang.rl.run_log import METRICS_FILE
 
 SETTINGS = Path(__file__).with_name("study.toml")
@@ -48,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, help="folder of all results; default runs/stability-SCALE")
     add("--parallel", type=int, help="runs at a time; default: that of study.toml")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _stop)
+    exit_on_sigterm()
     try:
         settings = StudySettings.load(SETTINGS, args.scale)
         if args.parallel is not None and args.parallel < 1:
@@ -61,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         print(f"study: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
         print("study: stopped; repeat the command to go on", file=sys.stderr)
-        return 130
+        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0)
     return 0
 
 
@@ -140,10 +138,6 @@ def _own(path: Path, settings: StudySettings) -> None:
                 f" {noted.get(key)!r}; set it back, or use another --out"
             )
     write_result(path, values)
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

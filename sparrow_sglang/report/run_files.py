@@ -1,4 +1,4 @@
-"""The files of a training run: metrics by step, events, and the newest checkpoint's settings."""
+"""The files of a training run: metrics by step, events, its starts, the newest schedule."""
 
 import json
 from collections.abc import Sequence
@@ -9,18 +9,26 @@ from typing import Any
 from sparrow_sglang.report.charts import Line
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.rl.run_log import EVENTS_FILE, METRICS_FILE
+from sparrow_sglang.rl.run_record import RUN_FILE, read_starts
 
 Row = dict[str, float]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Rows by step, events, and what the newest checkpoint says of the configuration."""
+    """Rows by step, events, starts as `rl.run_record` notes them, and the schedule that was in
+    force at the newest checkpoint."""
 
     rows: Sequence[Row]
     events: Sequence[dict[str, Any]]
-    config: dict[str, Any]
+    starts: Sequence[dict[str, Any]]
     schedule: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Settings of the newest start."""
+        config: dict[str, Any] = self.starts[-1]["config"] if self.starts else {}
+        return config
 
     @property
     def steps(self) -> list[Row]:
@@ -40,14 +48,17 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """The run in `folder`. Raises `ReportError` if it has no step yet, or a row is damaged."""
+    """The run in `folder`. Raises `ReportError` if it has no step yet, or a file is damaged."""
     rows: list[Row] = _json_lines(folder / METRICS_FILE)
-    state = _newest_state(folder)
+    try:
+        starts = read_starts(folder / RUN_FILE)
+    except ValueError as error:
+        raise ReportError(str(error)) from None
     run = RunFiles(
         rows=sorted(rows, key=lambda row: row["step"]),
         events=_json_lines(folder / EVENTS_FILE),
-        config=state.get("config", {}),
-        schedule=state.get("schedule", ""),
+        starts=starts,
+        schedule=_newest_state(folder).get("schedule", ""),
     )
     if not run.steps:
         raise ReportError(

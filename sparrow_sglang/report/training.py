@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sparrow_sglang.report.charts import PALETTE, Chart, Line, ramp
-from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number
+from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
 from sparrow_sglang.report.run_files import RunFiles, read_run
 from sparrow_sglang.tail import BIN_TOKENS
 
@@ -28,7 +28,7 @@ _STEP_COLUMNS = {
 
 
 def training_section(folder: Path) -> Section:
-    """The run in `folder`. Raises `ReportError` if there is no step yet, or a row is damaged."""
+    """The run in `folder`. Raises `ReportError` if there is no step yet, or a file is damaged."""
     run = read_run(folder)
     figures = [_reward(run), _length(run), _tail(run), _tail_by_bin(run), _time(run), _speed(run)]
     figures += [_kv(run), _distance(run)]
@@ -38,8 +38,24 @@ def training_section(folder: Path) -> Section:
         facts=_facts(run),
         figures=[figure for figure in figures if figure is not None],
         tables=[_step_table(run), *_event_tables(run)],
-        settings=[Settings("Configuration", flat(run.config))] if run.config else [],
+        settings=_settings(run),
     )
+
+
+def _settings(run: RunFiles) -> list[Settings]:
+    """The newest configuration, and the versions, again wherever a resumed run changed them."""
+    if not run.starts:
+        return []
+    settings = [Settings("Configuration", flat(run.config))]
+    shown: dict[str, str] = {}
+    for start in run.starts:
+        versions = provenance(start)
+        software = {key: versions[key] for key in versions if key not in ("date", "command")}
+        if software != shown:
+            since = f" from step {start['step']} on" if shown else ""
+            settings.append(Settings(f"Versions{since}", versions))
+            shown = software
+    return settings
 
 
 def _facts(run: RunFiles) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What every benchmark result carries, so that a number can be traced to what produced it."""
+"""What results of measurements and of training carry, to be traced to what produced them."""
 
 import json
 import os
@@ -22,15 +22,23 @@ def _installed(package: str) -> str | None:
 
 def _commit() -> str:
     """Commit of the working tree; SPARROW_COMMIT where the tree travels without its history."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return (
-        git.stdout.strip() if git.returncode == 0 else os.environ.get("SPARROW_COMMIT", "unknown")
-    )
+    # Installed, this file may lie within another project's working tree.
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is not None:
+        found = _git("describe", "--always", "--dirty", "--abbrev=12")
+        if found is not None:
+            return found
+    return os.environ.get("SPARROW_COMMIT", "unknown")
+
+
+def _git(*words: str) -> str | None:
+    """What git says of this file's folder; None if it fails or is not there."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def provenance() -> dict[str, Any]:
@@ -53,20 +61,3 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(path)
-
-
-def copy_bandwidth(gib: float = 4.0, repeats: int = 20) -> float:
-    """Device-to-device copy bandwidth in bytes/s, bytes read plus bytes written."""
-    import torch
-
-    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda").random_(0, 255)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * source.nbytes / sorted(times[3:])[repeats // 2]

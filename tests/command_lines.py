@@ -1,0 +1,18 @@
+"""Wrong command lines of `sparrow`, and what is said of them."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from sparrow_sglang import cli
+
+
+def refusal(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line by which `sparrow bench NAME` refuses to begin, without what it begins with."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    out, error = capsys.readouterr()
+    assert (stopped.value.code, out, error.count("\n")) == (2, "", 1)
+    command = f"sparrow {' '.join(argv[:2])}: error: "
+    assert error.startswith(command)
+    return error.removeprefix(command)

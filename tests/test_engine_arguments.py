@@ -1,0 +1,42 @@
+"""--engine-args, checked before an engine starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sparrow_sglang.engine_arguments import engine_arguments
+
+
+def test_arguments_of_sglang_and_ours_are_taken_as_they_are() -> None:
+    text = '{"tp_size": 2, "sparrow_audit_rate": 0.1, "lora_paths": {"a": "b"}}'
+    expected = {"tp_size": 2, "sparrow_audit_rate": 0.1, "lora_paths": {"a": "b"}}
+    assert engine_arguments(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", r"--engine-args \[\]: expected a JSON object"),
+        ("{tp_size: 2}", "expected a JSON object"),
+        (
+            '{"tp_size": 2, "contxt_length": 9}',
+            "--engine-args: contxt_length is no argument of SGLang: did you mean 'context_length'",
+        ),
+        ('{"zzzzzz": 1}', "zzzzzz is no argument of SGLang: expected a field of its ServerArgs"),
+    ],
+)
+def test_anything_else_is_named_with_what_is_allowed(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as problem:
+        engine_arguments(text)
+    assert "\n" not in str(problem.value)
+
+
+def test_nobody_waits_for_sglang_to_be_told() -> None:
+    code = (
+        "import sys; from sparrow_sglang.engine_arguments import unknown_argument\n"
+        "assert unknown_argument(['tp_sise'])\n"
+        "sys.exit(' '.join({'torch', 'sglang'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

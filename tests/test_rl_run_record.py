@@ -1,0 +1,40 @@
+"""run.json: which steps of a run came from which software and settings."""
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.run_record import RUN_FILE, read_starts, record_start
+
+
+def test_a_start_says_what_trains_with_which_settings(tmp_path: Path) -> None:
+    config = TrainConfig(run_dir=tmp_path, steps=7, task={"name": "story"})
+    engine = config.engine.model_copy(update={"schedule": "fixed-512"})
+    record_start(config, engine, 0)
+    (start,) = read_starts(tmp_path / RUN_FILE)
+    assert start["packages"]["sglang"] == version("sglang")
+    assert start["python"] == platform.python_version()
+    assert {"device", "commit", "command", "date"} <= start.keys()
+    expected = config.model_dump(mode="json")
+    expected["engine"]["schedule"] = "fixed-512"
+    assert start["config"] == expected
+
+
+def test_a_start_replaces_those_whose_steps_it_takes_again(tmp_path: Path) -> None:
+    config = TrainConfig(run_dir=tmp_path, task={"name": "story"})
+    noted = []
+    for step in (0, 3, 5, 3, 8, 0):
+        record_start(config, config.engine, step)
+        noted.append([start["step"] for start in read_starts(tmp_path / RUN_FILE)])
+    assert noted == [[0], [0, 3], [0, 3, 5], [0, 3], [0, 3, 8], [0]]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"starts": 3}', '{"starts": [{"step": "1"}]}'])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / RUN_FILE
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path}: is damaged; expected"):
+        read_starts(path)
