@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,15 @@ def start_server(model_path: str, **server_args: Any) -> Iterator[str]:
         "host": "127.0.0.1",
         "port": port,
     } | server_args
+    with forked(port, _serve, http_server, arguments) as url:
+        yield url
+
+
+@contextmanager
+def forked(port: int, serve: Callable[..., None], *arguments: Any) -> Iterator[str]:
+    """The URL of a server that `serve(*arguments)` runs at `port`, in a forked process."""
     process = multiprocessing.get_context("fork").Process(
-        target=_serve, args=(http_server, arguments)
+        target=_in_a_session_of_its_own, args=(serve, *arguments)
     )
     process.start()
     url = f"http://127.0.0.1:{port}"
@@ -48,11 +55,15 @@ def start_server(model_path: str, **server_args: Any) -> Iterator[str]:
         process.join()
 
 
+def _in_a_session_of_its_own(serve: Callable[..., None], *arguments: Any) -> None:
+    # So that engines of the same test do not take it for one of theirs.
+    os.setsid()
+    serve(*arguments)
+
+
 def _serve(http_server: Any, arguments: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
 
-    # A session of its own keeps engines of the same test from taking it for one of theirs.
-    os.setsid()
     http_server.launch_server(ServerArgs(**arguments))
 
 

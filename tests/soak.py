@@ -46,9 +46,7 @@ class Load:
 
     async def run(self, clients: int, seconds: float) -> None:
         """Send requests from `clients` clients at a time for `seconds`."""
-        # The server closes connections that are idle for five seconds, and one that is used again
-        # at that moment is lost.
-        limits = httpx.Limits(max_connections=clients + 50, keepalive_expiry=1)
+        limits = httpx.Limits(max_connections=clients + 50)
         async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as http:
             deadline = time.monotonic() + seconds
             await asyncio.gather(

@@ -156,8 +156,7 @@ def test_a_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(own_cach
     command = "from sparrow_sglang.models import embedded_model; embedded_model()"
     process = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.DEVNULL)
     try:
-        # As late as can be seen: the weights are being written.
-        _wait_for(lambda: any(own_cache.glob(f"{models.DRAFT_PREFIX}*/*/config.json")), 300)
+        _wait_for(lambda: any(own_cache.glob(f"{models.DRAFT_PREFIX}*")), 300)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -241,3 +240,12 @@ def test_weights_are_those_of_the_package_and_it_answers() -> None:
     answer = model.generate(**chat, max_new_tokens=20, do_sample=False)[0]
     text = tokenizer.decode(answer[chat["input_ids"].shape[1] :])
     assert text == "The capital of France is Paris.<|im_end|>"
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    with pytest.raises((OSError, ValueError)) as problem:
+        AutoConfig.from_pretrained(tmp_path)
+    said = models.model_problem(str(tmp_path), problem.value)
+    assert said.startswith("the folder has no config.json; expected an existing folder with")

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import requests
-from engines import start_engine, unused_model_files
-from servers import free_port
+from engines import import_for_fork, start_engine, unused_model_files
+from servers import forked, free_port
 
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -187,17 +188,11 @@ print("RESULT" + json.dumps({
 @pytest.fixture(scope="module")
 def processes(sharp_llama, schedule_file):
     """Started at once, because each spends half a minute importing SGLang."""
-    ports = {"launch_server": free_port(), "serve": free_port()}
-    server = [
-        *("--model-path", sharp_llama, "--attention-backend", "sparrow", "--dtype", "float32"),
-        *("--skip-tokenizer-init", "--log-level", "error", "--max-total-tokens", "4096"),
-    ]
-    module = [sys.executable, "-m", "sglang.launch_server", *server]
-    script = [str(Path(sys.executable).with_name("sglang")), "serve", *server]
-    by_name, by_path = ["--sparrow-schedule", "fixed-64"], ["--sparrow-schedule", schedule_file]
+    port = free_port()
+    module = [sys.executable, "-m", "sglang.launch_server", *server_flags(sharp_llama)]
+    by_name = ["--sparrow-schedule", "fixed-64"]
     commands = {
-        "launch_server": [*module, *by_name, "--port", str(ports["launch_server"])],
-        "serve": [*script, *by_path, "--port", str(ports["serve"])],
+        "server": [*module, *by_name, "--port", str(port)],
         "foreign": [sys.executable, "-c", FOREIGN, sharp_llama, schedule_file],
     }
     environment = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
@@ -209,7 +204,14 @@ def processes(sharp_llama, schedule_file):
         started["filtered"] = stack.enter_context(
             process(*module, *by_name, SGLANG_PLUGINS="somebody_else")
         )
-        yield SimpleNamespace(ports=ports, **started)
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", **started)
+
+
+def server_flags(model: str) -> list[str]:
+    return [
+        *("--model-path", model, "--attention-backend", "sparrow", "--dtype", "float32"),
+        *("--skip-tokenizer-init", "--log-level", "error", "--max-total-tokens", "4096"),
+    ]
 
 
 class TestProcesses:
@@ -227,27 +229,37 @@ class TestProcesses:
         assert processes.filtered.returncode != 0
         assert re.search("invalid choice: 'sparrow'|SGLANG_PLUGINS='somebody_else'", output)
 
-    @pytest.mark.parametrize(
-        ("name", "schedule"),
-        [("launch_server", "fixed-64 (NOT calibrated)"), ("serve", "mine (calibrated)")],
-    )
-    def test_server(self, processes, by_keyword, name, schedule):
-        server, url = getattr(processes, name), f"http://127.0.0.1:{processes.ports[name]}"
+    def test_server(self, processes, by_keyword):
+        server = processes.server
         deadline = time.monotonic() + 300
-        while not is_healthy(url):
+        while not is_healthy(processes.url):
             assert server.poll() is None, server.stdout.read()
             assert time.monotonic() < deadline
             time.sleep(1)
-        info = requests.get(f"{url}/server_info", timeout=10).json()
-        assert info["page_size"] == 16
-        assert info["attention_backend"] == "sparrow"
-        assert schedule.startswith(Path(info["sparrow_schedule"]).stem)
-        request = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
-        output = requests.post(f"{url}/generate", json=request, timeout=60).json()
-        assert_same(read(output), by_keyword)
+        assert_served(processes.url, "fixed-64", by_keyword)
         server.terminate()
         logged, _ = server.communicate(timeout=60)
-        assert f"{START_UP} {schedule}, from --sparrow-schedule" in logged
+        assert f"{START_UP} fixed-64 (NOT calibrated), from --sparrow-schedule" in logged
+
+
+def test_sglang_serve(sharp_llama, schedule_file, by_keyword, monkeypatch, capfd):
+    import_for_fork()
+    port = free_port()
+    flags = ["--sparrow-schedule", schedule_file, "--port", str(port)]
+    monkeypatch.setattr(sys, "argv", ["sglang", "serve", *server_flags(sharp_llama), *flags])
+    [command] = entry_points(group="console_scripts", name="sglang")
+    with forked(port, command.load()) as url:
+        assert_served(url, schedule_file, by_keyword)
+    assert f"{START_UP} mine (calibrated), from --sparrow-schedule" in capfd.readouterr().err
+
+
+def assert_served(url: str, schedule: str, expected: tuple[list[int], list[float]]) -> None:
+    info = requests.get(f"{url}/server_info", timeout=10).json()
+    chosen = [info[name] for name in ("attention_backend", "sparrow_schedule", "page_size")]
+    assert chosen == ["sparrow", schedule, 16]
+    request = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
+    output = requests.post(f"{url}/generate", json=request, timeout=60).json()
+    assert_same(read(output), expected)
 
 
 def is_healthy(url: str) -> bool:

@@ -111,12 +111,20 @@ def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, mo
     )
     stream, killed = RayEngines.stream, []
 
-    def doomed(engines, *request):
-        for index, item in enumerate(stream(engines, *request)):
-            yield item
-            if index == 0 and len(killed) == 0 and engines._weights.version == "1":
-                killed.append(engines.pids[0])
-                os.kill(engines.pids[0], signal.SIGKILL)
+    def doomed(engines, prompts, *request):
+        before = engines.pids
+        positions = []
+        for position, group in stream(engines, prompts, *request):
+            positions.append(position)
+            yield position, group
+            if not killed and engines._weights.version == "1":
+                killed.extend(family(before[0]))
+                os.kill(before[0], signal.SIGKILL)
+        assert sorted(positions) == list(range(len(prompts)))
+        if engines._weights.version == "1":
+            assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
+            # What held the memory of the dead engine is gone with it.
+            assert wait_until(lambda: not any(process.is_running() for process in killed))
 
     monkeypatch.setattr(RayEngines, "stream", doomed)
     train(config)
@@ -219,26 +227,6 @@ def test_after_an_update_both_engines_sample_from_the_new_weights(engines, model
     engines.update_weights(changed.state_dict().items(), "1")
     require_from_both(engines, changed, "1")
     assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) > 100 * FP32
-
-
-def test_a_killed_actor_is_replaced_and_its_unfinished_groups_sampled_again(
-    engines, changed
-) -> None:
-    before, victims = engines.pids, family(engines.pids[0])
-    stream = engines.stream(MANY, 4, LONG)
-    arrived = [next(stream)]
-    while arrived[-1][0] % 2:  # of the other engine
-        arrived.append(next(stream))
-    os.kill(before[0], signal.SIGKILL)
-    arrived += stream
-    assert sorted(position for position, _ in arrived) == list(range(len(MANY)))
-    groups = dict(arrived)
-    require_complete([groups[i] for i in range(len(MANY))], MANY, 4, LONG, "1")
-    assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
-    # What held the memory of the dead engine is gone with it.
-    assert wait_until(lambda: not any(process.is_running() for process in victims))
-    # Its replacement has started from the checkpoint, and been given the current weights.
-    require_from_both(engines, changed, "1")
 
 
 def test_an_engine_that_dies_during_an_update_is_replaced(engines, model) -> None:
