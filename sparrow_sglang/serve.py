@@ -17,7 +17,7 @@ from sparrow_sglang.models import (
     embedded_model,
     model_problem,
 )
-from sparrow_sglang.refusals import BACKEND
+from sparrow_sglang.refusals import BACKEND, version_problems
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -80,10 +80,12 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     """SGLang's ServerArgs for this command line and our defaults, checked by SGLang and by us.
 
     Raises:
-        ServeError: an unknown flag, a wrong value, a file that cannot be read, or a model that is
-            neither a folder nor on the hub.
+        ServeError: another SGLang than the supported one, an unknown flag, a wrong value, a file
+            that cannot be read, or a model that is neither a folder nor on the hub.
         ValueError, RuntimeError, OSError: what SGLang or the plugin refuses.
     """
+    for problem in version_problems():
+        raise ServeError(problem)
     parser = _sglang_parser()
     full = with_defaults(_with_config_file(argv, parser))
     model_path = parser.parse_args(full).model_path

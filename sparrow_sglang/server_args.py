@@ -25,6 +25,7 @@ from sparrow_sglang.refusals import (
     refuse,
     server_problems,
     uses_sparrow,
+    version_problems,
 )
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
 
@@ -152,7 +153,10 @@ def _install_or_log() -> None:
     except Exception:
         # People who do not use the backend must still be able to import SGLang. Those who do get
         # this error from `plugin.register`, which installs again, and then from the backend.
-        logger.exception("sparrow-sglang could not add its arguments to SGLang's ServerArgs")
+        if wrong_version := version_problems():
+            logger.warning("sparrow-sglang leaves this SGLang alone: %s", *wrong_version)
+        else:
+            logger.exception("sparrow-sglang could not add its arguments to SGLang's ServerArgs")
 
 
 def _add_fields(cls: Any) -> None:

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparrow_sglang import refusals
+from sparrow_sglang import refusals, server_args
 from sparrow_sglang.refusals import SUPPORTED_SGLANG, UnsupportedError
+from sparrow_sglang.serve import ServeError, parse_server_args
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -73,3 +74,20 @@ def test_a_scheduler_does_not_start(newer: str) -> None:
 
     with pytest.raises(UnsupportedError, match=newer):
         build_backend(SimpleNamespace())
+
+
+def test_serve_says_so_before_anything_else(newer: str) -> None:
+    with pytest.raises(ServeError, match=newer):
+        parse_server_args(["--no-such-flag"])
+
+
+def test_what_does_not_fit_into_another_version_is_one_line(
+    newer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise AttributeError("ServerArgs has changed")
+
+    monkeypatch.setattr(server_args, "install", fail)
+    server_args._install_or_log()
+    [line] = caplog.messages
+    assert re.search(newer, line) and "\n" not in line
