@@ -1,8 +1,11 @@
 """`sparrow bench serving`: real servers driven by SGLang's own client, and their life and end."""
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -151,6 +154,28 @@ def forked_server(command: Sequence[str], url: str, log: Path) -> Iterator[None]
         yield
 
 
+def forked_client(command: Sequence[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+    """SGLang's client, run as its command does, but without its half minute of imports."""
+    assert list(command[:2]) == [sys.executable, "-m"]
+    said, told = multiprocessing.Pipe(duplex=False)
+    # Once, for both sides.
+    importlib.import_module(command[2])
+
+    def run() -> None:
+        os.dup2(told.fileno(), 1)
+        os.dup2(told.fileno(), 2)
+        sys.argv = list(command[2:])
+        runpy.run_module(command[2], run_name="__main__")
+
+    client = multiprocessing.get_context("fork").Process(target=run)
+    client.start()
+    told.close()
+    with open(said.fileno(), closefd=False, encoding="utf-8") as output:
+        text = output.read()
+    client.join()
+    return subprocess.CompletedProcess(list(command), client.exitcode or 0, stdout=text)
+
+
 @pytest.mark.server
 def test_bench_serving_measures_both_servers_into_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +189,8 @@ def test_bench_serving_measures_both_servers_into_one_file(
         "tiny", model, False, config, (Side("sparrow", "fixed-64"), Side("torch_native", None))
     )
     monkeypatch.setattr(serving, "running_server", forked_server)
+    forked = SimpleNamespace(run=forked_client, PIPE=None, STDOUT=None)
+    monkeypatch.setattr(serving, "subprocess", forked)
     monkeypatch.setattr(serving, "comparison", lambda options, on_gpu: compared)
     monkeypatch.setattr(serving, "require_cuda", lambda *needs: None)
     out = tmp_path / RESULTS / "serving.json"
