@@ -222,8 +222,15 @@ def test_a_study_that_is_asked_to_end_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
     sigterm_restored: None,
 ) -> None:
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        monkeypatch.setattr(study, "study", lambda *_, n=number: os.kill(os.getpid(), n))
+    def terminated(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # What Ctrl-C is, except in a shell's background jobs, which ignore it.
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for stop, code in ((terminated, 143), (interrupted, 130)):
+        monkeypatch.setattr(study, "study", stop)
         assert study.main(["--scale", "tiny", "--out", str(tmp_path)]) == code
         assert capsys.readouterr().err == "study: stopped; repeat the command to go on\n"
 
