@@ -237,7 +237,7 @@ def report(sparse: Answer, dense: Answer | None) -> None:
         print(
             f"dense decode      {dense.decode_tokens_per_s:.1f} tokens/s (stock torch_native,"
             f" the same prompt): sparse is {gain:.2f}x as fast"
-            "\n                  A small model on a CPU gains little; figures of GPUs stand in README.md"
+            "\n                  A small model on a CPU gains little; README.md has figures of GPUs"
         )
 
 
