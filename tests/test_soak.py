@@ -36,8 +36,8 @@ def resident_bytes() -> int:
 
 
 def test_soak(tmp_path, monkeypatch):
-    # The server closes connections that are idle for five seconds. When it is late, it closes one
-    # on which a request has already arrived, and the client sees a read error.
+    # The server closes connections that are idle for five seconds. Where it is late, a request may
+    # have arrived on one by then, and its client would see a read error.
     monkeypatch.setenv("SGLANG_TIMEOUT_KEEP_ALIVE", "3600")
     model = save_model_of_words(tmp_path)
     adapter, _ = save_adapter(model, tmp_path, 0, MODULES)
