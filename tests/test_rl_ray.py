@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from unittest import mock
 
@@ -112,19 +112,25 @@ def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, mo
     stream, killed = RayEngines.stream, []
 
     def doomed(engines, prompts, *request):
+        if killed or engines._weights.version != "1":
+            yield from stream(engines, prompts, *request)
+            return
         before = engines.pids
+        killed.extend(family(before[0]))
+        # It stands still, so that it surely owes all of its share when it dies.
+        killed[0].suspend()
         positions = []
         for position, group in stream(engines, prompts, *request):
             positions.append(position)
             yield position, group
-            if not killed and engines._weights.version == "1":
-                killed.extend(family(before[0]))
+            if len(positions) == 1:
                 os.kill(before[0], signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):
+                    killed[0].resume()
         assert sorted(positions) == list(range(len(prompts)))
-        if engines._weights.version == "1":
-            assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
-            # What held the memory of the dead engine is gone with it.
-            assert wait_until(lambda: not any(process.is_running() for process in killed))
+        assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
+        # What held the memory of the dead engine is gone with it.
+        assert wait_until(lambda: not any(process.is_running() for process in killed))
 
     monkeypatch.setattr(RayEngines, "stream", doomed)
     train(config)
