@@ -298,12 +298,12 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
     argv = [*words, *sizes, "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
     child = _start(argv, None, tmp_path / "log")
     deadline = time.monotonic() + 60
-    while len(list((tmp_path / "w").glob("batch-*"))) < 2:
+    while len(list((tmp_path / "w").glob("batch-*.parquet"))) < 2:
         assert child.is_alive() and time.monotonic() < deadline, (tmp_path / "log").read_text()
         time.sleep(0.05)
     os.killpg(child.pid, signal.SIGKILL)
     child.join()
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "w").glob("batch-*")}
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "w").glob("batch-*.parquet")}
 
     child = _start(argv, 1, tmp_path / "log")
     child.join(60)

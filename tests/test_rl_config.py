@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TrainConfig
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 LEAST = 'run_dir = "runs/x"\n[task]\nname = "copy"\n'
 
 
@@ -76,6 +77,19 @@ def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
         load(tmp_path, 'run_dir = "x"')
     with pytest.raises(ConfigError, match="no.toml: cannot be read"):
         TrainConfig.load(tmp_path / "no.toml")
+
+
+@pytest.mark.parametrize(
+    ("path", "task"),
+    [
+        ("story_smollm2.toml", "story"),
+        ("story_curves.toml", "story"),
+        ("ray_cluster/story.toml", "story"),
+        ("ray_cluster/cluster.toml", "math"),
+    ],
+)
+def test_the_examples_are_valid(path: str, task: str) -> None:
+    assert TrainConfig.load(EXAMPLES / path).task.name == task
 
 
 def sections(config: type[BaseModel]) -> list[type[BaseModel]]:

@@ -52,7 +52,7 @@ def group(name: str, offset: float, texts: list[str]) -> Group:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(judge, workers=2, timeout_s=1.0) as pool:
+    with RewardPool(judge, workers=2, timeout_s=3.0) as pool:
         yield pool
 
 

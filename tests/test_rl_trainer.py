@@ -362,8 +362,3 @@ def test_dense_rollouts_may_name_what_they_attend_with(tmp_path):
     engine = {"schedule": "dense", "server_args": {"attention_backend": "torch_native"}}
     found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}, engine=engine))
     assert found.schedules == () and found.engine.server_args == engine["server_args"]
-
-
-def test_the_example_is_valid():
-    config = TrainConfig.load(Path(__file__).parents[1] / "examples" / "story_smollm2.toml")
-    assert config.task.name == "story"
