@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ class Pools:
     @classmethod
     def random(cls, tokens: int, landmark_pages: int) -> "Pools":
         shape = (tokens + PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        half = {"dtype": torch.bfloat16, "device": "cuda"}
+        half: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         return cls(
             k=torch.randn(shape, **half),
             v=torch.randn(shape, **half),

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -33,10 +33,10 @@ from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 START_LIMIT_S = 240
 # In plain torch, 32-bit arithmetic is the fast path of most CPUs, and so is a prompt in one chunk.
-# The long prompt warms the server up well enough.
+# The long prompt warms the server up well enough. The one that waits for its turn must not spin.
 SERVER_FLAGS = (
     "--dtype float32 --page-size 16 --chunked-prefill-size 8192 --max-total-tokens 9216"
-    " --log-level warning --skip-server-warmup"
+    " --log-level warning --skip-server-warmup --sleep-on-idle"
 ).split()
 SCHEDULE = f"{EMBEDDED_MODEL_NAME}-0.86"
 SPARSE_FLAGS = ["--attention-backend", "sparrow", "--sparrow-schedule", SCHEDULE]
@@ -114,30 +114,54 @@ def environment() -> dict[str, str]:
     return os.environ | {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)}
 
 
+@dataclass(frozen=True)
+class Server:
+    """A `sparrow serve` of our own, in a session of its own."""
+
+    process: "subprocess.Popen[bytes]"
+    port: int
+    log_path: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
 @contextmanager
-def running_server(title: str, flags: list[str]) -> Iterator[str]:
-    """Base URL of a `sparrow serve` of our own, which is gone afterwards, whatever happens."""
-    port = _free_port()
+def running_servers(flags: Iterable[list[str]]) -> Iterator[list[str]]:
+    """Base URLs of servers, one for each list of flags; all are gone afterwards, come what may.
+
+    They start side by side, since most of it is importing, on one core each.
+    """
     folder = Path(tempfile.mkdtemp(prefix="sparrow-demo-"))
-    log_path = folder / "server.log"
+    servers: list[Server] = []
+    try:
+        for number, more in enumerate(flags):
+            servers.append(_start(more, folder / f"server-{number}.log"))
+        _wait_until_healthy(servers)
+        yield [f"{server.url}/v1" for server in servers]
+    except openai.APIError as error:
+        logs = "\n".join(_tail(server.log_path) for server in servers)
+        raise DemoError(f"a server failed ({error}):\n{logs}") from error
+    finally:
+        for server in servers:
+            _stop(server.process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(flags: list[str], log_path: Path) -> Server:
+    port = _free_port()
     command = [sys.executable, "-m", "sparrow_sglang.cli", "serve", *flags, *SERVER_FLAGS]
     with open(log_path, "wb") as log:
         # A session of its own, so that Ctrl-C reaches this script only, which then stops the group.
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             [*command, "--port", str(port)],
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=environment(),
         )
-    try:
-        _wait_until_healthy(title, server, f"http://127.0.0.1:{port}/health", log_path)
-        yield f"http://127.0.0.1:{port}/v1"
-    except openai.APIError as error:
-        raise DemoError(f"the server failed ({error}):\n{_tail(log_path)}") from error
-    finally:
-        _stop(server)
-        shutil.rmtree(folder, ignore_errors=True)
+    return Server(process, port, log_path)
 
 
 def _free_port() -> int:
@@ -146,31 +170,36 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_healthy(
-    title: str, server: "subprocess.Popen[bytes]", url: str, log_path: Path
-) -> None:
-    print(f"{title}: starting, which takes about a minute", end="", flush=True)
+def _wait_until_healthy(servers: list[Server]) -> None:
+    what = "the server" if len(servers) == 1 else f"{len(servers)} servers, sparse and dense"
+    print(f"starting {what}, which takes about a minute", end="", flush=True)
     started = time.monotonic()
     while (waited := time.monotonic() - started) < START_LIMIT_S:
-        if server.poll() is not None:
-            raise DemoError(f"the server did not start:\n{_tail(log_path)}")
-        try:
-            if httpx.get(url, timeout=5).status_code == 200:
-                print(f"\r{title}: ready after {waited:.0f} s" + " " * 24, flush=True)
-                return
-        except httpx.TransportError:
-            pass  # not listening yet
+        for server in servers:
+            if server.process.poll() is not None:
+                raise DemoError(f"the server did not start:\n{_tail(server.log_path)}")
+        if all(_is_healthy(server) for server in servers):
+            print(f"\rstarted {what}, in {waited:.0f} s" + " " * 24, flush=True)
+            return
         if sys.stdout.isatty():
-            print(f"\r{title}: starting, {waited:.0f} s of about a minute ", end="", flush=True)
+            print(f"\rstarting {what}: {waited:.0f} s of about a minute ", end="", flush=True)
         time.sleep(1)
-    raise DemoError(f"the server was not ready after {START_LIMIT_S} s:\n{_tail(log_path)}")
+    logs = "\n".join(_tail(server.log_path) for server in servers)
+    raise DemoError(f"not ready after {START_LIMIT_S} s:\n{logs}")
+
+
+def _is_healthy(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False  # not listening yet
 
 
 def _tail(log_path: Path) -> str:
     return "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
 
 
-def _stop(server: "subprocess.Popen[bytes]") -> None:
+def _stop(server: "subprocess.Popen[Any]") -> None:
     # The second round also ends helpers of SGLang that outlived their parent: they share its group.
     for signum in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -324,16 +353,14 @@ def main(argv: list[str] | None = None) -> int:
         )
         embedded_model()
         prompt = long_prompt()
-        with running_server("sparse server", SPARSE_FLAGS) as url:
+        flags = [SPARSE_FLAGS] if args.sparse_only else [SPARSE_FLAGS, DENSE_FLAGS]
+        with running_servers(flags) as urls:
             print(
                 f"\nprompt: {len(prompt)} characters of Python's reference, then:\n  {QUESTION}\n"
             )
-            sparse = ask(url, prompt, args.tokens, show=True)
+            sparse = ask(urls[0], prompt, args.tokens, show=True)
             print("\n")
-        dense = None
-        if not args.sparse_only:
-            with running_server("dense server", DENSE_FLAGS) as url:
-                dense = ask(url, prompt, args.tokens, show=False)
+            dense = None if args.sparse_only else ask(urls[1], prompt, args.tokens, show=False)
         report(sparse, dense)
         if not args.sparse_only:
             train()

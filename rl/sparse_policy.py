@@ -19,8 +19,11 @@ from sparrow_sglang.schedule import BudgetSchedule
 KERNEL_HEAD_DIM = 128
 """Smaller heads are computed in plain torch."""
 
-QUERY_ROWS = 512
-"""Positions whose selection is computed at a time; whole blocks of `attend_by_blocks`."""
+SCORES_AT_ONCE = 1 << 23
+"""Pages are ranked for about so many pairs of position and page at a time, to bound the memory."""
+
+MASK_ROWS = 512
+"""Positions that share one mask where attention is computed in plain torch."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def attend_by_rows(
     """`attend_by_blocks` in plain torch; keeps a mask of [Hq, R, T] for the backward pass."""
     group = query.shape[1] // key.shape[1]
     parts, first = [], start
-    for kept in selection:
+    # One mask for all positions would cover the half of the tokens that are after them.
+    for kept in (rows for chunk in selection for rows in chunk.split(MASK_ROWS, 1)):
         end = first + kept.shape[1]
         token = torch.arange(end, device=query.device)
         causal = token <= token[first:, None]
@@ -130,17 +134,19 @@ def attend_by_rows(
 def _selection(
     query: torch.Tensor, key: torch.Tensor, start: int, rule: SparseRule
 ) -> Iterator[torch.Tensor]:
-    """Pages that the positions from `start` on attend to, QUERY_ROWS positions at a time.
+    """Pages that the positions from `start` on attend to, some positions at a time.
 
-    `query` is [Hq, R, D], `key` [Hkv, T, D]. Gives bool [Hkv, rows, pages until the last row]; each
-    position is a request of its own length to `select_pages`.
+    `query` is [Hq, R, D], `key` [Hkv, T, D]. Gives bool [Hkv, rows, pages until the last row], the
+    rows in whole blocks of `attend_by_blocks` but for the last; each position is a request of its
+    own length to `select_pages`.
     """
     schedule, device = rule.schedule, query.device
     heads, length, _ = key.shape
     landmarks = _landmarks(key, schedule.page_size)
     read = rule.pages_read(schedule.num_pages(length), device)
-    for first in range(start, length, QUERY_ROWS):
-        end = min(first + QUERY_ROWS, length)
+    rows = _rows_at_once(heads * schedule.num_pages(length))
+    for first in range(start, length, rows):
+        end = min(first + rows, length)
         group_query = query[:, first - start : end - start].float().unflatten(0, (heads, -1))
         scores = group_query.mean(1) @ landmarks[:, : end // schedule.page_size].transpose(1, 2)
         # A page that is still partial at the end is the last one, and always kept.
@@ -154,6 +160,10 @@ def _selection(
         kept = torch.zeros(end - first, heads, held + 1, dtype=torch.bool, device=device)
         kept.scatter_(-1, chosen.masked_fill(unused, held), True)
         yield kept[..., :held].transpose(0, 1)
+
+
+def _rows_at_once(scores_of_row: int) -> int:
+    return max(1, SCORES_AT_ONCE // (scores_of_row * BLOCK)) * BLOCK
 
 
 def _landmarks(key: torch.Tensor, page_size: int) -> torch.Tensor:

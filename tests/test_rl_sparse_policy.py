@@ -29,7 +29,8 @@ def policy(sharp_llama) -> DensePolicy:
 
 @pytest.mark.parametrize("rows", [7, 512])
 def test_acceptance_rates_are_those_of_the_contract(policy, sharp_llama, monkeypatch, rows):
-    monkeypatch.setattr(sparse_policy, "QUERY_ROWS", rows)
+    monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda scores_of_row: rows)
+    monkeypatch.setattr(sparse_policy, "MASK_ROWS", 5 * rows // 7)
     sparse, dense = ContractModel(sharp_llama, GROWING), ContractModel(sharp_llama)
     found = policy.acceptance(SEQUENCES, GROWING)
     for (prompt, response), rates in zip(SEQUENCES, found, strict=True):
@@ -97,9 +98,13 @@ def query_key_value(heads, length, dtype=torch.float32, device="cpu"):
     )
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("page_size", "blocks_at_once"), [(16, 1), (16, 100), (64, 2)])
 @pytest.mark.parametrize(("heads", "prompt", "length"), CASES)
-def test_the_block_mask_is_the_selection_and_skips_nothing(heads, prompt, length, page_size):
+def test_the_block_mask_is_the_selection_and_skips_nothing(
+    heads, prompt, length, page_size, blocks_at_once, monkeypatch
+):
+    at_once = blocks_at_once * BLOCK
+    monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda scores_of_row: at_once)
     bins = {"bin_tokens": 4 * page_size, "budget_tokens": (3 * page_size, 5 * page_size)}
     schedule = BudgetSchedule(name="t", page_size=page_size, **bins)
     query, key, _ = query_key_value(heads, length)
@@ -110,7 +115,7 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(heads, prompt, length
 
     group, rows = heads[0] // heads[1], torch.arange(prompt, length)
     expected = torch.zeros(heads[1], length - prompt, length, dtype=torch.bool)
-    for part, kept in zip(expected.split(sparse_policy.QUERY_ROWS, 1), selection(), strict=True):
+    for part, kept in zip(expected.split(at_once, 1), selection(), strict=True):
         tokens = kept.repeat_interleave(page_size, -1)[..., :length]
         part[..., : tokens.shape[-1]] = tokens
     # Each position reads as many tokens as the server says, itself the last of them.
