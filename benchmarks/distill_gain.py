@@ -27,7 +27,13 @@ from sparrow_sglang.benchmarks.adapter_delivery import (
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
 from sparrow_sglang.benchmarks.distill_arms import BOLDER, GIVEN, Rig, Tails, gains, run_arm
 from sparrow_sglang.calibration_choice import CalibrationError
-from sparrow_sglang.calibration_prompts import NEEDED_ROOM, builtin_prompts, tokenizer_of
+from sparrow_sglang.calibration_prompts import (
+    NEEDED_ROOM,
+    Tokenize,
+    builtin_prompts,
+    read_prompts,
+    tokenizer_of,
+)
 from sparrow_sglang.calibration_prompts import Prompt as CalibrationPrompt
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.engine_arguments import engine_arguments
@@ -43,26 +49,31 @@ from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 PAGE_SIZE = 16
 
 DESCRIPTION = """\
-Train the rollout adapter on the sparse actor's own responses to the built-in prompts, the model
-itself frozen, and measure the exact tail of the acceptance rate on held-out prompts under a given
-schedule and a bolder one, before and after; then the speed of both deliveries, and the cost of a
-step. Runs on a GPU, or with small numbers on a CPU.
+Train the rollout adapter on the sparse actor's own responses to built-in or given prompts, the
+model itself frozen, and measure the exact tail of the acceptance rate on held-out prompts under a
+given schedule and a bolder one, before and after; then the speed of both deliveries, and the cost
+of a step. Runs on a GPU, or with small numbers on a CPU.
 """
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.distill_gain
   python -m sparrow_sglang.benchmarks.distill_gain --schedules a.json b.json --lr 1e-4 3e-4
+  python -m sparrow_sglang.benchmarks.distill_gain --model M --prompts P.jsonl --heldout 64
 """
 
 
 def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
     """All arms, then deliveries and cost; written to `options.out` after each arm and at the end.
 
-    Raises `CalibrationError` if `--context` is too short for a built-in prompt.
+    Raises `CalibrationError` if `--context` is too short for a prompt, or prompts are missing.
     """
     start = time.perf_counter()
     schedules = dict(zip((GIVEN, BOLDER), loaded(options.schedules), strict=True))
     result: dict[str, Any] = provenance() | {
-        "settings": {key: value for key, value in vars(options).items() if key != "out"},
+        "settings": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(options).items()
+            if key != "out"
+        },
         "schedules": {name: each.model_dump(mode="json") for name, each in schedules.items()},
     }
     training, heldout = prompts_for(options, model_path)
@@ -110,8 +121,11 @@ def loaded(names: Sequence[str]) -> tuple[BudgetSchedule, ...]:
 
 
 def prompts_for(options: argparse.Namespace, model_path: str) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts to train on, one for each response, and held-out ones; lengths in random order."""
+    """Prompts to train on, one for each response, and held-out ones."""
     tokenize = tokenizer_of(model_path)
+    if options.prompts:
+        return given_prompts(options, tokenize)
+    # Lengths in random order.
     context = options.context - NEEDED_ROOM
 
     def draw(part: Literal["calibration", "check"], wanted: int) -> list[Prompt]:
@@ -130,6 +144,31 @@ def prompts_for(options: argparse.Namespace, model_path: str) -> tuple[list[Prom
     return draw("calibration", max(options.steps) * options.responses), draw(
         "check", options.heldout
     )
+
+
+def given_prompts(
+    options: argparse.Namespace, tokenize: Tokenize
+) -> tuple[list[Prompt], list[Prompt]]:
+    """As `prompts_for`, of a file: the first ones held out, the others as often as it takes."""
+    found = [
+        Prompt(each.name, "given", each.input_ids)
+        for each in read_prompts(options.prompts, tokenize, options.context)
+    ]
+    longest = max(len(prompt.input_ids) for prompt in found)
+    if longest + options.new_tokens + NEEDED_ROOM > options.context:
+        raise CalibrationError(
+            f"--prompts {options.prompts}: a prompt has {longest} tokens; with --new-tokens"
+            f" {options.new_tokens} and --context {options.context} expected at most"
+            f" {options.context - options.new_tokens - NEEDED_ROOM}"
+        )
+    heldout, training = found[: options.heldout], found[options.heldout :]
+    if not training:
+        raise CalibrationError(
+            f"--prompts {options.prompts}: has {len(found)} prompts; expected more than --heldout"
+            f" {options.heldout}, as the others are trained on"
+        )
+    wanted = max(options.steps) * options.responses
+    return [training[i % len(training)] for i in range(wanted)], heldout
 
 
 def serving_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -199,6 +238,7 @@ def _parser() -> OneLineParser:
         metavar=("GIVEN", "BOLDER"),
         help="shipped names, .json files or fixed-<tokens> (default: fixed-512 fixed-256)",
     )
+    add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate (default: built-in ones)")
     add("--train-under", nargs="+", choices=[GIVEN, BOLDER], default=[BOLDER])
     add("--lr", nargs="+", type=float, default=[DistillConfig().lr], help="learning rates to try")
     add("--context", type=int, default=4096, help="longest sequence, response included")

@@ -1,6 +1,7 @@
 """The benchmark of an adapter, run small: what it writes adds up, and what it refuses."""
 
 import json
+import re
 
 import pytest
 from ascii_task import save_model_of_bytes
@@ -104,6 +105,27 @@ def test_refusals_are_one_line_before_anything_starts(model, tmp_path, capsys, a
         distill_gain.main(["--model", model, "--out", str(tmp_path / "x.json"), *arguments])
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and named in line
+
+
+def test_given_prompts_are_held_out_or_trained_on(model, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": [i + 3] * 30}) + "\n" for i in range(7)))
+    words = ["--model", model, "--prompts", str(file), "--out", str(tmp_path / "x.json")]
+    sizes = ["--context", "100", "--new-tokens", "60", "--steps", "1", "3", "--responses", "2"]
+    options = distill_gain._parser().parse_args([*words, *sizes, "--heldout", "3"])
+    training, heldout = distill_gain.prompts_for(options, model)
+    assert [prompt.input_ids[0] for prompt in heldout] == [3, 4, 5]
+    # A response for each of three steps of two.
+    assert [prompt.input_ids[0] for prompt in training] == [6, 7, 8, 9, 6, 7]
+    for more, named in (
+        (["--heldout", "7"], "has 7 prompts; expected more than --heldout 7"),
+        (["--new-tokens", "68"], "a prompt has 30 tokens; .* expected at most 29"),
+        (["--prompts", str(tmp_path / "none")], "none: cannot be read"),
+    ):
+        with pytest.raises(SystemExit):
+            distill_gain.main([*words, *sizes, "--heldout", "3", *more])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(named, line)
 
 
 def test_a_context_too_short_for_a_question_is_refused(model, tmp_path, capsys):

@@ -262,6 +262,11 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
             'schedule = "calibrated-0.9"',
             r"arms\.distilled-0\.4\.schedule='calibrated-0\.9': .*0\.75",
         ),
+        (
+            '"calibrated-0.75", "calibrated-0.4"',
+            '"calibrated-0.75", "calibrated-0.3"',
+            r"distillation\.schedules\[1\]='calibrated-0\.3': .*0\.75",
+        ),
         ("names = 32", "names = 8", r"tiny\.walk\.names=8: .*most_nodes"),
         ("lr = 4e-3", "rate = 4e-3", r"tiny\.pretrain\.lr: Field required"),
     ):
@@ -340,6 +345,30 @@ def test_words_follow_from_the_numbers_also_against_the_paper() -> None:
     assert "edge has its lowest tail, 0.850, below 0.86, and kept up" in text[6]
 
 
+def tail(value: float) -> dict[str, Any]:
+    """Of one bin, its interval 0.02 to both sides."""
+    where = {"bin": 0, "first_position": 0, "end_position": 400, "tokens": 1000}
+    return where | {"tail": value, "tail_low": value - 0.02, "tail_high": value + 0.02}
+
+
+DISTILLATION = {
+    "schedules": {"given": {"name": "walk-0.86"}, "bolder": {"name": "walk-0.75"}},
+    "before": {"given": [tail(0.86)], "bolder": [tail(0.75)]},
+    "arms": [
+        {
+            "tails": [
+                {
+                    "after": {"step": 24, "responses": 768},
+                    "given": [tail(0.89)],
+                    "bolder": [tail(0.88)],
+                }
+            ]
+        }
+    ],
+    "cost": {"adapter_step_s": 1.5, "share_of_dense_update": 0.25},
+}
+
+
 def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
     settings = tiny(
         seeds=(0, 1), arms={"dense": {"schedule": "dense"}, "small": {"schedule": "fixed-64"}}
@@ -354,6 +383,7 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
         "history": [{"step": 7, "nodes": 16, "loss": 0.1, "pass_rate": 0.333, "seconds": 12.0}],
     }
     (tmp_path / "pretraining.json").write_text(json.dumps(record))
+    (tmp_path / "distillation.json").write_text(json.dumps(DISTILLATION))
     for folder in ("metrics", "schedules"):
         (tmp_path / folder).mkdir()
     BudgetSchedule(
@@ -370,6 +400,10 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
     assert "| 0.250, 0.240 | 0.001 | learnt, unchanged |" in text
     assert "0.250 in bin 0" in text
     assert "| 64, 96 | 128 |" in text
+    assert "after 24 steps, on 768 responses" in text
+    assert "outside both 95 % intervals, in 1 of 2 bins" in text
+    assert "had without the adapter in 1 of 1" in text and "25% of a dense update" in text
+    assert "| walk-0.86 → walk-0.75 | 0 to 399 | 0.860 → 0.880 | 1000 and 1000 |" in text
     import matplotlib.image
 
     for picture in ("curves.png", "tails.png"):

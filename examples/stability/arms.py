@@ -6,7 +6,7 @@ In: settings, the pretrained model and the calibrated schedules. Out: one plan p
 from collections.abc import Mapping
 from pathlib import Path
 
-from study_settings import CALIBRATED, StudySettings
+from study_settings import StudySettings
 
 from sparrow_sglang.benchmarks.parallel_runs import RunPlan, merged
 from sparrow_sglang.rl.config import TrainConfig
@@ -23,8 +23,7 @@ def plan_runs(
     plans = []
     for seed in settings.seeds:
         for arm, how in settings.arms.items():
-            calibrated = how.schedule.startswith(CALIBRATED)
-            schedule = str(schedules[how.schedule]) if calibrated else how.schedule
+            schedule = str(schedules.get(how.schedule, how.schedule))
             ours = {
                 "run_dir": str(runs / f"{arm}-seed{seed}"),
                 "seed": seed,

@@ -1,7 +1,7 @@
 """The page of the study: plots and what happened, in words, as Markdown.
 
-In: the results folder, with settings, the record of pretraining, schedules and the metrics of all
-runs. Out: README.md and two pictures in it.
+In: the results folder, with settings, the record of pretraining, schedules, what distillation gains
+and the metrics of all runs. Out: README.md and two pictures in it.
 """
 
 import json
@@ -23,6 +23,7 @@ from findings import (
     summarise,
 )
 
+from sparrow_sglang.benchmarks.distill_arms import BOLDER, GIVEN, gains
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.tail import BIN_TOKENS
 
@@ -138,6 +139,8 @@ def _lines(
     )
     yield from ("", "## Numbers", "")
     yield from _table(summaries)
+    yield from ("", "## Distillation at fixed schedules", "")
+    yield from _distillation(_json(results / "distillation.json"))
     yield from ("", "## Schedules", "")
     yield from _schedules(results / "schedules", settings["arms"])
 
@@ -157,6 +160,39 @@ def _table(summaries: Sequence[ArmSummary]) -> Iterator[str]:
     yield f"| --- |{' ---: |' * (len(columns) - 2)} --- |"
     for summary in summaries:
         yield f"| {' | '.join(cell(summary) for cell in columns.values())} |"
+
+
+def _distillation(result: Mapping[str, Any]) -> Iterator[str]:
+    """Tails by bin, before and after, of an adapter that no reward has been spent on."""
+    (arm,) = result["arms"]
+    tails, cost = arm["tails"][-1], result["cost"]
+    names = {which: result["schedules"][which]["name"] for which in (GIVEN, BOLDER)}
+    pairs = [(GIVEN, GIVEN), (BOLDER, BOLDER), (GIVEN, BOLDER)]
+    found = {pair: gains(result["before"][pair[0]], tails[pair[1]]) for pair in pairs}
+    own = [row for pair in pairs[:2] for row in found[pair]]
+    yield (
+        f"An adapter trained under {names[BOLDER]} alone, the model frozen: after"
+        f" {tails['after']['step']} steps, on {tails['after']['responses']} responses, the tail on"
+        f" fresh graphs is above what it was, outside both 95 % intervals, in"
+        f" {sum(row['raised'] for row in own)} of {len(own)} bins of both schedules; under"
+        f" {names[BOLDER]} it is at least what {names[GIVEN]} had without the adapter in"
+        f" {sum(row['reached'] for row in found[pairs[2]])} of {len(found[pairs[2]])}. A step took"
+        f" {cost['adapter_step_s']:.2f} s, {cost['share_of_dense_update']:.0%} of a dense update on"
+        " the same responses."
+    )
+    yield from (
+        "",
+        "| before → after | positions | tail | tokens |",
+        "| --- | ---: | ---: | ---: |",
+    )
+    for (old, new), rows in found.items():
+        for row in rows:
+            first, end = row["positions"]
+            yield (
+                f"| {names[old]} → {names[new]} | {first} to {end - 1} |"
+                f" {row['before']:.3f} → {row['after']:.3f} |"
+                f" {row['tokens'][0]} and {row['tokens'][1]} |"
+            )
 
 
 def _schedules(folder: Path, arms: Mapping[str, Any]) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 A small Qwen3 model learns a task from random weights, is calibrated, and is then trained by GRPO
 from the same checkpoint under dense rollouts, calibrated schedules, a budget far too small, and
-DistillSparse. Stages: model, schedules, runs, page. Each is skipped if its result is there, so a
-study that was stopped goes on when the command is repeated. What to run is in study.toml.
+DistillSparse. Stages: model, schedules, runs, distillation at fixed schedules, page. Each is
+skipped if its result is there, so a study that was stopped goes on when the command is repeated.
+What to run is in study.toml.
 
   python examples/stability/study.py                    one GPU
   python examples/stability/study.py --scale tiny       any machine, to see that it works
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from arms import plan_runs
 from graph_walk import save_prompts
@@ -33,7 +35,7 @@ from sparrow_sglang.rl.run_log import METRICS_FILE
 
 SETTINGS = Path(__file__).with_name("study.toml")
 # Graphs that no run trains on or is evaluated on.
-CALIBRATION_SEED = 1_000_003
+CALIBRATION_SEED, DISTILLATION_SEED = 1_000_003, 1_000_033
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +78,7 @@ def study(settings: StudySettings, out: Path, parallel: int) -> None:
     schedules = calibrate(settings, model, results)
     plans = plan_runs(settings, model, schedules, out / "runs")
     run_all(plans, parallel, [Path(__file__).parent])
+    distil(settings, model, schedules, results)
     print(collect(plans, results))
 
 
@@ -111,11 +114,43 @@ def calibrate(settings: StudySettings, model: Path, results: Path) -> Mapping[st
         "--new-tokens": [settings.walk.response_tokens()],
         "--engine-args": [json.dumps(settings.server_args)],
     }
-    words = [str(word) for option, values in options.items() for word in (option, *values)]
-    command = [sys.executable, "-m", "sparrow_sglang.cli", "calibrate", *words]
-    if subprocess.run(command).returncode:
-        raise RunFailed("the calibration has failed; repeat the command to go on")
+    _run("the calibration", ["sparrow_sglang.cli", "calibrate"], options)
     return files
+
+
+def distil(
+    settings: StudySettings, model: Path, schedules: Mapping[str, Path], results: Path
+) -> None:
+    """What an adapter gains without any reinforcement learning; raises `RunFailed`."""
+    result, plan = results / "distillation.json", settings.distillation
+    if result.exists():
+        return
+    prompts, count = results.parent / "distillation.jsonl", plan.responses * max(plan.steps)
+    save_prompts(prompts, settings.walk, plan.heldout + count, DISTILLATION_SEED)
+    # The benchmark writes after each arm, and is complete when it has ended.
+    out = results.parent / result.name
+    options = {
+        "--model": [model],
+        "--prompts": [prompts],
+        "--schedules": [schedules.get(name, name) for name in plan.schedules],
+        "--out": [out],
+        "--lr": [plan.lr],
+        "--steps": plan.steps,
+        "--responses": [plan.responses],
+        "--heldout": [plan.heldout],
+        "--bin-tokens": [settings.calibration.bin_tokens],
+        "--context": [settings.context_tokens],
+        "--new-tokens": [settings.walk.response_tokens()],
+        "--engine-args": [json.dumps(settings.server_args)],
+    }
+    _run("the distillation", ["sparrow_sglang.benchmarks.distill_gain"], options)
+    out.rename(result)
+
+
+def _run(what: str, module: Sequence[str], options: Mapping[str, Sequence[Any]]) -> None:
+    words = [str(word) for option, values in options.items() for word in (option, *values)]
+    if subprocess.run([sys.executable, "-m", *module, *words]).returncode:
+        raise RunFailed(f"{what} has failed; repeat the command to go on")
 
 
 def collect(plans: Sequence[RunPlan], results: Path) -> Path:

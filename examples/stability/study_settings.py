@@ -71,6 +71,20 @@ class CalibrationSettings(_Section):
     min_tokens: PositiveInt
 
 
+class DistillationSettings(_Section):
+    """An adapter trained by itself, at fixed schedules: `benchmarks.distill_gain`."""
+
+    schedules: tuple[str, str]
+    """The given one and a bolder one, named as in arms."""
+    lr: PositiveFloat
+    steps: tuple[PositiveInt, ...] = Field(min_length=1)
+    """Adapter steps to measure after."""
+    responses: PositiveInt
+    """That a step learns from, each to a graph of its own."""
+    heldout: PositiveInt
+    """Graphs that the tails are measured on."""
+
+
 class Arm(_Section):
     """One way to roll out."""
 
@@ -91,6 +105,7 @@ class StudySettings(_Section):
     model: ModelShape
     pretrain: PretrainSettings
     calibration: CalibrationSettings
+    distillation: DistillationSettings
     server_args: dict[str, Any]
     """Arguments of SGLang, for calibration and for rollouts."""
     train: dict[str, Any]
@@ -99,11 +114,16 @@ class StudySettings(_Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         known = [f"{CALIBRATED}{target}" for target in self.calibration.targets]
-        for name, arm in self.arms.items():
-            if arm.schedule.startswith(CALIBRATED) and arm.schedule not in known:
+        used = {f"arms.{name}.schedule": arm.schedule for name, arm in self.arms.items()}
+        used |= {
+            f"distillation.schedules[{i}]": name
+            for i, name in enumerate(self.distillation.schedules)
+        }
+        for field, schedule in used.items():
+            if schedule.startswith(CALIBRATED) and schedule not in known:
                 raise ValueError(
-                    f"arms.{name}.schedule={arm.schedule!r}: expected one of {', '.join(known)},"
-                    " or another target among calibration.targets"
+                    f"{field}={schedule!r}: expected one of {', '.join(known)}, or another target"
+                    " among calibration.targets"
                 )
         return self
 
