@@ -343,6 +343,8 @@ class RayEngines:
 def _start_ray() -> None:
     # Ray gives its processes half a minute, which is too short where cores are busy.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    # And its workers a low priority, at which engines starve beside a trainer on the same cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(include_dashboard=False, log_to_driver=False)
 
 

@@ -33,6 +33,8 @@ ENVIRONMENT = {
     MARK: str(os.getpid()),
     # Ray's half a minute is too short while another test file keeps the cores busy.
     "RAY_raylet_start_wait_time_s": "120",
+    # And at the priority of Ray's workers, engines start when the other tests are through.
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
 }
