@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +25,16 @@ from pydoc_data.topics import topics
 from types import FrameType
 from typing import Any, NoReturn
 
-import httpx
 import openai
 
+from sparrow_sglang.benchmarks.server_process import (
+    Server,
+    ServerFailed,
+    log_end,
+    started_server,
+    stop,
+    until_healthy,
+)
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
@@ -114,54 +121,27 @@ def environment() -> dict[str, str]:
     return os.environ | {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)}
 
 
-@dataclass(frozen=True)
-class Server:
-    """A `sparrow serve` of our own, in a session of its own."""
-
-    process: "subprocess.Popen[bytes]"
-    port: int
-    log_path: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-
 @contextmanager
 def running_servers(flags: Iterable[list[str]]) -> Iterator[list[str]]:
     """Base URLs of servers, one for each list of flags; all are gone afterwards, come what may.
 
     They start side by side, since most of it is importing, on one core each.
     """
-    folder = Path(tempfile.mkdtemp(prefix="sparrow-demo-"))
-    servers: list[Server] = []
-    try:
+    with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as folder, ExitStack() as stack:
+        servers = []
         for number, more in enumerate(flags):
-            servers.append(_start(more, folder / f"server-{number}.log"))
+            port, log = _free_port(), Path(folder) / f"server-{number}.log"
+            serve = [sys.executable, "-m", "sparrow_sglang.cli", "serve", *more, *SERVER_FLAGS]
+            started = started_server(
+                [*serve, "--port", str(port)], f"http://127.0.0.1:{port}", log, environment()
+            )
+            servers.append(stack.enter_context(started))
         _wait_until_healthy(servers)
-        yield [f"{server.url}/v1" for server in servers]
-    except openai.APIError as error:
-        logs = "\n".join(_tail(server.log_path) for server in servers)
-        raise DemoError(f"a server failed ({error}):\n{logs}") from error
-    finally:
-        for server in servers:
-            _stop(server.process)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start(flags: list[str], log_path: Path) -> Server:
-    port = _free_port()
-    command = [sys.executable, "-m", "sparrow_sglang.cli", "serve", *flags, *SERVER_FLAGS]
-    with open(log_path, "wb") as log:
-        # A session of its own, so that Ctrl-C reaches this script only, which then stops the group.
-        process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment(),
-        )
-    return Server(process, port, log_path)
+        try:
+            yield [f"{server.url}/v1" for server in servers]
+        except openai.APIError as error:
+            logs = "\n".join(log_end(server.log) for server in servers)
+            raise DemoError(f"a server failed ({error}):\n{logs}") from error
 
 
 def _free_port() -> int:
@@ -173,40 +153,11 @@ def _free_port() -> int:
 def _wait_until_healthy(servers: list[Server]) -> None:
     what = "the server" if len(servers) == 1 else f"{len(servers)} servers, sparse and dense"
     print(f"starting {what}, which takes about a minute", end="", flush=True)
-    started = time.monotonic()
-    while (waited := time.monotonic() - started) < START_LIMIT_S:
-        for server in servers:
-            if server.process.poll() is not None:
-                raise DemoError(f"the server did not start:\n{_tail(server.log_path)}")
-        if all(_is_healthy(server) for server in servers):
-            print(f"\rstarted {what}, in {waited:.0f} s" + " " * 24, flush=True)
-            return
+    waited = 0.0
+    for waited in until_healthy(servers, START_LIMIT_S):
         if sys.stdout.isatty():
             print(f"\rstarting {what}: {waited:.0f} s of about a minute ", end="", flush=True)
-        time.sleep(1)
-    logs = "\n".join(_tail(server.log_path) for server in servers)
-    raise DemoError(f"not ready after {START_LIMIT_S} s:\n{logs}")
-
-
-def _is_healthy(server: Server) -> bool:
-    try:
-        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False  # not listening yet
-
-
-def _tail(log_path: Path) -> str:
-    return "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
-
-
-def _stop(server: "subprocess.Popen[Any]") -> None:
-    # The second round also ends helpers of SGLang that outlived their parent: they share its group.
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(server.pid, signum)
-            server.wait(10)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+    print(f"\rstarted {what}, in {waited:.0f} s" + " " * 24, flush=True)
 
 
 def ask(base_url: str, prompt: str, num_tokens: int, show: bool) -> Answer:
@@ -299,9 +250,9 @@ def train() -> None:
                 if line.startswith("step "):
                     print(line, end="", flush=True)
             if trainer.wait() != 0:
-                raise DemoError(f"training failed:\n{_tail(log_path)}")
+                raise DemoError(f"training failed:\n{log_end(log_path)}")
         finally:
-            _stop(trainer)
+            stop(trainer)
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -365,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.sparse_only:
             train()
         print(NEXT)
-    except (DemoError, ModelError) as error:
+    except (DemoError, ServerFailed, ModelError) as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
