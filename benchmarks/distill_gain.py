@@ -125,7 +125,6 @@ def prompts_for(options: argparse.Namespace, model_path: str) -> tuple[list[Prom
     tokenize = tokenizer_of(model_path)
     if options.prompts:
         return given_prompts(options, tokenize)
-    # Lengths in random order.
     context = options.context - NEEDED_ROOM
 
     def draw(part: Literal["calibration", "check"], wanted: int) -> list[Prompt]:
@@ -138,6 +137,7 @@ def prompts_for(options: argparse.Namespace, model_path: str) -> tuple[list[Prom
                 tokenize, context, options.bin_tokens, options.new_tokens, per_bin, part
             )
             per_bin = max(per_bin + 1, math.ceil(per_bin * wanted / len(found)))
+        # Each step then learns from all lengths.
         random.Random(0).shuffle(found)
         return [Prompt(each.name, "builtin", each.input_ids) for each in found[:wanted]]
 

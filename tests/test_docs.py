@@ -70,7 +70,7 @@ def commands(block: Block) -> Iterator[list[str]]:
         line_words = shlex.split(line, comments=True)
         for between, group in itertools.groupby(line_words, lambda word: word in ("&", "&&")):
             words = [] if between else list(group)
-            while words and re.fullmatch(r"[A-Za-z_]+=.*", words[0]):
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 words.pop(0)
             if "|" in words:
                 words = words[: words.index("|")]
