@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="TOML file of `sparrow train`")
     parser.add_argument("--schedules", nargs="+", default=["dense", "auto"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--parallel", type=int, default=1, help="runs at a time on this machine")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time on each GPU")
     parser.add_argument("--work", type=Path, default=Path("runs/learning_curves"))
     parser.add_argument("--out", type=Path, default=Path("learning_curves.json"))
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Several runs of `sparrow train` at a time, each in a process of its own.
+"""Several runs of `sparrow train` at a time, each in a process of its own and on one GPU.
 
 In: configurations by arm and seed. Out: a folder per run with its metrics. A run that was stopped
 goes on from its last checkpoint when it is asked for again.
@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+import torch
 
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.run_log import METRICS_FILE
@@ -54,41 +56,58 @@ class RunPlan:
         return bool(rows) and rows[-1]["step"] == self.config.steps
 
 
-def run_all(plans: Sequence[RunPlan], parallel: int, modules: Sequence[Path] = ()) -> None:
-    """Train until all runs are complete, at most `parallel` at a time.
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A plan that a process is busy with, on a GPU as CUDA_VISIBLE_DEVICES names it."""
 
-    `modules` are folders of tasks that are no part of the package. Raises `RunFailed` as soon as
-    one fails; the others are asked to write a checkpoint and end.
+    plan: RunPlan
+    gpu: str
+    process: "subprocess.Popen[bytes]"
+    log: TextIO
+
+
+def run_all(plans: Sequence[RunPlan], parallel: int, modules: Sequence[Path] = ()) -> None:
+    """Train until all runs are complete, at most `parallel` at a time on each visible GPU.
+
+    Without a GPU as many in all. `modules` are folders of tasks that are no part of the package.
+    Raises `RunFailed` as soon as one fails; the others are asked to write a checkpoint and end.
     """
     waiting = [plan for plan in plans if not plan.is_complete()]
     print(f"runs: {len(plans) - len(waiting)} of {len(plans)} are complete", flush=True)
-    running: list[tuple[RunPlan, subprocess.Popen[bytes], TextIO]] = []
+    free = parallel * visible_gpus()
+    running: list[_Run] = []
     try:
         while waiting or running:
-            while waiting and len(running) < parallel:
-                running.append(_start(waiting.pop(0), modules))
+            while waiting and free:
+                running.append(_start(waiting.pop(0), free.pop(0), modules))
             time.sleep(_LOOK_S)
-            for entry in [entry for entry in running if entry[1].poll() is not None]:
-                plan, process, log = entry
-                running.remove(entry)
-                log.close()
-                if process.returncode or not plan.is_complete():
+            for run in [run for run in running if run.process.poll() is not None]:
+                running.remove(run)
+                run.log.close()
+                if run.process.returncode or not run.plan.is_complete():
                     raise RunFailed(
-                        f"run {plan.name} has ended with status {process.returncode}: see"
-                        f" {log.name}; repeat the command to go on"
+                        f"run {run.plan.name} has ended with status {run.process.returncode}: see"
+                        f" {run.log.name}; repeat the command to go on"
                     )
-                print(f"runs: {plan.name} is complete", flush=True)
+                print(f"runs: {run.plan.name} is complete", flush=True)
+                free.append(run.gpu)
     finally:
-        for _, process, _ in running:
-            process.terminate()
-        for _, process, log in running:
-            process.wait()
-            log.close()
+        for run in running:
+            run.process.terminate()
+        for run in running:
+            run.process.wait()
+            run.log.close()
 
 
-def _start(
-    plan: RunPlan, modules: Sequence[Path]
-) -> tuple[RunPlan, "subprocess.Popen[bytes]", TextIO]:
+def visible_gpus() -> list[str]:
+    """GPUs as CUDA_VISIBLE_DEVICES names them; without any, one empty name, which hides them."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else map(str, range(count))
+    return list(names)[:count] or [""]
+
+
+def _start(plan: RunPlan, gpu: str, modules: Sequence[Path]) -> _Run:
     folder = plan.config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     file = plan.beside(".toml")
@@ -97,10 +116,10 @@ def _start(
     command = [sys.executable, "-m", "sparrow_sglang.cli", "train", str(file), "--resume"]
     # Judges are started with the same path.
     paths = [*map(str, modules), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": gpu}
     print(f"runs: {plan.name} starts, {log.name}", flush=True)
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    return plan, process, log
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | ours)
+    return _Run(plan, gpu, process, log)
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 BLOCK = 128
 """Queries, and keys, that FlexAttention handles or skips together."""
 _WORD = 32
+# The kernel keeps its tile of the selection in shared memory three times over, beside keys and
+# values. Inductor does not count it, and its tiles of 128 x 128 for heads of 64 exceed an H200.
+_SMALL_HEAD_DIM = 64
+_SMALL_HEAD_TILES: Any = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64}
 
 
 def attend_by_blocks(
@@ -38,7 +42,16 @@ def attend_by_blocks(
     for tensor in (query, key, value):
         _lengths_vary(tensor, 2)
     attend = _compiled() if query.is_cuda else flex_attention
-    out = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    tiles = _SMALL_HEAD_TILES if query.is_cuda and query.shape[3] <= _SMALL_HEAD_DIM else None
+    out = attend(
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=scaling,
+        enable_gqa=True,
+        kernel_options=tiles,
+    )
     assert isinstance(out, torch.Tensor), "no log-sum-exp was asked for"
     return out
 

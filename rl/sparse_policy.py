@@ -16,9 +16,6 @@ from sparrow_sglang.attention_backends.reference import page_landmarks, select_p
 from sparrow_sglang.rl.selected_attention import BLOCK, attend_by_blocks
 from sparrow_sglang.schedule import BudgetSchedule
 
-KERNEL_HEAD_DIM = 128
-"""Smaller heads are computed in plain torch."""
-
 SCORES_AT_ONCE = 1 << 23
 """Pages are ranked for about so many pairs of position and page at a time, to bound the memory."""
 
@@ -74,9 +71,8 @@ def sparse_attention(
         return causal_attention(query, key, value, scaling)
     dense = causal_attention(query[:, :, :start], key[:, :, :start], value[:, :, :start], scaling)
     rows = query[:, :, start:]
-    # Of so few rows a mask is small, and a kernel for a single block would be compiled besides. For
-    # heads of 64, 3 to a KV head, torch 2.11 makes one that asks for more memory than an H200 has.
-    by_rows = device == "cpu" or rows.shape[2] <= BLOCK or rows.shape[3] < KERNEL_HEAD_DIM
+    # Of so few rows a mask is small, and a kernel for a single block would be compiled besides.
+    by_rows = device == "cpu" or rows.shape[2] <= BLOCK
     attend = attend_by_rows if by_rows else attend_by_blocks
     # Scores are fp32 products, which autocast would round.
     with torch.autocast(device, enabled=False):

@@ -63,6 +63,8 @@ def compile_anew():
     [
         ((16, 8, 128), torch.bfloat16),
         ((16, 8, 128), torch.float32),
+        ((9, 3, 64), torch.bfloat16),
+        ((9, 3, 64), torch.float32),
     ],
 )
 def test_the_compiled_kernel_is_plain_attention_over_the_pages(compile_anew, heads, dtype):

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparrow_sglang.benchmarks import learning_curves, parallel_runs
 from sparrow_sglang.benchmarks.comparison_tables import learning_table
@@ -84,6 +85,33 @@ def test_sigterm_writes_what_the_runs_have_measured_so_far(
     (row,) = json.loads(out.read_text())["rows"]
     assert row["curves"]["eval/pass_rate"] == [[0, 0.25]]
     assert out.with_suffix(".png").exists()
+
+
+def test_runs_are_spread_over_the_gpus(plans, tmp_path, monkeypatch) -> None:
+    """With something in place of the trainer that says where it is, and waits to be seen."""
+    package = tmp_path / "modules" / "sparrow_sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "cli.py").write_text(
+        "import os, pathlib, sys, time, tomllib\n"
+        "run = pathlib.Path(tomllib.loads(pathlib.Path(sys.argv[2]).read_text())['run_dir'])\n"
+        "(run / 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "while len(list(run.parent.glob('*/gpu'))) < 3:\n"
+        "    time.sleep(0.01)\n"
+        "(run / 'metrics.jsonl').write_text('{\"step\": 40}\\n')\n"
+    )
+    # The folder that is started from comes before all others.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parallel_runs, "_LOOK_S", 0.01)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-ab,5")
+    assert len(plans) == 4
+    parallel_runs.run_all(plans, 1, [package.parent])
+    found = [(plan.config.run_dir / "gpu").read_text() for plan in plans]
+    assert sorted(found[:3]) == ["0", "5", "GPU-ab"]
+    assert found[3] in found[:3]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert parallel_runs.visible_gpus() == [""]
 
 
 def test_a_wrong_setting_is_one_line(tmp_path, capsys) -> None:

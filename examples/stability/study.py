@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--scale", default="full", help="table of study.toml: full (default) or tiny")
     add("--out", type=Path, help="folder of all results; default runs/stability-SCALE")
-    add("--parallel", type=int, help="runs at a time; default: that of study.toml")
+    add("--parallel", type=int, help="runs at a time on each GPU; default: that of study.toml")
     args = parser.parse_args(argv)
     exit_on_sigterm()
     try:

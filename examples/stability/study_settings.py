@@ -99,7 +99,7 @@ class StudySettings(_Section):
 
     seeds: tuple[int, ...] = Field(min_length=1)
     parallel: PositiveInt
-    """Runs at a time."""
+    """Runs at a time on each GPU."""
     arms: dict[str, Arm] = Field(min_length=1)
     walk: WalkOptions
     model: ModelShape
