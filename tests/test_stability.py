@@ -267,6 +267,7 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
             '"calibrated-0.75", "calibrated-0.3"',
             r"distillation\.schedules\[1\]='calibrated-0\.3': .*0\.75",
         ),
+        ("max_total_tokens", "max_tokens", r"tiny\.server_args: max_tokens .*'max_total_tokens'"),
         ("names = 32", "names = 8", r"tiny\.walk\.names=8: .*most_nodes"),
         ("lr = 4e-3", "rate = 4e-3", r"tiny\.pretrain\.lr: Field required"),
     ):

@@ -24,12 +24,15 @@ def plan_runs(
     for seed in settings.seeds:
         for arm, how in settings.arms.items():
             schedule = str(schedules.get(how.schedule, how.schedule))
+            server_args = dict(settings.server_args)
+            if how.attention_backend:
+                server_args["attention_backend"] = how.attention_backend
             ours = {
                 "run_dir": str(runs / f"{arm}-seed{seed}"),
                 "seed": seed,
                 "model": {"path": str(model)},
                 "task": {"name": "graph_walk:load", "options": settings.walk.model_dump()},
-                "engine": {"schedule": schedule, "server_args": settings.server_args},
+                "engine": {"schedule": schedule, "server_args": server_args},
                 "rollout": {
                     "max_prompt_tokens": settings.walk.prompt_tokens(),
                     "max_new_tokens": settings.walk.response_tokens(),

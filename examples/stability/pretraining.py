@@ -1,9 +1,10 @@
 """A small Qwen3 model that can do the task sometimes: supervised training from random weights.
 
 In: settings. Out: a checkpoint with tokenizer that transformers, SGLang and `sparrow train` load,
-and a record of how it was made. Graphs start with one node and double whenever the model has learnt
-them; until they are those of the task, one edge leaves each node, with labels to copy. How to look
-something up is learnt from such examples soon, from the task itself hardly at all.
+and a record of how it was made. Graphs start small and double whenever the model has learnt them;
+until they are those of the task, degrees vary, and a single edge from each node may have labels to
+copy. How to look something up is learnt from such examples soon, from the task itself hardly at
+all.
 """
 
 import math
@@ -23,7 +24,8 @@ from sparrow_sglang.record import provenance
 
 ROPE_THETA = 1e6
 GRAD_CLIP = 1.0
-LABELS_TO_COPY = 2
+# So that edges of small graphs are to be looked up, too: not nearly all that there could be.
+NODES_PER_DEGREE = 3
 # Share of the new value in the running mean of the loss that decides when graphs grow.
 LOSS_WINDOW = 0.1
 
@@ -113,7 +115,7 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
     ]
     draw = random.Random(options.seed + 1)
     optimiser = _optimiser(model, plan)
-    nodes, is_task, loss = min(2, options.most_nodes), False, math.nan
+    nodes, is_task, loss = min(plan.first_nodes, options.most_nodes), False, math.nan
     for step in range(1, plan.steps + 1):
         for group in optimiser.param_groups:
             group["lr"] = plan.lr * _rate(step, plan)
@@ -189,7 +191,11 @@ def _batch(
         degree, labels, steps = options.degree, 0, options.steps
     else:
         size = draw.randint(max(1, nodes // 2), nodes)
-        degree, labels, steps = 1, LABELS_TO_COPY, size
+        degree = min(draw.choice(plan.degrees), max(1, size // NODES_PER_DEGREE))
+        # With several edges from a node, labels would have to be found by two words at once, which
+        # the task does not ask for.
+        labels = draw.choice(plan.labels) if degree == 1 else 0
+        steps = min(size * degree, options.steps)
     length = (STEP_TOKENS + labels) * (size * degree + steps)
     count = max(1, min(plan.walks_per_step, plan.tokens_per_step // length))
     walks = [draw_walk(draw, options, size, degree, steps, labels) for _ in range(count)]

@@ -12,13 +12,16 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.engine_arguments import unknown_argument
 
 CALIBRATED = "calibrated-"
 
@@ -40,7 +43,7 @@ class ModelShape(_Section):
 
 
 class PretrainSettings(_Section):
-    """Supervised training, from graphs of one node to those of the task."""
+    """Supervised training, from small graphs to those of the task."""
 
     steps: PositiveInt
     """Optimiser steps at most."""
@@ -48,6 +51,12 @@ class PretrainSettings(_Section):
     """Tokens of a batch, in whole walks of one length."""
     walks_per_step: PositiveInt
     """Walks of a batch at most."""
+    first_nodes: PositiveInt
+    """Of the largest graphs at first."""
+    degrees: tuple[PositiveInt, ...] = Field(min_length=1)
+    """Edges that leave each node, until graphs are those of the task: drawn for each batch."""
+    labels: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    """Labels to copy along with an edge that is the only one from its node, drawn likewise."""
     lr: PositiveFloat
     """Peak of the learning rate, which rises over `warmup_steps` and falls to a tenth."""
     warmup_steps: PositiveInt
@@ -92,6 +101,8 @@ class Arm(_Section):
     """"dense", calibrated-<target>, or anything else that engine.schedule takes."""
     distill: bool = False
     """Train an adapter and roll out with it."""
+    attention_backend: str | None = None
+    """Of dense rollouts, by SGLang's name; default: what SGLang takes there."""
 
 
 class StudySettings(_Section):
@@ -110,6 +121,13 @@ class StudySettings(_Section):
     """Arguments of SGLang, for calibration and for rollouts."""
     train: dict[str, Any]
     """Settings of `sparrow train` that all runs share."""
+
+    @field_validator("server_args")
+    @classmethod
+    def _known(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if problem := unknown_argument(value):
+            raise ValueError(problem)
+        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
