@@ -1,10 +1,10 @@
 """A small Qwen3 model that can do the task sometimes: supervised training from random weights.
 
 In: settings. Out: a checkpoint with tokenizer that transformers, SGLang and `sparrow train` load,
-and a record of how it was made. Graphs start small and double whenever the model has learnt them;
-until they are those of the task, degrees vary, and a single edge from each node may have labels to
-copy. How to look something up is learnt from such examples soon, from the task itself hardly at
-all.
+and a record of how it was made. Graphs start with one node and double whenever the model has learnt
+them, with a single edge from each node, and labels to copy along with it. How to look something up
+is learnt from such examples soon, from the task itself hardly at all. Then come all degrees up to
+the task's, with fewer labels or none, and then the task.
 """
 
 import math
@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from sparrow_sglang.record import provenance
 
 ROPE_THETA = 1e6
 GRAD_CLIP = 1.0
-# So that edges of small graphs are to be looked up, too: not nearly all that there could be.
-NODES_PER_DEGREE = 3
+LABELS_TO_COPY = 2
 # Share of the new value in the running mean of the loss that decides when graphs grow.
 LOSS_WINDOW = 0.1
 
@@ -50,6 +50,16 @@ class HeldOut:
     choices: torch.Tensor
 
 
+class Phase(Enum):
+    """What is trained on, in this order."""
+
+    LABELLED = auto()
+    """Growing graphs with one edge from each node, and labels to copy."""
+    MIXED = auto()
+    """Large graphs of any degree; a single edge from each node may have labels."""
+    TASK = auto()
+
+
 def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
     """Train until the held-out pass rate is reached, and save to `folder`; returns the record.
 
@@ -64,15 +74,15 @@ def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
     for row in training(model, tokenizer, settings):
         history.append(row | {"seconds": round(time.perf_counter() - began, 1)})
         print(
-            f"pretraining: step {row['step']}, graphs of up to {row['nodes']} nodes, loss"
-            f" {row['loss']:.4f} above the least, pass rate {row['pass_rate']:.3f}",
+            f"pretraining: step {row['step']}, {row['kind']} graphs of up to {row['nodes']} nodes,"
+            f" loss {row['loss']:.4f} above the least, pass rate {row['pass_rate']:.3f}",
             flush=True,
         )
     reached = history[-1]["pass_rate"]
     if reached < settings.pretrain.pass_rate:
         raise ConfigError(
             f"pretrain.steps={settings.pretrain.steps}: the pass rate is {reached:.3f} after them,"
-            f" with graphs of up to {history[-1]['nodes']} nodes; expected more steps, or a"
+            f" with {history[-1]['kind']} graphs of up to {history[-1]['nodes']} nodes; expected more steps, or a"
             f" pretrain.pass_rate below {settings.pretrain.pass_rate}"
         )
     model.save_pretrained(folder)
@@ -104,8 +114,8 @@ def new_model(settings: StudySettings, tokenizer: Any) -> Any:
 def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[dict[str, Any]]:
     """Train in place, and give a row of progress now and then, the last one at the end.
 
-    A row holds the steps taken, the largest graphs so far, the running loss in nats a response
-    token above the least possible, and the held-out pass rate, 0 until graphs are the task's.
+    A row holds the steps taken, the largest graphs so far and their kind, the running loss in nats
+    a response token above the least possible, and the held-out pass rate, 0 before the task.
     """
     options, plan = settings.walk, settings.pretrain
     walks = heldout_and_train(options.model_copy(update={"train": 0}))[: plan.evaluate_walks]
@@ -115,20 +125,22 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
     ]
     draw = random.Random(options.seed + 1)
     optimiser = _optimiser(model, plan)
-    nodes, is_task, loss = min(plan.first_nodes, options.most_nodes), False, math.nan
+    nodes, phase, loss = min(2, options.most_nodes), Phase.LABELLED, math.nan
     for step in range(1, plan.steps + 1):
         for group in optimiser.param_groups:
             group["lr"] = plan.lr * _rate(step, plan)
-        batch = _batch(draw, tokenizer, settings, None if is_task else nodes)
+        batch = _batch(draw, tokenizer, settings, phase, nodes)
         value = _train_on(model, optimiser, batch)
         loss = value if math.isnan(loss) else loss + LOSS_WINDOW * (value - loss)
         due = step % plan.evaluate_every == 0 or step == plan.steps
-        passed = expected_pass_rate(model, heldout) if due and is_task else 0.0
-        grows = loss < plan.grow_below and not is_task
-        if due or grows:
-            yield {"step": step, "nodes": nodes, "loss": loss, "pass_rate": passed}
-        if grows:
-            is_task = nodes == options.most_nodes
+        passed = expected_pass_rate(model, heldout) if due and phase is Phase.TASK else 0.0
+        learnt = loss < plan.grow_below and phase is not Phase.TASK
+        if due or learnt:
+            kind = phase.name.lower()
+            yield {"step": step, "nodes": nodes, "kind": kind, "loss": loss, "pass_rate": passed}
+        if learnt:
+            if nodes == options.most_nodes:
+                phase = Phase.MIXED if phase is Phase.LABELLED else Phase.TASK
             nodes, loss = min(2 * nodes, options.most_nodes), math.nan
         if passed >= plan.pass_rate:
             return
@@ -182,20 +194,21 @@ def _logits(model: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _batch(
-    draw: random.Random, tokenizer: Any, settings: StudySettings, nodes: int | None
+    draw: random.Random, tokenizer: Any, settings: StudySettings, phase: Phase, nodes: int
 ) -> list[Example]:
-    """Walks of one length: through graphs of at most so many nodes, or those of the task."""
+    """Walks of one length; until they are the task's, through graphs of at most so many nodes."""
     options, plan = settings.walk, settings.pretrain
-    if nodes is None:
+    size = draw.randint(max(1, nodes // 2), nodes)
+    degree, labels = 1, LABELS_TO_COPY
+    if phase is Phase.TASK:
         size = draw.randint(options.least_nodes, options.most_nodes)
-        degree, labels, steps = options.degree, 0, options.steps
-    else:
-        size = draw.randint(max(1, nodes // 2), nodes)
-        degree = min(draw.choice(plan.degrees), max(1, size // NODES_PER_DEGREE))
-        # With several edges from a node, labels would have to be found by two words at once, which
+        degree, labels = options.degree, 0
+    elif phase is Phase.MIXED:
+        degree = draw.randint(1, min(options.degree, max(1, size - 1)))
+        # With several edges from a node a label would have to be found by two words at once, which
         # the task does not ask for.
-        labels = draw.choice(plan.labels) if degree == 1 else 0
-        steps = min(size * degree, options.steps)
+        labels = draw.randint(0, LABELS_TO_COPY) if degree == 1 else 0
+    steps = options.steps if phase is Phase.TASK else min(size * degree, options.steps)
     length = (STEP_TOKENS + labels) * (size * degree + steps)
     count = max(1, min(plan.walks_per_step, plan.tokens_per_step // length))
     walks = [draw_walk(draw, options, size, degree, steps, labels) for _ in range(count)]

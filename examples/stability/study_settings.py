@@ -12,7 +12,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -43,7 +42,7 @@ class ModelShape(_Section):
 
 
 class PretrainSettings(_Section):
-    """Supervised training, from small graphs to those of the task."""
+    """Supervised training, from graphs of one node to those of the task."""
 
     steps: PositiveInt
     """Optimiser steps at most."""
@@ -51,12 +50,6 @@ class PretrainSettings(_Section):
     """Tokens of a batch, in whole walks of one length."""
     walks_per_step: PositiveInt
     """Walks of a batch at most."""
-    first_nodes: PositiveInt
-    """Of the largest graphs at first."""
-    degrees: tuple[PositiveInt, ...] = Field(min_length=1)
-    """Edges that leave each node, until graphs are those of the task: drawn for each batch."""
-    labels: tuple[NonNegativeInt, ...] = Field(min_length=1)
-    """Labels to copy along with an edge that is the only one from its node, drawn likewise."""
     lr: PositiveFloat
     """Peak of the learning rate, which rises over `warmup_steps` and falls to a tenth."""
     warmup_steps: PositiveInt
