@@ -70,7 +70,7 @@ def test_prompts_hold_all_that_a_right_response_needs() -> None:
     assert fewer.heldout == task.heldout and fewer.train == task.train[:3]
 
 
-def test_one_wrong_word_fails_the_whole_response() -> None:
+def test_lines_count_until_the_first_wrong_word() -> None:
     task, tokenizer = task_of(OPTIONS)
     prompt = task.train[0]
     draw = random.Random(2)
@@ -79,12 +79,17 @@ def test_one_wrong_word_fails_the_whole_response() -> None:
     for place in range(len(answer)):
         wrong = list(answer)
         wrong[place] = "n11" if answer[place] != "n11" else "n10"
-        # The last node of all may be another one that an edge leads to.
-        if place == len(answer) - 2 and (answer[-3], wrong[place]) in edges:
-            continue
-        assert task.reward(prompt, " ".join(wrong)) == 0.0, place
-    for wrong in ([], answer[:-3], answer[:-1], [*answer, "n1"], answer[1:]):
-        assert task.reward(prompt, " ".join(wrong)) == 0.0
+        # The first word of a response is the second of a line.
+        line = (place + 1) // 3
+        # Another node that an edge leads to is right itself, and the next line starts wrong.
+        source = answer[place - 1] if place else prompt.payload["start"]
+        line += place % 3 == 0 and (source, wrong[place]) in edges
+        assert task.reward(prompt, " ".join(wrong)) == line / OPTIONS.steps, place
+    for kept in range(len(answer)):
+        share = (kept + 1) // 3 / OPTIONS.steps
+        assert task.reward(prompt, " ".join(answer[:kept])) == share
+    assert task.reward(prompt, " ".join([*answer, "n1"])) == 1.0
+    assert task.reward(prompt, " ".join(answer[1:])) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -120,19 +125,19 @@ def tiny(**changes: Any) -> StudySettings:
     return StudySettings.model_validate(settings)
 
 
-def test_the_expected_pass_rate_is_the_mass_of_right_tokens() -> None:
+def test_the_expected_reward_is_the_mass_of_right_tokens_up_to_each_line() -> None:
     settings = tiny(walk__most_nodes=6, walk__least_nodes=6)
     tokenizer = graph_walk.make_tokenizer(settings.walk)
     torch.manual_seed(0)
     model = pretraining.new_model(settings, tokenizer)
-    walk = graph_walk.draw_walk(random.Random(0), settings.walk, 6, 2, 9)
+    walk = graph_walk.draw_walk(random.Random(0), settings.walk, 6, 2, 3)
     (example,) = pretraining._examples([walk], tokenizer)
     item = pretraining.HeldOut(example, pretraining._choices(walk, tokenizer))
     words = walk.prompt().split()
     leads_to: dict[str, set[str]] = {}
     for source, target in walk.edges:
         leads_to.setdefault(source, set()).add(target)
-    mass = 1.0
+    mass, after_lines = 1.0, []
     for word in walk.response().split():
         ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
         with torch.no_grad():
@@ -142,7 +147,11 @@ def test_the_expected_pass_rate_is_the_mass_of_right_tokens() -> None:
         right = leads_to[words[-1]] if is_choice else {word}
         mass *= sum(float(probs[i]) for i in tokenizer.convert_tokens_to_ids(sorted(right)))
         words.append(word)
-    assert pretraining.expected_pass_rate(model, [item]) == pytest.approx(mass, rel=1e-3)
+        if word == ";":
+            after_lines.append(mass)
+    assert len(after_lines) == 3
+    reward = sum(after_lines) / 3
+    assert pretraining.expected_reward(model, [item]) == pytest.approx(reward, rel=1e-3)
 
 
 def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Path) -> None:
@@ -153,11 +162,11 @@ def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Pat
         pretrain__tokens_per_step=300,
         pretrain__evaluate_every=10,
         pretrain__grow_below=0.4,
-        pretrain__pass_rate=0.5,
+        pretrain__reward=0.5,
     )
     record = pretraining.pretrain(settings, tmp_path / "model")
     rows = record["history"]
-    assert rows[-1]["pass_rate"] >= 0.5 > rows[0]["pass_rate"]
+    assert rows[-1]["reward"] >= 0.5 > rows[0]["reward"]
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
     assert rows[-1]["step"] < 300
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -173,7 +182,7 @@ def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Pat
         text = tokenizer.decode(found, skip_special_tokens=True)
         passed += int(task.reward(prompt, text))
     assert passed >= len(task.heldout) / 2
-    with pytest.raises(ConfigError, match=r"pretrain\.steps=3: the pass rate is 0\.0\d+ after"):
+    with pytest.raises(ConfigError, match=r"pretrain\.steps=3: the reward is 0\.0\d+ after"):
         hasty = settings.pretrain.model_copy(update={"steps": 3})
         pretraining.pretrain(settings.model_copy(update={"pretrain": hasty}), tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -381,7 +390,7 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
         "packages": {"sglang": "0.5.17", "torch": "2.11.0"},
         "commit": "abc",
         "command": "study.py",
-        "history": [{"step": 7, "nodes": 16, "loss": 0.1, "pass_rate": 0.333, "seconds": 12.0}],
+        "history": [{"step": 7, "nodes": 16, "loss": 0.1, "reward": 0.333, "seconds": 12.0}],
     }
     (tmp_path / "pretraining.json").write_text(json.dumps(record))
     (tmp_path / "distillation.json").write_text(json.dumps(DISTILLATION))
@@ -396,7 +405,7 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (tmp_path / "metrics" / f"{arm}-seed{seed}.jsonl").write_text(text)
     text = page.write_page(tmp_path).read_text()
-    assert "1.5M parameters, 7 steps" in text and "pass rate 0.333" in text
+    assert "1.5M parameters, 7 steps" in text and "reward 0.333" in text
     assert "| small | 0.400 | 0.800, 0.300 |" in text
     assert "| 0.250, 0.240 | 0.001 | learnt, unchanged |" in text
     assert "0.250 in bin 0" in text

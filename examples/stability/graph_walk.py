@@ -2,8 +2,9 @@
 
 The prompt lists the edges in random order and a node to start from. Each line of the response is
 one of these edges, word for word, from the node that the line before has led to. Any edge from
-there may be taken, but each has to be found far back among all the others; the response counts only
-if every line is right. A walk has no end: it is cut at the length that the task asks for.
+there may be taken, but each has to be found far back among all the others; the reward is the share
+of the walk before the first wrong line. A walk has no end: it is cut at the length that the task
+asks for.
 """
 
 import json
@@ -139,16 +140,19 @@ def heldout_and_train(options: WalkOptions) -> list[Walk]:
 
 
 def reward(prompt: Prompt, text: str) -> float:
-    """1 if every line is an edge of the graph from where the one before leads to, else 0."""
+    """Share of the lines asked for that come before the first one that is wrong or missing.
+
+    A line is right if it is an edge of the graph from where the one before leads to.
+    """
     edges = {tuple(edge) for edge in prompt.payload["edges"]}
     at, steps = prompt.payload["start"], prompt.payload["steps"]
     words = [at, *text.split()]
-    if len(words) != STEP_TOKENS * steps:
-        return 0.0
-    for source, target, separator in zip(*(words[i::STEP_TOKENS] for i in range(3)), strict=True):
-        if source != at or (source, target) not in edges or separator != SEPARATOR:
-            return 0.0
-        at = target
+    for right in range(steps):
+        line = words[right * STEP_TOKENS : (right + 1) * STEP_TOKENS]
+        edge, end = tuple(line[:2]), line[2:]
+        if edge not in edges or edge[0] != at or end != [SEPARATOR]:
+            return right / steps
+        at = edge[1]
     return 1.0
 
 

@@ -115,7 +115,7 @@ def _lines(
         f" {task['most_nodes']} nodes with {task['degree']} edges each, for {task['steps']} steps;"
         " a response counts if every step is right. Model: Qwen3 architecture,"
         f" {record['parameters'] / 1e6:.1f}M parameters, {last['step']} steps of supervised"
-        f" training in {last['seconds']:.0f} s, expected pass rate {last['pass_rate']:.3f}; at the"
+        f" training in {last['seconds']:.0f} s, expected reward {last['reward']:.3f}; at the"
         f" first evaluation of the runs {np.mean([run.first for run in runs]):.3f}."
     )
     yield ""

@@ -1,10 +1,9 @@
-"""A small Qwen3 model that can do the task sometimes: supervised training from random weights.
+"""A small Qwen3 model that can do the task to some degree: supervised training from random weights.
 
 In: settings. Out: a checkpoint with tokenizer that transformers, SGLang and `sparrow train` load,
 and a record of how it was made. Graphs start with one node and double whenever the model has learnt
-them, with a single edge from each node, and labels to copy along with it. How to look something up
-is learnt from such examples soon, from the task itself hardly at all. Then come all degrees up to
-the task's, with fewer labels or none, and then the task.
+them; until they are those of the task, one edge leaves each node, with labels to copy. How to look
+something up is learnt from such examples soon, from the task itself hardly at all.
 """
 
 import math
@@ -12,7 +11,6 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +48,8 @@ class HeldOut:
     choices: torch.Tensor
 
 
-class Phase(Enum):
-    """What is trained on, in this order."""
-
-    LABELLED = auto()
-    """Growing graphs with one edge from each node, and labels to copy."""
-    MIXED = auto()
-    """Large graphs of any degree; a single edge from each node may have labels."""
-    TASK = auto()
-
-
 def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
-    """Train until the held-out pass rate is reached, and save to `folder`; returns the record.
+    """Train until the held-out reward is reached, and save to `folder`; returns the record.
 
     Raises `ConfigError` if `pretrain.steps` do not suffice; nothing is saved then.
     """
@@ -74,16 +62,16 @@ def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
     for row in training(model, tokenizer, settings):
         history.append(row | {"seconds": round(time.perf_counter() - began, 1)})
         print(
-            f"pretraining: step {row['step']}, {row['kind']} graphs of up to {row['nodes']} nodes,"
-            f" loss {row['loss']:.4f} above the least, pass rate {row['pass_rate']:.3f}",
+            f"pretraining: step {row['step']}, graphs of up to {row['nodes']} nodes, loss"
+            f" {row['loss']:.4f} above the least, reward {row['reward']:.3f}",
             flush=True,
         )
-    reached = history[-1]["pass_rate"]
-    if reached < settings.pretrain.pass_rate:
+    reached = history[-1]["reward"]
+    if reached < settings.pretrain.reward:
         raise ConfigError(
-            f"pretrain.steps={settings.pretrain.steps}: the pass rate is {reached:.3f} after them,"
-            f" with {history[-1]['kind']} graphs of up to {history[-1]['nodes']} nodes; expected more steps, or a"
-            f" pretrain.pass_rate below {settings.pretrain.pass_rate}"
+            f"pretrain.steps={settings.pretrain.steps}: the reward is {reached:.3f} after them,"
+            f" with graphs of up to {history[-1]['nodes']} nodes; expected more steps, or a"
+            f" pretrain.reward below {settings.pretrain.reward}"
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -114,8 +102,8 @@ def new_model(settings: StudySettings, tokenizer: Any) -> Any:
 def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[dict[str, Any]]:
     """Train in place, and give a row of progress now and then, the last one at the end.
 
-    A row holds the steps taken, the largest graphs so far and their kind, the running loss in nats
-    a response token above the least possible, and the held-out pass rate, 0 before the task.
+    A row holds the steps taken, the largest graphs so far, the running loss in nats a response
+    token above the least possible, and the held-out reward, 0 until graphs are the task's.
     """
     options, plan = settings.walk, settings.pretrain
     walks = heldout_and_train(options.model_copy(update={"train": 0}))[: plan.evaluate_walks]
@@ -125,45 +113,44 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
     ]
     draw = random.Random(options.seed + 1)
     optimiser = _optimiser(model, plan)
-    nodes, phase, loss = min(2, options.most_nodes), Phase.LABELLED, math.nan
+    nodes, is_task, loss = min(2, options.most_nodes), False, math.nan
     for step in range(1, plan.steps + 1):
         for group in optimiser.param_groups:
             group["lr"] = plan.lr * _rate(step, plan)
-        batch = _batch(draw, tokenizer, settings, phase, nodes)
+        batch = _batch(draw, tokenizer, settings, None if is_task else nodes)
         value = _train_on(model, optimiser, batch)
         loss = value if math.isnan(loss) else loss + LOSS_WINDOW * (value - loss)
         due = step % plan.evaluate_every == 0 or step == plan.steps
-        passed = expected_pass_rate(model, heldout) if due and phase is Phase.TASK else 0.0
-        learnt = loss < plan.grow_below and phase is not Phase.TASK
-        if due or learnt:
-            kind = phase.name.lower()
-            yield {"step": step, "nodes": nodes, "kind": kind, "loss": loss, "pass_rate": passed}
-        if learnt:
-            if nodes == options.most_nodes:
-                phase = Phase.MIXED if phase is Phase.LABELLED else Phase.TASK
+        reached = expected_reward(model, heldout) if due and is_task else 0.0
+        grows = loss < plan.grow_below and not is_task
+        if due or grows:
+            yield {"step": step, "nodes": nodes, "loss": loss, "reward": reached}
+        if grows:
+            is_task = nodes == options.most_nodes
             nodes, loss = min(2 * nodes, options.most_nodes), math.nan
-        if passed >= plan.pass_rate:
+        if reached >= plan.reward:
             return
 
 
 @torch.no_grad()
-def expected_pass_rate(model: Any, heldout: Sequence[HeldOut]) -> float:
-    """Mean probability that dense decode at temperature 1 makes no mistake along these walks.
+def expected_reward(model: Any, heldout: Sequence[HeldOut]) -> float:
+    """Mean share of these walks that dense decode at temperature 1 gets through without a mistake.
 
-    Without sampling: the product over a response of the probabilities of all right tokens.
+    Without sampling: the mean over the lines of the product of the probabilities of all right
+    tokens up to there.
     """
-    rates = []
+    rewards = []
     for item in heldout:
         prompt, response = item.example.prompt, item.example.response
         scores = _logits(model, torch.tensor([prompt + response]), len(prompt))[0].log_softmax(-1)
         targets = torch.tensor(response, device=scores.device)
         right = scores.gather(1, targets[:, None])[:, 0]
         # The first token is a choice, and then each after as many as a step has.
-        steps = torch.arange(0, len(response), STEP_TOKENS, device=scores.device)
         choices = item.choices.to(scores.device)
-        right[steps] = scores[steps].gather(1, choices).logsumexp(1)
-        rates.append(right.sum().exp().item())
-    return sum(rates) / len(rates)
+        right[::STEP_TOKENS] = scores[::STEP_TOKENS].gather(1, choices).logsumexp(1)
+        # Separators, without which a line is not right.
+        rewards.append(right.cumsum(0)[1::STEP_TOKENS].exp().mean().item())
+    return sum(rewards) / len(rewards)
 
 
 def _train_on(model: Any, optimiser: torch.optim.Optimizer, batch: Sequence[Example]) -> float:
@@ -194,21 +181,16 @@ def _logits(model: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _batch(
-    draw: random.Random, tokenizer: Any, settings: StudySettings, phase: Phase, nodes: int
+    draw: random.Random, tokenizer: Any, settings: StudySettings, nodes: int | None
 ) -> list[Example]:
-    """Walks of one length; until they are the task's, through graphs of at most so many nodes."""
+    """Walks of one length: through graphs of at most so many nodes, or those of the task."""
     options, plan = settings.walk, settings.pretrain
-    size = draw.randint(max(1, nodes // 2), nodes)
-    degree, labels = 1, LABELS_TO_COPY
-    if phase is Phase.TASK:
+    if nodes is None:
         size = draw.randint(options.least_nodes, options.most_nodes)
-        degree, labels = options.degree, 0
-    elif phase is Phase.MIXED:
-        degree = draw.randint(1, min(options.degree, max(1, size - 1)))
-        # With several edges from a node a label would have to be found by two words at once, which
-        # the task does not ask for.
-        labels = draw.randint(0, LABELS_TO_COPY) if degree == 1 else 0
-    steps = options.steps if phase is Phase.TASK else min(size * degree, options.steps)
+        degree, labels, steps = options.degree, 0, options.steps
+    else:
+        size = draw.randint(max(1, nodes // 2), nodes)
+        degree, labels, steps = 1, LABELS_TO_COPY, size
     length = (STEP_TOKENS + labels) * (size * degree + steps)
     count = max(1, min(plan.walks_per_step, plan.tokens_per_step // length))
     walks = [draw_walk(draw, options, size, degree, steps, labels) for _ in range(count)]

@@ -56,11 +56,11 @@ class PretrainSettings(_Section):
     grow_below: PositiveFloat
     """Loss above the least possible, in nats a token, at which the largest graphs double."""
     evaluate_every: PositiveInt
-    """Steps between measurements of the pass rate, once graphs are those of the task."""
+    """Steps between measurements of the reward, once graphs are those of the task."""
     evaluate_walks: PositiveInt
     """Held-out walks that it is measured on."""
-    pass_rate: float = Field(gt=0, lt=1)
-    """Training ends as soon as it is reached, to leave something to learn by rewards."""
+    reward: float = Field(gt=0, lt=1)
+    """Of held-out walks. Training ends as soon as it is reached, to leave something to learn."""
 
 
 class CalibrationSettings(_Section):
