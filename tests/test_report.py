@@ -245,7 +245,7 @@ def test_a_check_shows_each_verdict(calibration: Path, calibration_page: Page) -
 
 def test_benchmarks_say_what_their_rows_say(tmp_path: Path) -> None:
     page = report(RESULTS, tmp_path / "r.html")
-    assert set(page.sections) == {"benchmark"}
+    assert set(page.sections) == {"benchmark", "check"}
     shown = page.records("Sparse against dense")
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     speedups = [row for content in files for row in content.get("speedups", [])]
