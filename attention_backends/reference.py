@@ -61,14 +61,7 @@ def select_pages(
         [B, Hkv, max(num_selected)] int64, logical pages in ascending order; in a row with fewer
         pages selected the entries behind them are 0 and mean nothing.
     """
-    position = torch.arange(scores.shape[-1], device=scores.device)
-    held = position < num_pages[:, None]
-    kept = held & ((position < sink_pages) | (position >= num_pages[:, None] - recent_pages))
-    # The least finite float, so that only pages past the end stand at -inf.
-    rank_key = scores.masked_fill(~scores.isfinite(), torch.finfo(scores.dtype).min)
-    rank_key = rank_key.masked_fill(kept[:, None], torch.inf)
-    rank_key = rank_key.masked_fill(~held[:, None], -torch.inf)
-    best_first = rank_key.sort(dim=-1, descending=True, stable=True).indices
+    best_first = _best_first(scores, num_pages, sink_pages, recent_pages)
     width = int(num_selected.max())
     chosen = best_first[..., :width]
     unused = torch.arange(width, device=scores.device) >= num_selected[:, None]
@@ -76,6 +69,34 @@ def select_pages(
     past_end = scores.shape[-1]
     ascending = chosen.masked_fill(unused[:, None], past_end).sort(dim=-1).values
     return ascending.masked_fill(unused[:, None], 0)
+
+
+def kept_pages(
+    scores: torch.Tensor,
+    num_pages: torch.Tensor,
+    num_selected: torch.Tensor,
+    sink_pages: int,
+    recent_pages: int,
+) -> torch.Tensor:
+    """The choice of `select_pages` as a mask, bool [B, Hkv, N], without waiting for the device."""
+    best_first = _best_first(scores, num_pages, sink_pages, recent_pages)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    used = (rank < num_selected[:, None])[:, None].expand_as(best_first)
+    return torch.empty_like(best_first, dtype=torch.bool).scatter_(-1, best_first, used)
+
+
+def _best_first(
+    scores: torch.Tensor, num_pages: torch.Tensor, sink_pages: int, recent_pages: int
+) -> torch.Tensor:
+    """All logical pages [B, Hkv, N] in the order that they are kept in, those past the end last."""
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    held = position < num_pages[:, None]
+    always = held & ((position < sink_pages) | (position >= num_pages[:, None] - recent_pages))
+    # The least finite float, so that only pages past the end stand at -inf.
+    rank_key = scores.masked_fill(~scores.isfinite(), torch.finfo(scores.dtype).min)
+    rank_key = rank_key.masked_fill(always[:, None], torch.inf)
+    rank_key = rank_key.masked_fill(~held[:, None], -torch.inf)
+    return rank_key.sort(dim=-1, descending=True, stable=True).indices
 
 
 def sparse_decode(

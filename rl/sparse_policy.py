@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from sparrow_sglang.attention_backends.reference import page_landmarks, select_pages
+from sparrow_sglang.attention_backends.reference import kept_pages, page_landmarks
 from sparrow_sglang.rl.selected_attention import BLOCK, attend_by_blocks
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -134,7 +134,7 @@ def _selection(
 
     `query` is [Hq, R, D], `key` [Hkv, T, D]. Gives bool [Hkv, rows, pages until the last row], the
     rows in whole blocks of `attend_by_blocks` but for the last; each position is a request of its
-    own length to `select_pages`.
+    own length to `kept_pages`.
     """
     schedule, device = rule.schedule, query.device
     heads, length, _ = key.shape
@@ -149,13 +149,8 @@ def _selection(
         held = schedule.num_pages(end)
         scores = F.pad(scores, (0, held - scores.shape[-1])).transpose(0, 1)
         pages = torch.arange(first, end, device=device) // schedule.page_size + 1
-        budget = read[pages]
-        chosen = select_pages(scores, pages, budget, schedule.sink_pages, schedule.recent_pages)
-        unused = torch.arange(chosen.shape[-1], device=device) >= budget[:, None, None]
-        # Unused entries go to a page past the last.
-        kept = torch.zeros(end - first, heads, held + 1, dtype=torch.bool, device=device)
-        kept.scatter_(-1, chosen.masked_fill(unused, held), True)
-        yield kept[..., :held].transpose(0, 1)
+        kept = kept_pages(scores, pages, read[pages], schedule.sink_pages, schedule.recent_pages)
+        yield kept.transpose(0, 1)
 
 
 def _rows_at_once(scores_of_row: int) -> int:

@@ -97,14 +97,12 @@ def test_selection_equals_the_contract_with_many_ties(data, num_pages, sinks, re
     values = data.draw(st.lists(st.integers(-1, 1), min_size=num_pages, max_size=num_pages))
     padding = data.draw(st.integers(0, 5))
     scores = torch.tensor(values + [9] * padding, dtype=torch.float32)[None, None]
-    selected = reference.select_pages(
-        scores,
-        torch.tensor([num_pages]),
-        torch.tensor([min(num_pages, budget)]),
-        sinks,
-        recents,
-    )
-    assert selected[0, 0].tolist() == choose_pages(values, num_pages, budget, sinks, recents)
+    held, wanted = torch.tensor([num_pages]), torch.tensor([min(num_pages, budget)])
+    selected = reference.select_pages(scores, held, wanted, sinks, recents)
+    expected = choose_pages(values, num_pages, budget, sinks, recents)
+    assert selected[0, 0].tolist() == expected
+    kept = reference.kept_pages(scores, held, wanted, sinks, recents)
+    assert kept.shape == scores.shape and kept[0, 0].nonzero()[:, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
