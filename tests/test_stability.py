@@ -70,25 +70,27 @@ def test_prompts_hold_all_that_a_right_response_needs() -> None:
     assert fewer.heldout == task.heldout and fewer.train == task.train[:3]
 
 
-def test_lines_count_until_the_first_wrong_word() -> None:
+def test_a_wrong_word_costs_the_lines_that_it_makes_wrong() -> None:
     task, tokenizer = task_of(OPTIONS)
-    prompt = task.train[0]
+    prompt, steps = task.train[0], OPTIONS.steps
     draw = random.Random(2)
-    answer = random_answer(tokenizer.decode(prompt.input_ids).split(), draw, OPTIONS.steps)
+    answer = random_answer(tokenizer.decode(prompt.input_ids).split(), draw, steps)
     edges = {tuple(edge) for edge in prompt.payload["edges"]}
     for place in range(len(answer)):
         wrong = list(answer)
         wrong[place] = "n11" if answer[place] != "n11" else "n10"
-        # The first word of a response is the second of a line.
-        line = (place + 1) // 3
-        # Another node that an edge leads to is right itself, and the next line starts wrong.
-        source = answer[place - 1] if place else prompt.payload["start"]
-        line += place % 3 == 0 and (source, wrong[place]) in edges
-        assert task.reward(prompt, " ".join(wrong)) == line / OPTIONS.steps, place
+        # The first word of a response is the second of a line; a separator is of one line only.
+        lost = 1
+        if place % 3 == 0:
+            # Another node that an edge leads to is right itself, and the next line starts wrong.
+            source = answer[place - 1] if place else prompt.payload["start"]
+            lost = ((source, wrong[place]) not in edges) + (place < len(answer) - 2)
+        assert task.reward(prompt, " ".join(wrong)) == (steps - lost) / steps, place
     for kept in range(len(answer)):
-        share = (kept + 1) // 3 / OPTIONS.steps
+        share = (kept + 1) // 3 / steps
         assert task.reward(prompt, " ".join(answer[:kept])) == share
     assert task.reward(prompt, " ".join([*answer, "n1"])) == 1.0
+    # Off by one word, nothing is where it should be.
     assert task.reward(prompt, " ".join(answer[1:])) == 0.0
 
 
@@ -125,7 +127,7 @@ def tiny(**changes: Any) -> StudySettings:
     return StudySettings.model_validate(settings)
 
 
-def test_the_expected_reward_is_the_mass_of_right_tokens_up_to_each_line() -> None:
+def test_the_expected_reward_is_the_mean_mass_of_right_lines() -> None:
     settings = tiny(walk__most_nodes=6, walk__least_nodes=6)
     tokenizer = graph_walk.make_tokenizer(settings.walk)
     torch.manual_seed(0)
@@ -137,7 +139,7 @@ def test_the_expected_reward_is_the_mass_of_right_tokens_up_to_each_line() -> No
     leads_to: dict[str, set[str]] = {}
     for source, target in walk.edges:
         leads_to.setdefault(source, set()).add(target)
-    mass, after_lines = 1.0, []
+    mass, of_lines = 1.0, []
     for word in walk.response().split():
         ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
         with torch.no_grad():
@@ -148,9 +150,10 @@ def test_the_expected_reward_is_the_mass_of_right_tokens_up_to_each_line() -> No
         mass *= sum(float(probs[i]) for i in tokenizer.convert_tokens_to_ids(sorted(right)))
         words.append(word)
         if word == ";":
-            after_lines.append(mass)
-    assert len(after_lines) == 3
-    reward = sum(after_lines) / 3
+            of_lines.append(mass)
+            mass = 1.0
+    assert len(of_lines) == 3
+    reward = sum(of_lines) / 3
     assert pretraining.expected_reward(model, [item]) == pytest.approx(reward, rel=1e-3)
 
 

@@ -2,9 +2,9 @@
 
 The prompt lists the edges in random order and a node to start from. Each line of the response is
 one of these edges, word for word, from the node that the line before has led to. Any edge from
-there may be taken, but each has to be found far back among all the others; the reward is the share
-of the walk before the first wrong line. A walk has no end: it is cut at the length that the task
-asks for.
+there may be taken, but each has to be found far back among all the others. The reward is the share
+of right lines; a wrong line costs itself only, as the next one goes on from where it says to lead.
+A walk has no end: it is cut at the length that the task asks for.
 """
 
 import json
@@ -140,20 +140,18 @@ def heldout_and_train(options: WalkOptions) -> list[Walk]:
 
 
 def reward(prompt: Prompt, text: str) -> float:
-    """Share of the lines asked for that come before the first one that is wrong or missing.
+    """Share of right lines among those asked for; missing ones are wrong.
 
-    A line is right if it is an edge of the graph from where the one before leads to.
+    A line is right if it is an edge of the graph from where the one before says to lead.
     """
     edges = {tuple(edge) for edge in prompt.payload["edges"]}
     at, steps = prompt.payload["start"], prompt.payload["steps"]
-    words = [at, *text.split()]
-    for right in range(steps):
-        line = words[right * STEP_TOKENS : (right + 1) * STEP_TOKENS]
-        edge, end = tuple(line[:2]), line[2:]
-        if edge not in edges or edge[0] != at or end != [SEPARATOR]:
-            return right / steps
-        at = edge[1]
-    return 1.0
+    words, right = [at, *text.split()], 0
+    for first in range(0, min(len(words), steps * STEP_TOKENS), STEP_TOKENS):
+        line = words[first : first + STEP_TOKENS]
+        right += line[0] == at and tuple(line[:2]) in edges and line[2:] == [SEPARATOR]
+        at = line[1] if len(line) > 1 else None
+    return right / steps
 
 
 def make_tokenizer(options: WalkOptions) -> Any:

@@ -134,10 +134,9 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
 
 @torch.no_grad()
 def expected_reward(model: Any, heldout: Sequence[HeldOut]) -> float:
-    """Mean share of these walks that dense decode at temperature 1 gets through without a mistake.
+    """Mean probability that dense decode at temperature 1 gets a line of these walks right.
 
-    Without sampling: the mean over the lines of the product of the probabilities of all right
-    tokens up to there.
+    Without sampling: the product of the probabilities of a line's right tokens, after right lines.
     """
     rewards = []
     for item in heldout:
@@ -148,8 +147,9 @@ def expected_reward(model: Any, heldout: Sequence[HeldOut]) -> float:
         # The first token is a choice, and then each after as many as a step has.
         choices = item.choices.to(scores.device)
         right[::STEP_TOKENS] = scores[::STEP_TOKENS].gather(1, choices).logsumexp(1)
-        # Separators, without which a line is not right.
-        rewards.append(right.cumsum(0)[1::STEP_TOKENS].exp().mean().item())
+        # The first line begins in the prompt.
+        lines = torch.nn.functional.pad(right, (1, 0)).view(-1, STEP_TOKENS)
+        rewards.append(lines.sum(1).exp().mean().item())
     return sum(rewards) / len(rewards)
 
 
