@@ -132,7 +132,7 @@ def test_the_expected_reward_is_the_mean_mass_of_right_lines() -> None:
     tokenizer = graph_walk.make_tokenizer(settings.walk)
     torch.manual_seed(0)
     model = pretraining.new_model(settings, tokenizer)
-    walk = graph_walk.draw_walk(random.Random(0), settings.walk, 6, 2, 3)
+    walk = graph_walk.draw_walk(random.Random(0), settings.walk, 6, 2, 9)
     (example,) = pretraining._examples([walk], tokenizer)
     item = pretraining.HeldOut(example, pretraining._choices(walk, tokenizer))
     words = walk.prompt().split()
@@ -152,8 +152,8 @@ def test_the_expected_reward_is_the_mean_mass_of_right_lines() -> None:
         if word == ";":
             of_lines.append(mass)
             mass = 1.0
-    assert len(of_lines) == 3
-    reward = sum(of_lines) / 3
+    assert len(of_lines) == 9
+    reward = sum(of_lines) / 9
     assert pretraining.expected_reward(model, [item]) == pytest.approx(reward, rel=1e-3)
 
 
@@ -263,6 +263,19 @@ def test_a_run_is_complete_with_its_last_evaluation(tmp_path: Path) -> None:
     # Nothing is started then.
     run_all([plan], 1, [FOLDER])
     assert not file.with_name("dense-seed0.log").exists()
+
+
+def test_a_wrong_setting_of_the_runs_is_found_before_anything_starts(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    text = (FOLDER / "study.toml").read_text()
+    file = tmp_path / "study.toml"
+    file.write_text(text.replace("lr = 1e-4", "lr = -1.0", 1))
+    monkeypatch.setattr(study, "SETTINGS", file)
+    monkeypatch.setattr(study, "pretrain", lambda *_: pytest.fail("pretraining has started"))
+    assert study.main(["--scale", "tiny", "--out", str(tmp_path / "out")]) == 2
+    assert "optimiser.lr=-1.0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:

@@ -73,10 +73,12 @@ def study(settings: StudySettings, out: Path, parallel: int) -> None:
     Raises `ConfigError` if `out` holds a study of other settings, or as the stages do.
     """
     results = out / "results"
+    schedules = schedule_files(settings, results)
+    # First of all, as a wrong setting of the runs must not be found after hours.
+    plans = plan_runs(settings, out / "model", schedules, out / "runs")
     _own(results / "settings.json", settings)
     model = make_model(settings, out)
-    schedules = calibrate(settings, model, results)
-    plans = plan_runs(settings, model, schedules, out / "runs")
+    calibrate(settings, model, results)
     run_all(plans, parallel, [Path(__file__).parent])
     distil(settings, model, schedules, results)
     print(collect(plans, results))
@@ -90,13 +92,18 @@ def make_model(settings: StudySettings, out: Path) -> Path:
     return model
 
 
-def calibrate(settings: StudySettings, model: Path, results: Path) -> Mapping[str, Path]:
-    """Schedule files by the names that arms use; raises `RunFailed` if `sparrow calibrate` does."""
-    plan = settings.calibration
+def schedule_files(settings: StudySettings, results: Path) -> Mapping[str, Path]:
+    """What the calibration writes, by the names that arms use."""
     folder = results / "schedules"
-    files = {f"{CALIBRATED}{target}": folder / f"walk-{target}.json" for target in plan.targets}
-    if all(file.exists() for file in files.values()):
-        return files
+    targets = settings.calibration.targets
+    return {f"{CALIBRATED}{target}": folder / f"walk-{target}.json" for target in targets}
+
+
+def calibrate(settings: StudySettings, model: Path, results: Path) -> None:
+    """Write the schedules that are missing; raises `RunFailed` if `sparrow calibrate` does."""
+    plan, folder = settings.calibration, results / "schedules"
+    if all(file.exists() for file in schedule_files(settings, results).values()):
+        return
     folder.mkdir(exist_ok=True)
     prompts = results.parent / "calibration.jsonl"
     save_prompts(prompts, settings.walk, plan.prompts, CALIBRATION_SEED)
@@ -115,7 +122,6 @@ def calibrate(settings: StudySettings, model: Path, results: Path) -> Mapping[st
         "--engine-args": [json.dumps(settings.server_args)],
     }
     _run("the calibration", ["sparrow_sglang.cli", "calibrate"], options)
-    return files
 
 
 def distil(
