@@ -21,6 +21,7 @@ from sparrow_sglang.attention_backends.paged_decode import (
     TorchPagedDecode,
     TritonPagedDecode,
 )
+from sparrow_sglang.attention_backends.plan_guard import PlanGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -73,6 +74,7 @@ class SparrowAttnBackend(AttentionBackend):
         on_cuda = model_runner.device == "cuda"
         stock = "flashinfer" if on_cuda else "torch_native"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
+        self._plan_guard = PlanGuard(model_runner.device)
         req_to_token = model_runner.req_to_token_pool.req_to_token
         self.budgets = BudgetTable(loaded, req_to_token.shape[0], req_to_token.device)
         self.sparse: PagedDecode
@@ -105,7 +107,8 @@ class SparrowAttnBackend(AttentionBackend):
         return self.dense.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
-        self.dense.init_forward_metadata(forward_batch)
+        with self._plan_guard:
+            self.dense.init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_idle():
             return
         decode = forward_batch.forward_mode.is_decode()
@@ -115,7 +118,8 @@ class SparrowAttnBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: "ForwardBatch", in_capture: bool = False
     ) -> None:
-        self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+        with self._plan_guard:
+            self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         batch = forward_batch.batch_size
         self.sparse.plan_decode(
             forward_batch.req_pool_indices[:batch],

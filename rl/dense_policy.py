@@ -8,7 +8,6 @@ attends to itself only, by full causal attention.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +22,8 @@ from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, product, token_logprobs
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
-from sparrow_sglang.rl.sparse_policy import SparseRule, causal_attention, sparse_attention
+from sparrow_sglang.rl.packed_attention import causal_attention, like_lengths
+from sparrow_sglang.rl.sparse_policy import SparseRule, sparse_attention
 from sparrow_sglang.schedule import BudgetSchedule
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -353,77 +353,24 @@ def _attend_within_sequences(
     sparse_rule: SparseRule | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over [1, heads, T, head_dim], of each sequence to itself.
-
-    Sequences of like length go together, padded, instead of one mask: a mask over the pack would
-    take T x T elements, and rule out the kernels that never write the scores to memory.
-    """
-    ends = np.cumsum([0, *sequence_lengths])
+    """Attention of each sequence to itself over [1, heads, T, head_dim]: causal, or by the rule."""
+    ends = np.cumsum([0, *sequence_lengths]).tolist()
+    spans = list(pairwise(ends))
     if sparse_rule is not None and module.layer_idx in sparse_rule.schedule.dense_layers:
         sparse_rule = None
+    runs = like_lengths(sequence_lengths)
+    if sparse_rule is not None and query.device.type == "cpu":
+        # Padding would only add to the work.
+        runs = [(index, index + 1) for index in range(len(spans))]
     parts = []
-    if sparse_rule is None:
-        for first, last in like_lengths(sequence_lengths):
-            q, k, v = (part[:, :, ends[first] : ends[last]] for part in (query, key, value))
-            parts.append(_attend_padded(q, k, v, sequence_lengths[first:last], scaling))
-    else:
-        for index, (start, end) in enumerate(pairwise(ends.tolist())):
-            q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
-            parts.append(sparse_attention(q, k, v, sparse_rule, index, scaling))
+    for first, last in runs:
+        run = spans[first:last]
+        if sparse_rule is None:
+            parts.append(causal_attention(query, key, value, run, scaling))
+        else:
+            prompts = sparse_rule.prompt_lengths[first:last]
+            parts.append(sparse_attention(query, key, value, run, prompts, sparse_rule, scaling))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
-
-
-def like_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs [first, last) of neighbours of which none is more than twice as long as another.
-
-    Padded to the longest of its run, a sequence costs at most four times its attention.
-    """
-    runs: list[tuple[int, int]] = []
-    first, shortest, longest = 0, 0, 0
-    for index, length in enumerate(lengths):
-        shortest, longest = min(shortest or length, length), max(longest, length)
-        if longest > 2 * shortest:
-            runs.append((first, index))
-            first, shortest, longest = index, length, length
-    return [*runs, (first, len(lengths))]
-
-
-def _attend_padded(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: Sequence[int],
-    scaling: float | None,
-) -> torch.Tensor:
-    """As `causal_attention`, for sequences one after the other.
-
-    They are padded at their ends, which no token before sees.
-    """
-    if len(lengths) == 1:
-        return causal_attention(query, key, value, scaling)
-    longest = max(lengths)
-    source, target = _padding(tuple(lengths), query.device)
-
-    def padded(packed: torch.Tensor) -> torch.Tensor:
-        return packed[0].index_select(1, source).unflatten(1, (-1, longest)).transpose(0, 1)
-
-    out = causal_attention(padded(query), padded(key), padded(value), scaling)
-    return out.transpose(0, 1).flatten(1, 2).index_select(1, target)[None]
-
-
-# Every layer asks, forwards and backwards.
-@lru_cache(maxsize=16)
-def _padding(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices [S x longest] that pad packed tokens, and [T] that pack padded ones again."""
-    longest = max(lengths)
-    starts = np.cumsum([0, *lengths[:-1]])
-    column = np.arange(longest)
-    source = [start + np.minimum(column, n - 1) for start, n in zip(starts, lengths, strict=True)]
-    target = [index * longest + np.arange(n) for index, n in enumerate(lengths)]
-    pad, unpad = (
-        torch.as_tensor(np.concatenate(index), device=device) for index in (source, target)
-    )
-    return pad, unpad
 
 
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend_within_sequences)

@@ -1,8 +1,8 @@
 """Attention of late positions over selected pages, without a mask of positions by positions.
 
-In: queries of a sequence's last positions, and for each of them the pages that it reads. Out: exact
-attention over these pages, by torch's FlexAttention. The selection is kept as one bit per KV head,
-position and page, and that is all that the backward pass keeps besides what it attends to.
+In: queries of the last positions of sequences, and for each of them the pages that it reads. Out:
+exact attention over these pages, by torch's FlexAttention. The selection is kept as one bit per KV
+head, position and page, and that is all that the backward pass keeps besides what it attends to.
 """
 
 from collections.abc import Iterator
@@ -27,20 +27,22 @@ def attend_by_blocks(
     key: torch.Tensor,
     value: torch.Tensor,
     selection: Iterator[torch.Tensor],
-    start: int,
+    positions: torch.Tensor,
     page_size: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of the last R of a sequence's T positions over the pages selected for them.
+    """Attention of the late positions of S sequences over the pages selected for them.
 
-    `query` is [1, Hq, R, D], `key` and `value` [1, Hkv, T, D] with T = `start` + R. `selection`
-    gives bool [Hkv, rows, pages], the rows being those of all positions in order, in multiples of
-    BLOCK except for the last. Within its pages a position attends up to itself. Differentiable on a
-    GPU, where the kernel is compiled at the first call. Returns [1, Hq, R, D].
+    `query` is [S, Hq, R, D], `key` and `value` [S, Hkv, T, D]. `positions` [S, R] are those of the
+    queries, in order from each sequence's first; behind its last one they may be anything, and so
+    is what is returned there. `selection` gives bool [S, Hkv, rows, pages], the rows being those
+    of all queries in order, in multiples of BLOCK except for the last. Within its pages a position
+    attends up to itself. Differentiable on a GPU, where the kernel is compiled at the first call.
+    Returns [S, Hq, R, D].
     """
-    mask = block_mask(selection, start, key.shape[2], page_size, query.shape[1] // key.shape[1])
+    mask = block_mask(selection, positions, key.shape[2], page_size, query.shape[1] // key.shape[1])
     for tensor in (query, key, value):
-        _lengths_vary(tensor, 2)
+        _lengths_vary(tensor, 0, 2)
     attend = _compiled() if query.is_cuda else flex_attention
     tiles = _SMALL_HEAD_TILES if query.is_cuda and query.shape[3] <= _SMALL_HEAD_DIM else None
     out = attend(
@@ -57,7 +59,11 @@ def attend_by_blocks(
 
 
 def block_mask(
-    selection: Iterator[torch.Tensor], start: int, length: int, page_size: int, group: int
+    selection: Iterator[torch.Tensor],
+    positions: torch.Tensor,
+    length: int,
+    page_size: int,
+    group: int,
 ) -> BlockMask:
     """The mask of `attend_by_blocks` for `group` query heads per KV head."""
     blocks = -(-length // BLOCK)
@@ -66,20 +72,20 @@ def block_mask(
     bits, touched = [], []
     for kept in selection:
         kept = F.pad(kept, (0, blocks * BLOCK // page_size - kept.shape[-1]))
-        tiles = F.pad(kept, (0, 0, 0, -kept.shape[1] % BLOCK))
-        tiles = tiles.unflatten(1, (-1, BLOCK)).any(2)
+        tiles = F.pad(kept, (0, 0, 0, -kept.shape[2] % BLOCK))
+        tiles = tiles.unflatten(2, (-1, BLOCK)).any(3)
         touched.append(tiles.unflatten(-1, (blocks, -1)).any(-1))
         bits.append(_packed(kept, words))
-    packed = torch.cat(bits, dim=1)
-    # A tensor, because the kernel is compiled anew for another number.
-    offset = torch.tensor(start, device=packed.device)
+    packed = torch.cat(bits, dim=2)
+    # A tensor, because the kernel is compiled anew for other numbers.
+    offsets = positions[:, 0].contiguous()
 
-    def reads(batch: Any, head: Any, row: Any, token: Any) -> Any:
+    def reads(sequence: Any, head: Any, row: Any, token: Any) -> Any:
         page = token // page_size
-        word = packed[head // group, row, page // _WORD]
-        return (token <= row + offset) & ((word >> (page % _WORD)) & 1 == 1)
+        word = packed[sequence, head // group, row, page // _WORD]
+        return (token <= row + offsets[sequence]) & ((word >> (page % _WORD)) & 1 == 1)
 
-    held = torch.cat(touched, dim=1).repeat_interleave(group, 0)[None]
+    held = torch.cat(touched, dim=2).repeat_interleave(group, 1)
     # Blocks to visit come first, in order.
     order = held.byte().argsort(dim=-1, descending=True, stable=True)
     mask = BlockMask.from_kv_blocks(
@@ -87,13 +93,14 @@ def block_mask(
         order.int(),
         BLOCK_SIZE=BLOCK,
         mask_mod=reads,
-        seq_lengths=(length - start, length),
+        seq_lengths=(positions.shape[1], length),
     )
-    _lengths_vary(packed, 1, 2)
-    _lengths_vary(mask.kv_num_blocks, 2)
-    _lengths_vary(mask.kv_indices, 2, 3)
-    _lengths_vary(mask.q_num_blocks, 2)
-    _lengths_vary(mask.q_indices, 2, 3)
+    _lengths_vary(packed, 0, 2, 3)
+    _lengths_vary(offsets, 0)
+    _lengths_vary(mask.kv_num_blocks, 0, 2)
+    _lengths_vary(mask.kv_indices, 0, 2, 3)
+    _lengths_vary(mask.q_num_blocks, 0, 2)
+    _lengths_vary(mask.q_indices, 0, 2, 3)
     return mask
 
 

@@ -1,18 +1,21 @@
 """The sparse actor's law in the trainer: the server's own rule for every generated position.
 
-In: queries and keys of whole sequences, a schedule. Out: attention that is dense for the prompt
-and reads the budget's pages for the rest. Pages are selected exactly as
+In: queries, keys and values of packed sequences, a schedule. Out: attention that is dense for the
+prompts and reads the budget's pages for the rest. Pages are selected exactly as
 `sparrow_sglang.attention_backends.reference` defines it; the selection is treated as constant, so
 gradients flow through the attention over the chosen pages only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from sparrow_sglang.attention_backends.reference import kept_pages, page_landmarks
+from sparrow_sglang.rl.packed_attention import causal_attention, padding
 from sparrow_sglang.rl.selected_attention import BLOCK, attend_by_blocks
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -50,49 +53,47 @@ def sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    prompt_lengths: Sequence[int],
     rule: SparseRule,
-    sequence: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of one sequence of T tokens, number `sequence` of `rule`, as its server has it.
+    """Attention of S sequences, the `spans` (first, end) of a pack, as their server has it.
 
     `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D], all after RoPE. Positions of the
     prompt attend to everything before them; a later position t attends at sequence length t + 1 to
-    the pages that the schedule's budget allows then. Returns [1, Hq, T, D]. Under autocast all is
-    rounded first, landmarks included, as the server's are.
+    the pages that the schedule's budget allows then. Returns [1, Hq, n, D], the spans' tokens one
+    after the other. Under autocast all is rounded first, landmarks included, as the server's are.
     """
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    device = query.device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    schedule, length = rule.schedule, query.shape[2]
-    start = max(rule.prompt_lengths[sequence], schedule.first_sparse_length() - 1)
-    if start >= length:
-        return causal_attention(query, key, value, scaling)
-    dense = causal_attention(query[:, :, :start], key[:, :, :start], value[:, :, :start], scaling)
-    rows = query[:, :, start:]
+    always_dense = rule.schedule.first_sparse_length() - 1
+    lengths = [end - first for first, end in spans]
+    if max(lengths) <= always_dense:
+        return causal_attention(query, key, value, spans, scaling)
+    # A last position within the budget attends to everything under the rule too.
+    late = tuple(
+        (min(max(prompt, always_dense), length - 1), length)
+        for prompt, length in zip(prompt_lengths, lengths, strict=True)
+    )
+    cuts = [first + start for (first, _), (start, _) in zip(spans, late, strict=True)]
+    early = [(first, cut) for (first, _), cut in zip(spans, cuts, strict=True)]
+    dense = causal_attention(query, key, value, early, scaling)
+    whole = padding(tuple(spans), device)
+    rest = padding(tuple((cut, end) for cut, (_, end) in zip(cuts, spans, strict=True)), device)
+    rows, keys = rest.pad(query), whole.pad(key)
     # Of so few rows a mask is small, and a kernel for a single block would be compiled besides.
-    by_rows = device == "cpu" or rows.shape[2] <= BLOCK
+    by_rows = device.type == "cpu" or rows.shape[2] <= BLOCK
     attend = attend_by_rows if by_rows else attend_by_blocks
     # Scores are fp32 products, which autocast would round.
-    with torch.autocast(device, enabled=False):
-        selection = _selection(rows[0].detach(), key[0].detach(), start, rule)
-        sparse = attend(rows, key, value, selection, start, schedule.page_size, scaling)
-    return torch.cat([dense, sparse], dim=2)
-
-
-def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """Full causal attention of one sequence; shapes as in `sparse_attention`."""
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    with torch.autocast(device.type, enabled=False):
+        selection = selected_pages(rows.detach(), keys.detach(), late, rule)
+        positions, page_size = padding(late, device).source, rule.schedule.page_size
+        out = attend(rows, keys, whole.pad(value), selection, positions, page_size, scaling)
+    parts = torch.cat([dense, rest.unpad(out)], dim=2)
+    return parts.index_select(2, _in_order(late, device))
 
 
 def attend_by_rows(
@@ -100,57 +101,61 @@ def attend_by_rows(
     key: torch.Tensor,
     value: torch.Tensor,
     selection: Iterator[torch.Tensor],
-    start: int,
+    positions: torch.Tensor,
     page_size: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """`attend_by_blocks` in plain torch; keeps a mask of [Hq, R, T] for the backward pass."""
+    """`attend_by_blocks` in plain torch; keeps a mask of [S, Hq, R, T] for the backward pass."""
     group = query.shape[1] // key.shape[1]
-    parts, first = [], start
+    parts, first = [], 0
     # One mask for all positions would cover the half of the tokens that are after them.
-    for kept in (rows for chunk in selection for rows in chunk.split(MASK_ROWS, 1)):
-        end = first + kept.shape[1]
+    for kept in (rows for chunk in selection for rows in chunk.split(MASK_ROWS, 2)):
+        last = first + kept.shape[2]
+        end = min(kept.shape[3] * page_size, key.shape[2])
         token = torch.arange(end, device=query.device)
-        causal = token <= token[first:, None]
+        causal = token <= positions[:, None, first:last, None]
         mask = kept.repeat_interleave(page_size, -1)[..., :end] & causal
         parts.append(
             F.scaled_dot_product_attention(
-                query[:, :, first - start : end - start],
+                query[:, :, first:last],
                 key[:, :, :end],
                 value[:, :, :end],
-                attn_mask=mask.repeat_interleave(group, 0)[None],
+                attn_mask=mask.repeat_interleave(group, 1),
                 scale=scaling,
                 enable_gqa=group > 1,
             )
         )
-        first = end
+        first = last
     return torch.cat(parts, dim=2)
 
 
-def _selection(
-    query: torch.Tensor, key: torch.Tensor, start: int, rule: SparseRule
+def selected_pages(
+    query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...], rule: SparseRule
 ) -> Iterator[torch.Tensor]:
-    """Pages that the positions from `start` on attend to, some positions at a time.
+    """Pages that the positions `late` (start, end) of each of S sequences attend to.
 
-    `query` is [Hq, R, D], `key` [Hkv, T, D]. Gives bool [Hkv, rows, pages until the last row], the
-    rows in whole blocks of `attend_by_blocks` but for the last; each position is a request of its
-    own length to `kept_pages`.
+    `query` is [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Gives bool
+    [S, Hkv, rows, pages until the last of these rows], some rows at a time, in whole blocks of
+    `attend_by_blocks` but for the last; each position is a request of its own length to
+    `kept_pages`.
     """
-    schedule, device = rule.schedule, query.device
-    heads, length, _ = key.shape
+    schedule = rule.schedule
+    count, heads, length, _ = key.shape
     landmarks = _landmarks(key, schedule.page_size)
-    read = rule.pages_read(schedule.num_pages(length), device)
-    rows = _rows_at_once(heads * schedule.num_pages(length))
-    for first in range(start, length, rows):
-        end = min(first + rows, length)
-        group_query = query[:, first - start : end - start].float().unflatten(0, (heads, -1))
-        scores = group_query.mean(1) @ landmarks[:, : end // schedule.page_size].transpose(1, 2)
+    positions = padding(late, query.device).source
+    read = rule.pages_read(schedule.num_pages(length), query.device)
+    rows = _rows_at_once(count * heads * schedule.num_pages(length))
+    for first in range(0, query.shape[2], rows):
+        last = min(first + rows, query.shape[2])
+        end = min(max(start for start, _ in late) + last, length)
+        group_query = query[:, :, first:last].float().unflatten(1, (heads, -1)).mean(2)
+        scores = group_query @ landmarks[:, :, : end // schedule.page_size].transpose(2, 3)
         # A page that is still partial at the end is the last one, and always kept.
         held = schedule.num_pages(end)
-        scores = F.pad(scores, (0, held - scores.shape[-1])).transpose(0, 1)
-        pages = torch.arange(first, end, device=device) // schedule.page_size + 1
+        scores = F.pad(scores, (0, held - scores.shape[-1])).transpose(1, 2).flatten(0, 1)
+        pages = (positions[:, first:last] // schedule.page_size + 1).flatten()
         kept = kept_pages(scores, pages, read[pages], schedule.sink_pages, schedule.recent_pages)
-        yield kept.transpose(0, 1)
+        yield kept.unflatten(0, (count, -1)).transpose(1, 2)
 
 
 def _rows_at_once(scores_of_row: int) -> int:
@@ -158,8 +163,20 @@ def _rows_at_once(scores_of_row: int) -> int:
 
 
 def _landmarks(key: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[Hkv, full pages, D] fp32, rounded to the dtype in which the server stores them."""
-    heads, length, dim = key.shape
+    """[S, Hkv, full pages, D] fp32, rounded to the dtype in which the server stores them."""
+    count, heads, length, dim = key.shape
     full = length // page_size
-    pages = key[:, : full * page_size].transpose(0, 1).reshape(full, page_size, heads, dim)
-    return page_landmarks(pages).float().transpose(0, 1)
+    pages = key[:, :, : full * page_size].transpose(1, 2).reshape(-1, page_size, heads, dim)
+    return page_landmarks(pages).float().unflatten(0, (count, full)).transpose(1, 2)
+
+
+# As `padding`: every layer asks.
+@lru_cache(maxsize=64)
+def _in_order(late: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Where each sequence's tokens are if all that precede the late ones come first: [n]."""
+    dense, rest = 0, sum(start for start, _ in late)
+    parts = []
+    for start, end in late:
+        parts += [np.arange(dense, dense + start), np.arange(rest, rest + end - start)]
+        dense, rest = dense + start, rest + end - start
+    return torch.as_tensor(np.concatenate(parts), device=device)

@@ -7,6 +7,7 @@ from pools import Pool, make_schedule
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.plan_guard import PlanGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 
 pytestmark = [
@@ -151,3 +152,15 @@ def test_a_batch_beyond_the_buffers_runs_in_slices(pool):
         step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
         outputs.append(pool.decode(step).float())
     assert (outputs[0] - outputs[1]).norm() / outputs[0].norm() <= 3e-3
+
+
+def test_a_plan_waits_until_the_one_before_has_left_pinned_memory():
+    guard, planned = PlanGuard("cuda"), torch.zeros(1 << 20, dtype=torch.int32, pin_memory=True)
+    copies = []
+    for step in (1, 2, 3):
+        with guard:
+            planned.fill_(step)
+            # The device is busy with other work when the plan is made.
+            torch.cuda._sleep(100_000_000)
+            copies.append(planned.to("cuda", non_blocking=True))
+    assert [torch.unique(copy).tolist() for copy in copies] == [[1], [2], [3]]

@@ -13,6 +13,7 @@ from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engine import LocalEngine
+from sparrow_sglang.rl.packed_attention import padding
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.selected_attention import attend_by_blocks
 from sparrow_sglang.rl.sparse_policy import SparseRule, attend_by_rows
@@ -27,29 +28,38 @@ SCHEDULE = BudgetSchedule(
     name="grows", page_size=16, bin_tokens=512, budget_tokens=(128, 192, 256, 320)
 )
 NEW_TOKENS = 192
+Late = tuple[tuple[int, int], ...]
 SETTINGS = DistillConfig(enabled=True, delivery="lora", lr=1e-3)
 
 
 # -- the kernel
 
 
-def attend(kernel, tensors, rule, dtype):
-    """Output and gradients of all positions after the prompt, in `dtype`."""
+def attend(kernel, tensors, late, dtype):
+    """Output and gradients of the late positions (start, end) of sequences, in `dtype`.
+
+    Of the output, those rows that a sequence has.
+    """
     query, key, value, direction = (x.to(dtype, copy=True) for x in tensors)
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    (start,) = rule.prompt_lengths
-    rows = query[:, :, start:]
+    positions = padding(late, query.device).source
     # Of the same numbers in every dtype, so that all read the same pages.
-    chosen = sparse_policy._selection(tensors[0][0, :, start:], tensors[1][0], start, rule)
-    out = kernel(rows, key, value, chosen, start, rule.schedule.page_size, None)
-    return [out, *torch.autograd.grad((out * direction[:, :, start:]).sum(), inputs)]
+    rule = SparseRule(SCHEDULE, tuple(start for start, _ in late))
+    chosen = sparse_policy.selected_pages(*tensors[:2], late, rule)
+    out = kernel(query, key, value, chosen, positions, SCHEDULE.page_size, None)
+    used = torch.arange(positions.shape[1], device=out.device)
+    used = used < torch.tensor([[end - start] for start, end in late], device=out.device)
+    out = out * used[:, None, :, None]
+    return [out, *torch.autograd.grad((out * direction).sum(), inputs)]
 
 
-def random_heads(heads: tuple[int, int, int], length: int) -> list[torch.Tensor]:
+def random_heads(heads: tuple[int, int, int], late: Late) -> list[torch.Tensor]:
+    """Queries of the late positions, keys, values, and a direction of the output."""
     query_heads, kv_heads, dim = heads
+    rows, length = max(end - start for start, end in late), max(end for _, end in late)
     torch.manual_seed(length)
-    counts = (query_heads, kv_heads, kv_heads, query_heads)
-    return [torch.randn(1, count, length, dim, device="cuda") for count in counts]
+    shapes = [(query_heads, rows), (kv_heads, length), (kv_heads, length), (query_heads, rows)]
+    return [torch.randn(len(late), *shape, dim, device="cuda") for shape in shapes]
 
 
 @pytest.fixture
@@ -68,26 +78,31 @@ def compile_anew():
     ],
 )
 def test_the_compiled_kernel_is_plain_attention_over_the_pages(compile_anew, heads, dtype):
-    for prompt, length in ((300, 1100), (511, 2049), (128, 1024)):
-        tensors, rule = random_heads(heads, length), SparseRule(SCHEDULE, (prompt,))
-        exact = attend(attend_by_rows, tensors, rule, torch.float64)
-        plain = attend(attend_by_rows, tensors, rule, dtype)
-        found = attend(attend_by_blocks, tensors, rule, dtype)
+    for late in (
+        ((300, 1100), (20, 700), (900, 901)),
+        ((511, 2049),),
+        ((128, 1024), (128, 1024)),
+    ):
+        tensors = random_heads(heads, late)
+        exact = attend(attend_by_rows, tensors, late, torch.float64)
+        plain = attend(attend_by_rows, tensors, late, dtype)
+        found = attend(attend_by_blocks, tensors, late, dtype)
         for expected, *others in zip(exact, plain, found, strict=True):
             rows, blocks = (float((x - expected).norm() / expected.norm()) for x in others)
-            print(f"{heads} {dtype} {length}: by rows {rows:.1e}, by blocks {blocks:.1e}")
+            print(f"{heads} {dtype} {late}: by rows {rows:.1e}, by blocks {blocks:.1e}")
             # A mask that is off by a token, or a page that is not read, costs more than 1e-2.
             assert blocks < max(2 * rows, 1e-5)
 
 
 def test_no_mask_of_positions_by_positions_is_kept_or_made(compile_anew):
     heads, length = (16, 8, 128), 32768
-    tensors, rule = random_heads(heads, length), SparseRule(SCHEDULE, (600,))
-    attend(attend_by_blocks, tensors, rule, torch.bfloat16)
+    late = ((600, length),)
+    tensors = random_heads(heads, late)
+    attend(attend_by_blocks, tensors, late, torch.bfloat16)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attend(attend_by_blocks, tensors, rule, torch.bfloat16)
+    attend(attend_by_blocks, tensors, late, torch.bfloat16)
     peak = torch.cuda.max_memory_allocated() - before
     print(f"{length} positions, {heads} heads: {peak / 2**30:.2f} GiB at the peak")
     # Inputs, output and their gradients take 0.8 GiB; a byte per position, token and head takes 16.

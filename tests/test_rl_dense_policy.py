@@ -20,7 +20,8 @@ from transformers import (
 
 from sparrow_sglang.rl.chunked_logprobs import token_logprobs
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy, like_lengths, pack
+from sparrow_sglang.rl.dense_policy import DensePolicy, pack
+from sparrow_sglang.rl.packed_attention import like_lengths
 
 VOCAB = 199
 SIZES = {

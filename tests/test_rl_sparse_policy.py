@@ -10,10 +10,12 @@ from scipy.special import softmax
 from sparrow_sglang.rl import sparse_policy
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.packed_attention import padding
 from sparrow_sglang.rl.selected_attention import BLOCK, attend_by_blocks, block_mask
 from sparrow_sglang.rl.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
 
+CPU = torch.device("cpu")
 GROWING = BudgetSchedule(name="grows", page_size=16, bin_tokens=64, budget_tokens=(48, 64, 80))
 SEQUENCES = [
     (random_prompt(1, 20), random_prompt(2, 220)),
@@ -48,27 +50,36 @@ def test_a_budget_for_everything_is_the_dense_law(policy):
 
 
 def test_gradients_flow_through_the_chosen_pages_only():
-    """Against autograd through a plain softmax over the tokens that the forward pass kept."""
+    """Against autograd through a plain softmax over the tokens that the forward pass kept.
+
+    Of three sequences that are padded to one length, the last within the budget.
+    """
     torch.manual_seed(0)
     schedule = BudgetSchedule(name="t", page_size=16, bin_tokens=64, budget_tokens=(64,))
-    rule = SparseRule(schedule, (100,))
-    query = torch.randn(1, 4, 150, 8, dtype=torch.float64, requires_grad=True)
-    key = torch.randn(1, 2, 150, 8, dtype=torch.float64, requires_grad=True)
-    value = torch.randn(1, 2, 150, 8, dtype=torch.float64, requires_grad=True)
-    out = sparse_policy.sparse_attention(query, key, value, rule, 0, 0.3)
+    spans, prompts = [(0, 150), (150, 277), (277, 317)], (100, 70, 39)
+    rule = SparseRule(schedule, prompts)
+    query, key, value = (
+        torch.randn(1, heads, 317, 8, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    out = sparse_policy.sparse_attention(query, key, value, spans, prompts, rule, 0.3)
     direction = torch.randn_like(out)
     grads = torch.autograd.grad((out * direction).sum(), (query, key, value))
-    kept = torch.zeros(4, 150, 150, dtype=torch.bool)
-    for t in range(150):
-        for head in range(4):
-            pages = range(t // 16 + 1)
-            if t >= 100 and len(pages) > 4:
-                mean = query[0, head // 2 * 2 : head // 2 * 2 + 2, t].mean(0).detach()
-                marks = [key[0, head // 2, p * 16 : p * 16 + 16].mean(0).detach() for p in pages]
-                middle = sorted(pages[1:-2], key=lambda p: -float(mean @ marks[p]))
-                pages = [0, *middle[:1], pages[-2], pages[-1]]
-            for p in pages:
-                kept[head, t, p * 16 : min(p * 16 + 16, t + 1)] = True
+    kept = torch.zeros(4, 317, 317, dtype=torch.bool)
+    for (first, end), prompt in zip(spans, prompts, strict=True):
+        for t in range(end - first):
+            for head in range(4):
+                pages = range(t // 16 + 1)
+                if t >= prompt and len(pages) > 4:
+                    group = slice(head // 2 * 2, head // 2 * 2 + 2)
+                    mean = query[0, group, first + t].mean(0).detach()
+                    keys = key[0, head // 2, first:end].detach()
+                    marks = [keys[p * 16 : p * 16 + 16].mean(0) for p in pages]
+                    middle = sorted(pages[1:-2], key=lambda p: -float(mean @ marks[p]))
+                    pages = [0, *middle[:1], pages[-2], pages[-1]]
+                for p in pages:
+                    read = slice(first + p * 16, first + min(p * 16 + 16, t + 1))
+                    kept[head, first + t, read] = True
     logits = 0.3 * query[0] @ key[0].repeat_interleave(2, 0).transpose(1, 2)
     weights = logits.masked_fill(~kept, -torch.inf).softmax(-1)
     expected = weights @ value[0].repeat_interleave(2, 0)
@@ -89,13 +100,17 @@ CASES = [
 ]
 
 
-def query_key_value(heads, length, dtype=torch.float32, device="cpu"):
+def case(heads, prompt, length, dtype=torch.float32):
+    """A sequence and a shorter one: packed tensors, spans, prompt lengths."""
     query_heads, kv_heads, dim = heads
     torch.manual_seed(length)
-    return tuple(
-        torch.randn(1, count, length, dim).to(device, dtype)
+    prompts = (prompt, prompt // 2 + 1)
+    shorter = max(prompts[1] + 1, length - 37)
+    tensors = tuple(
+        torch.randn(1, count, length + shorter, dim).to(dtype)
         for count in (query_heads, kv_heads, kv_heads)
     )
+    return tensors, [(0, length), (length, length + shorter)], prompts
 
 
 @pytest.mark.parametrize(("page_size", "blocks_at_once"), [(16, 1), (16, 100), (64, 2)])
@@ -107,48 +122,51 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(
     monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda scores_of_row: at_once)
     bins = {"bin_tokens": 4 * page_size, "budget_tokens": (3 * page_size, 5 * page_size)}
     schedule = BudgetSchedule(name="t", page_size=page_size, **bins)
-    query, key, _ = query_key_value(heads, length)
-    rule = SparseRule(schedule, (prompt,))
+    (query, key, _), spans, prompts = case(heads, prompt, length)
+    rule = SparseRule(schedule, prompts)
+    each = list(zip(prompts, spans, strict=True))
+    late = tuple((at, end - first) for at, (first, end) in each)
+    rows = padding(tuple((first + at, end) for at, (first, end) in each), CPU).pad(query)
+    keys = padding(tuple(spans), CPU).pad(key)
 
     def selection():
-        return sparse_policy._selection(query[0, :, prompt:], key[0], prompt, rule)
+        return sparse_policy.selected_pages(rows, keys, late, rule)
 
-    group, rows = heads[0] // heads[1], torch.arange(prompt, length)
-    expected = torch.zeros(heads[1], length - prompt, length, dtype=torch.bool)
-    for part, kept in zip(expected.split(at_once, 1), selection(), strict=True):
+    group, count = heads[0] // heads[1], rows.shape[2]
+    chosen = torch.zeros(2, heads[1], count, length, dtype=torch.bool)
+    for part, kept in zip(chosen.split(at_once, 2), selection(), strict=True):
         tokens = kept.repeat_interleave(page_size, -1)[..., :length]
         part[..., : tokens.shape[-1]] = tokens
-    # Each position reads as many tokens as the server says, itself the last of them.
-    expected &= torch.arange(length) <= rows[:, None]
-    read = torch.tensor([schedule.kv_tokens_read(int(t) + 1) for t in rows])
-    assert (expected.sum(-1) == read).all()
-    mask = block_mask(selection(), prompt, length, page_size, group)
-    head, row, token = torch.meshgrid(
-        torch.arange(heads[0]), torch.arange(length - prompt), torch.arange(length), indexing="ij"
-    )
-    assert torch.equal(mask.mask_mod(0, head, row, token), expected.repeat_interleave(group, 0))
-    visited = mask.to_dense()[0].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    kept = expected.repeat_interleave(group, 0)
-    assert (visited[:, : length - prompt, :length].bool() | ~kept).all()
+    mask = block_mask(selection(), padding(late, CPU).source, length, page_size, group)
+    visited = mask.to_dense().repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
+    for sequence, (start, end) in enumerate(late):
+        positions = torch.arange(start, end)
+        # Each position reads as many tokens as the server says, itself the last of them.
+        expected = chosen[sequence, :, : end - start] & (torch.arange(length) <= positions[:, None])
+        read = torch.tensor([schedule.kv_tokens_read(int(t) + 1) for t in positions])
+        assert (expected.sum(-1) == read).all()
+        expected = expected.repeat_interleave(group, 0)
+        head, row, token = torch.meshgrid(
+            torch.arange(heads[0]), torch.arange(end - start), torch.arange(length), indexing="ij"
+        )
+        assert torch.equal(mask.mask_mod(sequence, head, row, token), expected)
+        assert (visited[sequence, :, : end - start, :length].bool() | ~expected).all()
 
 
 @pytest.mark.parametrize(("heads", "prompt", "length"), CASES)
-def test_attention_by_blocks_is_attention_by_rows(heads, prompt, length):
-    query, key, value = query_key_value(heads, length)
-    rule = SparseRule(GROWING, (prompt,))
-    expected = sparse_policy.sparse_attention(query, key, value, rule, 0, None)
-    start = max(prompt, GROWING.first_sparse_length() - 1)
-    selection = sparse_policy._selection(query[0, :, start:], key[0], start, rule)
-    found = attend_by_blocks(query[:, :, start:], key, value, selection, start, 16, None)
-    torch.testing.assert_close(found, expected[:, :, start:])
+def test_attention_by_blocks_is_attention_by_rows(heads, prompt, length, monkeypatch):
+    tensors, spans, prompts = case(heads, prompt, length)
+    arguments = (*tensors, spans, prompts, SparseRule(GROWING, prompts), None)
+    expected = sparse_policy.sparse_attention(*arguments)
+    monkeypatch.setattr(sparse_policy, "attend_by_rows", attend_by_blocks)
+    torch.testing.assert_close(sparse_policy.sparse_attention(*arguments), expected)
 
 
 def test_under_autocast_pages_are_selected_by_rounded_keys():
     """As the server selects them: its keys, queries and landmarks are bf16."""
-    query, key, value = query_key_value((4, 2, 16), 400)
-    rule = SparseRule(GROWING, (20,))
-    rounded = [x.bfloat16() for x in (query, key, value)]
-    expected = sparse_policy.sparse_attention(*rounded, rule, 0, None)
+    tensors, spans, prompts = case((4, 2, 16), 20, 400)
+    rest = (spans, prompts, SparseRule(GROWING, prompts), None)
+    expected = sparse_policy.sparse_attention(*(x.bfloat16() for x in tensors), *rest)
     with torch.autocast("cpu", torch.bfloat16):
-        found = sparse_policy.sparse_attention(query, key, value, rule, 0, None)
+        found = sparse_policy.sparse_attention(*tensors, *rest)
     assert torch.equal(found, expected)

@@ -1,0 +1,96 @@
+"""Full causal attention of sequences that lie one after the other, and the padding that it takes.
+
+In: queries, keys and values of packed sequences, [1, heads, T, head_dim]. Out: the same layout.
+Sequences of like length are padded and go together, instead of one mask: a mask over the pack would
+take T x T elements, and rule out the kernels that never write the scores to memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """Spans of a pack as rows of one width, the longest span's.
+
+    `source` [rows, width] are the tokens of the pack that fill the rows, a span's last one again
+    where it has ended; `target` [n] are the places, counted through all rows, of the spans' tokens.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, width, D] of [1, heads, T, D]."""
+        rows = packed[0].index_select(1, self.source.flatten())
+        return rows.unflatten(1, self.source.shape).transpose(0, 1)
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """[1, heads, n, D] of [rows, heads, width, D], the spans one after the other."""
+        return padded.transpose(0, 1).flatten(1, 2).index_select(1, self.target)[None]
+
+
+# Every layer asks, forwards and backwards.
+@lru_cache(maxsize=64)
+def padding(spans: tuple[tuple[int, int], ...], device: torch.device) -> Padding:
+    """For spans (first, end) of a pack, each of at least one token."""
+    lengths = [end - first for first, end in spans]
+    width = max(lengths)
+    column = np.arange(width)
+    source = np.stack([np.minimum(first + column, end - 1) for first, end in spans])
+    target = np.concatenate([row * width + np.arange(n) for row, n in enumerate(lengths)])
+    return Padding(torch.as_tensor(source, device=device), torch.as_tensor(target, device=device))
+
+
+def like_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs [first, last) of neighbours of which none is more than twice as long as another.
+
+    Padded to the longest of its run, a sequence costs at most four times its attention.
+    """
+    runs: list[tuple[int, int]] = []
+    first, shortest, longest = 0, 0, 0
+    for index, length in enumerate(lengths):
+        shortest, longest = min(shortest or length, length), max(longest, length)
+        if longest > 2 * shortest:
+            runs.append((first, index))
+            first, shortest, longest = index, length, length
+    return [*runs, (first, len(lengths))]
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of each span (first, end) of the pack to itself, padded to the longest.
+
+    `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D]; returns [1, Hq, n, D], the spans'
+    tokens one after the other.
+    """
+    if len(spans) == 1:
+        ((first, end),) = spans
+        query, key, value = (each[:, :, first:end] for each in (query, key, value))
+        return _causal(query, key, value, scaling)
+    # Padded at the ends, which no token before sees.
+    rows = padding(tuple(spans), query.device)
+    return rows.unpad(_causal(rows.pad(query), rows.pad(key), rows.pad(value), scaling))
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
