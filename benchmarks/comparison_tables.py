@@ -1,11 +1,11 @@
 """Tables of replayed rollouts, servers, training steps and audits, each with its list of runs."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.benchmarks.result_files import Run, markdown_table, number, times
+from sparrow_sglang.benchmarks.result_files import Run, cited_table, number, times
 
 _CURVES = ("sparrow/accept_p05", "sparrow/kv_tokens_read", "sparrow/kv_tokens_held")
 
@@ -18,7 +18,8 @@ SGLang's own `bench_serving` against a server of each kind (`sparrow bench servi
 median time to the first token and per further token."""
 _TRAINING_TEXT = """\
 One training step of the dense policy on one long sequence: peak memory of forward, backward and
-optimiser, and the faster of the timed steps."""
+optimiser, and the faster of the timed steps; then the same of a step of a DistillSparse adapter,
+its target included."""
 _LEARNING_TEXT = """\
 GRPO from dense and from sparse rollouts, from the same start: held-out pass rate before training
 and at the last evaluation that all runs reached (mean and standard deviation over seeds, dense
@@ -32,46 +33,30 @@ means over the rounds, and the share lost, mean over the pairs of rounds."""
 def rollout_table(runs: Sequence[Run]) -> str:
     heads = "model|schedule|sequences|mean tokens|longest|dense s|sparse s|dense tokens/s"
     heads += "|sparse tokens/s|speed-up|device|run"
-    return _cited(_ROLLOUT_TEXT, heads, 2, runs, _rollout_lines)
+    return cited_table(_ROLLOUT_TEXT, heads, 2, runs, _rollout_lines)
 
 
 def serving_table(runs: Sequence[Run]) -> str:
     heads = "model|schedule|requests|prompt|new tokens|TTFT ms dense, sparse"
     heads += "|TPOT ms dense, sparse|dense tokens/s|sparse tokens/s|speed-up|device|run"
-    return _cited(_SERVING_TEXT, heads, 2, runs, _serving_lines)
+    return cited_table(_SERVING_TEXT, heads, 2, runs, _serving_lines)
 
 
 def training_table(runs: Sequence[Run]) -> str:
-    heads = "model|weights|tokens|weights GiB|step peak GiB|step s|scoring s|device|run"
-    return _cited(_TRAINING_TEXT, heads, 2, runs, _training_lines)
+    heads = "model|weights|tokens|weights GiB|step peak GiB|step s|scoring s"
+    heads += "|adapter peak GiB|adapter step s|device|run"
+    return cited_table(_TRAINING_TEXT, heads, 2, runs, _training_lines)
 
 
 def learning_table(runs: Sequence[Run]) -> str:
     heads = "schedule|seeds|step|pass rate before|pass rate then|tail|KV read of held"
     heads += "|step s|rollout|log-probs|mismatch|update|sync|device|run"
-    return _cited(_LEARNING_TEXT, heads, 1, runs, _learning_lines)
+    return cited_table(_LEARNING_TEXT, heads, 1, runs, _learning_lines)
 
 
 def audit_table(runs: Sequence[Run]) -> str:
     heads = "model|schedule|audited|requests × new tokens|tokens/s without|tokens/s with|lost"
-    return _cited(_AUDIT_TEXT, heads + "|device|run", 2, runs, _audit_lines)
-
-
-def _cited(
-    text: str,
-    heads: str,
-    words: int,
-    runs: Sequence[Run],
-    lines: Callable[[Run], Iterator[list[str]]],
-) -> str:
-    """A table of the runs' lines, each with device and run; below it what each run was."""
-    if not runs:
-        return ""
-    cells = [
-        [*line, run.device, str(index)] for index, run in enumerate(runs, 1) for line in lines(run)
-    ]
-    sources = "\n".join(f"{index}. {run.source}" for index, run in enumerate(runs, 1))
-    return "\n\n".join([text, markdown_table(heads, words, cells), sources])
+    return cited_table(_AUDIT_TEXT, heads + "|device|run", 2, runs, _audit_lines)
 
 
 def _sides(run: Run) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
@@ -125,7 +110,14 @@ def _training_lines(run: Run) -> Iterator[list[str]]:
             number(row["step_peak_gib"], 1),
             number(min(row["step_s"]), 2),
             number(row["score_s"], 2),
+            *_adapter_cells(row),
         ]
+
+
+def _adapter_cells(row: dict[str, Any]) -> list[str]:
+    if "adapter_step_s" not in row:
+        return ["–", "–"]
+    return [number(row["adapter_peak_gib"], 1), number(min(row["adapter_step_s"]), 2)]
 
 
 def _learning_lines(run: Run) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sparrow_sglang.benchmarks.adapter_delivery import Learner
+from sparrow_sglang.benchmarks.distill_result import GIVEN, Tails
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
@@ -23,11 +24,6 @@ from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.tail import TailStatistics
-
-GIVEN, BOLDER = "given", "bolder"
-
-Tails = dict[str, list[dict[str, Any]]]
-"""Rows of `BinTail` under the given and under the bolder schedule."""
 
 
 @dataclass
@@ -130,27 +126,3 @@ def run_arm(
         if step + 1 in measured_at:
             tails.append({"after": row} | rig.tails(learner))
     return {"trained_under": schedule.name, "steps": rows, "tails": tails}
-
-
-def gains(
-    before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Per bin in both: both tails, and whether `after` lies above `before` with its interval.
-
-    `raised` needs both intervals, and no overlap; `reached` compares the tails themselves.
-    """
-    first = {row["bin"]: row for row in before}
-    pairs = [(first[row["bin"]], row) for row in after if row["bin"] in first]
-    return [
-        {
-            "bin": new["bin"],
-            "positions": (new["first_position"], new["end_position"]),
-            "tokens": (old["tokens"], new["tokens"]),
-            "before": old["tail"],
-            "after": new["tail"],
-            "raised": None not in (old["tail_high"], new["tail_low"])
-            and new["tail_low"] > old["tail_high"],
-            "reached": new["tail"] >= old["tail"],
-        }
-        for old, new in pairs
-    ]

@@ -25,7 +25,8 @@ from sparrow_sglang.benchmarks.adapter_delivery import (
     decode_speed,
 )
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
-from sparrow_sglang.benchmarks.distill_arms import BOLDER, GIVEN, Rig, Tails, gains, run_arm
+from sparrow_sglang.benchmarks.distill_arms import Rig, run_arm
+from sparrow_sglang.benchmarks.distill_result import BOLDER, GIVEN, PAIRS, Tails, gains
 from sparrow_sglang.calibration_choice import CalibrationError
 from sparrow_sglang.calibration_prompts import (
     NEEDED_ROOM,
@@ -85,13 +86,13 @@ def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
         before = result["before"] = rig.tails(rig.new_learner(options.lr[0]))
         print(f"before, after {time.perf_counter() - start:.0f} s", flush=True)
         best: tuple[float, Learner] | None = None
-        result["arms"] = []
+        result["rows"] = []
         for lr in options.lr:
             for under in options.train_under:
                 print(f"lr {lr:g}, trained under {schedules[under].name}", flush=True)
                 learner = rig.new_learner(lr)
                 arm = run_arm(rig, learner, under, options.steps, options.steps_per_rollout)
-                result["arms"].append({"lr": lr} | arm)
+                result["rows"].append({"lr": lr} | arm)
                 write_result(options.out, result)
                 after: Tails = arm["tails"][-1]
                 show_gains(before, after, schedules)
@@ -191,12 +192,9 @@ def serving_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 def show_gains(before: Tails, after: Tails, schedules: dict[str, BudgetSchedule]) -> None:
     """Lines per bin: each schedule's tail before and after, and the bolder one's beside."""
-    given, bolder = schedules[GIVEN].name, schedules[BOLDER].name
-    for what, old, new in (
-        (given, GIVEN, GIVEN),
-        (bolder, BOLDER, BOLDER),
-        (f"{given} -> {bolder}", GIVEN, BOLDER),
-    ):
+    for old, new in PAIRS:
+        names = dict.fromkeys((schedules[old].name, schedules[new].name))
+        what = " -> ".join(names)
         for row in gains(before[old], after[new]):
             verdict = "raised" if row["raised"] else "reached" if row["reached"] else "below"
             first, end = row["positions"]

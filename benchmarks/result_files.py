@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _STARTED_AS = {
     "serving.py": "sparrow bench serving",
     "train_memory.py": "python -m sparrow_sglang.benchmarks.train_memory",
     "learning_curves.py": "python -m sparrow_sglang.benchmarks.learning_curves",
+    "distill_gain.py": "python -m sparrow_sglang.benchmarks.distill_gain",
     "audit_overhead.py": "python -m sparrow_sglang.benchmarks.audit_overhead",
 }
 
@@ -102,3 +103,20 @@ def markdown_table(heads: str, words: int, rows: Iterable[Sequence[str]]) -> str
     columns = heads.split("|")
     rule = ["---"] * words + ["---:"] * (len(columns) - words)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
+
+
+def cited_table(
+    text: str,
+    heads: str,
+    words: int,
+    runs: Sequence[Run],
+    lines: Callable[[Run], Iterator[list[str]]],
+) -> str:
+    """A table of the runs' lines, each with device and run; below it what each run was."""
+    if not runs:
+        return ""
+    cells = [
+        [*line, run.device, str(index)] for index, run in enumerate(runs, 1) for line in lines(run)
+    ]
+    sources = "\n".join(f"{index}. {run.source}" for index, run in enumerate(runs, 1))
+    return "\n\n".join([text, markdown_table(heads, words, cells), sources])

@@ -20,6 +20,7 @@ from sparrow_sglang.benchmarks.comparison_tables import (
     training_table,
 )
 from sparrow_sglang.benchmarks.decode_step import dense_partner
+from sparrow_sglang.benchmarks.distill_result import cost_table, gain_table
 from sparrow_sglang.benchmarks.result_files import (
     Run,
     TableError,
@@ -201,12 +202,15 @@ def _measured(row: dict[str, Any]) -> str:
 
 def generate(root: Path = ROOT) -> str:
     """All tables as Markdown, from the results under `root`."""
+    distilled = load_runs(root, "trained_under")
     parts = [
         step_tables(load_runs(root, "step_ms")),
         rollout_table(load_runs(root, "ended_s")),
         serving_table(load_runs(root, "bench_serving")),
         training_table(load_runs(root, "step_peak_gib")),
         learning_table(load_runs(root, "curves")),
+        gain_table(distilled),
+        cost_table(distilled),
         audit_table(load_runs(root, "served_s")),
     ]
     parts += [kernel_table(run) for run in load_runs(root, "floor_us")]

@@ -1,13 +1,15 @@
 """`python -m sparrow_sglang.benchmarks.train_memory`: memory and time of one long training step.
 
-One sequence through forward, backward and optimiser step of the dense policy, in the shape of a
-real model with random weights. Before that, its log-probs are compared with those of the stock
-transformers forward, so that what is timed is also what is meant.
+One sequence through forward, backward and optimiser step of the dense policy, and through a step of
+a rollout adapter, in the shape of a real model with random weights. Before that, the policy's
+log-probs are compared with those of the stock transformers forward, so that what is timed is also
+what is meant.
 """
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.record import provenance, write_result
-from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy, TokenSequence
+from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.distill import SparseAdapter
+from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, load_schedule
 
 MODELS = Path(__file__).parent / "models"
+PAGE_SIZE = 16
 PROMPT_TOKENS = 64
 CHECKED_TOKENS = 1024
 GIB = 2**30
 
 DESCRIPTION = """\
-Peak memory and time of one training step of the dense policy on one long sequence, with random
-weights in the shape of a real model (nothing is downloaded).
+Peak memory and time of one training step of the dense policy on one long sequence, and of a step of
+a DistillSparse adapter on it, with random weights in the shape of a real model (nothing is
+downloaded).
 """
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.train_memory --out train-memory.json
@@ -73,10 +80,13 @@ def logprob_error(config: Path, device: str) -> dict[str, float]:
     }
 
 
-def measure(config: Path, dtype: str, tokens: int, steps: int, device: str) -> dict[str, Any]:
-    """Seconds and peak bytes of `steps` training steps, and of scoring, after one step to warm up.
+def measure(
+    config: Path, dtype: str, tokens: int, steps: int, schedule: BudgetSchedule, device: str
+) -> dict[str, Any]:
+    """Seconds and peak bytes of `steps` training steps, of scoring, and of as many adapter steps.
 
-    The warm-up step makes the optimiser's state, so its peak is the one of the first step.
+    All come after one to warm up. It makes the optimiser's state, so its peak is the one of the
+    first step.
     """
     policy = DensePolicy(
         new_model(config, dtype, device), ModelConfig(dtype=dtype), OptimiserConfig(), device
@@ -86,20 +96,26 @@ def measure(config: Path, dtype: str, tokens: int, steps: int, device: str) -> d
     weights = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
 
-    def step() -> float:
+    def seconds(step: Callable[[], object]) -> float:
         start = time.perf_counter()
-        policy.loss_step([sequence], lambda logprobs, _: -logprobs.mean())
+        step()
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    warm_up = step()
-    times = [step() for _ in range(steps)]
+    def update() -> object:
+        return policy.loss_step([sequence], lambda logprobs, _: -logprobs.mean())
+
+    warm_up = seconds(update)
+    times = [seconds(update) for _ in range(steps)]
     step_peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     idle = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    policy.score([sequence])
-    torch.cuda.synchronize()
+    score = seconds(lambda: policy.score([sequence]))
+    score_peak = torch.cuda.max_memory_allocated()
+    adapter = SparseAdapter(policy, DistillConfig(enabled=True))
+    seconds(lambda: adapter.step([sequence], schedule))
+    torch.cuda.reset_peak_memory_stats()
+    adapted = [seconds(lambda: adapter.step([sequence], schedule)) for _ in range(steps)]
     return {
         "dtype": dtype,
         "tokens": tokens,
@@ -107,10 +123,13 @@ def measure(config: Path, dtype: str, tokens: int, steps: int, device: str) -> d
         "idle_gib": idle / GIB,
         "step_peak_gib": step_peak / GIB,
         "reserved_gib": reserved / GIB,
-        "score_peak_gib": torch.cuda.max_memory_allocated() / GIB,
-        "score_s": time.perf_counter() - start,
+        "score_peak_gib": score_peak / GIB,
+        "score_s": score,
         "step_s": times,
         "warm_up_s": warm_up,
+        "schedule": schedule.name,
+        "adapter_peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "adapter_step_s": adapted,
     }
 
 
@@ -118,7 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = benchmark_parser("train-memory", DESCRIPTION, EXAMPLES)
     parser.prog = "python -m sparrow_sglang.benchmarks.train_memory"
     parser.add_argument("--model", default="qwen3-1.7b", help="a folder in benchmarks/models")
-    parser.add_argument("--tokens", type=int, default=32768, help="length of the sequence")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[8192, 32768], help="lengths of the sequence"
+    )
+    parser.add_argument(
+        "--schedule", default="qwen3-1.7b-0.86", help="of the adapter's step (default: %(default)s)"
+    )
     dtypes = ["float32", "bfloat16"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument("--steps", type=int, default=2, help="timed steps, after one to warm up")
@@ -128,24 +152,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (config / "config.json").is_file():
         known = ", ".join(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
         parser.error(f"--model {args.model}: not known; expected one of {known}")
-    if args.tokens <= PROMPT_TOKENS or args.steps < 1:
+    if min(args.tokens) <= PROMPT_TOKENS or args.steps < 1:
         parser.error(
-            f"--tokens {args.tokens}, --steps {args.steps}: expected more than {PROMPT_TOKENS}"
+            f"--tokens {min(args.tokens)}, --steps {args.steps}: expected more than {PROMPT_TOKENS}"
             " tokens and at least one step"
         )
+    try:
+        schedule = load_schedule(args.schedule, PAGE_SIZE)
+    except ScheduleError as error:
+        parser.error(str(error))
     prepare_out(parser, args.out)
     require_cuda(parser, 80, "one training step")
     result = provenance() | {"model": args.model, "logprob_error": logprob_error(config, "cuda")}
     rows: list[dict[str, Any]] = []
-    for dtype in args.dtypes:
+    for dtype, tokens in product(args.dtypes, args.tokens):
         gc.collect()
         torch.cuda.empty_cache()
-        rows.append(measure(config, dtype, args.tokens, args.steps, "cuda"))
+        rows.append(measure(config, dtype, tokens, args.steps, schedule, "cuda"))
         write_result(args.out, result | {"rows": rows})
         row = rows[-1]
         print(
-            f"{args.model} {dtype} {args.tokens} tokens: peak {row['step_peak_gib']:.1f} GiB,"
-            f" step {min(row['step_s']):.2f} s, score {row['score_s']:.2f} s",
+            f"{args.model} {dtype} {tokens} tokens: peak {row['step_peak_gib']:.1f} GiB,"
+            f" step {min(row['step_s']):.2f} s, score {row['score_s']:.2f} s, adapter step"
+            f" {min(row['adapter_step_s']):.2f} s",
             flush=True,
         )
     return 0

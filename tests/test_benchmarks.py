@@ -210,6 +210,7 @@ def test_table_of_kernels(tmp_path: Path) -> None:
 def test_tables_of_training_steps_and_audits(tmp_path: Path) -> None:
     step = {"dtype": "float32", "tokens": 32768, "weights_gib": 6.44, "step_peak_gib": 71.25}
     step |= {"step_s": [12.5, 12.25], "score_s": 3.0, "idle_gib": 30.0, "warm_up_s": 20.0}
+    step |= {"adapter_peak_gib": 40.04, "adapter_step_s": [9.0, 8.5]}
     command = "train_memory.py --tokens 32768 --out /x/train.json"
     save(tmp_path, "train.json", [step], model="qwen3-1.7b", command=command)
     rounds = [
@@ -223,11 +224,51 @@ def test_tables_of_training_steps_and_audits(tmp_path: Path) -> None:
     save(tmp_path, "audit.json", rounds, **fields)
     text = generate(tmp_path)
     assert lines(text, "| qwen3") == [
-        "| qwen3-1.7b | float32 | 32,768 | 6.4 | 71.2 | 12.25 | 3.00 | H200 | 1 |",
+        "| qwen3-1.7b | float32 | 32,768 | 6.4 | 71.2 | 12.25 | 3.00 | 40.0 | 8.50 | H200 | 1 |",
         "| qwen3-4b | fixed-1024 | 1.0% | 512 × 1024 | 1,100 | 1,092 | 0.75% | H200 | 1 |",
     ]
     start = "`python -m sparrow_sglang.benchmarks."
     assert f"{start}train_memory --tokens 32768`" in text and f"{start}audit_overhead`" in text
+
+
+def test_tables_of_what_an_adapter_gains_and_costs(tmp_path: Path) -> None:
+    def tails(*values: float) -> list[dict]:
+        return [
+            {
+                "bin": index,
+                "first_position": index * 1024,
+                "end_position": (index + 1) * 1024,
+                "tokens": 5000,
+                "tail": value,
+                "tail_low": value - 0.01,
+                "tail_high": value + 0.01,
+            }
+            for index, value in enumerate(values)
+        ]
+
+    after = {"after": {"responses": 1024}, "given": tails(0.9, 0.87), "bolder": tails(0.85, 0.8)}
+    row = {"lr": 1e-3, "trained_under": "fixed-256", "tails": [{}, after]}
+    speed = {"requests": 144, "new_tokens": 512, "tokens_per_s": 1000.0, "step_ms": 2.0}
+    fields = {
+        "settings": {"model": "models/smollm2-135m"},
+        "schedules": {"given": {"name": "fixed-512"}, "bolder": {"name": "fixed-256"}},
+        "before": {"given": tails(0.85, 0.86), "bolder": tails(0.8, 0.7)},
+        "decode": {"merged": speed, "lora": speed | {"tokens_per_s": 800.0, "step_ms": 2.5}},
+        "agreement": {"merged": {"mean": 0.9991, "tail": 0.9959}},
+        "cost": {"adapter_step_s": 1.5, "dense_update_s": 1.0},
+        "command": "distill_gain.py --lr 1e-3",
+    }
+    save(tmp_path, "gain.json", [row], **fields)
+    text = generate(tmp_path)
+    one, two, both = "0.850 → 0.900, 0.860 → 0.870", "0.800 → 0.850, 0.700 → 0.800", "2 of 2"
+    across = "0.850 → 0.850, 0.860 → 0.800"
+    start, end = "| smollm2-135m |", "| H200 | 1 |"
+    assert lines(text, start) == [
+        f"{start} fixed-512 → fixed-512 | 0.001 | 1024 | {one} | 1 of 2 | {both} {end}",
+        f"{start} fixed-256 → fixed-256 | 0.001 | 1024 | {two} | {both} | {both} {end}",
+        f"{start} fixed-512 → fixed-256 | 0.001 | 1024 | {across} | 0 of 2 | 1 of 2 {end}",
+        f"{start} 144 × 512 | 1,000 | 800 | 2.00 | 2.50 | 0.9991 | 0.9959 | 1.50 | 1.00 {end}",
+    ]
 
 
 def test_a_side_without_its_partner_has_no_speed_up(tmp_path: Path) -> None:

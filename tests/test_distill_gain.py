@@ -8,7 +8,7 @@ from ascii_task import save_model_of_bytes
 from engines import import_for_fork, save_tiny_model
 
 from sparrow_sglang.benchmarks import distill_gain
-from sparrow_sglang.benchmarks.distill_arms import gains
+from sparrow_sglang.benchmarks.distill_result import gains
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +35,7 @@ def result(model, tmp_path_factory) -> dict:
 
 
 def test_a_run_says_what_it_took_and_where_the_tails_stand(result):
-    (arm,) = result["arms"]
+    (arm,) = result["rows"]
     rows = arm["steps"]
     # The tiny model never ends a response by itself.
     expected = [

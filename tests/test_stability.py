@@ -79,19 +79,23 @@ def test_a_wrong_word_costs_the_lines_that_it_makes_wrong() -> None:
     for place in range(len(answer)):
         wrong = list(answer)
         wrong[place] = "n11" if answer[place] != "n11" else "n10"
-        # The first word of a response is the second of a line; a separator is of one line only.
+        # The first word of a response is the second of a line.
         lost = 1
         if place % 3 == 0:
             # Another node that an edge leads to is right itself, and the next line starts wrong.
             source = answer[place - 1] if place else prompt.payload["start"]
             lost = ((source, wrong[place]) not in edges) + (place < len(answer) - 2)
+        elif place % 3 == 1:
+            # Two lines become one, unless there is no other.
+            lost = 1 + (place < len(answer) - 1)
         assert task.reward(prompt, " ".join(wrong)) == (steps - lost) / steps, place
     for kept in range(len(answer)):
-        share = (kept + 1) // 3 / steps
+        share = (kept + 2) // 3 / steps
         assert task.reward(prompt, " ".join(answer[:kept])) == share
     assert task.reward(prompt, " ".join([*answer, "n1"])) == 1.0
-    # Off by one word, nothing is where it should be.
-    assert task.reward(prompt, " ".join(answer[1:])) == 0.0
+    # The first line misses its end, and where the second starts follows from it.
+    assert task.reward(prompt, " ".join(answer[1:])) == (steps - 2) / steps
+    assert task.reward(prompt, "; " * steps) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -380,7 +384,7 @@ def tail(value: float) -> dict[str, Any]:
 DISTILLATION = {
     "schedules": {"given": {"name": "walk-0.86"}, "bolder": {"name": "walk-0.75"}},
     "before": {"given": [tail(0.86)], "bolder": [tail(0.75)]},
-    "arms": [
+    "rows": [
         {
             "tails": [
                 {

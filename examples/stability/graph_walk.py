@@ -142,15 +142,15 @@ def heldout_and_train(options: WalkOptions) -> list[Walk]:
 def reward(prompt: Prompt, text: str) -> float:
     """Share of right lines among those asked for; missing ones are wrong.
 
-    A line is right if it is an edge of the graph from where the one before says to lead.
+    A line, between separators, is right if it is an edge of the graph from where the one before
+    says to lead.
     """
     edges = {tuple(edge) for edge in prompt.payload["edges"]}
-    at, steps = prompt.payload["start"], prompt.payload["steps"]
-    words, right = [at, *text.split()], 0
-    for first in range(0, min(len(words), steps * STEP_TOKENS), STEP_TOKENS):
-        line = words[first : first + STEP_TOKENS]
-        right += line[0] == at and tuple(line[:2]) in edges and line[2:] == [SEPARATOR]
-        at = line[1] if len(line) > 1 else None
+    at, steps, right = prompt.payload["start"], prompt.payload["steps"], 0
+    for line in f"{at} {text}".split(SEPARATOR)[:steps]:
+        words = line.split()
+        right += tuple(words) in edges and words[0] == at
+        at = words[-1] if words else at
     return right / steps
 
 

@@ -23,7 +23,7 @@ from findings import (
     summarise,
 )
 
-from sparrow_sglang.benchmarks.distill_arms import BOLDER, GIVEN, gains
+from sparrow_sglang.benchmarks.distill_result import BOLDER, GIVEN, PAIRS, gains
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.tail import BIN_TOKENS
 
@@ -112,7 +112,7 @@ def _lines(
     yield (
         f"{len(summaries)} ways to roll out, seeds {', '.join(map(str, settings['seeds']))}, from"
         f" one checkpoint. Task: walk through a graph of {task['least_nodes']} to"
-        f" {task['most_nodes']} nodes with {task['degree']} edges each, for {task['steps']} steps;"
+        f" {task['most_nodes']} nodes, {task['degree']} out of each, for {task['steps']} steps;"
         " the reward is the share of right steps, and the pass rate its mean over held-out graphs."
         " Model: Qwen3 architecture,"
         f" {record['parameters'] / 1e6:.1f}M parameters, {last['step']} steps of supervised"
@@ -165,19 +165,18 @@ def _table(summaries: Sequence[ArmSummary]) -> Iterator[str]:
 
 def _distillation(result: Mapping[str, Any]) -> Iterator[str]:
     """Tails by bin, before and after, of an adapter that no reward has been spent on."""
-    (arm,) = result["arms"]
+    (arm,) = result["rows"]
     tails, cost = arm["tails"][-1], result["cost"]
     names = {which: result["schedules"][which]["name"] for which in (GIVEN, BOLDER)}
-    pairs = [(GIVEN, GIVEN), (BOLDER, BOLDER), (GIVEN, BOLDER)]
-    found = {pair: gains(result["before"][pair[0]], tails[pair[1]]) for pair in pairs}
-    own = [row for pair in pairs[:2] for row in found[pair]]
+    found = {pair: gains(result["before"][pair[0]], tails[pair[1]]) for pair in PAIRS}
+    own = [row for pair in PAIRS[:2] for row in found[pair]]
     yield (
         f"An adapter trained under {names[BOLDER]} alone, the model frozen: after"
         f" {tails['after']['step']} steps, on {tails['after']['responses']} responses, the tail on"
         f" fresh graphs is above what it was, outside both 95 % intervals, in"
         f" {sum(row['raised'] for row in own)} of {len(own)} bins of both schedules; under"
         f" {names[BOLDER]} it is at least what {names[GIVEN]} had without the adapter in"
-        f" {sum(row['reached'] for row in found[pairs[2]])} of {len(found[pairs[2]])}. A step took"
+        f" {sum(row['reached'] for row in found[PAIRS[2]])} of {len(found[PAIRS[2]])}. A step took"
         f" {cost['adapter_step_s']:.2f} s, {cost['share_of_dense_update']:.0%} of a dense update on"
         " the same responses."
     )
