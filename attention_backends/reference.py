@@ -75,28 +75,43 @@ def kept_pages(
     scores: torch.Tensor,
     num_pages: torch.Tensor,
     num_selected: torch.Tensor,
+    most_selected: int,
     sink_pages: int,
     recent_pages: int,
 ) -> torch.Tensor:
-    """The choice of `select_pages` as a mask, bool [B, Hkv, N], without waiting for the device."""
-    best_first = _best_first(scores, num_pages, sink_pages, recent_pages)
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    used = (rank < num_selected[:, None])[:, None].expand_as(best_first)
-    return torch.empty_like(best_first, dtype=torch.bool).scatter_(-1, best_first, used)
+    """The choice of `select_pages` as a mask, bool [B, Hkv, N], without waiting for the device.
+
+    `most_selected` is at least the largest of num_selected. Only so many pages of a row are put in
+    order, as sorting all of them takes a trainer longer than everything else that it does.
+    """
+    rank_key = _rank_key(scores, num_pages, sink_pages, recent_pages)
+    best = rank_key.topk(most_selected, dim=-1).values
+    last = (num_selected - 1)[:, None, None].expand(-1, scores.shape[1], 1)
+    least = best.gather(-1, last)
+    above, ties = rank_key > least, rank_key == least
+    room = num_selected[:, None, None] - above.sum(-1, keepdim=True)
+    return above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= room))
 
 
 def _best_first(
     scores: torch.Tensor, num_pages: torch.Tensor, sink_pages: int, recent_pages: int
 ) -> torch.Tensor:
     """All logical pages [B, Hkv, N] in the order that they are kept in, those past the end last."""
+    rank_key = _rank_key(scores, num_pages, sink_pages, recent_pages)
+    return rank_key.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _rank_key(
+    scores: torch.Tensor, num_pages: torch.Tensor, sink_pages: int, recent_pages: int
+) -> torch.Tensor:
+    """What pages [B, Hkv, N] are kept by, the greater first, and among equals the lower index."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     held = position < num_pages[:, None]
     always = held & ((position < sink_pages) | (position >= num_pages[:, None] - recent_pages))
     # The least finite float, so that only pages past the end stand at -inf.
     rank_key = scores.masked_fill(~scores.isfinite(), torch.finfo(scores.dtype).min)
     rank_key = rank_key.masked_fill(always[:, None], torch.inf)
-    rank_key = rank_key.masked_fill(~held[:, None], -torch.inf)
-    return rank_key.sort(dim=-1, descending=True, stable=True).indices
+    return rank_key.masked_fill(~held[:, None], -torch.inf)
 
 
 def sparse_decode(

@@ -154,7 +154,14 @@ def selected_pages(
         held = schedule.num_pages(end)
         scores = F.pad(scores, (0, held - scores.shape[-1])).transpose(1, 2).flatten(0, 1)
         pages = (positions[:, first:last] // schedule.page_size + 1).flatten()
-        kept = kept_pages(scores, pages, read[pages], schedule.sink_pages, schedule.recent_pages)
+        kept = kept_pages(
+            scores,
+            pages,
+            read[pages],
+            schedule.num_selected_pages(end),
+            schedule.sink_pages,
+            schedule.recent_pages,
+        )
         yield kept.unflatten(0, (count, -1)).transpose(1, 2)
 
 

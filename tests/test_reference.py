@@ -101,7 +101,7 @@ def test_selection_equals_the_contract_with_many_ties(data, num_pages, sinks, re
     selected = reference.select_pages(scores, held, wanted, sinks, recents)
     expected = choose_pages(values, num_pages, budget, sinks, recents)
     assert selected[0, 0].tolist() == expected
-    kept = reference.kept_pages(scores, held, wanted, sinks, recents)
+    kept = reference.kept_pages(scores, held, wanted, int(wanted.max()), sinks, recents)
     assert kept.shape == scores.shape and kept[0, 0].nonzero()[:, 0].tolist() == expected
 
 
