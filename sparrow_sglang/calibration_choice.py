@@ -91,7 +91,7 @@ def choose(
     bin_tokens: int,
     min_tokens: int,
 ) -> list[Choice]:
-    """Per bin the cheapest budget whose tail holds the target, made monotone.
+    """Per bin the cheapest budget that holds the target as do all above it, made monotone.
 
     `tails` is budget -> bin -> tail. In a bin where budgets were measured and none holds, the
     budget is the end of the bin, with which every step in it is dense. A bin without enough tokens
@@ -138,7 +138,10 @@ def _need(
     bin_tokens: int,
     min_tokens: int,
 ) -> int | None:
-    """Cheapest budget that holds in this bin; None if no budget was measured well enough."""
+    """Cheapest budget that holds in this bin, as do all above it; None if none is filled.
+
+    Far below what a model needs it repeats itself, and both laws agree on how that goes on.
+    """
     filled = {
         budget: bins[index]
         for budget, bins in tails.items()
@@ -146,8 +149,12 @@ def _need(
     }
     if not filled:
         return None
-    holding = [budget for budget, tail in filled.items() if holds(tail, target)]
-    return min([*holding, (index + 1) * bin_tokens])
+    need = (index + 1) * bin_tokens
+    for budget in sorted((each for each in filled if each < need), reverse=True):
+        if not holds(filled[budget], target):
+            break
+        need = min(need, budget)
+    return need
 
 
 def _extrapolate(needed: Mapping[int, int], index: int, page: int) -> int:

@@ -51,9 +51,9 @@ def make_schedule(
         tail_target=target,
         model_match=origin["model_match"],
         provenance={
-            "rule": "per bin the cheapest budget at which the lower end of the confidence interval"
-            " of the tail holds the target, made monotone; the tail is that of the exact acceptance"
-            " rate over sparsely decoded tokens",
+            "rule": "per bin the cheapest budget at which, and at all above it, the lower end of"
+            " the confidence interval of the tail holds the target, made monotone; the tail is that"
+            " of the exact acceptance rate over sparsely decoded tokens",
             "percentile": TAIL_PERCENTILE,
             "confidence": CONFIDENCE,
             "min_tokens": min_tokens,

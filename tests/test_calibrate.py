@@ -36,7 +36,7 @@ def tail(index: int, low: float, tokens: int = 1000) -> BinTail:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_choice_is_the_cheapest_that_holds_and_never_falls(seed: int) -> None:
+def test_the_choice_is_the_cheapest_that_holds_with_all_above_it_and_never_falls(seed: int) -> None:
     draw = random.Random(seed)
     budgets, bins, target = [64, 96, 128, 192], 6, 0.8
     lows = {b: [draw.random() for _ in range(bins)] for b in budgets}
@@ -44,10 +44,18 @@ def test_the_choice_is_the_cheapest_that_holds_and_never_falls(seed: int) -> Non
     chosen = choose(tails, target, bins, BIN, min_tokens=500)
     highest = 0
     for i, choice in enumerate(chosen):
-        own = next((b for b in budgets if b < (i + 1) * BIN and lows[b][i] >= target), None)
-        own = (i + 1) * BIN if own is None else own
+        end = (i + 1) * BIN
+        least = [b for b in budgets if all(lows[c][i] >= target for c in budgets if b <= c < end)]
+        own = min([*least, end])
         highest = max(highest, own)
         assert (choice.needed, choice.budget) == (own, highest)
+
+
+def test_a_budget_below_one_that_fails_is_not_taken() -> None:
+    """Under a budget far too small a model repeats itself, and both laws agree on that."""
+    tails = {b: {4: tail(4, low)} for b, low in ((64, 0.99), (96, 0.3), (128, 0.7), (192, 0.85))}
+    (choice,) = [each for each in choose(tails, 0.8, 5, BIN, min_tokens=500) if each.bin == 4]
+    assert (choice.budget, choice.basis) == (192, "measured")
 
 
 def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:

@@ -131,36 +131,6 @@ def tiny(**changes: Any) -> StudySettings:
     return StudySettings.model_validate(settings)
 
 
-def test_the_expected_reward_is_the_mean_mass_of_right_lines() -> None:
-    settings = tiny(walk__most_nodes=6, walk__least_nodes=6)
-    tokenizer = graph_walk.make_tokenizer(settings.walk)
-    torch.manual_seed(0)
-    model = pretraining.new_model(settings, tokenizer)
-    walk = graph_walk.draw_walk(random.Random(0), settings.walk, 6, 2, 9)
-    (example,) = pretraining._examples([walk], tokenizer)
-    item = pretraining.HeldOut(example, pretraining._choices(walk, tokenizer))
-    words = walk.prompt().split()
-    leads_to: dict[str, set[str]] = {}
-    for source, target in walk.edges:
-        leads_to.setdefault(source, set()).add(target)
-    mass, of_lines = 1.0, []
-    for word in walk.response().split():
-        ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
-        with torch.no_grad():
-            probs = model(ids).logits[0, -1].softmax(-1)
-        # A choice follows the name of the node that a step starts from.
-        is_choice = word.startswith("n") and words[-1].startswith("n")
-        right = leads_to[words[-1]] if is_choice else {word}
-        mass *= sum(float(probs[i]) for i in tokenizer.convert_tokens_to_ids(sorted(right)))
-        words.append(word)
-        if word == ";":
-            of_lines.append(mass)
-            mass = 1.0
-    assert len(of_lines) == 9
-    reward = sum(of_lines) / 9
-    assert pretraining.expected_reward(model, [item]) == pytest.approx(reward, rel=1e-3)
-
-
 def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Path) -> None:
     settings = tiny(
         walk={"degree": 1, "least_nodes": 2, "most_nodes": 2, "names": 4, "steps": 3, "heldout": 8},
@@ -168,6 +138,7 @@ def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Pat
         pretrain__steps=300,
         pretrain__tokens_per_step=300,
         pretrain__evaluate_every=10,
+        pretrain__evaluate_lines=2,
         pretrain__grow_below=0.4,
         pretrain__reward=0.5,
     )
@@ -189,6 +160,17 @@ def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Pat
         text = tokenizer.decode(found, skip_special_tokens=True)
         passed += int(task.reward(prompt, text))
     assert passed >= len(task.heldout) / 2
+    # Of one line: the mass of its two tokens, after a prompt that others are padded to.
+    walks = graph_walk.heldout_and_train(settings.walk)[:2] * 300
+    masses = []
+    for walk in walks[:2]:
+        ids = tokenizer(f"{walk.prompt()} {walk.lines[0][1]} ;", return_tensors="pt").input_ids
+        scores = model(ids).logits[0].log_softmax(-1)
+        masses.append(float((scores[-3, ids[0, -2]] + scores[-2, ids[0, -1]]).exp()))
+    torch.manual_seed(0)
+    found = pretraining.sampled_reward(model, tokenizer, walks, 1)
+    mean = sum(masses) / 2
+    assert 0 < mean < 1 and abs(found - mean) < 4 * (mean * (1 - mean) / 600) ** 0.5
     with pytest.raises(ConfigError, match=r"pretrain\.steps=3: the reward is 0\.0\d+ after"):
         hasty = settings.pretrain.model_copy(update={"steps": 3})
         pretraining.pretrain(settings.model_copy(update={"pretrain": hasty}), tmp_path / "none")
@@ -348,6 +330,17 @@ def test_what_became_of_a_run(passes: list[float], outcome: str) -> None:
     assert summary.tails == {0: 0.9, 1: 0.89}
 
 
+def test_the_lowest_tail_is_that_of_the_worst_part_of_the_worst_run() -> None:
+    runs = [metrics([0.4, 0.6, 0.8], 0.9) for _ in range(2)]
+    for step in (6, 7):
+        runs[1][step][f"{findings.TAIL_OF_BIN}0"] = 0.5
+    # A single step is noise.
+    runs[1][12][f"{findings.TAIL_OF_BIN}1"] = 0.2
+    summary = findings.summarise("x", runs)
+    assert summary.tails == {0: 0.9, 1: 0.89}
+    assert summary.lowest_tails == {0: pytest.approx(0.5), 1: pytest.approx((0.2 + 0.89) / 2)}
+
+
 def test_words_follow_from_the_numbers_also_against_the_paper() -> None:
     good, bad = [0.4, 0.6, 0.8], [0.4, 0.2, 0.0]
     cases = {"dense": (good, None), "safe": (good, 0.9), "small": (bad, 0.3)}
@@ -355,7 +348,7 @@ def test_words_follow_from_the_numbers_also_against_the_paper() -> None:
         findings.sentences([findings.summarise(a, [metrics(*c)]) for a, c in cases.items()])
     )
     assert "0.400 to 0.800 (1 learnt)" in text[0] and "no tail" in text[0]
-    assert "0.900 in bin 0, 0.890 in bin 1" in text[1]
+    assert "lowest and median, 0.900 and 0.900 in bin 0, 0.890 and 0.890 in bin 1" in text[1]
     assert "1 collapsed" in text[2]
     assert text[3].endswith("in 2 of 2 sparse arms.") and len(text) == 4
     cases = {"bold": (good, 0.5), "safe": (bad, 0.9), "edge": (good, 0.86)}
@@ -425,10 +418,10 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (tmp_path / "metrics" / f"{arm}-seed{seed}.jsonl").write_text(text)
     text = page.write_page(tmp_path).read_text()
-    assert "1.5M parameters, 7 steps" in text and "reward 0.333" in text
+    assert "1.5M parameters, 7 steps" in text and "reward of 0.333" in text
     assert "| small | 0.400 | 0.800, 0.300 |" in text
-    assert "| 0.250, 0.240 | 0.001 | learnt, unchanged |" in text
-    assert "0.250 in bin 0" in text
+    assert "| 0.250, 0.240 | 0.250, 0.240 | 0.001 | learnt, unchanged |" in text
+    assert "0.250 and 0.250 in bin 0" in text
     assert "| 64, 96 | 128 |" in text
     assert "after 24 steps, on 768 responses" in text
     assert "outside both 95 % intervals, in 1 of 2 bins" in text

@@ -18,6 +18,8 @@ KL = "rollout_corr/kl"
 PAPER_TAIL = 0.86
 # Standard errors by which two pass rates must differ to be told apart.
 CLEAR = 2.0
+# Shares of a run's steps over which a tail is averaged before the lowest one is sought.
+PARTS = 10
 # A run has collapsed if its last pass rate is below this share of its best one.
 COLLAPSED_BELOW = 0.5
 
@@ -43,8 +45,10 @@ class RunSummary:
 class ArmSummary:
     """One arm over its seeds: means of runs; tails and KL are medians over the runs' steps.
 
-    `tails` is by position bin, and empty for dense rollouts. Rewards and lengths are means over the
-    first and the last tenth of the steps.
+    Tails are by position bin, and empty for dense rollouts. `lowest_tails` are those of the worst
+    tenth of a run's steps, in the worst run: what the paper's rule is about is the whole way, and a
+    policy that has collapsed repeats itself, on which both laws agree. Rewards and lengths are
+    means over the first and the last tenth of the steps.
     """
 
     arm: str
@@ -52,6 +56,7 @@ class ArmSummary:
     rewards: tuple[float, float]
     lengths: tuple[float, float]
     tails: Mapping[int, float]
+    lowest_tails: Mapping[int, float]
     kl: float
 
     @property
@@ -92,6 +97,7 @@ def summarise(arm: str, runs: Sequence[Rows]) -> ArmSummary:
         _ends(steps, REWARD),
         _ends(steps, LENGTH),
         {index: median(_values(steps, f"{TAIL_OF_BIN}{index}")) for index in bins},
+        {index: _lowest(steps, f"{TAIL_OF_BIN}{index}") for index in bins},
         median(_values(steps, KL)),
     )
 
@@ -105,12 +111,12 @@ def sentences(summaries: Sequence[ArmSummary]) -> Iterator[str]:
     if not sparse:
         return
     as_good = {summary.arm: summary.keeps_up(dense) for summary in sparse}
-    lowest = {summary.arm: min(summary.tails.values()) for summary in sparse}
+    lowest = {summary.arm: min(summary.lowest_tails.values()) for summary in sparse}
     against = [arm for arm in as_good if (lowest[arm] >= PAPER_TAIL) != as_good[arm]]
     yield (
-        f"The paper finds training stable where the tail is at least {PAPER_TAIL} in every bin, and"
-        " collapses below. Here the tail tells whether an arm keeps up with dense rollouts in"
-        f" {len(sparse) - len(against)} of {len(sparse)} sparse arms."
+        f"The paper finds training stable where the tail is at least {PAPER_TAIL} in every bin all"
+        " the way, and collapses below. Here the lowest tail on the way tells whether an arm keeps"
+        f" up with dense rollouts in {len(sparse) - len(against)} of {len(sparse)} sparse arms."
     )
     for arm in against:
         side = "at or above" if lowest[arm] >= PAPER_TAIL else "below"
@@ -124,8 +130,11 @@ def sentences(summaries: Sequence[ArmSummary]) -> Iterator[str]:
 def _what_happened(summary: ArmSummary) -> str:
     kinds = ("learnt", "unchanged", "lost", "collapsed")
     outcomes = ", ".join(f"{summary.count(kind)} {kind}" for kind in kinds if summary.count(kind))
-    tails = ", ".join(f"{tail:.3f} in bin {index}" for index, tail in summary.tails.items())
-    measured = f"tail {tails}" if tails else "dense rollouts, no tail"
+    tails = ", ".join(
+        f"{summary.lowest_tails[index]:.3f} and {tail:.3f} in bin {index}"
+        for index, tail in summary.tails.items()
+    )
+    measured = f"tail, lowest and median, {tails}" if tails else "dense rollouts, no tail"
     return (
         f"{summary.arm}: the pass rate went from {summary.first:.3f} to {summary.last:.3f}"
         f" ({outcomes}), the reward of its rollouts from {summary.rewards[0]:.3f} to"
@@ -158,9 +167,20 @@ def _values(runs: Sequence[Rows], key: str) -> list[float]:
     return [row[key] for rows in runs for row in rows if key in row]
 
 
+def _lowest(runs: Sequence[Rows], key: str) -> float:
+    """Lowest mean over a `PARTS`-th of a run's rows."""
+    means = []
+    for rows in runs:
+        size = max(1, len(rows) // PARTS)
+        parts = (rows[first : first + size] for first in range(0, len(rows) - size + 1, size))
+        values = [[row[key] for row in part if key in row] for part in parts]
+        means += [fmean(each) for each in values if each]
+    return min(means)
+
+
 def _ends(runs: Sequence[Rows], key: str) -> tuple[float, float]:
     """Mean over the first and the last tenth of each run's rows, at least one row."""
-    parts = [max(1, len(rows) // 10) for rows in runs]
+    parts = [max(1, len(rows) // PARTS) for rows in runs]
     first = [rows[:part] for rows, part in zip(runs, parts, strict=True)]
     last = [rows[-part:] for rows, part in zip(runs, parts, strict=True)]
     return fmean(_values(first, key)), fmean(_values(last, key))

@@ -9,7 +9,8 @@ A walk has no end: it is cut at the length that the task asks for.
 
 import json
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,13 @@ class Walk:
         """Without the first node, which the prompt ends in."""
         return " ".join(_words(self.lines)[1:])
 
-    def choices(self) -> dict[str, list[str]]:
-        """Where edges lead to from each node."""
-        found: dict[str, list[str]] = {}
-        for source, target, *_ in self.edges:
-            found.setdefault(source, []).append(target)
-        return found
+    def payload(self, steps: int) -> dict[str, Any]:
+        """What `reward` needs to judge a response of so many lines."""
+        return {"edges": self.edges, "start": self.lines[0][0], "steps": steps}
+
+    def choices(self) -> dict[str, int]:
+        """How many edges lead on from each node."""
+        return Counter(source for source, *_ in self.edges)
 
 
 def draw_walk(
@@ -123,8 +125,8 @@ def load(config: TaskConfig, render: Render) -> Task:
     options = parse_options(WalkOptions, config)
     prompts = []
     for index, walk in enumerate(heldout_and_train(options)):
-        payload = {"edges": walk.edges, "start": walk.lines[0][0], "steps": options.steps}
         ids = render([{"role": "user", "content": walk.prompt()}])
+        payload = walk.payload(options.steps)
         prompts.append(Prompt(f"walk-{index}", config.name, ids, payload))
     return Task(tuple(prompts[options.heldout :]), tuple(prompts[: options.heldout]), reward)
 
@@ -145,8 +147,13 @@ def reward(prompt: Prompt, text: str) -> float:
     A line, between separators, is right if it is an edge of the graph from where the one before
     says to lead.
     """
-    edges = {tuple(edge) for edge in prompt.payload["edges"]}
-    at, steps, right = prompt.payload["start"], prompt.payload["steps"], 0
+    return reward_of(prompt.payload, text)
+
+
+def reward_of(payload: Mapping[str, Any], text: str) -> float:
+    """As `reward`, of a payload."""
+    edges = {tuple(edge) for edge in payload["edges"]}
+    at, steps, right = payload["start"], payload["steps"], 0
     for line in f"{at} {text}".split(SEPARATOR)[:steps]:
         words = line.split()
         right += tuple(words) in edges and words[0] == at
@@ -163,7 +170,7 @@ def make_tokenizer(options: WalkOptions) -> Any:
     words += [f"n{i}" for i in range(options.names)]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, STOP))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=STOP)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=STOP, pad_token=STOP)
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 

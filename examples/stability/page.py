@@ -112,12 +112,12 @@ def _lines(
     yield (
         f"{len(summaries)} ways to roll out, seeds {', '.join(map(str, settings['seeds']))}, from"
         f" one checkpoint. Task: walk through a graph of {task['least_nodes']} to"
-        f" {task['most_nodes']} nodes, {task['degree']} out of each, for {task['steps']} steps;"
-        " the reward is the share of right steps, and the pass rate its mean over held-out graphs."
-        " Model: Qwen3 architecture,"
-        f" {record['parameters'] / 1e6:.1f}M parameters, {last['step']} steps of supervised"
-        f" training in {last['seconds']:.0f} s, expected reward {last['reward']:.3f}; at the"
-        f" first evaluation of the runs {np.mean([run.first for run in runs]):.3f}."
+        f" {task['most_nodes']} nodes (edges from each: {task['degree']}) for {task['steps']}"
+        " steps; the reward is the share of right steps, and the pass rate its mean over held-out"
+        f" graphs. Model: Qwen3 architecture, {record['parameters'] / 1e6:.1f}M parameters,"
+        f" {last['step']} steps of supervised training in {last['seconds']:.0f} s, which ended at a"
+        f" reward of {last['reward']:.3f} by its own measure; at the first evaluation of the runs"
+        f" {np.mean([run.first for run in runs]):.3f}."
     )
     yield ""
     packages = record["packages"]
@@ -133,7 +133,8 @@ def _lines(
     yield (
         "Lines are means over the seeds, bands their range. The tail is the 5th percentile of the"
         " exact acceptance rate over generated tokens; the dashed line is the paper's"
-        f" {PAPER_TAIL}. A run is called collapsed if its last pass rate is clearly below its best"
+        f" {PAPER_TAIL}; the lowest one is a mean over a tenth of a run's steps, in the worst run."
+        " A run is called collapsed if its last pass rate is clearly below its best"
         " and below half of it, learnt or lost if it is clearly above or below the first; clearly"
         " means by two standard errors. An arm keeps up if none of its runs has collapsed or lost,"
         " and its last pass rate is not clearly below that of dense rollouts."
@@ -153,7 +154,8 @@ def _table(summaries: Sequence[ArmSummary]) -> Iterator[str]:
         "last, by seed": lambda s: ", ".join(f"{run.last:.3f}" for run in s.runs),
         "reward, first → last": lambda s: f"{s.rewards[0]:.3f} → {s.rewards[1]:.3f}",
         "length, first → last": lambda s: f"{s.lengths[0]:.0f} → {s.lengths[1]:.0f}",
-        "median tail by bin": lambda s: ", ".join(f"{t:.3f}" for t in s.tails.values()) or "–",
+        "lowest tail by bin": lambda s: _by_bin(s.lowest_tails),
+        "median": lambda s: _by_bin(s.tails),
         "median KL": lambda s: f"{s.kl:.2g}",
         "runs": lambda s: ", ".join(run.outcome for run in s.runs),
     }
@@ -161,6 +163,10 @@ def _table(summaries: Sequence[ArmSummary]) -> Iterator[str]:
     yield f"| --- |{' ---: |' * (len(columns) - 2)} --- |"
     for summary in summaries:
         yield f"| {' | '.join(cell(summary) for cell in columns.values())} |"
+
+
+def _by_bin(tails: Mapping[int, float]) -> str:
+    return ", ".join(f"{tail:.3f}" for tail in tails.values()) or "–"
 
 
 def _distillation(result: Mapping[str, Any]) -> Iterator[str]:

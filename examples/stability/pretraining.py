@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graph_walk import STEP_TOKENS, Walk, draw_walk, heldout_and_train, make_tokenizer
+from graph_walk import (
+    STEP_TOKENS,
+    Walk,
+    draw_walk,
+    heldout_and_train,
+    make_tokenizer,
+    reward_of,
+)
 from study_settings import PretrainSettings, StudySettings
 
 from sparrow_sglang.config import ConfigError
@@ -38,14 +45,6 @@ class Example:
     prompt: list[int]
     response: list[int]
     least_loss: float
-
-
-@dataclass(frozen=True, eq=False)
-class HeldOut:
-    """An example, and the token ids [S, E] among which each of its S steps may choose."""
-
-    example: Example
-    choices: torch.Tensor
 
 
 def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
@@ -107,10 +106,6 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
     """
     options, plan = settings.walk, settings.pretrain
     walks = heldout_and_train(options.model_copy(update={"train": 0}))[: plan.evaluate_walks]
-    heldout = [
-        HeldOut(example, _choices(walk, tokenizer))
-        for walk, example in zip(walks, _examples(walks, tokenizer), strict=True)
-    ]
     draw = random.Random(options.seed + 1)
     optimiser = _optimiser(model, plan)
     nodes, is_task, loss = min(2, options.most_nodes), False, math.nan
@@ -121,7 +116,9 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
         value = _train_on(model, optimiser, batch)
         loss = value if math.isnan(loss) else loss + LOSS_WINDOW * (value - loss)
         due = step % plan.evaluate_every == 0 or step == plan.steps
-        reached = expected_reward(model, heldout) if due and is_task else 0.0
+        reached = 0.0
+        if due and is_task:
+            reached = sampled_reward(model, tokenizer, walks, plan.evaluate_lines)
         grows = loss < plan.grow_below and not is_task
         if due or grows:
             yield {"step": step, "nodes": nodes, "loss": loss, "reward": reached}
@@ -133,23 +130,27 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
 
 
 @torch.no_grad()
-def expected_reward(model: Any, heldout: Sequence[HeldOut]) -> float:
-    """Mean probability that dense decode at temperature 1 gets a line of these walks right.
+def sampled_reward(model: Any, tokenizer: Any, walks: Sequence[Walk], lines: int) -> float:
+    """Mean reward of one response to each of these walks, of its first lines, at temperature 1.
 
-    Without sampling: the product of the probabilities of a line's right tokens, after right lines.
+    Sampled, as a model that knows how to go on from right lines may still not get that far.
     """
-    rewards = []
-    for item in heldout:
-        prompt, response = item.example.prompt, item.example.response
-        scores = _logits(model, torch.tensor([prompt + response]), len(prompt))[0].log_softmax(-1)
-        targets = torch.tensor(response, device=scores.device)
-        right = scores.gather(1, targets[:, None])[:, 0]
-        # The first token is a choice, and then each after as many as a step has.
-        choices = item.choices.to(scores.device)
-        right[::STEP_TOKENS] = scores[::STEP_TOKENS].gather(1, choices).logsumexp(1)
-        # The first line begins in the prompt.
-        lines = torch.nn.functional.pad(right, (1, 0)).view(-1, STEP_TOKENS)
-        rewards.append(lines.sum(1).exp().mean().item())
+    device = next(model.parameters()).device
+    prompts = [walk.prompt() for walk in walks]
+    padded = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to(device)
+    found = model.generate(
+        input_ids=padded.input_ids,
+        attention_mask=padded.attention_mask,
+        max_new_tokens=STEP_TOKENS * lines - 1,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+    )
+    texts = tokenizer.batch_decode(found[:, padded.input_ids.shape[1] :], skip_special_tokens=True)
+    rewards = [
+        reward_of(walk.payload(lines), text) for walk, text in zip(walks, texts, strict=True)
+    ]
     return sum(rewards) / len(rewards)
 
 
@@ -203,17 +204,9 @@ def _examples(walks: Sequence[Walk], tokenizer: Any) -> list[Example]:
     found = []
     for walk, prompt, response in zip(walks, ids[::2], ids[1::2], strict=True):
         choices = walk.choices()
-        least = sum(math.log(len(choices[line[0]])) for line in walk.lines) / len(response)
+        least = sum(math.log(choices[line[0]]) for line in walk.lines) / len(response)
         found.append(Example(prompt, response, least))
     return found
-
-
-def _choices(walk: Walk, tokenizer: Any) -> torch.Tensor:
-    ids = {
-        source: tokenizer.convert_tokens_to_ids(targets)
-        for source, targets in walk.choices().items()
-    }
-    return torch.tensor([ids[line[0]] for line in walk.lines])
 
 
 def _optimiser(model: Any, plan: PretrainSettings) -> torch.optim.AdamW:

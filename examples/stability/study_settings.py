@@ -59,6 +59,8 @@ class PretrainSettings(_Section):
     """Steps between measurements of the reward, once graphs are those of the task."""
     evaluate_walks: PositiveInt
     """Held-out walks that it is measured on."""
+    evaluate_lines: PositiveInt
+    """First lines of each that it is measured on."""
     reward: float = Field(gt=0, lt=1)
     """Of held-out walks. Training ends as soon as it is reached, to leave something to learn."""
 
@@ -124,6 +126,11 @@ class StudySettings(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        lines = self.pretrain.evaluate_lines
+        if lines > self.walk.steps:
+            raise ValueError(
+                f"pretrain.evaluate_lines={lines}: expected at most walk.steps={self.walk.steps}"
+            )
         known = [f"{CALIBRATED}{target}" for target in self.calibration.targets]
         used = {f"arms.{name}.schedule": arm.schedule for name, arm in self.arms.items()}
         used |= {
