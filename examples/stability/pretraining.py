@@ -146,6 +146,7 @@ def sampled_reward(model: Any, tokenizer: Any, walks: Sequence[Walk], lines: int
         temperature=1.0,
         top_k=0,
         top_p=1.0,
+        pad_token_id=tokenizer.pad_token_id,
     )
     texts = tokenizer.batch_decode(found[:, padded.input_ids.shape[1] :], skip_special_tokens=True)
     rewards = [
