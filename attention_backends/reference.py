@@ -81,8 +81,8 @@ def kept_pages(
 ) -> torch.Tensor:
     """The choice of `select_pages` as a mask, bool [B, Hkv, N], without waiting for the device.
 
-    `most_selected` is at least the largest of num_selected. Only so many pages of a row are put in
-    order, as sorting all of them takes a trainer longer than everything else that it does.
+    `most_selected` is at least the largest of num_selected; only so many pages of a row are put in
+    order, as a trainer asks for every position of a sequence.
     """
     rank_key = _rank_key(scores, num_pages, sink_pages, recent_pages)
     best = rank_key.topk(most_selected, dim=-1).values
