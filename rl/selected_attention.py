@@ -65,7 +65,10 @@ def block_mask(
     page_size: int,
     group: int,
 ) -> BlockMask:
-    """The mask of `attend_by_blocks` for `group` query heads per KV head."""
+    """The mask of `attend_by_blocks` for `group` query heads per KV head.
+
+    `page_size` must be a power of two.
+    """
     blocks = -(-length // BLOCK)
     # Two at least, as one would be compiled for by itself.
     words = max(2, -(-length // (page_size * _WORD)))
@@ -80,10 +83,13 @@ def block_mask(
     # A tensor, because the kernel is compiled anew for other numbers.
     offsets = positions[:, 0].contiguous()
 
+    # Shifts, as this runs for every element, and divisions that round down take several operations.
+    to_page, to_word = page_size.bit_length() - 1, _WORD.bit_length() - 1
+
     def reads(sequence: Any, head: Any, row: Any, token: Any) -> Any:
-        page = token // page_size
-        word = packed[sequence, head // group, row, page // _WORD]
-        return (token <= row + offsets[sequence]) & ((word >> (page % _WORD)) & 1 == 1)
+        page = token >> to_page
+        word = packed[sequence, head // group, row, page >> to_word]
+        return (token <= row + offsets[sequence]) & ((word >> (page & (_WORD - 1))) & 1 == 1)
 
     held = torch.cat(touched, dim=2).repeat_interleave(group, 1)
     # Blocks to visit come first, in order.
