@@ -61,7 +61,8 @@ def select_pages(
         [B, Hkv, max(num_selected)] int64, logical pages in ascending order; in a row with fewer
         pages selected the entries behind them are 0 and mean nothing.
     """
-    best_first = _best_first(scores, num_pages, sink_pages, recent_pages)
+    rank_key = _rank_key(scores, num_pages, sink_pages, recent_pages)
+    best_first = rank_key.sort(dim=-1, descending=True, stable=True).indices
     width = int(num_selected.max())
     chosen = best_first[..., :width]
     unused = torch.arange(width, device=scores.device) >= num_selected[:, None]
@@ -91,14 +92,6 @@ def kept_pages(
     above, ties = rank_key > least, rank_key == least
     room = num_selected[:, None, None] - above.sum(-1, keepdim=True)
     return above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= room))
-
-
-def _best_first(
-    scores: torch.Tensor, num_pages: torch.Tensor, sink_pages: int, recent_pages: int
-) -> torch.Tensor:
-    """All logical pages [B, Hkv, N] in the order that they are kept in, those past the end last."""
-    rank_key = _rank_key(scores, num_pages, sink_pages, recent_pages)
-    return rank_key.sort(dim=-1, descending=True, stable=True).indices
 
 
 def _rank_key(

@@ -110,14 +110,9 @@ def _training_lines(run: Run) -> Iterator[list[str]]:
             number(row["step_peak_gib"], 1),
             number(min(row["step_s"]), 2),
             number(row["score_s"], 2),
-            *_adapter_cells(row),
+            number(row["adapter_peak_gib"], 1),
+            number(min(row["adapter_step_s"]), 2),
         ]
-
-
-def _adapter_cells(row: dict[str, Any]) -> list[str]:
-    if "adapter_step_s" not in row:
-        return ["–", "–"]
-    return [number(row["adapter_peak_gib"], 1), number(min(row["adapter_step_s"]), 2)]
 
 
 def _learning_lines(run: Run) -> Iterator[list[str]]:
