@@ -8,6 +8,7 @@ attends to itself only, by full causal attention.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, product, token_logprobs
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.packed_attention import causal_attention, like_lengths
-from sparrow_sglang.rl.sparse_policy import SparseRule, sparse_attention
+from sparrow_sglang.rl.sparse_policy import Selections, SparseRule, sparse_attention
 from sparrow_sglang.schedule import BudgetSchedule
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -261,9 +262,15 @@ class DensePolicy:
                 use_cache=False,
                 sequence_lengths=packed.lengths,
                 sparse_rule=rule,
+                selections=Selections() if self._runs_twice() else None,
             ).last_hidden_state[0]
         hidden = hidden[packed.predictors]
         return hidden.bfloat16() if on_gpu else hidden
+
+    def _runs_twice(self) -> bool:
+        """Whether gradient checkpointing will repeat a forward pass that begins now."""
+        checkpointing: bool = self.model.is_gradient_checkpointing
+        return checkpointing and self.model.training and torch.is_grad_enabled()
 
     def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
         for index, (prompt, response) in enumerate(sequences):
@@ -351,6 +358,7 @@ def _attend_within_sequences(
     *,
     sequence_lengths: Sequence[int],
     sparse_rule: SparseRule | None = None,
+    selections: Selections | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of each sequence to itself over [1, heads, T, head_dim]: causal, or by the rule."""
@@ -369,7 +377,12 @@ def _attend_within_sequences(
             parts.append(causal_attention(query, key, value, run, scaling))
         else:
             prompts = sparse_rule.prompt_lengths[first:last]
-            parts.append(sparse_attention(query, key, value, run, prompts, sparse_rule, scaling))
+            inputs = (query, key, value, run, prompts, sparse_rule, scaling)
+            if selections is None:
+                parts.append(sparse_attention(*inputs))
+            else:
+                once = partial(selections.once, (module.layer_idx, first))
+                parts.append(sparse_attention(*inputs, once))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 

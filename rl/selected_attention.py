@@ -26,21 +26,14 @@ def attend_by_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    selection: Iterator[torch.Tensor],
-    positions: torch.Tensor,
-    page_size: int,
+    mask: BlockMask,
     scaling: float | None,
 ) -> torch.Tensor:
     """Attention of the late positions of S sequences over the pages selected for them.
 
-    `query` is [S, Hq, R, D], `key` and `value` [S, Hkv, T, D]. `positions` [S, R] are those of the
-    queries, in order from each sequence's first; behind its last one they may be anything, and so
-    is what is returned there. `selection` gives bool [S, Hkv, rows, pages], the rows being those
-    of all queries in order, in multiples of BLOCK except for the last. Within its pages a position
-    attends up to itself. Differentiable on a GPU, where the kernel is compiled at the first call.
-    Returns [S, Hq, R, D].
+    `query` is [S, Hq, R, D], `key` and `value` [S, Hkv, T, D], `mask` that of `block_mask`.
+    Differentiable on a GPU, where the kernel is compiled at the first call. Returns [S, Hq, R, D].
     """
-    mask = block_mask(selection, positions, key.shape[2], page_size, query.shape[1] // key.shape[1])
     for tensor in (query, key, value):
         _lengths_vary(tensor, 0, 2)
     attend = _compiled() if query.is_cuda else flex_attention
@@ -65,9 +58,13 @@ def block_mask(
     page_size: int,
     group: int,
 ) -> BlockMask:
-    """The mask of `attend_by_blocks` for `group` query heads per KV head.
+    """The mask of `attend_by_blocks` for `group` query heads per KV head, and T = `length` keys.
 
-    `page_size` must be a power of two.
+    `positions` [S, R] are those of the queries, in order from each sequence's first; behind its
+    last one they may be anything, and so is what is attended to there. `selection` gives bool
+    [S, Hkv, rows, pages], the rows being those of all queries in order, in multiples of BLOCK
+    except for the last. Within its pages a position attends up to itself. `page_size` must be a
+    power of two.
     """
     blocks = -(-length // BLOCK)
     # Two at least, as one would be compiled for by itself.

@@ -6,9 +6,10 @@ prompts and reads the budget's pages for the rest. Pages are selected exactly as
 gradients flow through the attention over the chosen pages only.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 from sparrow_sglang.attention_backends.reference import kept_pages, page_landmarks
 from sparrow_sglang.rl.packed_attention import causal_attention, padding
-from sparrow_sglang.rl.selected_attention import BLOCK, attend_by_blocks
+from sparrow_sglang.rl.selected_attention import BLOCK, attend_by_blocks, block_mask
 from sparrow_sglang.schedule import BudgetSchedule
 
 SCORES_AT_ONCE = 1 << 23
@@ -49,6 +50,23 @@ class SparseRule:
         return known
 
 
+class Selections:
+    """Pages chosen in one forward pass that gradient checkpointing will run a second time."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[Hashable, Any] = {}
+
+    def once(self, place: Hashable, choose: Callable[[], Any]) -> Any:
+        """What `choose` gives at this place of the model; the second time, the same as the first.
+
+        It is forgotten then, as nothing asks a third time.
+        """
+        if place in self._chosen:
+            return self._chosen.pop(place)
+        chosen = self._chosen[place] = choose()
+        return chosen
+
+
 def sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -57,6 +75,7 @@ def sparse_attention(
     prompt_lengths: Sequence[int],
     rule: SparseRule,
     scaling: float | None,
+    once: Callable[[Callable[[], Any]], Any] = lambda choose: choose(),
 ) -> torch.Tensor:
     """Attention of S sequences, the `spans` (first, end) of a pack, as their server has it.
 
@@ -64,6 +83,7 @@ def sparse_attention(
     prompt attend to everything before them; a later position t attends at sequence length t + 1 to
     the pages that the schedule's budget allows then. Returns [1, Hq, n, D], the spans' tokens one
     after the other. Under autocast all is rounded first, landmarks included, as the server's are.
+    `once` is asked for the selection, and may remember what it was.
     """
     device = query.device
     if torch.is_autocast_enabled(device.type):
@@ -84,14 +104,24 @@ def sparse_attention(
     whole = padding(tuple(spans), device)
     rest = padding(tuple((cut, end) for cut, (_, end) in zip(cuts, spans, strict=True)), device)
     rows, keys = rest.pad(query), whole.pad(key)
-    # Of so few rows a mask is small, and a kernel for a single block would be compiled besides.
-    by_rows = device.type == "cpu" or rows.shape[2] <= BLOCK
-    attend = attend_by_rows if by_rows else attend_by_blocks
+    values = whole.pad(value)
+    positions, page_size = padding(late, device).source, rule.schedule.page_size
+    by_rows = _by_rows(rows)
+
+    def choose() -> Any:
+        selection = selected_pages(rows.detach(), keys.detach(), late, rule)
+        if by_rows:
+            return list(selection)
+        group = rows.shape[1] // keys.shape[1]
+        return block_mask(selection, positions, keys.shape[2], page_size, group)
+
     # Scores are fp32 products, which autocast would round.
     with torch.autocast(device.type, enabled=False):
-        selection = selected_pages(rows.detach(), keys.detach(), late, rule)
-        positions, page_size = padding(late, device).source, rule.schedule.page_size
-        out = attend(rows, keys, whole.pad(value), selection, positions, page_size, scaling)
+        chosen = once(choose)
+        if by_rows:
+            out = attend_by_rows(rows, keys, values, chosen, positions, page_size, scaling)
+        else:
+            out = attend_by_blocks(rows, keys, values, chosen, scaling)
     parts = torch.cat([dense, rest.unpad(out)], dim=2)
     return parts.index_select(2, _in_order(late, device))
 
@@ -100,12 +130,15 @@ def attend_by_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    selection: Iterator[torch.Tensor],
+    selection: Iterable[torch.Tensor],
     positions: torch.Tensor,
     page_size: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """`attend_by_blocks` in plain torch; keeps a mask of [S, Hq, R, T] for the backward pass."""
+    """`attend_by_blocks` in plain torch; keeps a mask of [S, Hq, R, T] for the backward pass.
+
+    `selection` and `positions` are as of `block_mask`.
+    """
     group = query.shape[1] // key.shape[1]
     parts, first = [], 0
     # One mask for all positions would cover the half of the tokens that are after them.
@@ -163,6 +196,11 @@ def selected_pages(
             schedule.recent_pages,
         )
         yield kept.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _by_rows(query: torch.Tensor) -> bool:
+    # Of so few rows a mask is small, and a kernel for a single block would be compiled besides.
+    return query.device.type == "cpu" or query.shape[2] <= BLOCK
 
 
 def _rows_at_once(scores_of_row: int) -> int:

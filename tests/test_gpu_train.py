@@ -15,7 +15,7 @@ from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engine import LocalEngine
 from sparrow_sglang.rl.packed_attention import padding
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.selected_attention import attend_by_blocks
+from sparrow_sglang.rl.selected_attention import attend_by_blocks, block_mask
 from sparrow_sglang.rl.sparse_policy import SparseRule, attend_by_rows
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import BudgetSchedule
@@ -38,7 +38,7 @@ SETTINGS = DistillConfig(enabled=True, delivery="lora", lr=1e-3)
 def attend(kernel, tensors, late, dtype):
     """Output and gradients of the late positions (start, end) of sequences, in `dtype`.
 
-    Of the output, those rows that a sequence has.
+    Of the output, those rows that a sequence has. `kernel` computes it from a selection.
     """
     query, key, value, direction = (x.to(dtype, copy=True) for x in tensors)
     inputs = [x.requires_grad_() for x in (query, key, value)]
@@ -51,6 +51,12 @@ def attend(kernel, tensors, late, dtype):
     used = used < torch.tensor([[end - start] for start, end in late], device=out.device)
     out = out * used[:, None, :, None]
     return [out, *torch.autograd.grad((out * direction).sum(), inputs)]
+
+
+def by_blocks(query, key, value, selection, positions, page_size, scaling):
+    group = query.shape[1] // key.shape[1]
+    mask = block_mask(selection, positions, key.shape[2], page_size, group)
+    return attend_by_blocks(query, key, value, mask, scaling)
 
 
 def random_heads(heads: tuple[int, int, int], late: Late) -> list[torch.Tensor]:
@@ -86,7 +92,7 @@ def test_the_compiled_kernel_is_plain_attention_over_the_pages(compile_anew, hea
         tensors = random_heads(heads, late)
         exact = attend(attend_by_rows, tensors, late, torch.float64)
         plain = attend(attend_by_rows, tensors, late, dtype)
-        found = attend(attend_by_blocks, tensors, late, dtype)
+        found = attend(by_blocks, tensors, late, dtype)
         for expected, *others in zip(exact, plain, found, strict=True):
             rows, blocks = (float((x - expected).norm() / expected.norm()) for x in others)
             print(f"{heads} {dtype} {late}: by rows {rows:.1e}, by blocks {blocks:.1e}")
@@ -98,11 +104,11 @@ def test_no_mask_of_positions_by_positions_is_kept_or_made(compile_anew):
     heads, length = (16, 8, 128), 32768
     late = ((600, length),)
     tensors = random_heads(heads, late)
-    attend(attend_by_blocks, tensors, late, torch.bfloat16)
+    attend(by_blocks, tensors, late, torch.bfloat16)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attend(attend_by_blocks, tensors, late, torch.bfloat16)
+    attend(by_blocks, tensors, late, torch.bfloat16)
     peak = torch.cuda.max_memory_allocated() - before
     print(f"{length} positions, {heads} heads: {peak / 2**30:.2f} GiB at the peak")
     # Inputs, output and their gradients take 0.8 GiB; a byte per position, token and head takes 16.

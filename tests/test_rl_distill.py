@@ -11,7 +11,7 @@ from scipy.special import log_softmax
 from test_rl_engine import SERVER_ARGS
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl import distill
+from sparrow_sglang.rl import distill, sparse_policy
 from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig, ModelConfig, OptimiserConfig
@@ -94,6 +94,28 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
     expected, found = untouched.state_dict()["model"], policy.state_dict()["model"]
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert all(map(torch.equal, before, adapter.tensors().values()))
+
+
+def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama, monkeypatch):
+    chosen = []
+    choose = sparse_policy.selected_pages
+    monkeypatch.setattr(
+        sparse_policy, "selected_pages", lambda *args: chosen.append(args) or choose(*args)
+    )
+    adapters = {}
+    for checkpointing in (True, False):
+        model = ModelConfig(path=sharp_llama, gradient_checkpointing=checkpointing)
+        policy = DensePolicy.load(model, OptimiserConfig(), "cpu")
+        torch.manual_seed(0)
+        adapter = SparseAdapter(policy, settings())
+        chosen.clear()
+        # By the second, pages are others: what was chosen for the first has been forgotten.
+        metrics = [adapter.step(SEQUENCES, SCHEDULE) for _ in range(2)]
+        adapters[checkpointing] = (metrics, len(chosen), adapter.tensors())
+    repeated, once = adapters.values()
+    assert repeated[:2] == once[:2]
+    for name, tensor in once[2].items():
+        assert torch.equal(repeated[2][name], tensor)
 
 
 @pytest.mark.parametrize("correction", ["none", "tis", "mask", "sequence"])

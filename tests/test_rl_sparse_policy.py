@@ -11,7 +11,7 @@ from sparrow_sglang.rl import sparse_policy
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.packed_attention import padding
-from sparrow_sglang.rl.selected_attention import BLOCK, attend_by_blocks, block_mask
+from sparrow_sglang.rl.selected_attention import BLOCK, block_mask
 from sparrow_sglang.rl.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -158,7 +158,7 @@ def test_attention_by_blocks_is_attention_by_rows(heads, prompt, length, monkeyp
     tensors, spans, prompts = case(heads, prompt, length)
     arguments = (*tensors, spans, prompts, SparseRule(GROWING, prompts), None)
     expected = sparse_policy.sparse_attention(*arguments)
-    monkeypatch.setattr(sparse_policy, "attend_by_rows", attend_by_blocks)
+    monkeypatch.setattr(sparse_policy, "_by_rows", lambda query: False)
     torch.testing.assert_close(sparse_policy.sparse_attention(*arguments), expected)
 
 
