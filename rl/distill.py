@@ -6,9 +6,11 @@ switched off except inside `SparseAdapter.worn`, and an adapter step leaves the 
 they are (Algorithm 1 of arXiv:2606.08446).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "sparrow"
 """Name of the adapter, in the model and in SGLang's LoRA manager."""
@@ -120,7 +124,8 @@ class SparseAdapter:
     ) -> dict[str, float]:
         """One optimiser step that lowers KL(sparse || dense), a mean over response tokens.
 
-        The dense law is that of the policy's present weights, which the next rollouts will use. The
+        The dense law is that of the policy's present weights, which the next rollouts will use. A
+        gradient that is not finite is logged, and the adapter stays as it is. The
         policy loss of `term` is added with the weight that the settings give it; where that is
         above 0, `term` must be given.
         """
@@ -154,7 +159,11 @@ class SparseAdapter:
                 for name, part in parts.items():
                     totals[name] = totals.get(name, 0.0) + float(part.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(self._params, 1.0))
-        self._optimiser.step()
+        # The run can do without a step of the adapter, but not with weights that are not finite.
+        if isfinite(norm):
+            self._optimiser.step()
+        else:
+            logger.warning("the adapter's gradient norm is %s: no step was taken with it", norm)
         self._optimiser.zero_grad()
         return totals | {"sparrow/distill_grad_norm": norm}
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparrow_sglang.attention_backends.reference import kept_pages, page_landmarks
 from sparrow_sglang.rl.packed_attention import causal_attention, padding
@@ -25,6 +26,14 @@ SCORES_AT_ONCE = 1 << 23
 
 MASK_ROWS = 512
 """Positions that share one mask where attention is computed in plain torch."""
+
+# Not cuDNN, which torch 2.11 takes by default on an H100 or H200: with a mask of some widths its
+# backward pass gives NaN (github.com/pytorch/pytorch/issues/196678).
+_TRUSTED_WITH_MASKS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 @dataclass(frozen=True)
@@ -148,16 +157,17 @@ def attend_by_rows(
         token = torch.arange(end, device=query.device)
         causal = token <= positions[:, None, first:last, None]
         mask = kept.repeat_interleave(page_size, -1)[..., :end] & causal
-        parts.append(
-            F.scaled_dot_product_attention(
-                query[:, :, first:last],
-                key[:, :, :end],
-                value[:, :, :end],
-                attn_mask=mask.repeat_interleave(group, 1),
-                scale=scaling,
-                enable_gqa=group > 1,
+        with sdpa_kernel(_TRUSTED_WITH_MASKS):
+            parts.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, first:last],
+                    key[:, :, :end],
+                    value[:, :, :end],
+                    attn_mask=mask.repeat_interleave(group, 1),
+                    scale=scaling,
+                    enable_gqa=group > 1,
+                )
             )
-        )
         first = last
     return torch.cat(parts, dim=2)
 

@@ -118,6 +118,25 @@ def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama
         assert torch.equal(repeated[2][name], tensor)
 
 
+def test_a_gradient_that_is_not_finite_leaves_the_adapter_as_it_is(
+    sharp_llama, monkeypatch, caplog
+):
+    adapter = SparseAdapter(new_policy(sharp_llama), settings())
+    adapter.step(SEQUENCES, SCHEDULE)
+    before = copy.deepcopy(adapter.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "top_k_kl", lambda sparse, dense, k: (sparse * torch.nan).sum(-1))
+        metrics = adapter.step(SEQUENCES, SCHEDULE)
+    assert not np.isfinite(metrics["sparrow/distill_grad_norm"])
+    assert "gradient norm is nan: no step was taken" in caplog.text
+    for one, other in zip(adapter.state_dict()["params"], before["params"], strict=True):
+        assert torch.equal(one, other)
+    # Nor does anything of it reach the next step.
+    metrics = adapter.step(SEQUENCES, SCHEDULE)
+    assert 0 < metrics["sparrow/distill_grad_norm"] < np.inf
+    assert all(tensor.isfinite().all() for tensor in adapter.state_dict()["params"])
+
+
 @pytest.mark.parametrize("correction", ["none", "tis", "mask", "sequence"])
 def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, correction):
     policy = new_policy(sharp_llama)

@@ -370,6 +370,7 @@ def test_words_follow_from_the_numbers_also_against_the_paper() -> None:
         findings.sentences([findings.summarise(a, [metrics(*c)]) for a, c in cases.items()])
     )
     assert "1 unchanged" in stuck[1] and stuck[2].endswith("in 0 of 1 sparse arms.")
+    assert stuck[3].endswith("collapsed or lost, at lowest tails of: stuck (0.890).")
     # The lower bin counts.
     assert "edge has its lowest tail, 0.850, below 0.86, and kept up" in text[6]
 
@@ -412,7 +413,6 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
         "history": [{"step": 7, "nodes": 16, "loss": 0.1, "reward": 0.333, "seconds": 12.0}],
     }
     (tmp_path / "pretraining.json").write_text(json.dumps(record))
-    (tmp_path / "distillation.json").write_text(json.dumps(DISTILLATION))
     for folder in ("metrics", "schedules"):
         (tmp_path / folder).mkdir()
     BudgetSchedule(
@@ -423,6 +423,9 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
             rows = metrics([0.4, 0.6, 0.8 - 0.5 * seed], tail)
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (tmp_path / "metrics" / f"{arm}-seed{seed}.jsonl").write_text(text)
+    (tmp_path / "distillation.json").write_text(json.dumps(DISTILLATION | {"cost": None}))
+    assert "of a dense update" not in page.write_page(tmp_path).read_text()
+    (tmp_path / "distillation.json").write_text(json.dumps(DISTILLATION))
     text = page.write_page(tmp_path).read_text()
     assert "1.5M parameters, 7 steps" in text and "reward of 0.333" in text
     assert "| small | 0.400 | 0.800, 0.300 |" in text

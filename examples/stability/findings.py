@@ -118,6 +118,16 @@ def sentences(summaries: Sequence[ArmSummary]) -> Iterator[str]:
         " the way, and collapses below. Here the lowest tail on the way tells whether an arm keeps"
         f" up with dense rollouts in {len(sparse) - len(against)} of {len(sparse)} sparse arms."
     )
+    behind = [
+        f"{summary.arm} ({lowest[summary.arm]:.3f})"
+        for summary in sparse
+        if not as_good[summary.arm] and not summary.count("collapsed", "lost")
+    ]
+    if behind:
+        yield (
+            f"Behind dense rollouts, but without a run that collapsed or lost, at lowest tails of:"
+            f" {', '.join(behind)}."
+        )
     for arm in against:
         side = "at or above" if lowest[arm] >= PAPER_TAIL else "below"
         then = "kept up" if as_good[arm] else "did not keep up"

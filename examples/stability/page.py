@@ -172,7 +172,7 @@ def _by_bin(tails: Mapping[int, float]) -> str:
 def _distillation(result: Mapping[str, Any]) -> Iterator[str]:
     """Tails by bin, before and after, of an adapter that no reward has been spent on."""
     (arm,) = result["rows"]
-    tails, cost = arm["tails"][-1], result["cost"]
+    tails = arm["tails"][-1]
     names = {which: result["schedules"][which]["name"] for which in (GIVEN, BOLDER)}
     found = {pair: gains(result["before"][pair[0]], tails[pair[1]]) for pair in PAIRS}
     own = [row for pair in PAIRS[:2] for row in found[pair]]
@@ -182,10 +182,15 @@ def _distillation(result: Mapping[str, Any]) -> Iterator[str]:
         f" fresh graphs is above what it was, outside both 95 % intervals, in"
         f" {sum(row['raised'] for row in own)} of {len(own)} bins of both schedules; under"
         f" {names[BOLDER]} it is at least what {names[GIVEN]} had without the adapter in"
-        f" {sum(row['reached'] for row in found[PAIRS[2]])} of {len(found[PAIRS[2]])}. A step took"
-        f" {cost['adapter_step_s']:.2f} s, {cost['share_of_dense_update']:.0%} of a dense update on"
-        " the same responses."
+        f" {sum(row['reached'] for row in found[PAIRS[2]])} of {len(found[PAIRS[2]])}."
     )
+    # Measured last, and missing in a result that was cut short.
+    if cost := result.get("cost"):
+        yield ""
+        yield (
+            f"A step took {cost['adapter_step_s']:.2f} s, {cost['share_of_dense_update']:.0%} of a"
+            " dense update on the same responses."
+        )
     yield from (
         "",
         "| before → after | positions | tail | tokens |",
