@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from ascii_task import save_model_of_bytes
@@ -9,9 +10,13 @@ from engines import import_for_fork, save_tiny_model
 
 from sparrow_sglang.benchmarks import distill_gain
 from sparrow_sglang.benchmarks.distill_result import gains
+from sparrow_sglang.calibration_choice import choose
+from sparrow_sglang.schedule import load_schedule
+from sparrow_sglang.tail import BinTail
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).parent.parent
 STEPS, RESPONSES, NEW_TOKENS, HELDOUT = 4, 2, 16, 4
 
 
@@ -68,6 +73,39 @@ def test_a_run_measures_both_deliveries(result):
     assert cost["share_of_dense_update"] == pytest.approx(
         cost["adapter_step_s"] / cost["dense_update_s"]
     )
+
+
+def test_the_schedule_to_distil_towards_follows_from_what_was_measured():
+    """By the rule of `sparrow calibrate`, from the tails that a shipped schedule brings along."""
+    given = load_schedule("smollm2-135m-0.75", 16)
+    tails = {
+        int(budget): {
+            row["bin"]: BinTail(
+                row["bin"],
+                row["bin"] * given.bin_tokens,
+                (row["bin"] + 1) * given.bin_tokens,
+                row["tokens"],
+                row["tail"],
+                row["low"],
+                row["high"],
+                mean=0.0,
+                mean_low=None,
+                mean_high=None,
+            )
+            for row in rows
+        }
+        for budget, rows in given.provenance["tails"].items()
+    }
+    bins = len(given.budget_tokens)
+    for target, name in (
+        (0.75, "smollm2-135m-0.75"),
+        (0.65, "benchmarks/schedules/smollm2-135m-0.65.json"),
+    ):
+        choices = choose(tails, target, bins, given.bin_tokens, given.provenance["min_tokens"])
+        path = str(ROOT / name) if name.endswith(".json") else name
+        found = load_schedule(path, 16)
+        assert found.tail_target == target
+        assert found.budget_tokens == tuple(choice.budget for choice in choices)
 
 
 def test_gains_want_intervals_apart():
