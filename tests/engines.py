@@ -6,6 +6,7 @@ no OpenMP threads run in the test process, see conftest.py; engines inherit its 
 is also fastest for models this small.
 """
 
+import gc
 import multiprocessing
 import os
 import pkgutil
@@ -122,6 +123,9 @@ def import_for_fork() -> Any:
         # A forked process cannot use CUDA once its parent has.
         if not torch.cuda.is_available():
             multiprocessing.set_start_method("fork", force=True)
+        # SGLang collects garbage in its processes, and a client that Ray has left behind would wait
+        # for a thread there that was not forked.
+        gc.collect()
 
     engine._set_envs_and_config = then_fork
     return engine
