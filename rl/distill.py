@@ -124,10 +124,10 @@ class SparseAdapter:
     ) -> dict[str, float]:
         """One optimiser step that lowers KL(sparse || dense), a mean over response tokens.
 
-        The dense law is that of the policy's present weights, which the next rollouts will use. A
-        gradient that is not finite is logged, and the adapter stays as it is. The
+        The dense law is that of the policy's present weights, which the next rollouts will use. The
         policy loss of `term` is added with the weight that the settings give it; where that is
-        above 0, `term` must be given.
+        above 0, `term` must be given. A gradient that is not finite is logged, and the adapter
+        stays as it is.
         """
         policy, settings = self._policy, self._settings
         policy.model.train()
