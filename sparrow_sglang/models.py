@@ -71,20 +71,32 @@ def model_problem(path: str, error: Exception) -> str:
 
     transformers takes a path that does not exist for a name on the hub, and finds fault with that.
     """
-    from huggingface_hub.errors import HFValidationError
+    from httpx import TransportError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     if Path(path).is_dir() and not Path(path, "config.json").exists():
         what = "the folder has no config.json"
     elif Path(path).exists():
         what = reason
-    elif isinstance(error, HFValidationError) or isinstance(error.__cause__, HFValidationError):
+    elif _caused_by(error, HFValidationError):
         what = "no such folder"
+    elif _caused_by(error, TransportError, LocalEntryNotFoundError):
+        what = "no such folder, not in the local cache, and the Hugging Face hub cannot be reached"
     else:
         what = f"no such folder, and no such model ({reason})"
     return (
         f"{what}; expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
     )
+
+
+def _caused_by(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    """Whether `error`, or what it was raised from or during, is one of `kinds`."""
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _gguf_file() -> Path:

@@ -18,6 +18,8 @@ from sparrow_sglang.response_lengths import read_lengths
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
 from sparrow_sglang.step_time import MeasuredStep
 
+_HUB_TIMEOUT_S = 10.0
+
 
 class PlanError(ValueError):
     """A plan cannot be made; the message names the option or file and what is allowed."""
@@ -124,13 +126,18 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
 
 def _hub_config(model: str) -> Path:
     """config.json of a Hugging Face model, from the local cache or else from the hub."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    import httpx
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         cached = try_to_load_from_cache(model, "config.json")
-        return Path(cached if isinstance(cached, str) else hf_hub_download(model, "config.json"))
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        if isinstance(cached, str):
+            return Path(cached)
+        # hf_hub_download retries for half a minute before it says that there is no connection.
+        httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+        return Path(hf_hub_download(model, "config.json"))
+    except (HFValidationError, HfHubHTTPError, OSError, httpx.TransportError) as error:
         raise PlanError(f"--model-path {model}: {model_problem(model, error)}") from None
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from sparrow_sglang.cost_model import (
     Hardware,
     ModelShape,
+    StepCosts,
     Workload,
     equal_cost_budget,
     mean_tokens_read,
@@ -22,11 +23,10 @@ from sparrow_sglang.cost_model import (
     rollout_costs,
     step_costs,
 )
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.step_time import MeasuredStep, StepTimeFit, fit_step_time
 
 DEFAULT_LENGTHS = (2048, 4096, 8192, 16384, 32768)
-PAGE_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,48 @@ class Plan:
 def render(plan: Plan) -> str:
     """The plan's tables as text."""
     fits = _fit(plan.measured)
-    parts = [_header(plan), _step_table(plan), _rollout_table(plan, fits), _page_table(plan)]
+    parts = [
+        _headline(plan),
+        _header(plan),
+        _step_table(plan),
+        _rollout_table(plan, fits),
+        _page_table(plan),
+    ]
     if fits is not None:
         parts.append(_measured_table(plan, fits))
     return "\n\n".join(parts)
 
 
+def _headline(plan: Plan) -> str:
+    """One figure, and what it means: the step model over all lengths, or at the longest."""
+    lengths = plan.lengths if plan.expected else plan.lengths[-1:]
+    what = (
+        f"{len(lengths):,} generations of {np.mean(lengths):,.0f} tokens on average"
+        if plan.expected
+        else f"generations of {lengths[0]:,} tokens"
+    )
+    device = plan.hardware.name or f"a device of {plan.hardware.intensity:.0f} FLOPs per byte"
+    gain = _step_model_speedup(plan, lengths)
+    return (
+        f"{plan.model} decodes {gain:.2f}x as fast as dense under {plan.schedule.name}:\n"
+        f"{what}, {plan.batch} at a time on {device}, if every part of a step ran at the device's"
+        " peak rate"
+    )
+
+
 def _header(plan: Plan) -> str:
     shape, schedule, hardware = plan.shape, plan.schedule, plan.hardware
     state = "calibrated" if schedule.calibrated else "not calibrated"
-    device = f"I = {hardware.intensity:.0f} FLOPs per byte"
+    device = f"{hardware.intensity:.0f} FLOPs in the time of reading a byte"
     if hardware.name:
-        device += f" ({hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s bf16, "
-        device += f"{hardware.bytes_per_s / 1e12:.2f} TB/s)"
+        device = (
+            f"{hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s in bf16,"
+            f" {hardware.bytes_per_s / 1e12:.2f} TB/s, {device}"
+        )
     return (
-        f"{plan.model}: {shape.num_layers} layers, {shape.num_q_heads} query and"
-        f" {shape.num_kv_heads} KV heads of {shape.head_dim}, P = {shape.parameters / 1e9:.2f}e9,"
-        f" D = {shape.kv_width:,}\n"
+        f"model: {shape.num_layers} layers, {shape.num_q_heads} query and"
+        f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.parameters / 1e9:.2f} billion"
+        f" parameters, {shape.kv_width:,} KV values per token\n"
         f"schedule {schedule.name} ({state}): {schedule.budget_tokens[0]:,} to"
         f" {schedule.budget_tokens[-1]:,} tokens, pages of {schedule.page_size}\n"
         f"{device}; batch {plan.batch}, prompt {plan.prompt_tokens:,} tokens"
@@ -86,8 +111,8 @@ def _header(plan: Plan) -> str:
 
 def _step_table(plan: Plan) -> str:
     timed = bool(plan.hardware.name)
-    unit = "ms" if timed else "TFLOP (a byte counts I)"
     intensity = plan.hardware.intensity
+    unit = "ms" if timed else f"TFLOP (a byte read counts as {intensity:.0f} FLOPs)"
     scale = plan.batch * (1e3 / plan.hardware.flops_per_s if timed else 1e-12)
     rows = []
     for length in plan.shown:
@@ -118,9 +143,9 @@ def _rollout_table(plan: Plan, fits: tuple[StepTimeFit, StepTimeFit] | None) -> 
     if plan.expected:
         mean = f"mean {np.mean(plan.lengths):,.0f}"
         rows.append([mean, "", "", *_speedup_cells(plan, plan.lengths, fits)])
-    heads = ["generated", "budget", "KV read", "formula", "step model"]
+    heads = ["generated", "budget", "KV read", "paper's formula", "step model"]
     note = (
-        f"formula: as published, {plan.samples} samples share a prompt's KV, weights are free"
+        f"paper's formula: {plan.samples} samples share a prompt's KV, weights are free"
         f" (large batch)\nstep model: weights read once per step of {plan.batch}, layers"
         f" {list(plan.schedule.dense_layers)} dense"
     )
@@ -155,18 +180,30 @@ def _speedup_cells(
         paper += paper_scoring(plan.shape, work, plan.schedule.page_size)
         dense += count * paper_dense(plan.shape, work).eflops(intensity)
         sparse += count * paper.eflops(intensity)
-    costs = [
-        rollout_costs(plan.shape, plan.prompt_tokens, lengths, plan.batch, schedule)
-        for schedule in (None, plan.schedule)
-    ]
-    gains = [dense / sparse, float(costs[0].eflops(intensity) / costs[1].eflops(intensity))]
+    gains = [dense / sparse, _step_model_speedup(plan, lengths)]
     if fits is not None:
+        costs = _step_model_costs(plan, lengths)
         times = [
             fit.rollout_ms(cost, sum(lengths), plan.batch)
             for fit, cost in zip(fits, costs, strict=True)
         ]
         gains.append(times[0] / times[1])
     return [f"{gain:.2f}x" for gain in gains]
+
+
+def _step_model_costs(plan: Plan, lengths: Sequence[int]) -> list[StepCosts]:
+    """Of generations of these lengths, dense and sparse."""
+    return [
+        rollout_costs(plan.shape, plan.prompt_tokens, lengths, plan.batch, schedule)
+        for schedule in (None, plan.schedule)
+    ]
+
+
+def _step_model_speedup(plan: Plan, lengths: Sequence[int]) -> float:
+    dense, sparse = (
+        cost.eflops(plan.hardware.intensity) for cost in _step_model_costs(plan, lengths)
+    )
+    return float(dense / sparse)
 
 
 def _page_table(plan: Plan) -> str:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from sparrow_sglang import cli, doctor
+from sparrow_sglang.models import model_problem
 
 ALLOWED = "expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
 
@@ -35,11 +37,17 @@ def test_serve_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_name_that_the_hub_does_not_have_says_both() -> None:
-    found = problem("--model-path", "nobody/has-this-model")
-    assert found.startswith(
-        "--model-path nobody/has-this-model: no such folder, and no such model ("
+    found = model_problem("nobody/has-this-model", OSError("is not a valid model identifier"))
+    assert found == (
+        f"no such folder, and no such model (is not a valid model identifier); {ALLOWED}"
     )
-    assert found.endswith(ALLOWED)
+
+
+def test_a_hub_that_cannot_be_reached_is_not_called_a_missing_model() -> None:
+    error = OSError("We couldn't connect to the hub")
+    error.__cause__ = LocalEntryNotFoundError("no connection")
+    found = model_problem("nobody/has-this-model", error)
+    assert "the Hugging Face hub cannot be reached" in found and "no such model" not in found
 
 
 def test_a_folder_without_a_config_is_not_called_missing(tmp_path: Path) -> None:
