@@ -17,6 +17,7 @@ from sparrow_sglang import cli
 from sparrow_sglang.schedule import BudgetSchedule
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"
+STUDY = Path(__file__).parents[1] / "examples" / "stability" / "results"
 RUN_STEPS = 12
 
 
@@ -79,6 +80,20 @@ class Page(HTMLParser):
         )
         path = next(attributes["d"] for tag, attributes in tags[at:] if tag == "path")
         return np.array(re.findall(r"[ML] (\S+) (\S+)", path or ""), dtype=float)
+
+    def cells(self, title: str) -> list[tuple[float, float, int | None]]:
+        """Left edge, lower edge (down is more) and brightness of each cell of a heat map; None for
+        a cell that is not filled."""
+        tags = self.charts[title]
+        at = next(i for i, (_, a) in enumerate(tags) if (a.get("id") or "").endswith("-cells"))
+        found = []
+        for tag, attributes in tags[at + 1 :]:
+            if tag != "path":
+                break
+            x, y = map(float, re.findall(r"M (\S+) (\S+)", attributes["d"] or "")[0])
+            fill = re.search(r"fill: #(\w{6})", attributes["style"] or "")
+            found.append((x, y, sum(bytes.fromhex(fill[1])) if fill else None))
+        return found
 
 
 def report(place: Path, out: Path) -> Page:
@@ -207,12 +222,21 @@ def test_a_calibration_says_what_its_schedules_say(
         for index, tail in measured.items():
             span = f"{index * BIN}–{(index + 1) * BIN - 1}"
             assert value(cells[span]) == pytest.approx(tail, abs=6e-5)
+    map_title = "Tail by position and KV budget"
     budgets = sorted(map(int, tails))
-    for series, budget in enumerate(budgets):
-        rows = [row for row in tails[str(budget)] if row["tokens"] >= 100 and row["low"]]
-        data = [((row["bin"] + 0.5) * BIN, row["tail"]) for row in rows]
-        assert len(data) > 1
-        assert is_affine(page.curve("Tail by position and KV budget", series), data), budget
+    measured = {
+        (budgets.index(budget), row["bin"]): row["tail"]
+        for budget in budgets
+        for row in tails[str(budget)]
+        if row["tokens"] >= 100
+    }
+    drawn = page.cells(map_title)
+    columns, rows = (sorted({cell[axis] for cell in drawn}) for axis in (0, 1))
+    shades = {(rows[::-1].index(y), columns.index(x)): s for x, y, s in drawn if s is not None}
+    assert set(shades) == set(measured)
+    ranked = sorted(measured, key=lambda place: measured[place])
+    assert [shades[place] for place in ranked] == sorted(shades.values())
+    assert len(set(shades.values())) > len(shades) // 2
     for series, target in enumerate(TARGETS):
         schedule = BudgetSchedule.from_json(calibration / f"m-{target}.json")
         bins: Any = schedule.provenance["bins"]
@@ -220,6 +244,11 @@ def test_a_calibration_says_what_its_schedules_say(
         assert [value(row["budget"]) for row in shown] == list(schedule.budget_tokens)
         assert [row["basis"] for row in shown] == [row["basis"] for row in bins]
         assert [value(row["tokens"]) for row in shown] == [row["tokens"] for row in bins]
+        path = page.curve(map_title, series)
+        # Through the middle of the row of its budget; cells are named by their lower edges.
+        height = rows[1] - rows[0]
+        row_of_budget = budgets.index(schedule.budget_tokens[0])
+        assert path[0, 1] == pytest.approx(rows[::-1][row_of_budget] - height / 2, abs=0.1)
         levels = page.curve("KV budget by length", series)
         steps = [b for budget in schedule.budget_tokens for b in (budget, budget)]
         edges = [e for i in range(len(steps) // 2) for e in (i * BIN, (i + 1) * BIN)]
@@ -289,6 +318,33 @@ def test_learning_curves_are_means_over_the_seeds_of_a_schedule(tmp_path: Path) 
         assert is_affine(page.curve("Held-out pass rate", series), data)
         fact = page.facts[f"Held-out pass rate, {Path(schedule).name.removesuffix('.json')}"]
         assert fact.split()[0] == f"{data[0][1]:.3g}"
+
+
+def test_runs_by_arm_and_seed_have_learning_curves(tmp_path: Path) -> None:
+    page = report(STUDY, tmp_path / "r.html")
+    arms = sorted({path.name.rpartition("-seed")[0] for path in STUDY.glob("metrics/*.jsonl")})
+    assert len(arms) == 5
+    for series, arm in enumerate(arms):
+        curves = []
+        for path in STUDY.glob(f"metrics/{arm}-seed*.jsonl"):
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            curves.append(
+                {row["step"]: row["eval/pass_rate"] for row in rows if "eval/pass_rate" in row}
+            )
+        data = [(step, np.mean([curve[step] for curve in curves])) for step in curves[0]]
+        assert is_affine(page.curve("Held-out pass rate", series), data), arm
+        assert page.facts[f"Held-out pass rate, {arm}"].endswith(f" {data[-1][1]:.3g}")
+
+
+def test_an_adapters_tails_stand_beside_those_without_it(tmp_path: Path) -> None:
+    path = STUDY / "distillation.json"
+    page = report(path, tmp_path / "r.html")
+    content = json.loads(path.read_text())
+    after = content["rows"][0]["tails"]
+    curves = [content["before"]["given"], *(tails["given"] for tails in after)]
+    for series, bins in enumerate(curves):
+        data = [((b["first_position"] + b["end_position"]) / 2, b["tail"]) for b in bins]
+        assert is_affine(page.curve("Tail under walk-0.86", series), data)
 
 
 def test_a_rollout_shows_both_sides_over_time(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ compared across files, and one for each other result; a result of a kind that ha
 as a table.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,32 @@ class _Rollout(BaseModel):
         return self.schedule or f"{self.backend}, dense"
 
 
+class _BinTail(BaseModel):
+    first_position: int
+    end_position: int
+    tail: float
+    tail_low: float | None
+    tail_high: float | None
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class _AdapterRow(BaseModel):
+    lr: float
+    trained_under: str
+    tails: list[dict[str, Any]] = Field(min_length=1)
+
+
+class _Distillation(BaseModel):
+    """Tails without an adapter, and of each adapter after some steps, by schedule and bin."""
+
+    schedules: dict[str, _Named]
+    before: dict[str, list[_BinTail]]
+    rows: list[_AdapterRow]
+
+
 class _Result(BaseModel):
     """What every result carries."""
 
@@ -93,6 +120,10 @@ def benchmark_sections(results: dict[Path, dict[str, Any]], left_out: list[str])
             elif "curve" in rows[0]:
                 replays = [_Rollout.model_validate(row) for row in rows]
                 others.append(_rollout_section(path, content, replays))
+            elif "before" in content and "tails" in rows[0]:
+                others.append(
+                    _distill_section(path, content, _Distillation.model_validate(content))
+                )
             elif "curves" in rows[0]:
                 learnt = [LearningRun.model_validate(row) for row in rows]
                 title = path.stem.replace("_", " ")
@@ -231,6 +262,43 @@ def _rollout_section(path: Path, content: dict[str, Any], replays: list[_Rollout
         ],
         tables=[_scalar_table("Both sides", content["rows"])],
         settings=[_versions(path, content)],
+    )
+
+
+def _distill_section(path: Path, content: dict[str, Any], result: _Distillation) -> Section:
+    """A chart for each schedule: its tails without adapter, and with each adapter."""
+    figures = []
+    for which, named in result.schedules.items():
+        lines = [_tail_line("without adapter", result.before[which], PALETTE[-1])]
+        for row in result.rows:
+            for tails in row.tails:
+                bins = [_BinTail.model_validate(one) for one in tails[which]]
+                label = f"after {tails['after']['step']} steps, lr {row.lr:g}"
+                lines.append(_tail_line(label, bins, PALETTE[len(lines) - 1]))
+        title = f"Tail under {named.name}"
+        chart = Chart(title, "position (cached tokens)", "acceptance rate, 5th percentile", lines)
+        figures.append(Figure(chart, "With its 95 % confidence band, on held-out prompts."))
+    trained = ", ".join(dict.fromkeys(row.trained_under for row in result.rows))
+    return Section(
+        kind="benchmark",
+        title=path.stem.replace("_", " "),
+        facts=[("device", content["device"]), ("adapter trained under", trained)],
+        figures=figures,
+        settings=[_versions(path, content)],
+    )
+
+
+def _tail_line(label: str, bins: Sequence[_BinTail], colour: str) -> Line:
+    def end(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    return Line(
+        label,
+        [(each.first_position + each.end_position) / 2 for each in bins],
+        [each.tail for each in bins],
+        colour,
+        low=[end(each.tail_low) for each in bins],
+        high=[end(each.tail_high) for each in bins],
     )
 
 

@@ -3,6 +3,7 @@
 In: schedule files with their evidence, and check reports, as `sparrow calibrate` writes them.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ from sparrow_sglang.report.calibration_files import (
     Evidence,
     parse,
 )
-from sparrow_sglang.report.charts import PALETTE, Chart, Line, ramp
+from sparrow_sglang.report.charts import PALETTE, Chart, HeatMap, Line
 from sparrow_sglang.report.page import (
     Figure,
     ReportError,
@@ -93,47 +94,18 @@ def _measured_section(group: Sequence[tuple[BudgetSchedule, Evidence]]) -> Secti
     schedules = [schedule for schedule, _ in group]
     first, evidence = group[0]
     width = first.bin_tokens
-    targets = [
-        (f"target {target:g}", target)
-        for target in sorted({s.tail_target for s in schedules if s.tail_target})
-    ]
-    curves = []
-    for (budget, rows), colour in zip(
-        sorted(evidence.tails.items()), ramp(len(evidence.tails)), strict=True
-    ):
-        filled = [
-            row
-            for row in rows
-            if row.tokens >= evidence.min_tokens and row.low is not None and row.high is not None
-        ]
-        if filled:
-            curves.append(
-                Line(
-                    label=f"{budget:,}",
-                    x=[(row.bin + 0.5) * width for row in filled],
-                    y=[row.tail for row in filled],
-                    colour=colour,
-                    low=[row.low for row in filled if row.low is not None],
-                    high=[row.high for row in filled if row.high is not None],
-                )
-            )
-    tails = Figure(
-        Chart("Tail by position and KV budget", _POSITION_LABEL, _TAIL_LABEL, curves, targets),
-        f"A line per fixed budget, in tokens, with the {first.provenance['confidence']:.0%}"
-        " confidence band, over sparsely decoded tokens."
-        f" Only bins of {evidence.min_tokens:,} tokens or more.",
-    )
+    targets = sorted({s.tail_target for s in schedules if s.tail_target})
     tokens = sum(row.tokens for rows in evidence.tails.values() for row in rows)
     return Section(
         kind="calibration",
         title=f"Calibration of {first.model}",
         facts=[
-            ("targets", ", ".join(f"{target:g}" for _, target in targets)),
+            ("targets", ", ".join(f"{target:g}" for target in targets)),
             ("prompts", str(evidence.settings.get("num_prompts", "–"))),
             ("sparsely decoded tokens", number(tokens)),
             *_share_facts(schedules),
         ],
-        figures=[tails, _budget_figure(schedules)],
+        figures=[_tail_map(schedules, evidence), _budget_figure(schedules)],
         tables=[
             *(_bin_table(f"Bins of {schedule.name}", own.bins, width) for schedule, own in group),
             _tail_table(evidence, width),
@@ -142,6 +114,38 @@ def _measured_section(group: Sequence[tuple[BudgetSchedule, Evidence]]) -> Secti
             Settings("Configuration", flat(evidence.settings)),
             Settings("Versions", provenance(first.provenance)),
         ],
+    )
+
+
+def _tail_map(schedules: Sequence[BudgetSchedule], evidence: Evidence) -> Figure:
+    """Measured tails by position and budget, and which of the budgets each schedule takes."""
+    budgets = sorted(evidence.tails)
+    filled = {
+        budget: {row.bin: row.tail for row in rows if row.tokens >= evidence.min_tokens}
+        for budget, rows in evidence.tails.items()
+    }
+    bins = range(max((bin_ for row in filled.values() for bin_ in row), default=0) + 1)
+    width = schedules[0].bin_tokens
+
+    def chosen(schedule: BudgetSchedule) -> list[float]:
+        wanted = [schedule.kv_budget_tokens(index * width + 1) for index in bins]
+        return [float(budgets.index(each)) if each in budgets else math.nan for each in wanted]
+
+    chart = HeatMap(
+        "Tail by position and KV budget",
+        _POSITION_LABEL,
+        "KV budget, tokens",
+        _TAIL_LABEL,
+        edges=[index * width for index in range(len(bins) + 1)],
+        rows=[f"{budget:,}" for budget in budgets],
+        values=[[filled[budget].get(index, math.nan) for index in bins] for budget in budgets],
+        paths=[(schedule.name, chosen(schedule)) for schedule in schedules],
+    )
+    return Figure(
+        chart,
+        "Measured under fixed budgets, over sparsely decoded tokens; empty where fewer than"
+        f" {evidence.min_tokens:,} tokens were. A line is a schedule; it has a gap where the"
+        " schedule takes a budget that was not measured, such as all there is.",
     )
 
 

@@ -1,7 +1,7 @@
-"""Line charts as SVG inside a page: text stays text, colours follow the page's theme.
+"""Charts as SVG inside a page: text stays text, colours follow the page's theme.
 
-In: a `Chart`, numbers with names. Out: one `<svg>` element, drawn by matplotlib. All charts
-have one width, at which their text can be read on a phone.
+In: a `Chart` of lines or a `HeatMap`, numbers with names. Out: one `<svg>` element, drawn by
+matplotlib. All charts have one width, at which their text can be read on a phone.
 """
 
 import io
@@ -18,12 +18,16 @@ PALETTE = (
     "#3f7fce", "#c4691c", "#2f8f6b", "#8a63c9", "#c9504f", "#2389a3", "#a07a14", "#7b8087",
 )  # fmt: skip
 _RAMP = ("#8a63c9", "#3f7fce", "#2389a3", "#2f8f6b", "#a07a14", "#c4691c", "#c9504f")
+# Not neutral, so that no cell has one of the two colours that follow the theme.
+_SHADES = ("#232830", "#6f7785", "#b4bac6", "#e9ebf0")
 _INK, _RULE = "#101010", "#dddddd"
 _THEME = {_INK: "currentColor", _RULE: "var(--rule)"}
 
 _WIDTH_INCHES, _HEIGHT_INCHES, _LEGEND_ROW_INCHES = 4.5, 2.8, 0.2
 _LEGEND_CHARACTERS = 60
 _MARKED_POINTS = 40
+_HEAT_HEIGHT_INCHES = 3.4
+_MOST_ROW_LABELS = 9
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -84,6 +88,34 @@ class Chart:
     from_zero: bool = False
     top: float | None = None
 
+    @property
+    def labels(self) -> list[str]:
+        """What the legend names, where there is more than one."""
+        return [line.label for line in self.lines] + [label for label, _ in self.targets]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """`values` [rows, N] over N intervals with the N + 1 `edges`; NaN leaves a cell empty.
+
+    `paths` are drawn over it: a label and, for each interval, the row that it goes through, NaN for
+    none.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    value_label: str
+    edges: Sequence[float]
+    rows: Sequence[str]
+    values: Sequence[Sequence[float]]
+    paths: Sequence[tuple[str, Sequence[float]]] = ()
+
+    @property
+    def labels(self) -> list[str]:
+        """What the legend names."""
+        return [label for label, _ in self.paths]
+
 
 def ramp(count: int) -> list[str]:
     """`count` colours for lines that have an order."""
@@ -93,26 +125,59 @@ def ramp(count: int) -> list[str]:
     return [to_hex(colours(i / max(1, count - 1))) for i in range(count)]
 
 
-def draw(chart: Chart, name: str) -> str:
+def draw(chart: Chart | HeatMap, name: str) -> str:
     """The chart as an `<svg>` element. `name` makes its ids differ from other charts' of a page."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    labels = [line.label for line in chart.lines] + [label for label, _ in chart.targets]
+    labels = chart.labels
     longest = max((len(label) for label in labels), default=0)
     columns = max(1, min(6, _LEGEND_CHARACTERS // (longest + 7)))
-    legend_rows = -(-len(labels) // columns) if len(labels) > 1 else 0
-    height = _HEIGHT_INCHES + legend_rows * _LEGEND_ROW_INCHES
+    is_map = isinstance(chart, HeatMap)
+    legend_rows = -(-len(labels) // columns) if len(labels) > 1 or is_map else 0
+    height = _HEAT_HEIGHT_INCHES if is_map else _HEIGHT_INCHES
     text = io.StringIO()
     with rc_context(_STYLE | {"svg.hashsalt": name}):
-        figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
+        size = (_WIDTH_INCHES, height + legend_rows * _LEGEND_ROW_INCHES)
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
-        _plot(axes, chart)
+        if isinstance(chart, HeatMap):
+            _colour(figure, axes, chart)
+        else:
+            _plot(axes, chart)
         if legend_rows:
             handles, shown = axes.get_legend_handles_labels()
             figure.legend(handles, shown, loc="outside lower center", ncols=columns)
         figure.savefig(text, format="svg", metadata={"Date": None})
     return _inline(text.getvalue(), chart, name)
+
+
+def _colour(figure: Any, axes: Any, chart: HeatMap) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    count = len(chart.rows)
+    levels = np.arange(count + 1) - 0.5
+    shades = LinearSegmentedColormap.from_list("shades", _SHADES)
+    values = np.array(chart.values, np.float64)
+    mesh = axes.pcolormesh(chart.edges, levels, values, cmap=shades)
+    mesh.set_gid("cells")
+    bar = figure.colorbar(mesh, ax=axes, label=chart.value_label, ticks=MaxNLocator(5))
+    bar.outline.set_visible(False)
+    # As a picture in the page, which matplotlib makes of it otherwise, it would have to be loaded.
+    bar.solids.set_rasterized(False)
+    bar.solids.set_edgecolor("face")
+    for i, (label, path) in enumerate(chart.paths):
+        axes.stairs(path, chart.edges, baseline=None, label=label).set(
+            gid=f"series-{i}", color=PALETTE[i % len(PALETTE)], linewidth=2.4
+        )
+    every = -(-count // _MOST_ROW_LABELS)
+    axes.set_yticks(range(0, count, every), chart.rows[::every])
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.grid(visible=False)
 
 
 def _plot(axes: Any, chart: Chart) -> None:
@@ -164,7 +229,7 @@ def _plot_line(axes: Any, line: Line, gid: str) -> None:
         axes.fill_between(line.x, low, high, color=line.colour, alpha=0.16, linewidth=0)
 
 
-def _inline(svg: str, chart: Chart, name: str) -> str:
+def _inline(svg: str, chart: Chart | HeatMap, name: str) -> str:
     """matplotlib's document as an element of the page: unique ids, theme colours, a title."""
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):
@@ -181,8 +246,7 @@ def _inline(svg: str, chart: Chart, name: str) -> str:
     title.set("id", f"{name}-title")
     title.text = chart.title
     description.set("id", f"{name}-desc")
-    lines = ", ".join(line.label for line in chart.lines)
-    description.text = f"{chart.y_label} against {chart.x_label}. Lines: {lines}."
+    description.text = f"{chart.y_label} against {chart.x_label}. Lines: {', '.join(chart.labels)}."
     root[:0] = [title, description]
     box = root.attrib["viewBox"]
     root.attrib.clear()

@@ -13,6 +13,7 @@ from typing import Any
 
 from sparrow_sglang.report.benchmark import benchmark_sections
 from sparrow_sglang.report.calibration import check_section, schedule_sections
+from sparrow_sglang.report.learning import arms_section
 from sparrow_sglang.report.page import ReportError, Section, render
 from sparrow_sglang.report.sources import Sources, find_sources
 from sparrow_sglang.report.training import training_section
@@ -75,7 +76,8 @@ def _sections(found: Sources) -> list[Section]:
     """In the order of reading; what is damaged goes to `found.left_out`."""
     runs = (partial(training_section, folder) for folder in found.runs)
     checks = (partial(check_section, path, content) for path, content in found.checks.items())
-    sections = _built(runs, found)
+    arms = (partial(arms_section, folder, files) for folder, files in found.arms.items())
+    sections = _built(runs, found) + _built(arms, found)
     sections += schedule_sections(found.schedules, found.left_out)
     sections += _built(checks, found)
     return sections + benchmark_sections(found.results, found.left_out)

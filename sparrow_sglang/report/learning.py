@@ -1,7 +1,7 @@
 """Section of learning curves: several schedules, each over several seeds.
 
-In: the rows that `benchmarks.learning_curves` writes. Out: one chart per quantity, a line per
-schedule.
+In: the rows that `benchmarks.learning_curves` writes, or the metrics of runs by arm and seed. Out:
+one chart per quantity, a line per schedule or arm.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from pydantic import BaseModel, Field
 
 from sparrow_sglang.report.charts import PALETTE, Chart, Line
 from sparrow_sglang.report.page import Figure, Section, Settings, number
+from sparrow_sglang.report.run_files import json_lines
+from sparrow_sglang.report.sources import SEED_FILE
 
 _SHOWN = {
     "eval/pass_rate": "Held-out pass rate",
@@ -32,6 +34,25 @@ class LearningRun(BaseModel):
     @property
     def label(self) -> str:
         return Path(self.schedule).name.removesuffix(".json")
+
+
+def arms_section(folder: Path, files: Sequence[Path]) -> Section:
+    """Runs whose metrics lie side by side, named by arm and seed. Raises `ReportError`."""
+    runs = []
+    for path in files:
+        named = SEED_FILE.fullmatch(path.name)
+        assert named is not None, "files are chosen by that name"
+        rows = json_lines(path)
+        curves = {
+            metric: [(row["step"], row[metric]) for row in rows if metric in row]
+            for metric in _SHOWN
+        }
+        runs.append(LearningRun(schedule=named[1], seed=int(named[2]), curves=curves))
+    place = folder.resolve()
+    seeds = {run.seed for run in runs}
+    settings = Settings("Files", {"folder": str(folder), "runs": str(len(runs)),
+                                  "seeds": ", ".join(map(str, sorted(seeds)))})  # fmt: skip
+    return learning_section(runs, f"Learning curves of {place.parent.name}/{place.name}", settings)
 
 
 def learning_section(runs: Sequence[LearningRun], title: str, versions: Settings) -> Section:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from sparrow_sglang.report.charts import Chart, draw
+from sparrow_sglang.report.charts import Chart, HeatMap, draw
 
 
 class ReportError(ValueError):
@@ -30,7 +30,7 @@ class Table:
 class Figure:
     """A chart with a sentence below it."""
 
-    chart: Chart
+    chart: Chart | HeatMap
     note: str = ""
 
 

@@ -49,14 +49,14 @@ class RunFiles:
 
 def read_run(folder: Path) -> RunFiles:
     """The run in `folder`. Raises `ReportError` if it has no step yet, or a file is damaged."""
-    rows: list[Row] = _json_lines(folder / METRICS_FILE)
+    rows: list[Row] = json_lines(folder / METRICS_FILE)
     try:
         starts = read_starts(folder / RUN_FILE)
     except ValueError as error:
         raise ReportError(str(error)) from None
     run = RunFiles(
         rows=sorted(rows, key=lambda row: row["step"]),
-        events=_json_lines(folder / EVENTS_FILE),
+        events=json_lines(folder / EVENTS_FILE),
         starts=starts,
         schedule=_newest_state(folder).get("schedule", ""),
     )
@@ -67,7 +67,7 @@ def read_run(folder: Path) -> RunFiles:
     return run
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     """Rows with a step. A killed run may have cut the last one, which is left out."""
     if not path.exists():
         return []

@@ -5,6 +5,7 @@ In: a folder or one file. Out: paths by kind, told apart by their content and no
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,11 @@ from sparrow_sglang.rl.run_log import METRICS_FILE
 
 LOOKED_FOR = (
     f"the {METRICS_FILE} of a training run, schedules and checks of `sparrow calibrate` (*.json),"
-    " results of `sparrow bench` (*.json)"
+    " results of `sparrow bench` (*.json), metrics of runs by arm and seed (ARM-seed0.jsonl, ...)"
 )
+SEED_FILE = re.compile(r"(.+)-seed(\d+)\.jsonl")
+"""Metrics of one run among several: the arm, and the seed."""
+
 # What a run writes for others to read, large and without anything to report.
 _CLOSED_FOLDERS = ("checkpoints", "tensorboard", "wandb")
 
@@ -26,14 +30,15 @@ _CLOSED_FOLDERS = ("checkpoints", "tensorboard", "wandb")
 class Sources:
     """JSON contents by path, and folders of training runs.
 
-    `left_out` are reasons why a file cannot be used; `measuring` folders of calibrations that
-    have not written their schedule there.
+    `arms` are files of `SEED_FILE` by folder, `left_out` reasons why a file cannot be used, and
+    `measuring` folders of calibrations that have not written their schedule there.
     """
 
     schedules: dict[Path, dict[str, Any]] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
     results: dict[Path, dict[str, Any]] = field(default_factory=dict)
     runs: list[Path] = field(default_factory=list)
+    arms: dict[Path, list[Path]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     measuring: list[Path] = field(default_factory=list)
 
@@ -53,7 +58,7 @@ def find_sources(place: Path) -> Sources:
         return found
     for path in _files(place, found):
         _classify(path, found)
-    if not (found.schedules or found.checks or found.results or found.runs):
+    if not (found.schedules or found.checks or found.results or found.runs or found.arms):
         raise ReportError(_nothing_in(place, found))
     return found
 
@@ -84,6 +89,9 @@ def _files(place: Path, found: Sources) -> Iterator[Path]:
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and name not in closed
         )
+        arms = [Path(folder, name) for name in sorted(names) if SEED_FILE.fullmatch(name)]
+        if arms:
+            found.arms[Path(folder)] = arms
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".json"))
 
 
