@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,3 +109,11 @@ def stop(process: "subprocess.Popen[Any]") -> None:
     except ProcessLookupError:
         pass
     process.wait()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -6,7 +6,6 @@ client is `python -m sglang.bench_serving` with random prompts. Each is a proces
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from sparrow_sglang.benchmarks.comparison import (
     require_context,
 )
 from sparrow_sglang.benchmarks.decode_step import PAGE_SIZE
-from sparrow_sglang.benchmarks.server_process import ServerFailed, running_server
+from sparrow_sglang.benchmarks.server_process import ServerFailed, free_port, running_server
 from sparrow_sglang.benchmarks.word_tokenizer import save_word_tokenizer
 from sparrow_sglang.record import provenance, write_result
 
@@ -120,7 +119,7 @@ def run_side(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = prepare_model(compared, folder)
-        port = _free_port()
+        port = free_port()
         url = f"http://127.0.0.1:{port}"
         command = server_command(compared, side, model, port, flags, gpu)
         with running_server(command, url, folder / "server.log"):
@@ -146,13 +145,6 @@ def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
         "throughput_ratio": sparse["output_throughput"] / dense["output_throughput"],
         "tpot_ratio": dense["median_tpot_ms"] / sparse["median_tpot_ms"],
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _parser() -> argparse.ArgumentParser:

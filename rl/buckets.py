@@ -5,7 +5,7 @@ or broadcast and loads as it loads a checkpoint.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,16 @@ BUCKET_BYTES = 512 * 2**20
 """Size from which on a bucket is closed; a larger tensor has one to itself."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Named tensors that can be read more than once: `read` makes them anew each time."""
+
+    read: Callable[[], NamedTensors]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.read())
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +60,19 @@ class Bucket:
         return {"flattened_tensor": self.data, "metadata": metadata}
 
 
-def pack(tensors: NamedTensors, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Copies of all tensors in their order, on their device; one bucket is alive at a time."""
+def pack(
+    tensors: NamedTensors, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """Copies of all tensors in their order, on their device; one bucket is alive at a time.
+
+    Floating-point tensors are rounded to `dtype` if it is given: an engine that computes in it
+    would round them the same way, and those of fp32 are twice as large.
+    """
     waiting: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in tensors:
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
         if waiting and (tensor.dtype != waiting[0][1].dtype or size + tensor.nbytes > bucket_bytes):
             yield _bucket(waiting)
             waiting, size = [], 0

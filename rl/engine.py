@@ -115,6 +115,12 @@ class LocalEngine:
         """The `sglang.Engine`, for what is not done through this interface."""
         return self._engine
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine computes in; weights are rounded to it."""
+        found: torch.dtype = self._manager.model_config.dtype
+        return found
+
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
         """See `RolloutEngine`; raises `RolloutError` on an answer that cannot be trained on."""
         groups = dict(self.stream(prompts, n, sampling))
@@ -143,7 +149,7 @@ class LocalEngine:
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """See `RolloutEngine`; tensors may lie on the CPU or on the engine's device."""
-        self.load(pack(tensors), version)
+        self.load(pack(tensors, self.dtype), version)
 
     def load(self, buckets: Iterator[Bucket], version: str) -> None:
         """Load packed weights.

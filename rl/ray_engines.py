@@ -7,6 +7,7 @@ engine is replaced, brought to the current weights, and its unfinished groups ar
 import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,9 +20,10 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from sparrow_sglang.rl.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.nccl_settings import share_nccl_settings
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
-from sparrow_sglang.rl.weight_broadcast import WeightBroadcast
+from sparrow_sglang.rl.weight_broadcast import BroadcastTimeout, WeightBroadcast
 from sparrow_sglang.schedule import BudgetSchedule
 
 MAX_DEATHS = 3
@@ -32,7 +34,12 @@ START_TIMEOUT_S = 1800.0
 
 Transfer = Literal["object_store", "broadcast"]
 
-_DEATH = (RayActorError, ObjectLostError, EngineDied)
+ANSWER_TIMEOUT_S = 900.0
+"""Time for all engines to do what they are told between rollouts, such as to load weights from the
+object store; one that has not done it is replaced. After a death in a broadcast others may wait in
+NCCL, which ends their processes after ten minutes."""
+
+_DEATH = (RayActorError, ObjectLostError, EngineDied, GetTimeoutError)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +61,14 @@ class _Weights:
 
 
 @dataclass(frozen=True, eq=False)
+class _Latest:
+    """Weights that were broadcast, to be read again for an engine that starts later."""
+
+    version: str
+    tensors: NamedTensors
+
+
+@dataclass(frozen=True, eq=False)
 class _Adapter:
     name: str
     tensors: dict[str, torch.Tensor]
@@ -63,15 +78,22 @@ class _Adapter:
 class _EngineActor:
     """A `LocalEngine` in a process of its own."""
 
-    def __init__(self, model_path: str, schedule: str, server_args: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        schedule: str,
+        server_args: dict[str, Any],
+        environment: Mapping[str, str],
+    ) -> None:
+        os.environ.update(environment)
         _fork_engines_on_cpu()
         arguments = {"enable_memory_saver": False} | server_args
         self._engine = LocalEngine(model_path, schedule, **arguments)
 
-    def ready(self) -> int:
-        """The actor's process id, if the engine serves."""
+    def ready(self) -> tuple[int, torch.dtype]:
+        """The actor's process id, and what the engine computes in, if it serves."""
         self._engine.require_alive()
-        return os.getpid()
+        return os.getpid(), self._engine.dtype
 
     def stream(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling
@@ -140,8 +162,14 @@ class RayEngines:
         self._actors: list[Any] = []
         self._start_args = (model_path, schedule, server_args)
         self._ranks = server_args.get("tp_size", 1) * server_args.get("pp_size", 1)
-        self._broadcast = WeightBroadcast(self._ranks) if transfer == "broadcast" else None
+        self._broadcast: WeightBroadcast | None = None
+        self._environment: dict[str, str] = {}
+        if transfer == "broadcast":
+            self._broadcast = WeightBroadcast(self._ranks)
+            self._environment = share_nccl_settings(server_args)
+        self._dtype: torch.dtype
         self._weights: _Weights | None = None
+        self._latest: _Latest | None = None
         self._adapter: _Adapter | None = None
         self._schedule: BudgetSchedule | None = None
         self._complete = True
@@ -218,27 +246,34 @@ class RayEngines:
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """See `RolloutEngine`; engines that have died meanwhile, or die now, are replaced.
 
-        A copy of the weights stays in Ray's object store, for engines that are replaced later.
+        For engines that are replaced later, Ray's object store keeps a copy; where weights are
+        broadcast, `tensors` are read again instead, and must be the same until the next update. A
+        one-time iterator is read into a list for that.
 
         Raises:
-            EngineDied: as in `stream`.
+            EngineDied: as in `stream`, or an engine does not answer in time.
         """
         self._deaths = 0
         self._complete = False
         # The store then has to hold the weights once only.
-        self._weights = None
-        self._call_all("ready")
-        sent = self._try_broadcast("start")
-        packed = []
-        for bucket in pack(tensors):
-            packed.append(ray.put(_stored(bucket)))
-            sent = sent and self._try_broadcast("send", bucket, version)
-        self._weights = _Weights(version, tuple(packed))
-        if sent:
-            self._call_all("finish_load", version)
-        else:
-            self._call_all("load", self._weights)
+        self._weights = self._latest = None
+        self._call_all("prepare_load" if self._broadcast else "ready")
+        if self._try_broadcast("start"):
+            latest = _Latest(version, list(tensors) if iter(tensors) is tensors else tensors)
+            packed = pack(latest.tensors, self._dtype)
+            if all(self._try_broadcast("send", bucket, version) for bucket in packed):
+                self._latest = latest
+                self._call_all("finish_load", version)
+                self._complete = True
+                return
+            tensors = latest.tensors
+        self._weights = self._put(tensors, version)
+        self._call_all("load", self._weights)
         self._complete = True
+
+    def _put(self, tensors: NamedTensors, version: str) -> _Weights:
+        buckets = tuple(ray.put(_stored(bucket)) for bucket in pack(tensors, self._dtype))
+        return _Weights(version, buckets)
 
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
         """See `RolloutEngine`; a replaced engine gets the adapter too."""
@@ -277,7 +312,7 @@ class RayEngines:
         actor: Any = ray.remote(_EngineActor).options(
             num_cpus=0, num_gpus=self._num_gpus, scheduling_strategy="SPREAD"
         )
-        return actor.remote(model_path, schedule, server_args)
+        return actor.remote(model_path, schedule, server_args, self._environment)
 
     def _try_broadcast(self, step: Literal["start", "send"], *arguments: Any) -> bool:
         """Whether the engines took part; if not, the object store has to do for this update."""
@@ -286,6 +321,9 @@ class RayEngines:
         deaths = self._deaths
         try:
             getattr(self._broadcast, step)(self._actors, *arguments)
+        except BroadcastTimeout:
+            # Engines that wait in NCCL answer nothing any more.
+            raise
         except (RayActorError, RuntimeError):
             self._broadcast.stop(self._actors)
             self._call_all("ready")
@@ -297,9 +335,10 @@ class RayEngines:
     def _call_all(self, method: str, *arguments: Any) -> None:
         """Have every engine do it at the same time; a replaced engine has no need to."""
         calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
         for slot, call in enumerate(calls):
             try:
-                ray.get(call)
+                ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except _DEATH as error:
                 self._replace(slot, error)
 
@@ -322,7 +361,10 @@ class RayEngines:
     def _await_start(self, actor: Any) -> int:
         """The process id of an actor, once its engine has what the others have."""
         try:
-            pid: int = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
+            pid: int
+            pid, self._dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
+            if self._weights is None and self._latest is not None:
+                self._weights = self._put(self._latest.tensors, self._latest.version)
             for method, what in (
                 ("load", self._weights),
                 ("set_adapter", self._adapter),

@@ -16,6 +16,7 @@ from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.distill import SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engine import RolloutEngine, open_engine
 from sparrow_sglang.rl.ladder import Ladder
+from sparrow_sglang.rl.nccl_settings import share_nccl_settings
 from sparrow_sglang.rl.rewards import RewardPool
 from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.run_log import RunLog
@@ -113,6 +114,8 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
     with owned(config.run_dir), Termination() as termination:
         checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
         newest = checkpoints.begin(config, resume)
+        if config.engine.transfer == "broadcast":
+            share_nccl_settings(config.engine.server_args)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(config.model, config.optimiser, device)
         adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None

@@ -13,6 +13,7 @@ import torch
 
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.buckets import Weights
 from sparrow_sglang.rl.config import AlgorithmConfig, TrainConfig
 from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.data_order import prompts_of_step
@@ -106,7 +107,7 @@ def train_step(run: Run, step: int) -> None:
 def sync_actor(run: Run) -> None:
     """Have the engine sample from the policy's weights, with the adapter if there is one."""
     merged = run.adapter is not None and run.config.distill.delivery == "merged"
-    run.load(run.adapter.merged_weights() if merged else run.policy.named_weights())
+    run.load(Weights(run.adapter.merged_weights if merged else run.policy.named_weights))
     run.sync_schedule()
     if run.adapter is not None and not merged:
         run.engine.set_adapter(ADAPTER, run.adapter.tensors(), run.adapter.lora_config())
@@ -178,7 +179,7 @@ def evaluate(run: Run) -> dict[str, float]:
     settings = run.config.evaluation
     sampling = Sampling(run.config.rollout.max_new_tokens, settings.temperature, dense=True)
     prompts = run.setup.heldout[: settings.prompts]
-    run.load(run.policy.named_weights())
+    run.load(Weights(run.policy.named_weights))
     groups = run.engine.generate(prompts, settings.samples_per_prompt, sampling)
     rewards = np.array([group.mean() for group in run.judges.score(groups).rewards])
     lengths = [len(rollout.response_ids) for group in groups for rollout in group.rollouts]

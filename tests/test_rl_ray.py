@@ -5,7 +5,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from multiprocessing import forkserver
+from types import SimpleNamespace
 from unittest import mock
 
 import ascii_task
@@ -19,12 +21,14 @@ from test_rl_engine import ALL, FP32, PROMPTS, SERVER_ARGS, error
 from test_rl_trainer import settings
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl import ray_engines, train
+from sparrow_sglang.rl import ray_engines, train, weight_broadcast
+from sparrow_sglang.rl.buckets import Weights, pack
 from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engine import EngineDied
 from sparrow_sglang.rl.ray_engines import RayEngines
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS
+from sparrow_sglang.rl.weight_broadcast import WeightBroadcast
 
 pytestmark = pytest.mark.engine
 
@@ -187,6 +191,11 @@ def stopped(processes: list[psutil.Process]) -> Iterator[None]:
             process.resume()
 
 
+def bucket_of(model):
+    (bucket,) = pack(model.state_dict().items())
+    return bucket
+
+
 def require_complete(groups, prompts, n: int, sampling: Sampling, version: str) -> None:
     assert [group.prompt for group in groups] == list(prompts)
     for group in groups:
@@ -243,9 +252,10 @@ def test_an_engine_that_dies_during_an_update_is_replaced(engines, model) -> Non
 
     def tensors():
         yield from model.state_dict().items()
-        scheduler.kill()
+        if scheduler.is_running():
+            scheduler.kill()
 
-    engines.update_weights(tensors(), "2")
+    engines.update_weights(Weights(tensors), "2")
     assert engines.pids[0] == before[0] and engines.pids[1] != before[1]
     require_from_both(engines, model, "2")
 
@@ -257,13 +267,72 @@ def test_replaced_engines_take_part_in_the_next_update(engines, changed) -> None
     require_from_both(engines, changed, "3")
 
 
+def test_a_broadcast_leaves_nothing_in_the_object_store(engines, model, monkeypatch) -> None:
+    """Until an engine is replaced, which gets the weights that the others have."""
+    stored = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
+    engines.update_weights(Weights(lambda: model.state_dict().items()), "4")
+    assert not stored
+    before = engines.pids
+    victim = family(before[0])[0]
+    stream = engines.stream(MANY, 2, SAMPLING)
+    first = next(stream)
+    victim.kill()
+    groups = dict([first, *stream])
+    assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
+    require_complete([groups[i] for i in range(len(MANY))], MANY, 2, SAMPLING, "4")
+    assert len(stored) == 1
+    require_from_both(engines, model, "4")
+
+
+def test_weights_travel_in_the_dtype_that_engines_compute_in(engines, changed, monkeypatch) -> None:
+    assert engines._dtype is torch.float32
+    monkeypatch.setattr(engines, "_dtype", torch.bfloat16)
+    sent = []
+    send = WeightBroadcast.send
+    monkeypatch.setattr(
+        WeightBroadcast, "send", lambda *args: sent.append(args[2].dtype) or send(*args)
+    )
+    engines.update_weights(changed.state_dict().items(), "5")
+    assert set(sent) == {torch.bfloat16}
+    rounded = deepcopy(changed)
+    with torch.no_grad():
+        for weight in rounded.parameters():
+            weight.copy_(weight.bfloat16())
+    require_from_both(engines, rounded, "5")
+
+
+def test_an_engine_that_does_not_receive_ends_the_run_with_what_to_check(
+    engines, model, monkeypatch
+) -> None:
+    monkeypatch.setattr(weight_broadcast, "LIMIT_S", 2.0)
+    with stopped(family(engines.pids[1])[:1]):
+        with pytest.raises(EngineDied, match="engines 1 of 2.*NCCL_SOCKET_IFNAME.*object_store"):
+            engines._broadcast.send(engines._actors, bucket_of(model), "6")
+    engines.update_weights(model.state_dict().items(), "6")
+    require_from_both(engines, model, "6")
+
+
+def test_engines_that_do_not_join_end_the_run_with_what_to_check(cluster, monkeypatch) -> None:
+    monkeypatch.setattr(weight_broadcast, "LIMIT_S", 1.0)
+
+    @ray.remote(num_cpus=0)
+    def never() -> None:
+        time.sleep(5)
+
+    actor = SimpleNamespace(join=SimpleNamespace(remote=lambda *_: never.remote()))
+    with pytest.raises(EngineDied, match="joining .* within 1 s, engines 0 of 1 did not"):
+        WeightBroadcast(1).start([actor])
+
+
 def test_after_a_failed_update_nothing_is_sampled_until_a_good_one(engines, model) -> None:
     name, weight = next(iter(model.state_dict().items()))
     with pytest.raises(ZeroDivisionError):
         engines.update_weights(((name, weight * (1 / i)) for i in (1, 0)), "bad")
     with pytest.raises(RuntimeError, match="call update_weights first"):
         engines.generate(PROMPTS, 1, SAMPLING)
-    engines.update_weights(model.state_dict().items(), "4")
+    engines.update_weights(model.state_dict().items(), "7")
     assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) < FP32
 
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from adapted_models import save_adapter, save_model_of_words
 from servers import start_server
-from soak import Load
 
 from sparrow_sglang import push_adapter
+from sparrow_sglang.benchmarks.soak_load import Load, Traffic
 from sparrow_sglang.endpoint import connect
 
 pytestmark = pytest.mark.server
@@ -24,6 +24,17 @@ SECONDS = float(os.environ.get("SPARROW_SOAK_S", "10"))
 WARM_S = 2.0
 GROWTH = 0.05
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+TRAFFIC = Traffic(
+    models=("tiny", "tiny:one"),
+    vocabulary=range(3, 250),
+    prompt_tokens=(160,),
+    shared_tokens=(0, 0, 40, 120),
+    new_tokens=(60,),
+    aborted_tokens=2000,
+    too_long=9000,
+    too_large=100_000,
+    options=(None, {"dense": True}, {"schedule": "fixed-96"}, {"kv_budget_tokens": 48}),
+)
 
 
 def resident_bytes() -> int:
@@ -59,11 +70,10 @@ def test_soak(tmp_path, monkeypatch):
         log_level="critical",
     ) as url:
         push_adapter(url, "one", adapter)
-        models = ["tiny", "tiny:one"]
-        warm = Load(url, models, seed=1)
+        warm = Load(url, TRAFFIC, seed=1)
         asyncio.run(warm.run(CLIENTS, WARM_S))
         before = resident_bytes()
-        load = Load(url, models, seed=2)
+        load = Load(url, TRAFFIC, seed=2)
         asyncio.run(load.run(CLIENTS, SECONDS))
         wait_until_idle(url)
         grown = resident_bytes() / before - 1

@@ -1,18 +1,19 @@
-"""What clients do to a server, good and bad, at random: the load of the soak test."""
+"""What clients do to a server, good and bad, at random: the load of the soak tests.
+
+In: a server's URL and its traffic. Out: requests by kind, and what should not have happened.
+"""
 
 import asyncio
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from adapted_models import words
 
-VOCAB = range(3, 250)
 BAD_VALUES: dict[str, list[Any]] = {
     "custom_params": [
         {"sparrow": {"schedule": "no-such"}},
@@ -31,7 +32,36 @@ BAD_VALUES: dict[str, list[Any]] = {
     "stop_regex": ["("],
     "regex": ["("],
 }
-OPTIONS = [None, {"dense": True}, {"schedule": "fixed-96"}, {"kv_budget_tokens": 48}]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is asked for.
+
+    Attributes:
+        models: names that OpenAI's routes know, adapters among them.
+        vocabulary: token ids of prompts; `too_large` is none of the model's.
+        prompt_tokens: a prompt has up to one of these, after up to as many shared ones as one of
+            `shared_tokens` says.
+        new_tokens: a response has up to one of these.
+        too_long: tokens of a prompt that exceed the context.
+        options: per-request options of ours; None is a request without.
+        aborted_tokens: length of a response that is aborted, if it gets that far.
+        patience_s: a client that leaves or aborts waits for up to so long.
+        timeout_s: within which every answer must come.
+    """
+
+    models: tuple[str, ...]
+    vocabulary: range
+    prompt_tokens: tuple[int, ...]
+    shared_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    aborted_tokens: int
+    too_long: int
+    too_large: int
+    options: tuple[Mapping[str, Any] | None, ...]
+    patience_s: float = 1.0
+    timeout_s: float = 300.0
 
 
 @dataclass
@@ -39,15 +69,19 @@ class Load:
     """Clients of one server; `problems` says what should not have happened."""
 
     url: str
-    models: list[str]
+    traffic: Traffic
     seed: int = 0
+    retractions: int = 0
+    tokens: int = 0
     done: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
     async def run(self, clients: int, seconds: float) -> None:
         """Send requests from `clients` clients at a time for `seconds`."""
         limits = httpx.Limits(max_connections=clients + 50)
-        async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=self.traffic.timeout_s, limits=limits
+        ) as http:
             deadline = time.monotonic() + seconds
             await asyncio.gather(
                 *(
@@ -89,6 +123,11 @@ class Load:
             if route == "/generate"
             else found["usage"]["completion_tokens"]
         )
+        self.tokens += counts
+        if route == "/generate":
+            self.retractions += sum(
+                one["meta_info"].get("num_retractions", 0) for one in _listed(found)
+            )
         if counts != _expected_tokens(route, body):
             wanted = _expected_tokens(route, body)
             self.problems.append(f"{route}: {counts} tokens instead of {wanted}")
@@ -97,10 +136,10 @@ class Load:
         """A request that another one aborts, early or late."""
         rid = f"{draw.getrandbits(64):x}"
         body = self._generate(draw) | {"rid": rid, "stream": False}
-        body["sampling_params"] |= {"max_new_tokens": 2000, "n": 1}
+        body["sampling_params"] |= {"max_new_tokens": self.traffic.aborted_tokens, "n": 1}
         waiting = asyncio.ensure_future(http.post("/generate", json=body))
         while not waiting.done():
-            await asyncio.sleep(draw.random())
+            await asyncio.sleep(self.traffic.patience_s * draw.random())
             await http.post("/abort_request", json={"rid": rid})
         answer = await waiting
         reason = answer.json().get("meta_info", {}).get("finish_reason", {}).get("type")
@@ -111,7 +150,7 @@ class Load:
         """A client that goes away, while it waits or after some events."""
         route, body = self._request(draw)
         body["stream"] = draw.random() < 0.7
-        patience = 0.05 + draw.random()
+        patience = 0.05 + self.traffic.patience_s * draw.random()
         try:
             async with http.stream("POST", route, json=body, timeout=patience) as answer:
                 events = draw.randrange(5)
@@ -150,7 +189,11 @@ class Load:
             else:
                 body |= {"logprobs": 9999 if route == "/v1/completions" else "x"}
             return route, body, name
-        ids = {"empty": [], "long": [5] * 9000, "vocabulary": [5, 100_000]}[name]
+        ids = {
+            "empty": [],
+            "long": [5] * self.traffic.too_long,
+            "vocabulary": [5, self.traffic.too_large],
+        }[name]
         if route == "/v1/chat/completions":
             text = words(ids) if name == "long" else ""
             body["messages"] = [{"role": "user", "content": text}] if name == "long" else []
@@ -162,43 +205,51 @@ class Load:
         kind = draw.randrange(3)
         if kind == 0:
             return "/generate", self._generate(draw)
-        option = draw.choice(OPTIONS)
+        option = draw.choice(self.traffic.options)
         body: dict[str, Any] = {
-            "model": draw.choice(self.models),
-            "max_tokens": draw.randint(1, 60),
+            "model": draw.choice(self.traffic.models),
+            "max_tokens": self._new_tokens(draw),
             "n": draw.choice([1, 1, 2]),
             "stream": draw.random() < 0.5,
             "logprobs": draw.choice([None, 1]) if kind == 1 else draw.random() < 0.5,
         }
         if option is not None:
-            body["custom_params"] = {"sparrow": option | {"report": draw.random() < 0.5}}
-        prompt = _prompt(draw)
+            body["custom_params"] = {"sparrow": {**option, "report": draw.random() < 0.5}}
+        prompt = self._prompt(draw)
         if kind == 1:
             return "/v1/completions", body | {"prompt": prompt}
         return "/v1/chat/completions", body | {
             "messages": [{"role": "user", "content": words(prompt)}]
         }
 
+    def _new_tokens(self, draw: random.Random) -> int:
+        return draw.randint(1, draw.choice(self.traffic.new_tokens))
+
+    def _prompt(self, draw: random.Random) -> list[int]:
+        """Half of the prompts begin as others do, so that the prefix cache is used."""
+        shared = [7] * draw.choice(self.traffic.shared_tokens)
+        own = draw.randint(1, draw.choice(self.traffic.prompt_tokens))
+        return shared + draw.choices(self.traffic.vocabulary, k=own)
+
     def _generate(self, draw: random.Random) -> dict[str, Any]:
-        option = draw.choice(OPTIONS)
+        option = draw.choice(self.traffic.options)
         parameters: dict[str, Any] = {
-            "max_new_tokens": draw.randint(1, 60),
+            "max_new_tokens": self._new_tokens(draw),
             "n": draw.choice([1, 1, 2]),
         }
         if option is not None:
             parameters["custom_params"] = {"sparrow": option}
         return {
-            "input_ids": _prompt(draw),
+            "input_ids": self._prompt(draw),
             "sampling_params": parameters,
             "return_logprob": draw.random() < 0.5,
             "stream": draw.random() < 0.5,
         }
 
 
-def _prompt(draw: random.Random) -> list[int]:
-    """Half of the prompts begin as others do, so that the prefix cache is used."""
-    shared = [7] * draw.choice([0, 0, 40, 120])
-    return shared + draw.choices(VOCAB, k=draw.randint(1, 160))
+def words(ids: list[int]) -> str:
+    """Text that a tokenizer of `save_word_tokenizer` makes these ids of."""
+    return " ".join(f"w{token}" for token in ids)
 
 
 def _listed(answer: Any) -> list[dict[str, Any]]:
