@@ -38,6 +38,9 @@ def check_landmarks(scheduler: "Scheduler") -> None:
     """
     backend: SparrowAttnBackend = scheduler.tp_worker.model_runner.attn_backend
     pages = live_pages(scheduler)
+    if pages.is_cuda:
+        # The last step may still run, on another stream.
+        torch.cuda.synchronize(pages.device)
     for layer_id in backend.landmarks.layer_ids:
         keys = backend.token_to_kv_pool.get_key_buffer(layer_id)
         k_pages = keys.view(-1, backend.schedule.page_size, *keys.shape[1:])[pages]

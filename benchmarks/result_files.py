@@ -25,6 +25,10 @@ _STARTED_AS = {
     "learning_curves.py": "python -m sparrow_sglang.benchmarks.learning_curves",
     "distill_gain.py": "python -m sparrow_sglang.benchmarks.distill_gain",
     "audit_overhead.py": "python -m sparrow_sglang.benchmarks.audit_overhead",
+    "weight_sync.py": "python -m sparrow_sglang.benchmarks.weight_sync",
+    "soak.py": "python -m sparrow_sglang.benchmarks.soak",
+    "sanitize.py": "python -m sparrow_sglang.benchmarks.sanitize",
+    "crash_probes.py": "python -m sparrow_sglang.benchmarks.crash_probes",
 }
 
 

@@ -29,6 +29,7 @@ from sparrow_sglang.benchmarks.command import (
     prepare_out,
     require_cuda,
 )
+from sparrow_sglang.benchmarks.comparison import known_models
 from sparrow_sglang.benchmarks.decode_step import MODELS, PAGE_SIZE
 from sparrow_sglang.benchmarks.server_process import (
     START_S,
@@ -157,7 +158,7 @@ def _state(server: Server) -> dict[str, Any]:
 
 def prepare_model(name: str, folder: Path) -> dict[str, Any]:
     """Write shapes of models/ (or a folder of such) into `folder`, with a tokenizer."""
-    source = MODELS / name if (MODELS / name).is_dir() else Path(name)
+    source = MODELS / name if name in known_models() else Path(name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config))
     save_word_tokenizer(folder, config["vocab_size"])
@@ -308,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for option in ("servers", "clients", "running", "pool_tokens", "longest"):
         if getattr(options, option) < 1:
             parser.error(f"--{option.replace('_', '-')}: expected 1 or more")
-    if (MODELS / options.model).is_dir():
+    if options.model in known_models():
         require_cuda(parser, MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
     exit_on_sigterm()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from sparrow_sglang.benchmarks.command import benchmark_parser, exit_on_sigterm, prepare_out
+from sparrow_sglang.benchmarks.comparison import known_models
 from sparrow_sglang.benchmarks.decode_step import MODELS
 from sparrow_sglang.benchmarks.parallel_runs import toml_lines
 from sparrow_sglang.benchmarks.server_process import free_port, log_end, stop
@@ -80,9 +81,9 @@ def settings(options: argparse.Namespace, model: str, transfer: str, folder: Pat
 
 def prepare_model(name: str, folder: Path) -> str:
     """Path or name of the model to train; shapes of models/ get random weights and a tokenizer."""
-    shapes = MODELS / name
-    if not shapes.is_dir():
+    if name not in known_models():
         return name
+    shapes = MODELS / name
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     target = folder / name
