@@ -33,6 +33,9 @@ BAD_VALUES: dict[str, list[Any]] = {
     "regex": ["("],
 }
 
+CLIENT_CLOSED = 499
+"""SGLang's answer to a request that is aborted while it waits, to be decoded again too."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -142,6 +145,8 @@ class Load:
             await asyncio.sleep(self.traffic.patience_s * draw.random())
             await http.post("/abort_request", json={"rid": rid})
         answer = await waiting
+        if answer.status_code == CLIENT_CLOSED:
+            return
         reason = answer.json().get("meta_info", {}).get("finish_reason", {}).get("type")
         if reason not in ("abort", "length"):
             self.problems.append(f"abort: {answer.status_code} {answer.text[:300]}")
