@@ -87,12 +87,10 @@ def prepare_model(name: str, folder: Path) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     target = folder / name
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(shapes), dtype=torch.bfloat16
-        )
-    model.cpu().save_pretrained(target)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(shapes), dtype=torch.bfloat16
+    )
+    model.save_pretrained(target)
     AutoTokenizer.from_pretrained(embedded_model()).save_pretrained(target)
     return str(target)
 

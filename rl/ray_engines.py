@@ -296,6 +296,8 @@ class RayEngines:
 
     def close(self) -> None:
         """End all engines, and Ray if it was started here."""
+        if self._broadcast:
+            self._broadcast.stop([])
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
