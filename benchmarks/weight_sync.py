@@ -49,7 +49,7 @@ class SyncFailed(RuntimeError):
 
 def settings(options: argparse.Namespace, model: str, transfer: str, folder: Path) -> Any:
     """The run's configuration, as its TOML file has it."""
-    server_args: dict[str, Any] = {"disable_prefill_cuda_graph": True}
+    server_args: dict[str, Any] = {"disable_prefill_cuda_graph": True, "grammar_backend": "none"}
     if torch.cuda.is_available():
         server_args |= {"mem_fraction_static": 0.8, "max_running_requests": 128}
     else:
