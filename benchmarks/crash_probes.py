@@ -50,10 +50,9 @@ class _Decode:
 
         self.num_q_heads = num_q_heads
         total, batch = sum(_LONG_FIRST), len(_LONG_FIRST)
-        ints = {"dtype": torch.int32, "device": "cuda"}
-        self.indptr = torch.zeros(batch + 1, **ints)
-        self.indices = torch.arange(total, **ints)
-        self.last_page = torch.ones(batch, **ints)
+        self.indptr = torch.zeros(batch + 1, dtype=torch.int32, device="cuda")
+        self.indices = torch.arange(total, dtype=torch.int32, device="cuda")
+        self.last_page = torch.ones(batch, dtype=torch.int32, device="cuda")
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
             torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda"),
             "NHD",
@@ -66,7 +65,8 @@ class _Decode:
         )
         torch.manual_seed(0)
         shape = (total, 1, _KV_HEADS, _HEAD_DIM)
-        self.kv = tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        self.keys = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        self.values = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         self.q = torch.randn(batch, num_q_heads, _HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         self.offsets = {
             name: F.pad(
@@ -113,7 +113,7 @@ class _Decode:
         return self.wrapper._int_workspace_buffer[: 2**16].clone()
 
     def run(self) -> torch.Tensor:
-        out: torch.Tensor = self.wrapper.run(self.q, self.kv)
+        out: torch.Tensor = self.wrapper.run(self.q, (self.keys, self.values))
         return out
 
 
@@ -137,7 +137,7 @@ def plan_case(num_q_heads: int, guarded: bool, attend: bool) -> dict[str, Any]:
     with guard:
         decode.plan("long_last")
     torch.cuda.synchronize()
-    result = {
+    result: dict[str, Any] = {
         "first_plan_intact": torch.equal(first, plans["long_first"]),
         "first_plan_is_the_second": torch.equal(first, plans["long_last"]),
         "plans_differ": not torch.equal(plans["long_first"], plans["long_last"]),
@@ -167,8 +167,9 @@ def cudnn_case(backend: str, rows: int, keys: int, shift: float) -> dict[str, An
 
     def gradients(dtype: torch.dtype, backends: list[SDPBackend]) -> list[torch.Tensor]:
         leaves = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in tensors]
+        query, key, value = leaves
         with sdpa_kernel(backends):
-            out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
         out.backward(grad.bfloat16().to(dtype))
         return [leaf.grad.double() for leaf in leaves if leaf.grad is not None]
 
@@ -222,7 +223,8 @@ def logsumexp_case() -> dict[str, Any]:
 
     folder = embedded_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.to(device)
     ids = tokenizer("Once upon a time, in a small town by the sea,", return_tensors="pt").input_ids
     torch.manual_seed(0)
     many = ids.to(device).expand(2, -1)
