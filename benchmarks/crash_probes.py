@@ -8,12 +8,15 @@ Each case is a process of its own, as an illegal memory access ends a CUDA conte
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -192,6 +195,50 @@ def cudnn_case(backend: str, rows: int, keys: int, shift: float) -> dict[str, An
     }
 
 
+def gradients_case(seed: int, batches: int = 25) -> dict[str, Any]:
+    """Gradients of the trainer's sparse attention for random packs: how many are not finite, and
+    their largest error against the same in plain torch."""
+    from sparrow_sglang.rl import sparse_policy
+    from sparrow_sglang.schedule import load_schedule
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    not_finite, worst = 0, 0.0
+    for _ in range(batches):
+        longest = draw.choice([150, 400, 1100])
+        lengths = [draw.randint(longest // 2, longest) for _ in range(draw.randint(1, 4))]
+        ends = list(accumulate(lengths, initial=0))
+        prompts = tuple(draw.randint(1, length - 1) for length in lengths)
+        schedule = load_schedule(f"fixed-{draw.choice([64, 128, 256])}", 16)
+        rule = sparse_policy.SparseRule(schedule, prompts)
+        scale = draw.choice([0.3, 1.0, 3.0])
+        tensors = [
+            (scale * torch.randn(1, heads, ends[-1], 64, device=device)).bfloat16()
+            for heads in (9, 3, 3)
+        ]
+        grad = torch.randn(1, 9, ends[-1], 64, device=device).bfloat16()
+        arguments = (tensors, grad, list(pairwise(ends)), prompts, rule)
+        found = _sparse_gradients(*arguments)
+        with patch.object(sparse_policy, "_by_rows", lambda rows: True):
+            expected = _sparse_gradients(*arguments)
+        for one, other in zip(found, expected, strict=True):
+            not_finite += int((~one.isfinite()).sum())
+            error = (one.float() - other.float()).norm() / other.float().norm()
+            worst = max(worst, float(error))
+    return {"batches": batches, "not_finite": not_finite, "largest_error": worst}
+
+
+def _sparse_gradients(
+    tensors: Sequence[torch.Tensor], grad: torch.Tensor, *arguments: Any
+) -> list[torch.Tensor]:
+    from sparrow_sglang.rl.sparse_policy import sparse_attention
+
+    query, key, value = leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    sparse_attention(query, key, value, *arguments, None).backward(grad)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
 def logsumexp_case() -> dict[str, Any]:
     """The smallest log-sum-exp of attention logits in the embedded model, over its own samples.
 
@@ -258,12 +305,15 @@ def cases() -> Iterator[dict[str, Any]]:
                     "keys": keys,
                     "shift": shift,
                 }
+    for seed in range(4):
+        yield {"probe": "gradients", "seed": seed}
     yield {"probe": "logsumexp"}
 
 
 _PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "plan": plan_case,
     "cudnn": cudnn_case,
+    "gradients": gradients_case,
     "logsumexp": logsumexp_case,
 }
 
