@@ -28,7 +28,7 @@ from sparrow_sglang.models import embedded_model
 from sparrow_sglang.record import provenance, write_result
 
 MEMORY_GB = 8.0
-CASE_S = 240.0
+CASE_S = 60.0
 _SLEEP_CYCLES = 1_500_000_000
 
 # Two batches of the same total length: a plan of one has tiles that lie outside the other's rows.

@@ -148,7 +148,8 @@ class Load:
         if answer.status_code == CLIENT_CLOSED:
             return
         reason = answer.json().get("meta_info", {}).get("finish_reason", {}).get("type")
-        if reason not in ("abort", "length"):
+        # A random model may end its text first.
+        if reason not in ("abort", "length", "stop"):
             self.problems.append(f"abort: {answer.status_code} {answer.text[:300]}")
 
     async def _left(self, http: httpx.AsyncClient, draw: random.Random) -> None:
@@ -189,10 +190,12 @@ class Load:
             key, value = ("lora_path", "none") if route == "/generate" else ("model", "tiny:none")
             return route, body | {key: value}, name
         if name == "top":
+            # More than the vocabulary has.
+            count = self.traffic.too_large
             if route == "/generate":
-                body |= {"return_logprob": True, "top_logprobs_num": 9999}
+                body |= {"return_logprob": True, "top_logprobs_num": count}
             else:
-                body |= {"logprobs": 9999 if route == "/v1/completions" else "x"}
+                body |= {"logprobs": count if route == "/v1/completions" else "x"}
             return route, body, name
         ids = {
             "empty": [],
