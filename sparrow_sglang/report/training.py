@@ -79,7 +79,10 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     alarms = [row["step"] for row in steps if row.get(ALARM)]
     if alarms:
         facts.append(
-            ("ALARM, the policy may be collapsing", f"{len(alarms):,} steps from {alarms[0]:,} on")
+            (
+                "ALARM, the policy may be collapsing",
+                f"{len(alarms):,} steps, the first is {alarms[0]:,}",
+            )
         )
     skipped = sum(row.get("actor/skipped_steps", 0.0) for row in steps)
     if skipped:
