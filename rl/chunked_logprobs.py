@@ -76,7 +76,7 @@ class _Logits(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return (grads[0] / ctx.temperature).to(weight.dtype) @ weight, None, None
+        return (grads[0].to(weight.dtype) @ weight).div_(ctx.temperature), None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):

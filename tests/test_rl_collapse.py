@@ -33,7 +33,7 @@ def test_it_strikes_in_the_studys_collapsed_runs_and_in_no_other(path: Path) -> 
     ]
     alarms = [n for n in range(1, len(known) + 1) if collapse_alarm(known[:n])]
     if path.name.startswith("fixed-64"):
-        assert alarms[0] <= 12
+        assert alarms[0] in (10, 11)
     else:
         assert not alarms
 
