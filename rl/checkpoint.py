@@ -1,11 +1,13 @@
 """Checkpoints: written whole or not at all, and restored to the bit.
 
 A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
-is, `adapter/`, for PEFT and SGLang, if there is one, `training.pt` (optimisers, fp32 weights where
-they are apart, random states) and `state.json` (steps taken, configuration, schedule, metrics of
-the last step). It is written under another name, flushed to the disk and then renamed.
+is, in the dtype that the trainer computes in, `adapter/`, for PEFT and SGLang, if there is one,
+`training.pt` (the exact fp32 weights, optimisers, random states) and `state.json` (steps taken,
+configuration, schedule, metrics of the last step). It is written under another name, flushed to
+the disk and then renamed.
 """
 
+import copy
 import fcntl
 import json
 import os
@@ -20,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TrainConfig
@@ -122,10 +123,10 @@ class Checkpoints:
         self._clean()
         target = self._folder / f"step-{state.step:06d}"
         draft = target.with_name(target.name + _PARTIAL)
-        weights = policy.state_dict()
-        policy.model.save_pretrained(draft / "model", state_dict=weights.pop("model"))
+        training = policy.state_dict()
+        _export(policy, training.pop("model"), draft / "model")
         tokenizer.save_pretrained(draft / "model")
-        training = weights | {"random": _random_states()}
+        training["random"] = _random_states()
         if adapter is not None:
             adapter.save(draft / "adapter")
             training["adapter"] = adapter.state_dict()
@@ -154,8 +155,7 @@ class Checkpoints:
         fields = json.loads((folder / "state.json").read_text("utf-8"))
         # Written by ourselves, and pickled Python objects are among the random states.
         training = torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=policy.model.dtype)
-        policy.load_state_dict(training | {"model": model.state_dict()})
+        policy.load_state_dict(training)
         if adapter is not None:
             adapter.load_state_dict(training["adapter"])
         _set_random_states(training["random"])
@@ -169,6 +169,27 @@ class Checkpoints:
     def _complete(self) -> list[Path]:
         found = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _export(policy: DensePolicy, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write `weights` and their config in the compute dtype.
+
+    In fp32 they would be served in another arithmetic than they were trained in: SGLang serves fp32
+    checkpoints as float16.
+    """
+    dtype = policy.compute_dtype
+    # Tied weights share their memory, by which they are known to be one.
+    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    exported: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        place = value.data_ptr(), value.shape
+        if place not in cast:
+            cast[place] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)
+        exported[name] = cast[place]
+    policy.model.save_pretrained(folder, state_dict=exported)
+    config = copy.deepcopy(policy.model.config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
 
 
 def _check_resumable(folder: Path, config: TrainConfig) -> None:

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens, and their gradient, without logits of all positions at once."""
+"""Log-probs of given tokens, with gradient or entropy, without logits of all positions at once."""
 
 from typing import Any
 
@@ -27,24 +27,56 @@ def token_logprobs(
     return result
 
 
-def logits_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """hidden [n, H] @ weight.T [H, V] in fp32; differentiable in `hidden`, `weight` is constant."""
-    result: torch.Tensor = _Logits.apply(hidden, weight)
+@torch.no_grad()
+def token_logprobs_and_entropies(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_logprobs`, and the entropy in nats of each row's distribution: [n] each, no gradient.
+
+    Takes no more memory: log-probs replace the logits of a chunk in place, and the probabilities
+    are one copy of it, as in the log-sum-exp.
+    """
+    projection = weight.to(hidden.dtype).t()
+    rows = max(1, chunk_elements // weight.shape[0])
+    logprobs, entropies = [], []
+    for part, chosen in zip(hidden.split(rows), tokens.split(rows), strict=True):
+        logits = product(part, projection).div_(temperature)
+        normaliser = logits.logsumexp(1)
+        logprobs.append(logits.gather(1, chosen[:, None]).squeeze(1) - normaliser)
+        logits.sub_(normaliser[:, None])
+        # Where an exp underflows, 0 times a log-prob of at least -1e38 is 0.
+        entropies.append(-logits.exp().mul_(logits).sum(1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """hidden [n, H] @ weight.T [H, V] / temperature in fp32.
+
+    Differentiable in `hidden`; `weight` is constant.
+    """
+    result: torch.Tensor = _Logits.apply(hidden, weight, temperature)
     return result
 
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
         weight = weight.detach().to(hidden.dtype)
         ctx.save_for_backward(weight)
-        return product(hidden, weight.t())
+        ctx.temperature = temperature
+        return product(hidden, weight.t()).div_(temperature)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return grads[0].to(weight.dtype) @ weight, None
+        return (grads[0].to(weight.dtype) @ weight).div_(ctx.temperature), None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):

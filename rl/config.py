@@ -25,9 +25,9 @@ from pydantic import (
 
 from sparrow_sglang.config import ConfigError
 
-_SAMPLED_LAW = (
-    "the sampler records log-probs of the untruncated law at temperature 1, so tokens drawn under"
-    " another law would be corrected by ratios of a law that they do not follow"
+_UNTRUNCATED = (
+    "the sampler records log-probs of the untruncated distribution, so tokens drawn from a"
+    " truncated one would be corrected by ratios of a distribution that they do not follow"
 )
 
 
@@ -53,8 +53,9 @@ class ModelConfig(_Section):
     path: str = "smollm2-135m"
     """Folder or hub name of a transformers checkpoint, or "smollm2-135m", the embedded model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the model's weights and gradients. The optimiser updates fp32 weights either way:
-    these themselves, or a copy in its state. On a GPU both compute in bf16."""
+    """Dtype of the model's weights. The optimiser updates fp32 weights either way: these
+    themselves, or a copy in its state; gradients of micro-batches add up in fp32. On a GPU both
+    compute in bf16, which is the dtype of the engine and of the exported checkpoints then."""
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
     micro_batch_tokens: PositiveInt = 16384
@@ -98,19 +99,20 @@ class RolloutConfig(_Section):
     """Longer prompts are left out of the data."""
     max_new_tokens: PositiveInt = 4096
     """Response length at which sampling stops."""
-    temperature: float = 1.0
-    """Only 1 is accepted."""
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
+    """Of the rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this temperature; the
+    policy's log-probs, the acceptance rates and DistillSparse are computed at the same."""
     top_p: float = 1.0
     """Only 1 is accepted."""
     top_k: int = -1
     """Only -1, no truncation, is accepted."""
 
-    @field_validator("temperature", "top_p", "top_k")
+    @field_validator("top_p", "top_k")
     @classmethod
-    def _sampled_law_is_the_recorded_law(cls, value: float, info: Any) -> float:
+    def _sampled_distribution_is_recorded(cls, value: float, info: Any) -> float:
         expected = cls.model_fields[info.field_name].default
         if value != expected:
-            raise ValueError(f"expected {expected:g}: {_SAMPLED_LAW}")
+            raise ValueError(f"expected {expected:g}: {_UNTRUNCATED}")
         return value
 
 
@@ -138,15 +140,21 @@ class AlgorithmConfig(_Section):
     """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL). False keeps
     the mean only (prime-rl)."""
     correction: Literal["none", "tis", "mask", "sequence"] = "tis"
-    """How the loss makes up for tokens that the sparse actor, not the policy, has drawn."""
+    """How the loss makes up for tokens that the sparse actor, not the policy, has drawn: not at
+    all, by truncated ratios of tokens, by masking tokens, or by the geometric mean of a response's
+    ratios."""
     tis_cap: PositiveFloat = 2.0
     """Upper end of a token's importance ratio under "tis" (slime, verl, SkyRL: 2.0; TRL: 3.0)."""
     mask_low: float = Field(default=0.5, ge=0, lt=1)
     """Under "mask", tokens with a ratio below do not count (verl's IcePop preset: 0.5)."""
     mask_high: float = Field(default=5.0, gt=1)
     """Under "mask", tokens with a ratio above do not count (verl's IcePop preset: 5.0)."""
-    sequence_cap: PositiveFloat = 5.0
-    """Upper end of a response's importance ratio under "sequence" (SkyRL: 5.0)."""
+    sequence_cap: PositiveFloat = 2.0
+    """Upper end of a response's geometric mean of ratios under "sequence" (slime mis_upper_bound,
+    of all its levels: 2.0)."""
+    sequence_veto: float = Field(default=1e-4, ge=0, lt=1)
+    """Under "sequence", a response with a token of a ratio below does not count; 0 for no veto
+    (slime mis_veto_threshold: 1e-4; verl rollout_token_veto_threshold: 1e-4 to 1e-6)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Policy ratios below 1 - clip_low are clipped (Sparrow, slime, DAPO: 0.2)."""
     clip_high: float = Field(default=0.28, gt=0)

@@ -60,11 +60,24 @@ def mask(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmCon
 def sequence(
     log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig
 ) -> Correction:
-    """min(product of a response's ratios, sequence_cap), the same for all of its tokens."""
-    repeats = torch.as_tensor(lengths, device=log_ratio.device)
-    ratio = _ratio(sequence_sums(log_ratio, lengths)).repeat_interleave(repeats)
-    cap = settings.sequence_cap
-    return Correction(ratio.clamp(max=cap).float(), importance_metrics(ratio, 1 / cap, cap))
+    """min(geometric mean of a response's ratios, sequence_cap), the same for all of its tokens.
+
+    The product of the ratios, which is the unbiased weight, vanishes or explodes with the length of
+    a response; the geometric mean is biased and does not (slime's `mis_level: geometric`). A
+    response with a token whose ratio is below sequence_veto weighs 0, as its mean would hide a
+    token that the dense policy cannot have drawn (verl's `rollout_token_veto_threshold`, slime's
+    `mis_veto_threshold`).
+    """
+    counts = torch.as_tensor(lengths, device=log_ratio.device)
+    cap, veto = settings.sequence_cap, settings.sequence_veto
+    ratio = _ratio(sequence_sums(log_ratio, lengths) / counts)
+    # Of exact log-ratios: LOG_RATIO_BOUND would hide the smallest.
+    vetoed = sequence_sums((log_ratio.exp() < veto).double(), lengths) > 0
+    weights = torch.where(vetoed, 0.0, ratio.clamp(max=cap)).repeat_interleave(counts)
+    metrics = importance_metrics(ratio.repeat_interleave(counts), 1 / cap, cap)
+    metrics["sparrow/vetoed_responses"] = float(vetoed.sum())
+    metrics["sparrow/vetoed_fraction"] = float(vetoed.double().mean())
+    return Correction(weights.float(), metrics)
 
 
 CORRECTIONS: dict[str, Correct] = {"none": none, "tis": tis, "mask": mask, "sequence": sequence}

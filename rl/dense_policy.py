@@ -5,11 +5,13 @@ weights for the rollout engines. Sequences are packed into micro-batches without
 attends to itself only, by full causal attention.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparrow_sglang.mismatch import acceptance_rate
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, product, token_logprobs
+from sparrow_sglang.rl.chunked_logprobs import (
+    CHUNK_ELEMENTS,
+    product,
+    token_logprobs,
+    token_logprobs_and_entropies,
+)
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
 from sparrow_sglang.rl.packed_attention import causal_attention, like_lengths
+from sparrow_sglang.rl.packing import Packed, lay_out, pack
 from sparrow_sglang.rl.sparse_policy import Selections, SparseRule, sparse_attention
 from sparrow_sglang.schedule import BudgetSchedule
+
+logger = logging.getLogger(__name__)
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probs [n] with gradient, indices [n] of these tokens among all response tokens of the
@@ -36,41 +46,27 @@ _ATTENTION = "sparrow_packed"
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimiser step: summed loss, gradient norm before clipping, micro-batches."""
+    """Of one optimiser step: summed loss, gradient norm before clipping, micro-batches.
+
+    No step was `taken` if the norm is not finite.
+    """
 
     loss: float
     grad_norm: float
     micro_batches: int
 
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A micro-batch: sequences one after the other, [T].
-
-    `predictors` [n] are the positions whose output predicts the response tokens `targets` [n],
-    which are `where` [n] among those of the whole batch.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    lengths: list[int]
-    prompt_lengths: tuple[int, ...]
-    predictors: torch.Tensor
-    targets: torch.Tensor
-    where: torch.Tensor
-
     @property
-    def response_lengths(self) -> list[int]:
-        """Response tokens of each sequence."""
-        pairs = zip(self.lengths, self.prompt_lengths, strict=True)
-        return [length - prompt for length, prompt in pairs]
+    def taken(self) -> bool:
+        return isfinite(self.grad_norm)
 
 
 class DensePolicy:
     """A transformers causal language model under AdamW with a constant learning rate.
 
     Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU; of
-    weights in bfloat16 the optimiser keeps an fp32 copy that it updates and rounds from.
+    weights in bfloat16 the optimiser keeps an fp32 copy that it updates and rounds from, and the
+    gradients of micro-batches are added up in fp32. `skipped_in_a_row` counts the latest optimiser
+    steps that were not taken because their gradient was not finite.
     """
 
     def __init__(
@@ -103,6 +99,10 @@ class DensePolicy:
             else [nn.Parameter(p.detach().float()) for p in self._params]
         )
         self._optimiser = _adamw(self._masters, optimiser, self.device)
+        self.skipped_in_a_row = 0
+        if self._masters is not self._params:
+            for master, parameter in zip(self._masters, self._params, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
 
     @classmethod
     def load(
@@ -114,6 +114,12 @@ class DensePolicy:
         )
         return cls(model, config, optimiser, device)
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of matrix products, in which the weights are served and exported."""
+        dtype: torch.dtype = self.model.dtype
+        return torch.bfloat16 if self.device.type == "cuda" else dtype
+
     @torch.no_grad()
     def score(
         self,
@@ -123,14 +129,30 @@ class DensePolicy:
     ) -> list[torch.Tensor]:
         """Log-probs of each response's tokens: fp32 [T] per sequence, on the CPU.
 
-        Dense ones, or those of the law that a server with `schedule` samples from.
+        Dense ones, or those of the distribution that a server with `schedule` samples from.
         """
+        return self.score_with_entropy(sequences, temperature, schedule)[0]
+
+    @torch.no_grad()
+    def score_with_entropy(
+        self,
+        sequences: Sequence[TokenSequence],
+        temperature: float = 1.0,
+        schedule: BudgetSchedule | None = None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What `score` gives, and the entropies in nats of the distributions that these tokens were
+        drawn from, at the same temperature: fp32 [T] per sequence, on the CPU."""
         self.model.eval()
-        total = torch.empty(sum(len(response) for _, response in sequences))
+        counts = [len(response) for _, response in sequences]
+        logprobs, entropies = torch.empty(sum(counts)), torch.empty(sum(counts))
         for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
-            total[packed.where.cpu()] = self._logprobs(packed, temperature, rule).cpu()
-        return list(total.split([len(response) for _, response in sequences]))
+            where = packed.where.cpu()
+            part, entropy = token_logprobs_and_entropies(
+                self.hidden(packed, rule), self.head, packed.targets, temperature
+            )
+            logprobs[where], entropies[where] = part.cpu(), entropy.cpu()
+        return list(logprobs.split(counts)), list(entropies.split(counts))
 
     @property
     def head(self) -> torch.Tensor:
@@ -144,11 +166,12 @@ class DensePolicy:
         sequences: Sequence[TokenSequence],
         schedule: BudgetSchedule,
         adapted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        temperature: float = 1.0,
     ) -> list[np.ndarray]:
         """Exact acceptance rates of each response's tokens: float64 [T] per sequence.
 
-        Both laws come from this model at temperature 1: the dense one, and the one that a server
-        with `schedule` samples from. `adapted` is open while the latter is computed.
+        Both distributions come from this model at `temperature`: the dense one, and the one that a
+        server with `schedule` samples from. `adapted` is open while the latter is computed.
         """
         self.model.eval()
         rates = torch.empty(sum(len(response) for _, response in sequences))
@@ -156,7 +179,7 @@ class DensePolicy:
             rule = SparseRule(schedule, packed.prompt_lengths)
             with adapted():
                 sparse = self.hidden(packed, rule)
-            alpha = acceptance_between(sparse, self.hidden(packed), self.head)
+            alpha = acceptance_between(sparse, self.hidden(packed), self.head, temperature)
             rates[packed.where.cpu()] = alpha.cpu()
         counts = [len(response) for _, response in sequences]
         return [part.double().numpy() for part in rates.split(counts)]
@@ -166,14 +189,16 @@ class DensePolicy:
     ) -> StepResult:
         """Gradient of the summed micro-batch losses, clipped, then one optimiser step.
 
-        Raises `FloatingPointError`, without a step, if the gradient is not finite.
+        A gradient that is not finite is logged, and weights and optimiser stay as they are.
         """
         self.model.train()
         # A loss that raised in an earlier call has left its gradients behind.
         self.model.zero_grad()
+        self._optimiser.zero_grad()
         total, count = 0.0, 0
         for packed in self.micro_batches(sequences):
-            part = loss(self._logprobs(packed, temperature), packed.where)
+            logprobs = token_logprobs(self.hidden(packed), self.head, packed.targets, temperature)
+            part = loss(logprobs, packed.where)
             part.backward()
             total, count = total + float(part.detach()), count + 1
         return StepResult(total, self._step(), count)
@@ -200,57 +225,49 @@ class DensePolicy:
                 parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, fp32 weights where they are apart, and optimiser."""
-        apart = self._masters is not self._params
+        """Model, the fp32 weights that the optimiser updates, optimiser, and the model's dtype."""
         return {
             "model": {
                 _own_name(name): value
                 for name, value in self.model.state_dict().items()
                 if not _is_adapters(name)
             },
-            "masters": [master.detach() for master in self._masters] if apart else None,
+            "masters": [master.detach() for master in self._masters],
             "optimiser": self._optimiser.state_dict(),
+            "dtype": str(self.model.dtype),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; raises `ValueError` if `dtype` was another then."""
-        if (state["masters"] is None) != (self._masters is self._params):
+        """Take over what `state_dict` gave, for which "model" is not needed: its weights are the
+        fp32 ones, rounded. Raises `ValueError` if `dtype` was another then."""
+        if state["dtype"] != str(self.model.dtype):
             raise ValueError(
                 f"the checkpoint was written with another model.dtype than {self.model.dtype}:"
                 " set it back, or start without --resume"
             )
-        own = [name for name in self.model.state_dict() if not _is_adapters(name)]
-        weights = {name: state["model"][_own_name(name)] for name in own}
-        self.model.load_state_dict(weights, strict=False)
         with torch.no_grad():
-            for master, saved in zip(self._masters, state["masters"] or [], strict=False):
+            for master, saved in zip(self._masters, state["masters"], strict=True):
                 master.copy_(saved)
+        self._round_masters()
         self._optimiser.load_state_dict(state["optimiser"])
 
     def _step(self) -> float:
-        if self._masters is not self._params:
-            for master, parameter in zip(self._masters, self._params, strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._grad_clip))
-        if not np.isfinite(norm):
-            self._optimiser.zero_grad()
-            raise FloatingPointError(
-                f"the gradient norm is {norm}: no step was taken; look for log-probs, advantages or"
-                " weights that are not finite, or lower optimiser.lr"
-            )
-        self._optimiser.step()
+        if isfinite(norm):
+            self._optimiser.step()
+            self._round_masters()
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped_in_a_row += 1
+            logger.warning("the policy's gradient norm is %s: no step was taken with it", norm)
         self._optimiser.zero_grad()
-        if self._masters is not self._params:
-            with torch.no_grad():
-                for master, parameter in zip(self._masters, self._params, strict=True):
-                    parameter.copy_(master)
         return norm
 
-    def _logprobs(
-        self, packed: Packed, temperature: float, rule: SparseRule | None = None
-    ) -> torch.Tensor:
-        return token_logprobs(self.hidden(packed, rule), self.head, packed.targets, temperature)
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        if self._masters is not self._params:
+            for master, parameter in zip(self._masters, self._params, strict=True):
+                parameter.copy_(master)
 
     def hidden(self, packed: Packed, rule: SparseRule | None = None) -> torch.Tensor:
         """Last hidden states that predict the targets: [n, H]; by full attention or by `rule`."""
@@ -284,68 +301,23 @@ class DensePolicy:
         for members in pack(lengths, self._micro_batch_tokens):
             chosen = [sequences[i] for i in members]
             where = [np.arange(starts[i], starts[i + 1]) for i in members]
-            yield _lay_out(chosen, np.concatenate(where), self.device)
+            yield lay_out(chosen, np.concatenate(where), self.device)
 
 
 def acceptance_between(
-    sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor
+    sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Exact acceptance rates, fp32 [n], of the laws that last hidden states [n, H] project to.
+    """Exact acceptance rates, fp32 [n], of the distributions that last hidden states [n, H] give.
 
     `head` is the vocabulary projection of both, [V, H]; its products are taken in chunks.
     """
     projection = head.to(dense.dtype).t()
     rows = max(1, CHUNK_ELEMENTS // head.shape[0])
     parts = [
-        acceptance_rate(product(left, projection), product(right, projection))
+        acceptance_rate(product(left, projection), product(right, projection), temperature)
         for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
     ]
     return torch.cat(parts)
-
-
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of sequences that share a micro-batch of at most `capacity` tokens.
-
-    First fit, longest first, which needs at most 11/9 of the fewest micro-batches; a sequence
-    longer than `capacity` is alone in its own.
-    """
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fit = next((k for k, left in enumerate(room) if left >= lengths[index]), None)
-        if fit is None:
-            packs.append([index])
-            room.append(capacity - lengths[index])
-        else:
-            packs[fit].append(index)
-            room[fit] -= lengths[index]
-    return packs
-
-
-def _lay_out(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device) -> Packed:
-    tokens = np.concatenate([[*prompt, *response] for prompt, response in sequences])
-    lengths = [len(prompt) + len(response) for prompt, response in sequences]
-    ends = np.cumsum(lengths)
-    answers = np.concatenate(
-        [
-            np.arange(end - len(response), end)
-            for end, (_, response) in zip(ends, sequences, strict=True)
-        ]
-    )
-    positions = np.concatenate([np.arange(length) for length in lengths])
-
-    def place(values: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.int64, device=device)
-
-    return Packed(
-        place(tokens),
-        place(positions),
-        lengths,
-        tuple(len(prompt) for prompt, _ in sequences),
-        place(answers - 1),
-        place(tokens[answers]),
-        place(where),
-    )
 
 
 def _attend_within_sequences(
@@ -387,6 +359,20 @@ def _attend_within_sequences(
 
 
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend_within_sequences)
+
+
+def _add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
+    """Move the gradient of a micro-batch into the fp32 sum of `master`.
+
+    Summed in bf16, whose 8 bits hold no addend below a 256th of the sum, many micro-batches would
+    lose most of their share.
+    """
+    assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def _is_adapters(name: str) -> bool:

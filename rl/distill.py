@@ -121,13 +121,14 @@ class SparseAdapter:
         sequences: Sequence[TokenSequence],
         schedule: BudgetSchedule,
         term: PolicyTerm | None = None,
+        temperature: float = 1.0,
     ) -> dict[str, float]:
         """One optimiser step that lowers KL(sparse || dense), a mean over response tokens.
 
-        The dense law is that of the policy's present weights, which the next rollouts will use. The
-        policy loss of `term` is added with the weight that the settings give it; where that is
-        above 0, `term` must be given. A gradient that is not finite is logged, and the adapter
-        stays as it is.
+        Both distributions are those at `temperature`, the dense one that of the policy's present
+        weights, which the next rollouts will use. The policy loss of `term` is added with the
+        weight that the settings give it; where that is above 0, `term` must be given. A gradient
+        that is not finite is logged, and the adapter stays as it is.
         """
         policy, settings = self._policy, self._settings
         policy.model.train()
@@ -145,13 +146,15 @@ class SparseAdapter:
                 with self.worn():
                     sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
                     parts = {
-                        "sparrow/distill_kl": _summed(divergence, sparse, dense, policy.head)
+                        "sparrow/distill_kl": _summed(
+                            divergence, sparse, dense, policy.head, temperature
+                        )
                         / tokens
                     }
                     loss = parts["sparrow/distill_kl"]
                     if settings.policy_loss:
                         assert term is not None, "a policy loss needs advantages"
-                        logprobs = token_logprobs(sparse, policy.head, packed.targets)
+                        logprobs = token_logprobs(sparse, policy.head, packed.targets, temperature)
                         part = term.loss(logprobs, packed.where, packed.response_lengths)
                         parts["sparrow/distill_pg_loss"] = part
                         loss = loss + settings.policy_loss * part
@@ -262,11 +265,14 @@ def _summed(
     sparse: torch.Tensor,
     dense: torch.Tensor,
     head: torch.Tensor,
+    temperature: float,
 ) -> torch.Tensor:
     """Sum over rows, in chunks whose logits are computed anew in the backward pass."""
 
     def part(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return divergence(logits_of(left, head), logits_of(right, head)).sum()
+        return divergence(
+            logits_of(left, head, temperature), logits_of(right, head, temperature)
+        ).sum()
 
     rows = max(1, CHUNK_ELEMENTS // head.shape[0])
     parts: list[torch.Tensor] = [

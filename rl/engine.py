@@ -347,8 +347,9 @@ class LocalEngine:
 def _engine_args(model_path: str, schedule: str) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "model_path": model_path,
-        # In plain torch, 32-bit arithmetic is the fast path of most CPUs.
-        "dtype": "auto" if torch.cuda.is_available() else "float32",
+        # What the policy computes in: "auto" is float16 for a checkpoint in float32. In plain
+        # torch, 32-bit arithmetic is the fast path of most CPUs.
+        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         "log_level": "error",
         "enable_memory_saver": torch.cuda.is_available(),
         "custom_sigquit_handler": _raise_engine_died,

@@ -36,7 +36,9 @@ def mismatch_metrics(
     `log_ppl_diff` is a response's mean of log p_rollout - log p_dense, averaged over responses;
     `chi2_token` is the mean squared ratio - 1, `chi2_seq` the same of whole responses.
     `sparrow/ratio_p05` is the 5th percentile of min(1, p_dense / p_rollout): it lies far below the
-    tail percentile of the acceptance rate and must not be compared with it.
+    tail percentile of the acceptance rate and must not be compared with it. `sparrow/ess_token` and
+    `sparrow/ess_response` are the effective sample sizes of the tokens' ratios and of the products
+    of the responses' ratios, neither of them cut.
     """
     counts = torch.as_tensor(lengths, device=dense.device)
     log_ratio = dense - rollout
@@ -68,13 +70,26 @@ def mismatch_metrics(
         "training/rollout_probs_diff_max": float(probs.max()),
         "sparrow/accept_mean_estimate": sampled.mean,
         "sparrow/ratio_p05": tail_percentile(accepted),
+        "sparrow/ess_token": effective_sample_share(log_ratio),
+        "sparrow/ess_response": effective_sample_share(sequence_sums(log_ratio, lengths)),
     }
+
+
+def effective_sample_share(log_ratio: torch.Tensor) -> float:
+    """Kish's effective sample size of the weights exp(log_ratio) [N] as a share of N.
+
+    (sum w)^2 / (N sum w^2): 1 for equal weights, 1 / N if a single one outweighs all others.
+    Computed from logarithms, so that no weight overflows.
+    """
+    first, second = log_ratio.logsumexp(0), (2 * log_ratio).logsumexp(0)
+    return float((2 * first - second).exp()) / len(log_ratio)
 
 
 def importance_metrics(ratio: torch.Tensor, low: float, high: float) -> dict[str, float]:
     """Distribution of the importance ratios [N] before truncation.
 
-    `std` and `eff_sample_size` (a share: 1 for equal ratios) are of ratios cut to [low, high].
+    `std` and `eff_sample_size` (a share: 1 for equal ratios) are of ratios cut to [low, high], as
+    verl defines them; a cut hides the ratios that make a sample small, which `sparrow/ess_*` show.
     """
     cut = ratio.clamp(low, high)
     mean = cut.mean()

@@ -24,8 +24,9 @@ class RolloutError(RuntimeError):
 class Sampling:
     """How responses are drawn: from the whole vocabulary, without penalties.
 
-    `temperature` is 1 for whatever is trained on; 0 is greedy. `dense` reads all of the KV cache
-    whatever the engine's schedule says, as in evaluation. `adapter` names a loaded LoRA adapter.
+    Log-probs are recorded at `temperature`; 0 is greedy, nothing to train on. `dense` reads all of
+    the KV cache whatever the engine's schedule says, as in evaluation. `adapter` names a loaded
+    LoRA adapter.
     """
 
     max_new_tokens: int

@@ -134,7 +134,10 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
                 log.say(f"{setup.left_out} prompts are longer than {limit} tokens and left out")
             log.show("starting the engine")
             # Another seed after each resume, or the engine would draw the same numbers again.
-            arguments = {"random_seed": config.seed + taken} | lora_arguments(config.distill)
+            arguments = {
+                "random_seed": config.seed + taken,
+                "dtype": str(policy.compute_dtype).removeprefix("torch."),
+            } | lora_arguments(config.distill)
             engine = open_engine(setup.engine, setup.model_path, arguments)
             with closing(engine):
                 run = Run(

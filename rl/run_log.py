@@ -11,6 +11,7 @@ from typing import Any
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.progress import progress_bar
+from sparrow_sglang.rl.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -61,7 +62,7 @@ class RunLog:
         """Raises `ConfigError` if something asked for is not installed."""
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
-        _drop_rows(self._path, first)
+        self._rows = _drop_rows(self._path, first)
         _drop_rows(self._path.with_name(EVENTS_FILE), first)
         self._file = open(self._path, "a", encoding="utf-8")
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
@@ -86,7 +87,11 @@ class RunLog:
         self.say(f"step {step + 1}: {line}")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The row of a step, on the disk when this returns."""
+        """The row of a step, on the disk when this returns; with the alarm of a collapse."""
+        if ENTROPY in metrics and TAIL in metrics:
+            self._rows.append(metrics)
+            alarm = collapse_alarm(self._rows)
+            metrics = dict(metrics) | ({} if alarm is None else {ALARM: float(alarm)})
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -111,15 +116,21 @@ class RunLog:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """One step in one line: reward, length, tail, speed, and where the time went."""
+    """One step in one line: reward, length, entropy, tail, speed, alarms, where the time went."""
     words = [
         f"step {step + 1}/{steps}",
         f"reward {metrics['critic/score/mean']:.3f}",
         f"length {metrics['response_length/mean']:.0f}",
     ]
-    if "sparrow/accept_p05" in metrics:
-        words.append(f"tail {metrics['sparrow/accept_p05']:.3f}")
+    if ENTROPY in metrics:
+        words.append(f"entropy {metrics[ENTROPY]:.3f}")
+    if TAIL in metrics:
+        words.append(f"tail {metrics[TAIL]:.3f}")
     words.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
+    if metrics.get(ALARM):
+        words.append("ALARM: entropy has fallen while the tail rose, the policy may be collapsing")
+    if metrics.get("actor/skipped_steps"):
+        words.append(f"{metrics['actor/skipped_steps']:.0f} optimiser steps skipped")
     split = [
         f"{title} {metrics[f'timing_s/{stage}']:.1f}"
         for stage, title in _STAGES.items()
@@ -142,17 +153,21 @@ def check_logging(logging: LoggingConfig) -> None:
         )
 
 
-def _drop_rows(path: Path, first: int) -> None:
+def _drop_rows(path: Path, first: int) -> list[Mapping[str, float]]:
+    """The rows of earlier steps, which are the only ones in the file afterwards."""
     if not path.exists():
-        return
-    kept = []
+        return []
+    kept, rows = [], []
     for line in path.read_text("utf-8").splitlines(keepends=True):
         # The last row of a killed run may be cut.
-        if line.endswith("\n") and json.loads(line)["step"] < first:
+        row = json.loads(line) if line.endswith("\n") else None
+        if row is not None and row["step"] < first:
             kept.append(line)
+            rows.append(row)
     draft = path.with_name(f".{path.name}.partial")
     draft.write_text("".join(kept), "utf-8")
     os.replace(draft, path)
+    return rows
 
 
 def _tensorboard(config: TrainConfig, first: int) -> Any:

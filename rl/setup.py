@@ -3,6 +3,7 @@
 In: a configuration. Out: a `Setup`, or one error that names the setting.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ def prepare(config: TrainConfig) -> Setup:
                 f" task {config.task.name!r} is that short; expected a higher limit"
             )
     _check_server_args(config.engine)
+    _check_temperature(config.rollout.temperature)
     _check_context(config, model_config)
     left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
     engine = config.engine
@@ -132,6 +134,17 @@ def _check_server_args(engine: EngineConfig) -> None:
             )
     if problem := unknown_argument(engine.server_args):
         raise ConfigError(f"engine.server_args.{problem}")
+
+
+def _check_temperature(temperature: float) -> None:
+    # As SGLang reads it; the processes of an engine inherit it.
+    untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
+    if untempered and temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature={temperature:g} with SGLANG_RETURN_ORIGINAL_LOGPROB set: SGLang"
+            " records log-probs at temperature 1 then; expected that variable unset, or temperature"
+            " 1"
+        )
 
 
 def _check_context(config: TrainConfig, model_config: Any) -> None:

@@ -25,6 +25,9 @@ from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.run import Positions, Rates, Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.setup import prepare
 
+MAX_SKIPPED_STEPS = 5
+"""Optimiser steps in a row whose gradient may not be finite; the run ends with the last of them."""
+
 
 def train(config: TrainConfig, resume: bool = False) -> Path | None:
     """Train until `config.steps` steps are done; returns the folder of the last checkpoint.
@@ -38,7 +41,8 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
         ConfigError, CheckpointError, ScheduleError, ModelError: something asked for is not there,
             wrong, or at odds with the run in `run_dir`; nothing has been lost then.
         EngineDied, RolloutError: the rollouts of a step cannot be completed.
-        FloatingPointError: a gradient is not finite.
+        FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimiser steps in a row were not
+            finite. A single such step is skipped.
     """
     setup = prepare(config)
     with open_run(config, setup, resume) as run:
@@ -64,8 +68,10 @@ def train_step(run: Run, step: int) -> None:
 
     count, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     prompts = prompts_of_step(run.setup.train, count, step, config.seed)
+    temperature = config.rollout.temperature
     beside = config.distill.enabled and config.distill.delivery == "lora"
-    sampling = Sampling(config.rollout.max_new_tokens, adapter=ADAPTER if beside else None)
+    adapter = ADAPTER if beside else None
+    sampling = Sampling(config.rollout.max_new_tokens, temperature, adapter=adapter)
     with clock("rollout"):
         groups = run.engine.generate(prompts, samples, sampling)
         run.engine.release()
@@ -75,21 +81,22 @@ def train_step(run: Run, step: int) -> None:
     batch = Batch.of(groups, advantages)
 
     with clock("logprobs"):
-        dense = torch.cat(run.policy.score(batch.sequences))
+        scored, entropies = run.policy.score_with_entropy(batch.sequences, temperature)
+    dense, entropy = torch.cat(scored), float(torch.cat(entropies).double().mean())
     correction = correct(dense, batch.rollout_logprobs, batch.lengths, algorithm)
     read = kv_metrics(batch.rollouts, run.schedule)
     with clock("mismatch"):
         rates, positions = measure_acceptance(run, batch)
     with run.updating(step):
         with clock("update"):
-            updated = update(run.policy, batch, dense, correction.weights, algorithm)
+            updated = update(run.policy, batch, dense, correction.weights, algorithm, temperature)
         run.follow_tails(step, rates, positions)
         if run.adapter is not None and run.schedule is not None:
             with clock("distill"):
                 # Towards the policy that the next step will roll out.
                 some = batch.spread(config.distill.sequences)
                 term = PolicyTerm(some.rollout_logprobs, some.advantages, algorithm)
-                updated |= run.adapter.step(some.sequences, run.schedule, term)
+                updated |= run.adapter.step(some.sequences, run.schedule, term, temperature)
         run.report(
             step,
             rollout_metrics(groups, scores.rewards)
@@ -98,10 +105,13 @@ def train_step(run: Run, step: int) -> None:
             | correction.metrics
             | (acceptance_metrics(rates, positions) if rates.size else {})
             | read
+            | {"actor/entropy": entropy}
             | updated
             | evaluated
             | clock.metrics(tokens=sum(batch.lengths)),
         )
+    # After the step, so that the checkpoint that is written on an error matches the metrics.
+    _require_finite_gradients(run.policy)
 
 
 def sync_actor(run: Run) -> None:
@@ -119,12 +129,14 @@ def update(
     dense_logprobs: torch.Tensor,
     weights: torch.Tensor,
     settings: AlgorithmConfig,
+    temperature: float = 1.0,
 ) -> dict[str, float]:
-    """One optimiser step per mini-batch; metrics are means over them.
+    """One optimiser step per mini-batch; metrics are means over those that were taken.
 
-    `dense_logprobs` and `weights` are [N], of all response tokens of the batch.
+    `dense_logprobs`, at `temperature`, and `weights` are [N], of all response tokens of the batch.
     """
     rows: list[dict[str, float]] = []
+    skipped = 0
     for sequences, tokens in batch.mini_batches(settings.mini_batches):
         row: dict[str, float] = {}
 
@@ -150,10 +162,14 @@ def update(
                 row[name] = row.get(name, 0.0) + value
             return result.loss
 
-        result = policy.loss_step(sequences, loss)
-        rows.append(row | {"actor/grad_norm": result.grad_norm})
+        result = policy.loss_step(sequences, loss, temperature)
+        if result.taken:
+            rows.append(row | {"actor/grad_norm": result.grad_norm})
+        else:
+            skipped += 1
     means = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
-    return means | {"actor/optimiser_steps": float(len(rows))}
+    counts = {"actor/optimiser_steps": float(len(rows)), "actor/skipped_steps": float(skipped)}
+    return means | counts
 
 
 def measure_acceptance(run: Run, batch: Batch) -> tuple[Rates, Positions]:
@@ -166,7 +182,7 @@ def measure_acceptance(run: Run, batch: Batch) -> tuple[Rates, Positions]:
         return np.empty(0), np.empty(0, np.int64)
     sequences = batch.spread(count).sequences
     adapted = run.adapter.worn if run.adapter else nullcontext
-    rates = run.policy.acceptance(sequences, schedule, adapted)
+    rates = run.policy.acceptance(sequences, schedule, adapted, run.config.rollout.temperature)
     positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
     return np.concatenate(rates), np.concatenate(positions)
 
@@ -188,6 +204,15 @@ def evaluate(run: Run) -> dict[str, float]:
         "eval/pass_rate_stderr": float(rewards.std() / np.sqrt(len(rewards))),
         "eval/response_length": float(np.mean(lengths)),
     }
+
+
+def _require_finite_gradients(policy: DensePolicy) -> None:
+    if policy.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        raise FloatingPointError(
+            f"the gradients of {policy.skipped_in_a_row} optimiser steps in a row were not finite:"
+            " none of these steps was taken; look for rewards that are not finite, or lower"
+            " optimiser.lr"
+        )
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -113,6 +113,7 @@ def step_metrics(step: int) -> dict[str, float]:
         "response_length/mean": float(length),
         "response_length/max": float(2 * length),
         "rollout_corr/k3_kl": 0.01 + 0.001 * draw.random(),
+        "actor/entropy": 0.5 - 0.01 * step,
         **acceptance_metrics(alpha, np.arange(400) * 10),
         "sparrow/kv_tokens_read": 500.0 + step,
         "sparrow/kv_tokens_held": 1100.0 + 5 * step,

@@ -5,11 +5,14 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.calibration_prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.rl import sparse_policy
-from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.checkpoint import Checkpoints, State
+from sparrow_sglang.rl.chunked_logprobs import token_logprobs, token_logprobs_and_entropies
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig, TrainConfig
 from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engine import LocalEngine
@@ -130,6 +133,62 @@ def test_no_mask_of_positions_by_positions_is_kept_or_made(compile_anew):
     assert peak < 3 * 2**30
 
 
+# -- dtypes
+
+
+def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
+    """What SGLang's "auto" then serves is what the policy computes in."""
+    first, second = (
+        DensePolicy.load(ModelConfig(path=model), OptimiserConfig(lr=1e-4), "cuda")
+        for _ in range(2)
+    )
+    sequences = [(list(range(100, 120)), list(range(200, 260)))]
+    first.loss_step(sequences, lambda logprobs, _: -logprobs.sum())
+    config = TrainConfig(run_dir=tmp_path, task={"name": "story"})
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    folder = checkpoints.save(first, tokenizer_of(model), config, State(1))
+    exported = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert exported.dtype == first.compute_dtype == torch.bfloat16
+    exact = dict(first.named_weights())
+    for name, weight in exported.named_parameters():
+        assert torch.equal(weight, exact[name].bfloat16().cpu()), name
+    checkpoints.restore(folder, second)
+    for (name, weight), (_, other) in zip(
+        first.named_weights(), second.named_weights(), strict=True
+    ):
+        assert torch.equal(weight, other), name
+
+
+def test_gradients_in_bf16_add_up_as_in_float64(model):
+    config = ModelConfig(path=model, dtype="bfloat16", micro_batch_tokens=1)
+    policy = DensePolicy.load(config, OptimiserConfig(grad_clip=1e9), "cuda")
+    draw = np.random.default_rng(0)
+    sequences = [(draw.integers(0, 49_000, 4).tolist(), [7]) for _ in range(256)]
+    parameters = list(policy.model.parameters())
+    exact = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    policy.model.train()
+    for packed in policy.micro_batches(sequences):
+        loss = token_logprobs(policy.hidden(packed), policy.head, packed.targets).sum()
+        for total, part in zip(exact, torch.autograd.grad(loss, parameters), strict=True):
+            total += part.double()
+    norm = torch.stack([total.norm() for total in exact]).norm()
+    result = policy.loss_step(sequences, lambda logprobs, _: logprobs.sum())
+    # Kernels that add atomically give other last bits of each micro-batch.
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
+
+
+def test_entropies_and_logprobs_of_a_chunk_are_those_in_float64():
+    torch.manual_seed(0)
+    hidden = torch.randn(3000, 256, device="cuda").bfloat16()
+    weight = torch.randn(49_152, 256, device="cuda").bfloat16() / 8
+    tokens = torch.randint(0, 49_152, (3000,), device="cuda")
+    logprobs, entropies = token_logprobs_and_entropies(hidden, weight, tokens, 0.7)
+    law = torch.log_softmax(hidden.double() @ weight.double().t() / 0.7, 1)
+    torch.testing.assert_close(entropies.double(), -(law.exp() * law).sum(1), atol=1e-3, rtol=0)
+    expected = law.gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-3, rtol=0)
+
+
 # -- the server
 
 
@@ -201,11 +260,11 @@ def test_the_server_samples_from_the_trainers_sparse_law(
         engine.set_adapter(name, adapter.tensors(), adapter.lora_config())
     own, other = (nullcontext, adapter.worn) if delivery == "none" else (adapter.worn, nullcontext)
 
-    def distance(what, run, law, schedule):
+    def distance(what, run, law, schedule, temperature=1.0):
         """Mean and 99th percentile of |recorded - trainer's|."""
         sequences, recorded = run
         with law():
-            scores = torch.cat(policy.score(sequences, schedule=schedule)).numpy()
+            scores = torch.cat(policy.score(sequences, temperature, schedule)).numpy()
         errors = np.abs(recorded - scores)
         mean, high = float(errors.mean()), float(np.percentile(errors, 99))
         print(f"{delivery}: {what:24} mean {mean:.4f}, 99th percentile {high:.4f}")
@@ -220,3 +279,9 @@ def test_the_server_samples_from_the_trainers_sparse_law(
     # And so near to no law but its own.
     assert distance("sparse run, other adapter", sparse_run, other, SCHEDULE)[0] > 1.5 * mean
     assert distance("sparse run, dense law", sparse_run, own, None)[0] > 1.5 * mean
+    if delivery == "none":
+        tempered = rollouts(engine, prompts, Sampling(NEW_TOKENS, 0.8))
+        mean, high = distance("sparse run at 0.8", tempered, own, SCHEDULE, 0.8)
+        # Differences of logits are divided by the temperature.
+        assert mean < 2 * noise and high < 3 * noise_high
+        assert distance("scored at 1", tempered, own, SCHEDULE)[0] > 1.5 * mean

@@ -149,6 +149,7 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
         for head, name in [
             ("reward", "critic/score/mean"),
             ("length", "response_length/mean"),
+            ("entropy", "actor/entropy"),
             ("tail", "sparrow/accept_p05"),
             ("KV read", "sparrow/kv_tokens_read"),
             ("tokens/s", "sparrow/rollout_tokens_per_s"),
@@ -168,6 +169,7 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     for title, series, name in [
         ("Reward", 0, "critic/score/mean"),
         ("Response length", 1, "response_length/max"),
+        ("Entropy", 0, "actor/entropy"),
         ("Acceptance rate of the rollouts", 0, "sparrow/accept_p05"),
         ("Tail by position", 1, "sparrow/accept_p05_bin1"),
         ("Rollout throughput", 0, "sparrow/rollout_tokens_per_s"),
@@ -396,6 +398,20 @@ def test_a_run_of_one_step_and_a_long_one(tmp_path: Path) -> None:
     page = report(tmp_path / "long", tmp_path / "r.html")
     steps = [int(row["step"]) for row in page.records("Steps, 40 of 101")]
     assert (len(steps), steps[0], steps[-1]) == (40, 0, 100)
+
+
+def test_alarms_and_skipped_steps_are_facts_of_a_run(run_page: Page, tmp_path: Path) -> None:
+    assert not any("ALARM" in fact or "skipped" in fact for fact in run_page.facts)
+    write_run(tmp_path, 14)
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[:14]:
+        row["sparrow/collapse_alarm"] = float(row["step"] >= 11)
+        row["actor/skipped_steps"] = float(row["step"] == 4) * 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = report(tmp_path, tmp_path / "r.html").facts
+    assert facts["ALARM, the policy may be collapsing"] == "3 steps, the first is 11"
+    assert facts["optimiser steps skipped, gradient not finite"] == "2"
 
 
 def test_what_is_damaged_is_left_out_by_name(run: Path, tmp_path: Path, capsys: Any) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from engines import random_prompt
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from sglang.srt.configs.model_config import _get_and_verify_dtype
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparrow_sglang.rl.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig, TrainConfig
@@ -60,6 +62,40 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert loaded.dtype == getattr(torch, dtype)
     assert (folder / "model" / "tokenizer.json").exists()
+
+
+def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
+    tiny_llama, tmp_path, monkeypatch
+):
+    """As on a GPU, where weights in fp32 are multiplied in bf16."""
+    monkeypatch.setattr(DensePolicy, "compute_dtype", torch.bfloat16)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    first = policy(tiny_llama, "float32")
+    take_step(first)
+    folder = checkpoints.save(first, Tokenizer(), config(tmp_path), State(1, "s", {}))
+    exact = dict(first.named_weights())
+    # What others load, and what SGLang takes "auto" for.
+    assert _get_and_verify_dtype(AutoConfig.from_pretrained(folder / "model"), "auto") == (
+        torch.bfloat16
+    )
+    stored = load_file(folder / "model" / "model.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.bfloat16}
+    assert stored.keys() == exact.keys()
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert loaded.dtype == torch.bfloat16
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, exact[name].bfloat16()), name
+    # The run is not what others load.
+    assert first.model.dtype == torch.float32 and "float32" in str(first.model.config.dtype)
+    second = policy(tiny_llama, "float32")
+    checkpoints.restore(folder, second)
+    for dense in (first, second):
+        take_step(dense)
+    for (name, weight), (_, other) in zip(
+        first.named_weights(), second.named_weights(), strict=True
+    ):
+        assert torch.equal(weight, other), name
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in exact.values())
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):

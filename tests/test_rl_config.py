@@ -24,6 +24,7 @@ def test_the_least_file_gives_the_documented_defaults(tmp_path: Path) -> None:
     assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (32, 8)
     algorithm, optimiser = config.algorithm, config.optimiser
     assert (algorithm.correction, algorithm.tis_cap) == ("tis", 2.0)
+    assert (algorithm.sequence_cap, algorithm.sequence_veto) == (2.0, 1e-4)
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
     assert (optimiser.lr, optimiser.betas, optimiser.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
     assert optimiser.grad_clip == 1.0
@@ -54,12 +55,16 @@ def test_nothing_changes_it_later(tmp_path: Path) -> None:
         ("[algorithm]\ncorrection = 'mis'", "algorithm.correction='mis' is not allowed"),
         ("[optimiser]\nlr = 0.0", "optimiser.lr=0.0 is not allowed: .* greater than 0"),
         ("[rollout]\nsamples_per_prompt = 1", "rollout.samples_per_prompt=1 is not allowed"),
-        ("[rollout]\ntemperature = 0.6", "rollout.temperature=0.6 is not allowed: expected 1: the"),
-        ("[rollout]\ntop_p = 0.95", "rollout.top_p=0.95 is not allowed: .* untruncated law"),
+        ("[rollout]\ntemperature = 0", "rollout.temperature=0 is not allowed: .* equal to 0.01"),
+        ("[rollout]\ntemperature = nan", "rollout.temperature=nan is not allowed: Input should"),
+        ("[rollout]\ntemperature = inf", "rollout.temperature=inf is not allowed: Input should"),
+        ("[rollout]\ntop_p = 0.95", "rollout.top_p=0.95 is not allowed: .* untruncated distribut"),
         (
             "[rollout]\ntop_k = 50",
-            "rollout.top_k=50 is not allowed: expected -1: .* ratios of a law",
+            "rollout.top_k=50 is not allowed: expected -1: .* ratios of a distribution",
         ),
+        ("[algorithm]\nsequence_veto = 1.0", "algorithm.sequence_veto=1.0 is not allowed: .* 1"),
+        ("[algorithm]\nsequence_cap = 0", "algorithm.sequence_cap=0 is not allowed: .* than 0"),
         ("[algorithm]\nmini_batches = 5", "mini_batches=5 does not divide rollout.prompts_per_st"),
         ("[engine]\nnum_engines = 2", "num_engines=2 with kind='local': expected 1"),
         ("steps = 3 3", "not TOML"),

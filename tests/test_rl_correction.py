@@ -34,9 +34,12 @@ def corrected(**settings: Any) -> Any:
         ({"correction": "tis", "tis_cap": 3.5}, [0.5, 3.5, 3, 0.1, 1, 3.5]),
         ({"correction": "mask"}, [0.5, 4, 3, 0, 1, 0]),
         ({"correction": "mask", "mask_low": 0.05, "mask_high": 2.0}, [0.5, 0, 0, 0.1, 1, 0]),
-        # Products 2 and 1.8.
-        ({"correction": "sequence"}, [2, 2, 1.8, 1.8, 1.8, 1.8]),
-        ({"correction": "sequence", "sequence_cap": 1.9}, [1.9, 1.9, 1.8, 1.8, 1.8, 1.8]),
+        # Geometric means: 2 ** (1 / 2) and 1.8 ** (1 / 4).
+        ({"correction": "sequence"}, [2**0.5] * 2 + [1.8**0.25] * 4),
+        ({"correction": "sequence", "sequence_cap": 1.3}, [1.3] * 2 + [1.8**0.25] * 4),
+        # A ratio of 1/10 in the second one is below the veto, and just not.
+        ({"correction": "sequence", "sequence_veto": 0.11}, [2**0.5] * 2 + [0] * 4),
+        ({"correction": "sequence", "sequence_veto": 0.09}, [2**0.5] * 2 + [1.8**0.25] * 4),
     ],
 )
 def test_weights_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
@@ -61,8 +64,60 @@ def test_importance_metrics_by_hand() -> None:
     for name, value in expected.items():
         assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value), name
     assert corrected(correction="mask").metrics["sparrow/masked_fraction"] == pytest.approx(2 / 6)
-    products = corrected(correction="sequence").metrics
-    assert products["rollout_corr/rollout_is_mean"] == pytest.approx((2 * 2 + 4 * 1.8) / 6)
+    means = corrected(correction="sequence", sequence_veto=0.11).metrics
+    expected_mean = (2 * 2**0.5 + 4 * 1.8**0.25) / 6
+    assert means["rollout_corr/rollout_is_mean"] == pytest.approx(expected_mean)
+    assert means["sparrow/vetoed_responses"] == 1.0
+    assert means["sparrow/vetoed_fraction"] == 0.5
+    assert corrected(correction="sequence").metrics["sparrow/vetoed_responses"] == 0.0
+
+
+def test_a_long_response_keeps_its_weight() -> None:
+    """At 32K tokens and a KL of 1e-3 the product of the ratios would be about exp(-33)."""
+    draw = np.random.default_rng(0)
+    rollout = -draw.exponential(size=32_768)
+    dense = rollout - 1e-3 + draw.normal(scale=0.045, size=32_768)
+    weights = correct(
+        torch.tensor(dense),
+        torch.tensor(rollout),
+        [32_768],
+        AlgorithmConfig(correction="sequence"),
+    ).weights
+    assert 0.99 < float(weights[0]) < 1.0 and len(weights.unique()) == 1
+    # One token that the dense policy cannot have drawn, and nothing of it is learnt.
+    dense[5] = rollout[5] - math.log(1e4) - 0.1
+    vetoed = correct(
+        torch.tensor(dense),
+        torch.tensor(rollout),
+        [32_768],
+        AlgorithmConfig(correction="sequence"),
+    )
+    assert not vetoed.weights.any()
+    # A ratio of 0 in floating point is below any threshold, and no threshold vetoes nothing.
+    dense[5] = rollout[5] - 1000
+    for threshold, kept in ((1e-300, False), (0.0, True)):
+        settings = AlgorithmConfig(correction="sequence", sequence_veto=threshold)
+        found = correct(torch.tensor(dense), torch.tensor(rollout), [32_768], settings)
+        assert bool(found.weights.any()) == kept
+
+
+def test_effective_sample_sizes_are_of_ratios_that_are_not_cut() -> None:
+    metrics = corrected(correction="tis").metrics
+    squares = math.fsum(x * x for x in RATIOS)
+    assert metrics["sparrow/ess_token"] == pytest.approx(math.fsum(RATIOS) ** 2 / (6 * squares))
+    # Products 2 and 1.8.
+    assert metrics["sparrow/ess_response"] == pytest.approx(3.8**2 / (2 * (4 + 1.8**2)))
+    # Verl's hides a run whose weight is that of one token in a thousand.
+    rollout = torch.full((1000,), -40.0, dtype=torch.float64)
+    dense = rollout.clone()
+    dense[3] += 39.0
+    collapsed = correct(dense, rollout, [1] * 1000, AlgorithmConfig()).metrics
+    assert collapsed["rollout_corr/rollout_is_eff_sample_size"] > 0.99
+    assert collapsed["sparrow/ess_token"] == pytest.approx(1e-3, rel=1e-3)
+    # Nor does anything overflow that has no bound.
+    dense[3] += 2000.0
+    collapsed = correct(dense, rollout, [500, 500], AlgorithmConfig()).metrics
+    assert collapsed["sparrow/ess_response"] == pytest.approx(0.5, rel=1e-3)
 
 
 def test_mismatch_metrics_equal_a_loop() -> None:
@@ -99,6 +154,8 @@ def test_mismatch_metrics_equal_a_loop() -> None:
         "training/rollout_probs_diff_max": float(np.abs(np.exp(dense) - np.exp(rollout)).max()),
         "sparrow/accept_mean_estimate": fmean(min(1.0, x) for x in ratios),
         "sparrow/ratio_p05": sorted(min(1.0, x) for x in ratios)[math.ceil(61 / 20) - 1],
+        "sparrow/ess_token": math.fsum(ratios) ** 2 / (61 * math.fsum(x * x for x in ratios)),
+        "sparrow/ess_response": math.fsum(product) ** 2 / (4 * math.fsum(x * x for x in product)),
     }
     assert got == pytest.approx(expected, rel=1e-9)
 

@@ -26,6 +26,7 @@ from sparrow_sglang.rl.distill import (
 )
 from sparrow_sglang.rl.engine import LocalEngine
 from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.sparse_policy import SparseRule
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -150,11 +151,12 @@ def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, c
     advantages = np.repeat([1.5, -0.5, -1.0], lengths)
     ratio = np.exp(law - recorded)
     sums = np.add.reduceat(law - recorded, np.cumsum([0, *lengths[:-1]]))
+    means = np.exp(sums / lengths)
     weights = {
         "none": np.ones(len(law)),
         "tis": np.minimum(ratio, 2.0),
         "mask": np.where((ratio >= 0.5) & (ratio <= 5.0), ratio, 0.0),
-        "sequence": np.repeat(np.minimum(np.exp(sums), 5.0), lengths),
+        "sequence": np.repeat(np.minimum(means, 2.0), lengths),
     }[correction]
     term = PolicyTerm(
         torch.tensor(recorded, dtype=torch.float32),
@@ -270,6 +272,46 @@ def engine(sharp_llama, growing, tmp_path_factory):
     engine = LocalEngine(sharp_llama, str(path), **arguments)
     yield engine
     engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_a_step_lowers_the_divergence_at_its_temperature(sharp_llama, temperature):
+    """As whole distributions of two stock forwards have it, one of them with the sparse rule."""
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(loss="exact"))
+    logits = {"sparse": [], "dense": []}
+    for packed in policy.micro_batches(SEQUENCES):
+        rule = SparseRule(SCHEDULE, packed.prompt_lengths)
+        with torch.no_grad():
+            for name, given in (("sparse", rule), ("dense", None)):
+                logits[name].append((policy.hidden(packed, given) @ policy.head.t()).double())
+    p, q = (
+        log_softmax(torch.cat(logits[name]).numpy() / temperature, axis=1)
+        for name in ("sparse", "dense")
+    )
+    metrics = adapter.step(SEQUENCES, SCHEDULE, temperature=temperature)
+    expected = (np.exp(p) * (p - q)).sum(1).mean()
+    assert metrics["sparrow/distill_kl"] == pytest.approx(expected, rel=1e-3)
+    rates = np.concatenate(
+        new_policy(sharp_llama).acceptance(SEQUENCES, SCHEDULE, temperature=temperature)
+    )
+    alpha = np.minimum(np.exp(p), np.exp(q)).sum(1)
+    np.testing.assert_allclose(np.sort(rates), np.sort(alpha), atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_the_server_records_the_tempered_sparse_distribution(
+    engine, growing, sharp_llama, temperature
+):
+    policy = new_policy(sharp_llama)
+    engine.update_weights(policy.named_weights(), "tempered")
+    prompts = [Prompt("a", "test", tuple(random_prompt(5, 65)))]
+    (group,) = engine.generate(prompts, 4, Sampling(90, temperature))
+    sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in group.rollouts]
+    recorded = np.concatenate([rollout.logprobs for rollout in group.rollouts])
+    scores = {t: torch.cat(policy.score(sequences, t, growing)).numpy() for t in (1.0, temperature)}
+    np.testing.assert_allclose(recorded, scores[temperature], atol=2e-4)
+    assert np.abs(recorded - scores[1.0]).max() > 0.1
 
 
 @pytest.mark.parametrize("delivery", ["none", "lora", "merged"])

@@ -51,10 +51,11 @@ def model(sharp_llama):
 
 
 @torch.no_grad()
-def transformers_logprobs(model, rollout) -> np.ndarray:
+def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarray:
     ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
     start = len(rollout.prompt_ids)
-    law = torch.log_softmax(model(ids).logits[0, start - 1 : -1].double(), dim=-1)
+    logits = model(ids).logits[0, start - 1 : -1].double() / temperature
+    law = torch.log_softmax(logits, dim=-1)
     return law.gather(1, ids[0, start:, None])[:, 0].numpy()
 
 
@@ -88,6 +89,17 @@ def test_recorded_logprobs_are_the_dense_ones_when_every_page_is_read(engine, mo
     )
     for rollout, scores in zip(rollouts, dense, strict=True):
         np.testing.assert_allclose(rollout.logprobs, scores.logprobs, atol=FP32)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.5])
+def test_recorded_logprobs_are_those_at_the_sampling_temperature(engine, model, temperature):
+    groups = engine.generate(PROMPTS, 2, Sampling(60, temperature))
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        expected = transformers_logprobs(model, rollout, temperature)
+        # Logits differ by as much as at temperature 1, and are divided.
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32 / min(1, temperature))
+        untempered = transformers_logprobs(model, rollout)
+        assert np.abs(rollout.logprobs - untempered).max() > 100 * FP32
 
 
 def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model, sharp_llama):

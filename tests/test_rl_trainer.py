@@ -330,7 +330,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
         ),
         ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
-        ("rollout = { temperature = 0.6 }", "rollout.temperature=0.6 is not allowed: expected 1"),
+        ("rollout = { temperature = 0 }", "rollout.temperature=0 is not allowed: Input should be"),
     ],
 )
 def test_wrong_settings_are_one_line_before_anything_is_written(

@@ -10,6 +10,7 @@ import numpy as np
 from sparrow_sglang.report.charts import PALETTE, Chart, Line, ramp
 from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
 from sparrow_sglang.report.run_files import RunFiles, read_run
+from sparrow_sglang.rl.collapse import ALARM, ENTROPY, FALL, WINDOW
 from sparrow_sglang.tail import BIN_TOKENS
 
 _TAIL_OF_BIN = "sparrow/accept_p05_bin"
@@ -18,6 +19,7 @@ _STEP_COLUMNS = {
     "reward": "critic/score/mean",
     "pass rate": "eval/pass_rate",
     "length": "response_length/mean",
+    "entropy": ENTROPY,
     "tail": "sparrow/accept_p05",
     "acceptance": "sparrow/accept_mean",
     "KV read": "sparrow/kv_tokens_read",
@@ -30,8 +32,8 @@ _STEP_COLUMNS = {
 def training_section(folder: Path) -> Section:
     """The run in `folder`. Raises `ReportError` if there is no step yet, or a file is damaged."""
     run = read_run(folder)
-    figures = [_reward(run), _length(run), _tail(run), _tail_by_bin(run), _time(run), _speed(run)]
-    figures += [_kv(run), _distance(run)]
+    figures = [_reward(run), _length(run), _entropy(run), _tail(run), _tail_by_bin(run)]
+    figures += [_time(run), _speed(run), _kv(run), _distance(run)]
     return Section(
         kind="training",
         title=f"Training run {folder.resolve().name}",
@@ -72,7 +74,19 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     change("reward, first → last", "critic/score/mean")
     change("held-out pass rate", "eval/pass_rate")
     change("mean response length", "response_length/mean")
+    change("entropy", ENTROPY)
     change("tail", "sparrow/accept_p05")
+    alarms = [row["step"] for row in steps if row.get(ALARM)]
+    if alarms:
+        facts.append(
+            (
+                "ALARM, the policy may be collapsing",
+                f"{len(alarms):,} steps, the first is {alarms[0]:,}",
+            )
+        )
+    skipped = sum(row.get("actor/skipped_steps", 0.0) for row in steps)
+    if skipped:
+        facts.append(("optimiser steps skipped, gradient not finite", f"{skipped:,.0f}"))
     if run.schedule:
         facts.append(("schedule", run.schedule))
     if "sparrow/kv_tokens_held" in last:
@@ -100,6 +114,18 @@ def _length(run: RunFiles) -> Figure:
     targets = [(f"limit {limit:,}", limit)] if limit else []
     return Figure(
         Chart("Response length", "step", "tokens", lines, targets, _moves(run), from_zero=True)
+    )
+
+
+def _entropy(run: RunFiles) -> Figure | None:
+    if not run.has(ENTROPY):
+        return None
+    line = run.line(ENTROPY, "dense policy", PALETTE[0])
+    chart = Chart("Entropy", "step", "nats per token", [line], (), _moves(run), from_zero=True)
+    return Figure(
+        chart,
+        f"An alarm where its mean over {WINDOW} steps is below {FALL:g} of that of the first"
+        f" {WINDOW} while the tail is above theirs.",
     )
 
 

@@ -1,0 +1,200 @@
+"""Training steps with a stand-in for the engine that samples by transformers."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ascii_task
+import numpy as np
+import pytest
+import torch
+from ascii_task import rows
+from scipy.stats import entropy
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.cli import main
+from sparrow_sglang.rl import run, trainer
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.loss import PolicyLoss
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.tasks import TASKS
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+
+TOKENS = 12
+
+
+class Sampler:
+    """A `RolloutEngine` whose responses and log-probs come from a stock model, without a cache."""
+
+    def __init__(self, config: Any, model_path: str, defaults: dict[str, Any]) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        self.arguments = defaults | config.server_args
+        self.entropies: list[float] = []
+        self.version = ""
+
+    @torch.no_grad()
+    def generate(self, prompts: list[Prompt], n: int, sampling: Sampling) -> list[Group]:
+        self.entropies.clear()
+        return [Group(p, tuple(self._sample(p, i, sampling) for i in range(n))) for p in prompts]
+
+    def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
+        ids, logprobs = list(prompt.input_ids), []
+        for _ in range(TOKENS):
+            logits = self.model(torch.tensor([ids])).logits[0, -1].double() / sampling.temperature
+            law = logits.softmax(0)
+            token = int(torch.multinomial(law, 1))
+            ids.append(token)
+            logprobs.append(math.log(law[token]))
+            self.entropies.append(entropy(law.numpy()))
+        answer = tuple(ids[-TOKENS:])
+        text = "".join(chr(token % 128) if token % 2 else "é" for token in answer)
+        return Rollout(
+            prompt.id,
+            sample,
+            prompt.input_ids,
+            answer,
+            np.array(logprobs),
+            "length",
+            self.version,
+            "dense",
+            text,
+        )
+
+    def update_weights(self, tensors: Any, version: str) -> None:
+        self.model.load_state_dict(dict(tensors), strict=False)
+        self.version = version
+
+    def release(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sampler]:
+    opened: list[Sampler] = []
+
+    def open_engine(*args: Any) -> Sampler:
+        opened.append(Sampler(*args))
+        return opened[-1]
+
+    monkeypatch.setattr(run, "open_engine", open_engine)
+    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+    return opened
+
+
+def settings(model: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "run_dir": str(run_dir),
+        "steps": 3,
+        "task": {"name": ascii_task.NAME, "reward_workers": 1},
+        "model": {"path": model, "gradient_checkpointing": False},
+        "engine": {"schedule": "dense"},
+        "rollout": {
+            "prompts_per_step": 2,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": TOKENS,
+        },
+        "optimiser": {"lr": 1e-3},
+        "evaluation": {"every_steps": 0},
+        "logging": {"tensorboard": False},
+    } | sections
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]) -> None:
+    """Make the losses of these optimiser steps, counted from 0, not a number."""
+    taken = iter(range(1000))
+
+    def spoilt(*args: Any, **kwargs: Any) -> PolicyLoss:
+        result = policy_loss(*args, **kwargs)
+        factor = math.nan if chosen(next(taken)) else 1.0
+        return PolicyLoss(result.loss * factor, result.metrics)
+
+    policy_loss = trainer.policy_loss
+    monkeypatch.setattr(trainer, "policy_loss", spoilt)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_a_run_is_at_one_temperature(
+    model: str, tmp_path: Path, engines: list[Sampler], temperature: float
+) -> None:
+    config = settings(model, tmp_path / "run")
+    config["rollout"] |= {"temperature": temperature}
+    trainer.train(TrainConfig.parse(config))
+    for row in rows(tmp_path / "run"):
+        # The policy scores the tokens at the temperature that they were sampled at, ...
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+        assert row["sparrow/ess_token"] == pytest.approx(1, abs=1e-6)
+        # ... and is trained at it: its log-probs are those that it was scored with.
+        assert row["actor/ppo_kl"] == pytest.approx(0, abs=1e-5)
+    (engine,) = engines
+    expected = float(np.mean(engine.entropies))
+    assert rows(tmp_path / "run")[-1]["actor/entropy"] == pytest.approx(expected, rel=1e-4)
+    assert engine.arguments["dtype"] == "float32"
+
+
+def test_a_gradient_that_is_not_finite_costs_its_step_only(
+    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, lambda step: step == 1)
+    config = settings(model, tmp_path / "run", algorithm={"mini_batches": 1})
+    folder = trainer.train(TrainConfig.parse(config))
+    found = rows(tmp_path / "run")
+    assert [row["actor/skipped_steps"] for row in found] == [0, 1, 0]
+    assert [row["actor/optimiser_steps"] for row in found] == [1, 0, 1]
+    assert ["actor/grad_norm" in row for row in found] == [True, False, True]
+    assert all(math.isfinite(value) for row in found for value in row.values())
+    assert folder is not None
+    states = torch.load(folder / "training.pt", weights_only=False)["optimiser"]["state"]
+    assert {int(state["step"]) for state in states.values()} == {2}
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert all(weight.isfinite().all() for weight in trained.parameters())
+
+
+def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
+    model: str,
+    tmp_path: Path,
+    engines: list[Sampler],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Two mini-batches in a step: they are counted over steps, and all of them as one row.
+    spoil(monkeypatch, lambda step: step >= 2)
+    config = settings(model, tmp_path / "run", steps=9, algorithm={"mini_batches": 2})
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.setattr(TrainConfig, "load", lambda path: TrainConfig.parse(config))
+    assert main(["train", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert said.count("sparrow train: error: the gradients of 6 optimiser steps in a row were") == 1
+    assert "step-000004; go on with --resume" in said
+    found = rows(tmp_path / "run")
+    assert [row["actor/skipped_steps"] for row in found] == [0, 2, 2, 2]
+    # It goes on from there once the cause is gone.
+    monkeypatch.undo()
+    monkeypatch.setattr(run, "open_engine", Sampler)
+    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+    trainer.train(TrainConfig.parse(config | {"steps": 5}), resume=True)
+    assert rows(tmp_path / "run")[-1]["actor/skipped_steps"] == 0
+
+
+def test_a_tempered_run_needs_tempered_logprobs(
+    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "true")
+    config = settings(model, tmp_path / "run")
+    config["rollout"] |= {"temperature": 0.7}
+    with pytest.raises(ValueError, match=r"rollout.temperature=0.7 with SGLANG_RETURN_ORIGINAL"):
+        trainer.train(TrainConfig.parse(config))
+    assert not (tmp_path / "run").exists()
+    config["rollout"] |= {"temperature": 1.0}
+    trainer.prepare(TrainConfig.parse(config))
