@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-_CALL = "adapter_limits"
+_LIMITS = "adapter_limits"
+_LOADED = "adapter_loaded"
+_DROP = "adapter_drop"
 _SHAPES = "sparrow_module_shapes"
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 # Projections that the model computes as one; SGLang 0.5.17 wants factors of the first and the last.
@@ -86,7 +88,8 @@ async def load_adapter(
         )
     if not isinstance(name, str) or not name or ":" in name:
         raise ControlError(f"name={name!r}: expected a text without a colon, such as 'math'")
-    limits = await tell_schedulers(manager, _CALL, {})
+    # The same on every rank, as all are started with the same arguments.
+    limits = next(iter((await tell_schedulers(manager, _LIMITS, {})).values()))
     rank = _checked_rank(config, limits["max_rank"])
     shapes = await asyncio.to_thread(_module_shapes, manager)
     modules = _checked_modules(tensors, rank, shapes)
@@ -121,16 +124,51 @@ async def _replace(
             MultiprocessingSerializer.serialize(payload) for _ in range(manager.server_args.tp_size)
         ],
     )
-    loaded = await manager.load_lora_adapter_from_tensors(request, None)
-    if not loaded.success:
+    try:
+        loaded = await manager.load_lora_adapter_from_tensors(request, None)
+        if not loaded.success:
+            raise ControlError(str(loaded.error_message))
+        # SGLang hears of one tensor-parallel rank only (0.5.17).
+        await tell_schedulers(manager, _LOADED, {"lora_id": request.lora_id})
+    except ControlError as error:
+        await _drop(manager, name, request.lora_id)
         state = "; the former one is unloaded" if former else ""
-        raise ControlError(f"SGLang did not take adapter {name!r}{state}: {loaded.error_message}")
+        raise ControlError(f"SGLang did not take adapter {name!r}{state}: {error}") from None
 
 
-@answers(_CALL)
+async def _drop(manager: "TokenizerManager", name: str, lora_id: str | None) -> None:
+    """Take an adapter that some ranks have not loaded away from those that have."""
+    if name in manager.lora_registry.get_all_adapters():
+        await manager.lora_registry.unregister(name)
+        manager.lora_ref_cache.pop(name, None)
+    await tell_schedulers(manager, _DROP, {"lora_id": lora_id})
+
+
+@answers(_LOADED)
+def _require_loaded(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["lora_id"] not in _lora_manager(scheduler).lora_refs:
+        raise ControlError("the adapter was not loaded")
+    return {}
+
+
+@answers(_DROP)
+def _drop_here(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    # SGLang asserts that what it unloads is there.
+    lora_manager = _lora_manager(scheduler)
+    loaded = lora_manager.lora_refs.get(fields["lora_id"])
+    if loaded is not None:
+        lora_manager.unload_lora_adapter(loaded)
+    return {}
+
+
+def _lora_manager(scheduler: "Scheduler") -> Any:
+    return scheduler.tp_worker.model_runner.lora_manager
+
+
+@answers(_LIMITS)
 def _limits(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """In a scheduler: the memory set aside for adapters, fixed when the server started."""
-    pool = scheduler.tp_worker.model_runner.lora_manager.memory_pool
+    pool = _lora_manager(scheduler).memory_pool
     return {"max_rank": pool.max_lora_rank, "modules": sorted(pool.target_modules)}
 
 
