@@ -21,6 +21,7 @@ from sparrow_sglang.control_channel import (
     tell_schedulers,
 )
 from sparrow_sglang.hooks import Hook
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.refusals import uses_sparrow
 from sparrow_sglang.schedule import (
@@ -29,6 +30,7 @@ from sparrow_sglang.schedule import (
     ScheduleError,
     known_schedules,
     load_schedule,
+    shipped_schedule,
 )
 from sparrow_sglang.server_adapter import load_serialised
 from sparrow_sglang.server_args import FIELD, resolve_schedules
@@ -198,13 +200,13 @@ def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
 
 def _wanted(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
     if isinstance(schedule, Mapping):
-        return BudgetSchedule(**schedule)
+        return _of_its_own_name(BudgetSchedule(**schedule))
     if schedule in loaded.names:
         return loaded.get(schedule)
     if isinstance(schedule, str) and (FIXED_NAME.fullmatch(schedule) or _is_shipped(schedule)):
         return load_schedule(schedule, loaded.in_force.page_size)
     raise ScheduleError(
-        f"schedule={schedule!r} is not known to this server: expected the fields of a schedule as"
+        f"schedule={quoted(schedule)} is not known to this server: expected the fields of a schedule as"
         f" a JSON object, fixed-<tokens>, or one of"
         f" {', '.join(dict.fromkeys([*loaded.names, *known_schedules()]))}"
     )
@@ -212,6 +214,16 @@ def _wanted(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
 
 def _is_shipped(name: str) -> bool:
     return name in known_schedules()
+
+
+def _of_its_own_name(schedule: BudgetSchedule) -> BudgetSchedule:
+    """`schedule`, unless it would pass for the shipped one of its name."""
+    if _is_shipped(schedule.name) and schedule != shipped_schedule(schedule.name):
+        raise ScheduleError(
+            f"name={schedule.name!r}: the shipped schedule of that name has other fields: expected"
+            " another name, or the name alone"
+        )
+    return schedule
 
 
 HOOKS = (
