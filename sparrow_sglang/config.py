@@ -90,8 +90,8 @@ class SparrowConfig(BaseModel):
             ) from None
         if not all(config.schedules):
             raise ConfigError(
-                f"{source}: schedule={quoted(config.schedule)} is empty or has an empty part: expected a"
-                f" name, a path or {AUTO!r}, or several separated by commas"
+                f"{source}: schedule={quoted(config.schedule)} is empty or has an empty part:"
+                f" expected a name, a path or {AUTO!r}, or several separated by commas"
             )
         return config
 

@@ -1,6 +1,6 @@
 """A call from the launching process to every scheduler and back, over SGLang's control messages.
 
-In: the name of a call and JSON fields. Out: one JSON answer per data-parallel rank, or the refusals.
+In: the name of a call and JSON fields. Out: one JSON answer per data-parallel rank, or refusals.
 """
 
 import reprlib

@@ -73,7 +73,8 @@ class LoadedSchedules:
             if got != wanted:
                 raise ScheduleError(
                     f"schedule {schedule.name}: {field}={quoted(got)} differs from that of"
-                    f" {self.in_force.name}: expected {quoted(wanted)}; serve it with a server of its own"
+                    f" {self.in_force.name}: expected {quoted(wanted)}; serve it with a"
+                    " server of its own"
                 )
         if len(schedule.budget_tokens) > MAX_BINS:
             raise ScheduleError(

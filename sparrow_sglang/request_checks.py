@@ -80,8 +80,8 @@ def require_begun(answer: Any) -> None:
 def unreadable(error: Exception) -> RequestError:
     """What to answer to a request on which SGLang raised one of UNREADABLE."""
     return RequestError(
-        f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected fields of the"
-        " types that SGLang's GenerateReqInput and SamplingParams have"
+        f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected"
+        " fields of the types that SGLang's GenerateReqInput and SamplingParams have"
     )
 
 

@@ -240,8 +240,8 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
     if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
         return _for_page_size(BudgetSchedule.from_json(spec), page_size, spec)
     raise ScheduleError(
-        f"schedule {quoted(spec)} is not known: expected a path to a .json file, fixed-<tokens>, or one"
-        f" of {', '.join(_nearest_first(spec, known_schedules()))}"
+        f"schedule {quoted(spec)} is not known: expected a path to a .json file, fixed-<tokens>,"
+        f" or one of {', '.join(_nearest_first(spec, known_schedules()))}"
     )
 
 

@@ -12,7 +12,7 @@ import base64
 import re
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sparrow_sglang.control_channel import ControlError, answers, idle, tell_schedulers
 from sparrow_sglang.json_values import cut, quoted
@@ -199,8 +199,8 @@ def _checked_rank(config: Any, max_rank: int) -> int:
             " --max-lora-rank"
         )
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    # Not so for NaN, either.
-    if not is_number or not abs(alpha) <= sys.float_info.max:
+    # False for NaN, too.
+    if not (is_number and -sys.float_info.max <= cast(float, alpha) <= sys.float_info.max):
         raise ControlError(f"config: lora_alpha={quoted(alpha)}: expected a number")
     for key, allowed in _UNSUPPORTED.items():
         if config.get(key) not in allowed:
@@ -220,16 +220,16 @@ def _checked_modules(
         named = _FACTOR.fullmatch(key)
         if named is None or named[1] not in shapes:
             raise ControlError(
-                f"tensors[{quoted(key)}] belongs to no linear module of the model: expected PEFT's names,"
-                " such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+                f"tensors[{quoted(key)}] belongs to no linear module of the model: expected PEFT's"
+                " names, such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             )
         module, side = named[1], named[2]
         out_features, in_features = shapes[module]
         expected = (rank, in_features) if side == "A" else (out_features, rank)
         if tuple(tensor.shape) != expected or not tensor.is_floating_point():
             raise ControlError(
-                f"tensors[{quoted(key)}] is {tensor.dtype} {list(tensor.shape)}: expected floating-point"
-                f" numbers {list(expected)}"
+                f"tensors[{quoted(key)}] is {tensor.dtype} {list(tensor.shape)}: expected"
+                f" floating-point numbers {list(expected)}"
             )
         seen.setdefault(module, set()).add(side)
     halves = [module for module, sides in seen.items() if len(sides) == 1]
@@ -272,14 +272,12 @@ def _require_servable(modules: set[str], config: Mapping[str, Any], served: list
     try:
         found = get_normalized_target_modules(named) | get_normalized_target_modules(modules)
     except ValueError as error:
-        raise ControlError(
-            f"config: target_modules={quoted(wanted)}: {cut(str(error))}"
-        ) from None
+        raise ControlError(f"config: target_modules={quoted(wanted)}: {cut(str(error))}") from None
     extra = sorted(found - {"all"} - set(served))
     if extra or not wanted:
         raise ControlError(
-            f"config: target_modules={quoted(wanted)}: expected modules that the server has room for"
-            f" (--lora-target-modules), {', '.join(served)}"
+            f"config: target_modules={quoted(wanted)}: expected modules that the server has"
+            f" room for (--lora-target-modules), {', '.join(served)}"
         )
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,8 @@ def engine_of(model: str, backend: str, adapter: str) -> Any:
 
 def require_whole_pool(scheduler: Any) -> None:
     """Runs in the scheduler."""
-    free, size = scheduler.token_to_kv_pool_allocator.available_size(), scheduler.max_total_num_tokens
+    free = scheduler.token_to_kv_pool_allocator.available_size()
+    size = scheduler.max_total_num_tokens
     assert free == size, f"{size - free} tokens of the pool are still in use"
 
 

@@ -129,9 +129,7 @@ def test_a_paused_request_on_one_replica_keeps_all_from_switching(replicas: Any)
     sampling = {"max_new_tokens": 400, "ignore_eos": True}
 
     async def switched_in_the_middle(rank: int) -> None:
-        request = GenerateReqInput(
-            input_ids=PROMPT, sampling_params=sampling, routed_dp_rank=rank
-        )
+        request = GenerateReqInput(input_ids=PROMPT, sampling_params=sampling, routed_dp_rank=rank)
         running = asyncio.ensure_future(anext(manager.generate_request(request, None)))
         await asyncio.sleep(0.2)
         assert not running.done()

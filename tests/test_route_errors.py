@@ -64,7 +64,7 @@ def require_unchanged(client: httpx.Client) -> None:
         ({"name": "\x1b[31mred"}, r"name='\\x1b\[31mred' is not allowed"),
         ({"name": "a,b"}, "name='a,b' is not allowed"),
         ({"name": SHIPPED}, f"name='{SHIPPED}': the shipped schedule .*expected another name"),
-        ({"budget_tokens": [2**62]}, r"budget_tokens\[0\]=4611686018427387904 .*at most 1073741824"),
+        ({"budget_tokens": [2**62]}, r"budget_tokens\[0\]=461168.* at most 1073741824"),
         ({"budget_tokens": ["a"] * 100_000}, r"budget_tokens\[0\]='a' is not allowed"),
         ({"budget_tokens": [96] * 100_000}, "100000 bins: expected at most 1024"),
         ({"budget_tokens": LONG}, "budget_tokens='xxx"),
@@ -78,9 +78,7 @@ def require_unchanged(client: httpx.Client) -> None:
     ids=lambda value: str(value)[:40] if isinstance(value, str) else next(iter(value))[:20],
 )
 def test_fields_of_a_schedule(client: httpx.Client, change: dict[str, Any], reason: str) -> None:
-    response = client.post(
-        "/sparrow/schedule", content=json.dumps({"schedule": FIELDS | change})
-    )
+    response = client.post("/sparrow/schedule", content=json.dumps({"schedule": FIELDS | change}))
     assert_matches(reason, refused(response))
     require_unchanged(client)
 
@@ -140,7 +138,7 @@ LONG_KEY = base64.b64encode(save({LONG: torch.zeros(1)})).decode()
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tensors": safetensors_of("F4", 1)}, "tensors are of dtype 'F4': expected one that torch"),
+        ({"tensors": safetensors_of("F4", 1)}, "tensors are of dtype 'F4': expected one that"),
         ({"tensors": safetensors_of("F8_E8M0", 2)}, "tensors are of dtype 'F8_E8M0'"),
         ({"tensors": "é"}, "tensors cannot be read .*: expected a safetensors file in base64"),
         ({"tensors": 5}, "tensors cannot be read"),
