@@ -39,9 +39,10 @@ from sparrow_sglang.calibration_report import (
 from sparrow_sglang.calibration_store import WorkFolder
 from sparrow_sglang.engine_arguments import engine_arguments
 from sparrow_sglang.exact_acceptance import recording
+from sparrow_sglang.json_values import cut
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME
 from sparrow_sglang.progress import progress_bar
-from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.schedule import NAME, PAGE_SIZES, BudgetSchedule
 
 DEFAULT_TARGET = 0.86
 
@@ -112,6 +113,7 @@ def _calibrate(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
     model, model_path, hf_config, context = find_model(args.model_path, engine_args)
     targets = args.target or [DEFAULT_TARGET]
     out = args.out or Path(f"{model}.json" if len(targets) > 1 else f"{model}-{targets[0]}.json")
+    _require_names(_schedule_files(out, targets))
     bin_tokens = args.bin_tokens or default_bin_tokens(context, args.page_size)
     budgets = sorted(set(args.budgets or default_budgets(context, args.page_size)))
     arms = [fixed_arm(budget, args.page_size) for budget in budgets]
@@ -131,6 +133,22 @@ def _calibrate(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
     return 0
 
 
+def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
+    """One file per target; each schedule is called what its file is called, without .json."""
+    if len(targets) == 1:
+        return [out]
+    return [out.with_stem(f"{out.stem}-{target}") for target in targets]
+
+
+def _require_names(files: Sequence[Path]) -> None:
+    for path in files:
+        if not NAME.fullmatch(path.stem):
+            raise CalibrationError(
+                f"--out {cut(str(path))}: expected a file name of 1 to 64 letters, digits, '.', '_'"
+                " and '-' before .json, which becomes the name of the schedule"
+            )
+
+
 def _write_results(
     job: Job,
     args: argparse.Namespace,
@@ -147,8 +165,7 @@ def _write_results(
     evidence = origin(job) | {"settings": settings, "tails": _all_tails(tails)}
     schedules = []
     with _kept(job.work):
-        for target in targets:
-            path = out if len(targets) == 1 else out.with_stem(f"{out.stem}-{target}")
+        for path, target in zip(_schedule_files(out, targets), targets, strict=True):
             schedule = make_schedule(
                 path.stem,
                 target,

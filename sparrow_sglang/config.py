@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
 
+from sparrow_sglang.json_values import quoted
+
 CONFIG_VARIABLE = "SPARROW_CONFIG"
 SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"
 AUTO = "auto"
@@ -75,7 +77,7 @@ class SparrowConfig(BaseModel):
             if key not in cls.model_fields:
                 near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)[0]
                 raise ConfigError(
-                    f"{source}: unknown key {key!r}: did you mean {near!r}? Known keys:"
+                    f"{source}: unknown key {quoted(key)}: did you mean {near!r}? Known keys:"
                     f" {', '.join(cls.model_fields)}"
                 )
         try:
@@ -83,13 +85,13 @@ class SparrowConfig(BaseModel):
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             raise ConfigError(
-                f"{source}: {problem['loc'][0]}={problem['input']!r} is not allowed: expected a"
-                " text"
+                f"{source}: {problem['loc'][0]}={quoted(problem['input'])} is not allowed:"
+                " expected a string"
             ) from None
         if not all(config.schedules):
             raise ConfigError(
-                f"{source}: schedule={config.schedule!r} is empty or has an empty part: expected a"
-                f" name, a path or {AUTO!r}, or several separated by commas"
+                f"{source}: schedule={quoted(config.schedule)} is empty or has an empty part:"
+                f" expected a name, a path or {AUTO!r}, or several separated by commas"
             )
         return config
 

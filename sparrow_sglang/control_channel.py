@@ -1,11 +1,12 @@
 """A call from the launching process to every scheduler and back, over SGLang's control messages.
 
-In: the name of a call and JSON fields. Out: the JSON answer of one scheduler, or its refusal.
+In: the name of a call and JSON fields. Out: one JSON answer per data-parallel rank, or refusals.
 """
 
+import reprlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.hooks import Hook
 
@@ -28,6 +29,10 @@ class ControlError(ValueError):
     """The server cannot do now what it was asked for; the message says why."""
 
 
+class RanksDisagreeError(ControlError):
+    """Ranks of the server are in different states; the message says which, and the remedy."""
+
+
 def answers(call: str) -> Callable[[Answer], Answer]:
     """Have the decorated function answer `call` in every scheduler.
 
@@ -43,22 +48,27 @@ def answers(call: str) -> Callable[[Answer], Answer]:
 
 async def tell_schedulers(
     manager: "TokenizerManager", call: str, fields: dict[str, Any]
-) -> dict[str, Any]:
-    """Make every scheduler answer `call`, and return what the first one said.
+) -> dict[str, dict[str, Any]]:
+    """Make every scheduler answer `call`.
+
+    Returns:
+        The answer of each data-parallel rank under its name, see `rank_name`; the tensor-parallel
+        ranks of each have given the same.
 
     Raises:
-        ControlError: a scheduler refused, for the reason that the message gives.
+        ControlError: schedulers refused, for the reasons that the message gives. Others may have
+            done what they were asked for.
     """
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
     outputs = await manager.dumper_control(
         DumperControlReqInput(method=_PREFIX + call, body=fields)
     )
-    for output in outputs:
-        if not output.success:
-            raise ControlError(output.error)
-    answer: dict[str, Any] = outputs[0].response[0]
-    return answer
+    refusals = [output.error for output in outputs if not output.success]
+    if refusals:
+        raise ControlError("; ".join(sorted(refusals)))
+    said = (output.response[0] for output in outputs)
+    return {one["rank"]: one["answer"] for one in said}
 
 
 @asynccontextmanager
@@ -74,11 +84,23 @@ async def idle(manager: "TokenizerManager", undone: str) -> AsyncIterator[None]:
         paused = manager.is_pause
     # Paused requests would never give the lock back.
     async with nullcontext() if paused else manager.model_update_lock.writer_lock:
-        flushed = await manager.flush_cache(_PAUSED_TIMEOUT_S if paused else _IDLE_TIMEOUT_S)
-        if not flushed.success:
+        if not await _flushed(manager, _PAUSED_TIMEOUT_S if paused else _IDLE_TIMEOUT_S):
             reason = "generation is paused with requests" if paused else "requests are running"
             raise ControlError(f"{undone}: {reason}; abort them or let them finish")
         yield
+
+
+async def _flushed(manager: "TokenizerManager", timeout_s: float) -> bool:
+    """Whether the prefix cache of every rank is empty.
+
+    SGLang's own `flush_cache` says what the first data-parallel rank answered (0.5.17).
+    """
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    manager.auto_create_handle_loop()
+    control: Any = manager
+    outputs = await control.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
+    return all(output.success for output in outputs)
 
 
 def answer_control(
@@ -86,21 +108,78 @@ def answer_control(
 ) -> None:
     """AROUND hook: take our messages out of a channel that carries JSON to every scheduler.
 
-    SGLang's channel for settings carries numbers only. Checked with 0.5.17, where all ranks handle
-    a message at the same point between two steps, and one rank per replica answers.
+    SGLang's channel for settings carries numbers only. Checked with 0.5.17, where all ranks of a
+    replica handle a message at the same point between two steps, and one of them answers.
     """
     answer = _answers.get(message.method)
     if answer is None:
         return original(scheduler, message)
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 
-    try:
-        output = DumperControlReqOutput(success=True, response=[answer(scheduler, message.body)])
-    except Exception as error:
-        # Whatever it is, the caller must hear of it: it waits for an answer.
-        output = DumperControlReqOutput(success=False, response=[], error=str(error))
+    outcome = _agreed(scheduler, _outcome(answer, scheduler, message.body))
+    output = DumperControlReqOutput(
+        success=outcome.error is None,
+        response=[{"rank": outcome.rank, "answer": outcome.answer}],
+        error=outcome.error or "",
+    )
     scheduler.ipc_channels.send_to_tokenizer.send_output(output, message)
     return None
+
+
+def rank_name(scheduler: "Scheduler") -> str:
+    """Which scheduler of the server this is, such as `dp rank 1, tp rank 0`."""
+    replica = _replica(scheduler)
+    tp_rank = f"tp rank {scheduler.ps.attn_tp_rank}"
+    return tp_rank if replica is None else f"dp rank {replica}, {tp_rank}"
+
+
+def _replica(scheduler: "Scheduler") -> int | None:
+    """Its data-parallel rank, be it a server or its attention that is replicated; None if alone."""
+    ps = scheduler.ps
+    rank: int | None = ps.attn_dp_rank if ps.attn_dp_size > 1 else ps.dp_rank
+    return rank
+
+
+class _Outcome(NamedTuple):
+    """What one scheduler says to a call: its name, and an answer unless there is an error."""
+
+    rank: str
+    answer: dict[str, Any]
+    error: str | None = None
+
+
+def _outcome(answer: Answer, scheduler: "Scheduler", fields: dict[str, Any]) -> _Outcome:
+    rank = rank_name(scheduler)
+    try:
+        return _Outcome(rank, answer(scheduler, fields))
+    except Exception as error:
+        # Whatever it is, the caller must hear of it: it waits for an answer.
+        return _Outcome(rank, {}, str(error) or type(error).__name__)
+
+
+def _agreed(scheduler: "Scheduler", own: _Outcome) -> _Outcome:
+    """The outcome of all tensor-parallel ranks of a replica: one that fails fails the call."""
+    ps = scheduler.ps
+    outcomes: list[Any] = [own]
+    if ps.attn_tp_size > 1:
+        import torch
+
+        outcomes = [None] * ps.attn_tp_size
+        torch.distributed.all_gather_object(outcomes, own, group=scheduler.attn_tp_cpu_group)
+    failed = [one for one in outcomes if one.error is not None]
+    if not failed:
+        if all(one.answer == own.answer for one in outcomes):
+            return own
+        return own._replace(
+            error=f"tensor-parallel ranks differ: {'; '.join(map(_shown, outcomes))}"
+        )
+    alone = _replica(scheduler) is None and len(outcomes) == 1
+    said = "; ".join(one.error if alone else f"{one.rank}: {one.error}" for one in failed)
+    return own._replace(error=said)
+
+
+def _shown(outcome: _Outcome) -> str:
+    return f"{outcome.rank}: {reprlib.repr(outcome.answer)}"
 
 
 HOOKS = (

@@ -76,7 +76,7 @@ def keep_sparse_kv_private(
 
     A finished request hands prompt and output to the prefix tree. KV of output tokens has seen only
     part of the context, so a later request would silently inherit the mismatch. The prompt's pages
-    entered the tree after prefill, and stay.
+    enter the tree after prefill, and stay; where the request ends at its prefill they enter here.
 
     Checked with 0.5.17. Other ways into the tree: `cache_unfinished_req` runs after prefill only,
     over tokens that were prefilled (re-prefilled ones of a retracted request included); retraction
@@ -92,7 +92,22 @@ def keep_sparse_kv_private(
     decoded = cached_tokens > len(req.origin_input_ids)
     if not decoded or first_sparse_length is None or cached_tokens < first_sparse_length:
         return None
+    _cache_prefilled(req, tree_cache)
     return (req, tree_cache), {"is_insert": False}
+
+
+def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
+    """Put the whole pages of what was prefilled into the prefix tree, unless they are in it.
+
+    SGLang 0.5.17 does so after prefill unless the request has finished there. Under the overlap
+    scheduler such a request counts as decoded, as its first decode step runs already.
+    """
+    from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
+
+    whole_pages = req.extend_range.end // tree_cache.page_size * tree_cache.page_size
+    # What `strip_thinking_cache` frees beyond the committed length must not be in the tree.
+    if req.cache_protected_len < whole_pages <= req.effective_kv_committed_len():
+        maybe_cache_unfinished_req(req, tree_cache)
 
 
 def reserve_landmarks(

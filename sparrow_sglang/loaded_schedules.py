@@ -7,6 +7,7 @@ scheduler keeps the same in tables on its device.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 MAX_LOADED = 14
@@ -57,7 +58,7 @@ class LoadedSchedules:
             if schedule.name == name:
                 return schedule
         raise ScheduleError(
-            f"schedule {name!r} is not loaded: expected one of {', '.join(self.names)}"
+            f"schedule {quoted(name)} is not loaded: expected one of {', '.join(self.names)}"
         )
 
     def require_fit(self, schedule: BudgetSchedule) -> None:
@@ -71,8 +72,9 @@ class LoadedSchedules:
             wanted, got = (list(v) if isinstance(v, tuple) else v for v in (wanted, got))
             if got != wanted:
                 raise ScheduleError(
-                    f"schedule {schedule.name}: {field}={got} differs from that of"
-                    f" {self.in_force.name}: expected {wanted}; serve it with a server of its own"
+                    f"schedule {schedule.name}: {field}={quoted(got)} differs from that of"
+                    f" {self.in_force.name}: expected {quoted(wanted)}; serve it with a"
+                    " server of its own"
                 )
         if len(schedule.budget_tokens) > MAX_BINS:
             raise ScheduleError(

@@ -19,6 +19,7 @@ BACKEND = "sparrow"
 SUPPORTED_SGLANG = "0.5.17"
 
 _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
+_NO_CHECKS = "nobody would check what requests ask for, nor report what was read"
 _OTHER_LAYOUT = "the backend reads SGLang's own token pool in NHD layout"
 
 
@@ -67,9 +68,11 @@ _RULES = (
     _Rule(
         "tokenizer_worker_num",
         lambda value: value > 1,
-        "SGLang's tokenizer workers load no plugins, so nobody would check what requests ask for",
+        f"SGLang's tokenizer workers load no plugins: {_NO_CHECKS}",
         "pass --tokenizer-worker-num 1",
     ),
+    _flag("smg_grpc_mode", _NO_CHECKS),
+    _flag("grpc_mode", _NO_CHECKS),
     _Rule(
         "sparrow_audit_rate",
         lambda value: not 0 <= value <= 1,
@@ -94,6 +97,7 @@ _RULES = (
     ),
 )
 _ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": f"it replaces SGLang's tokenizer manager: {_NO_CHECKS}",
     "SGLANG_USE_HND_KVCACHE": _OTHER_LAYOUT,
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "landmarks are sized before graphs are captured",
 }

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from sparrow_sglang.json_values import cut, quoted
+
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
@@ -37,7 +39,7 @@ def require_whole_n(sampling_params: Any) -> None:
     for parameters in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
         n = parameters.get("n", 1) if isinstance(parameters, dict) else 1
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            raise RequestError(f"n={n!r}: expected a whole number of 1 or more")
+            raise RequestError(f"n={quoted(n)}: expected a whole number of 1 or more")
 
 
 def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> None:
@@ -78,8 +80,8 @@ def require_begun(answer: Any) -> None:
 def unreadable(error: Exception) -> RequestError:
     """What to answer to a request on which SGLang raised one of UNREADABLE."""
     return RequestError(
-        f"the request cannot be read ({type(error).__name__}: {error}): expected fields of the"
-        " types that SGLang's GenerateReqInput and SamplingParams have"
+        f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected"
+        " fields of the types that SGLang's GenerateReqInput and SamplingParams have"
     )
 
 
@@ -88,7 +90,7 @@ def _named(message: str, parameters: Any) -> str:
     place = re.search(r"\$\[(\d+)\]", message)
     names = parameters.__struct_fields__
     if place is None or int(place[1]) >= len(names):
-        return f"sampling_params: {message}"
+        return f"sampling_params: {cut(message)}"
     name = names[int(place[1])]
     shown = name.replace("_strs", "")
-    return f"{shown}={getattr(parameters, name)!r}: {message.partition(' - at')[0]}"
+    return f"{shown}={quoted(getattr(parameters, name))}: {message.partition(' - at')[0]}"

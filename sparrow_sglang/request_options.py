@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
@@ -107,7 +108,7 @@ def _is_budget(value: Any, schedule: BudgetSchedule) -> bool:
 
 def _expected(given: Any, loaded: LoadedSchedules) -> str:
     return (
-        f'custom_params["{KEY}"]={given!r} is not allowed: expected exactly one of'
+        f'custom_params["{KEY}"]={quoted(given)} is not allowed: expected exactly one of'
         f' {{"dense": true}}, {{"schedule": one of {", ".join(loaded.names)}}} or'
         f' {{"kv_budget_tokens": a multiple of {loaded.in_force.page_size}, at least'
         f' {_floor(loaded.in_force)}}}; {{"report": true}} may stand beside it, or alone'

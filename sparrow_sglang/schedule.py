@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -27,9 +27,17 @@ from pydantic import (
     model_validator,
 )
 
+from sparrow_sglang.json_values import MAX_DEPTH, JsonError, cut, quoted, require_portable
+
 PAGE_SIZES = (16, 32, 64)
 PREFERRED_TAIL_TARGET = 0.86
-FIXED_NAME = re.compile(r"fixed-(\d+)")
+# Tables on the device hold whole numbers of 32 bits.
+MAX_TOKENS = 2**30
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+FIXED_NAME = re.compile(r"fixed-([0-9]+)")
+
+_MAX_PROBLEMS = 3
+_Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 
 
 class ScheduleError(ValueError):
@@ -45,32 +53,40 @@ class BudgetSchedule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: StrictStr = Field(min_length=1)
+    name: StrictStr = Field(pattern=rf"^{NAME.pattern}\z")
     page_size: StrictInt
-    bin_tokens: StrictInt = Field(gt=0)
-    budget_tokens: tuple[StrictInt, ...] = Field(min_length=1)
-    sink_pages: StrictInt = Field(default=1, ge=0)
-    recent_pages: StrictInt = Field(default=2, ge=1)
-    dense_layers: tuple[StrictInt, ...] = (0, 1)
+    bin_tokens: _Count = Field(gt=0)
+    budget_tokens: tuple[_Count, ...] = Field(min_length=1)
+    sink_pages: _Count = Field(default=1, ge=0)
+    recent_pages: _Count = Field(default=2, ge=1)
+    dense_layers: tuple[_Count, ...] = (0, 1)
     calibrated: StrictBool = False
     model: StrictStr | None = None
     tail_target: float | None = Field(default=None, gt=0, le=1, strict=True)
     model_match: dict[str, StrictInt | StrictStr | list[StrictStr]] | None = None
     provenance: dict[str, JsonValue] = Field(default_factory=dict)
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, /, **fields: Any) -> None:
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            problems = [_describe(problem) for problem in error.errors(include_url=False)]
-            # A union reports one error per alternative; one line about the field is enough.
-            raise ScheduleError("; ".join(dict.fromkeys(problems))) from None
+            # Lists and unions report many errors; one about each field is enough.
+            by_field = {
+                problem["loc"][:1]: problem for problem in reversed(error.errors(include_url=False))
+            }
+            problems = list(reversed(by_field.values()))
+            described = [_describe(problem) for problem in problems[:_MAX_PROBLEMS]]
+            if len(problems) > _MAX_PROBLEMS:
+                described.append(f"and {len(problems) - _MAX_PROBLEMS} more")
+            raise ScheduleError("; ".join(described)) from None
 
     @model_validator(mode="after")
     def _check(self) -> "BudgetSchedule":
         page = self.page_size
         if page not in PAGE_SIZES:
-            raise ValueError(f"page_size={page} is not supported: expected one of {PAGE_SIZES}")
+            raise ValueError(
+                f"page_size={quoted(page)} is not supported: expected one of {PAGE_SIZES}"
+            )
         if self.bin_tokens % page:
             raise ValueError(_not_whole_pages("bin_tokens", self.bin_tokens, page))
         floor = (self.sink_pages + self.recent_pages) * page
@@ -92,8 +108,14 @@ class BudgetSchedule(BaseModel):
         layers = self.dense_layers
         if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
             raise ValueError(
-                f"dense_layers={list(layers)}: expected distinct layer indices from 0 upwards"
+                f"dense_layers={quoted(list(layers))}: expected distinct layer indices from 0"
+                " upwards"
             )
+        for field in ("model", "model_match", "provenance"):
+            try:
+                require_portable(getattr(self, field))
+            except JsonError as error:
+                raise ValueError(f"{field}: {error}") from None
         return self
 
     @cached_property
@@ -146,34 +168,43 @@ class BudgetSchedule(BaseModel):
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> "BudgetSchedule":
+        where = cut(str(path))
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise ScheduleError(f"{path}: not UTF-8 text; expected a JSON object") from None
+            raise ScheduleError(f"{where}: not UTF-8 text; expected a JSON object") from None
         except IsADirectoryError:
             raise ScheduleError(
-                f"{path}: is a directory; expected a schedule file (.json)"
+                f"{where}: is a directory; expected a schedule file (.json)"
             ) from None
         except OSError as error:
             raise ScheduleError(
-                f"{path}: cannot be read ({error.strerror}); expected a schedule file (.json),"
+                f"{where}: cannot be read ({error.strerror}); expected a schedule file (.json),"
                 f" fixed-<tokens>, or one of {', '.join(known_schedules())}"
             ) from None
+        except ValueError as error:
+            # A NUL in the path.
+            raise ScheduleError(
+                f"{where!r}: cannot be read ({error}); expected a schedule file (.json)"
+            ) from None
         if not text.strip():
-            raise ScheduleError(f"{path}: the file is empty; expected a JSON object")
+            raise ScheduleError(f"{where}: the file is empty; expected a JSON object")
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ScheduleError(f"{path}: not JSON ({error}); expected a JSON object") from None
+        except RecursionError:
+            raise ScheduleError(f"{where}: nested too deeply; expected a JSON object") from None
+        except ValueError as error:
+            # Also a number of more digits than Python reads.
+            raise ScheduleError(f"{where}: not JSON ({error}); expected a JSON object") from None
         if not isinstance(fields, dict):
             raise ScheduleError(
-                f"{path}: holds a {type(fields).__name__}; expected a JSON object with the keys"
+                f"{where}: holds a {type(fields).__name__}; expected a JSON object with the keys"
                 f" {', '.join(cls.model_fields)}"
             )
         try:
             return cls(**fields)
         except ScheduleError as error:
-            raise ScheduleError(f"{path}: {error}") from None
+            raise ScheduleError(f"{where}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON that `from_json` reads back equal; replaces `path` in one step."""
@@ -201,14 +232,16 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
     size than the server's `page_size`.
     """
     if match := FIXED_NAME.fullmatch(spec):
+        if len(match[1]) > len(str(MAX_TOKENS)):
+            raise ScheduleError(f"schedule {quoted(spec)}: expected at most fixed-{MAX_TOKENS}")
         return BudgetSchedule.fixed(int(match[1]), page_size)
     if spec in known_schedules():
-        return _for_page_size(_shipped(spec), page_size, spec)
+        return _for_page_size(shipped_schedule(spec), page_size, spec)
     if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
         return _for_page_size(BudgetSchedule.from_json(spec), page_size, spec)
     raise ScheduleError(
-        f"schedule {spec!r} is not known: expected a path to a .json file, fixed-<tokens>, or one"
-        f" of {', '.join(_nearest_first(spec, known_schedules()))}"
+        f"schedule {quoted(spec)} is not known: expected a path to a .json file, fixed-<tokens>,"
+        f" or one of {', '.join(_nearest_first(spec, known_schedules()))}"
     )
 
 
@@ -217,11 +250,11 @@ def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
 
     Prefers the tail target 0.86. Raises `ScheduleError` if none fits.
     """
-    shipped = [_shipped(name) for name in known_schedules()]
+    shipped = [shipped_schedule(name) for name in known_schedules()]
     fitting = [schedule for schedule in shipped if _matches(schedule, hf_config)]
     if not fitting:
         fields = ("architectures", "hidden_size", "num_hidden_layers")
-        got = ", ".join(f"{key}={_config_value(hf_config, key)!r}" for key in fields)
+        got = ", ".join(f"{key}={quoted(_config_value(hf_config, key))}" for key in fields)
         raise ScheduleError(
             f"no shipped schedule fits this model ({got}): choose one with --sparrow-schedule, a"
             f" path to a .json file, fixed-<tokens> (not calibrated), or one of"
@@ -232,7 +265,8 @@ def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
 
 
 @cache
-def _shipped(name: str) -> BudgetSchedule:
+def shipped_schedule(name: str) -> BudgetSchedule:
+    """The shipped schedule of that name, one of `known_schedules()`."""
     return BudgetSchedule.from_json(str(files("sparrow_sglang.schedules") / f"{name}.json"))
 
 
@@ -265,7 +299,7 @@ def _not_whole_pages(field: str, tokens: int, page_size: int) -> str:
 
 def _nearest_first(word: str, known: Iterable[str]) -> list[str]:
     def distance(name: str) -> float:
-        return -difflib.SequenceMatcher(None, word.lower(), name).ratio()
+        return -difflib.SequenceMatcher(None, word[:100].lower(), name).ratio()
 
     return sorted(known, key=distance)
 
@@ -279,25 +313,27 @@ def _describe(problem: Any) -> str:
         return f"{field} is missing: expected {_expected(field)}"
     if problem["type"] == "extra_forbidden":
         keys = _nearest_first(field, BudgetSchedule.model_fields)
-        return f"unknown key {field!r}: did you mean {keys[0]!r}? Known keys: {', '.join(keys)}"
+        known = ", ".join(keys)
+        return f"unknown key {quoted(field)}: did you mean {keys[0]!r}? Known keys: {known}"
     if not path:
         return str(problem["msg"]).removeprefix("Value error, ")
-    return f"{where}={problem['input']!r} is not allowed: expected {_expected(field)}"
+    return f"{where}={quoted(problem['input'])} is not allowed: expected {_expected(field)}"
 
 
 def _expected(field: str) -> str:
     expected = {
-        "name": "a text",
+        "name": "a string of 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first",
         "page_size": f"one of {PAGE_SIZES}",
-        "bin_tokens": "a whole number of tokens, a multiple of page_size",
-        "budget_tokens": "a list with one whole number of tokens per bin, multiples of page_size",
-        "sink_pages": "a whole number, 0 or more",
-        "recent_pages": "a whole number, 1 or more",
+        "bin_tokens": f"a whole number of tokens, a multiple of page_size, at most {MAX_TOKENS}",
+        "budget_tokens": "a list with one whole number of tokens per bin, multiples of page_size,"
+        f" at most {MAX_TOKENS}",
+        "sink_pages": f"a whole number, 0 or more, at most {MAX_TOKENS}",
+        "recent_pages": f"a whole number, 1 or more, at most {MAX_TOKENS}",
         "dense_layers": "a list of layer indices",
         "calibrated": "true or false",
-        "model": "a text or null",
+        "model": "a string or null",
         "tail_target": "a number above 0 and at most 1, or null",
-        "model_match": "an object of Hugging Face config fields (numbers, texts, lists), or null",
-        "provenance": "an object",
+        "model_match": "an object of Hugging Face config fields (numbers, strings, lists), or null",
+        "provenance": f"an object, nested at most {MAX_DEPTH} deep",
     }
     return expected[field]

@@ -9,20 +9,25 @@ ends the scheduler, and does without what it does not know of a config. So both 
 
 import asyncio
 import base64
-import binascii
 import re
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sparrow_sglang.control_channel import ControlError, answers, idle, tell_schedulers
+from sparrow_sglang.json_values import cut, quoted
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-_CALL = "adapter_limits"
+_LIMITS = "adapter_limits"
+_LOADED = "adapter_loaded"
+_DROP = "adapter_drop"
 _SHAPES = "sparrow_module_shapes"
+# As schedules are called, and with the slashes of the hub.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 # Projections that the model computes as one; SGLang 0.5.17 wants factors of the first and the last.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -50,9 +55,14 @@ async def load_serialised(
 
     try:
         factors = await asyncio.to_thread(lambda: load(base64.b64decode(tensors, validate=True)))
-    except (SafetensorError, binascii.Error, TypeError) as error:
+    except KeyError as error:
         raise ControlError(
-            f"tensors cannot be read ({error}): expected a safetensors file in base64"
+            f"tensors are of dtype {quoted(error.args[0])}: expected one that torch has, such as"
+            " BF16 or F32"
+        ) from None
+    except (SafetensorError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ControlError(
+            f"tensors cannot be read ({cut(str(error))}): expected a safetensors file in base64"
         ) from None
     await load_adapter(manager, name, config, factors)
     return {"name": name}
@@ -84,15 +94,21 @@ async def load_adapter(
             f"dp_size={manager.server_args.dp_size}: SGLang loads adapters at run time only with"
             " --dp-size 1 or --enable-dp-attention"
         )
-    if not isinstance(name, str) or not name or ":" in name:
-        raise ControlError(f"name={name!r}: expected a text without a colon, such as 'math'")
-    limits = await tell_schedulers(manager, _CALL, {})
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ControlError(
+            f"name={quoted(name)}: expected a string of 1 to 64 letters, digits, '.', '_', '/' and"
+            " '-', such as 'math'"
+        )
+    # The same on every rank, as all are started with the same arguments.
+    limits = next(iter((await tell_schedulers(manager, _LIMITS, {})).values()))
     rank = _checked_rank(config, limits["max_rank"])
     shapes = await asyncio.to_thread(_module_shapes, manager)
     modules = _checked_modules(tensors, rank, shapes)
     _require_servable(modules, config, limits["modules"])
     async with idle(manager, f"adapter {name!r} was not loaded"):
-        await _replace(manager, name, dict(config), _completed(tensors, shapes))
+        # SGLang fails without the type, which PEFT always writes.
+        fields = {"peft_type": "LORA", **config}
+        await _replace(manager, name, fields, _completed(tensors, shapes))
 
 
 async def _replace(
@@ -121,16 +137,51 @@ async def _replace(
             MultiprocessingSerializer.serialize(payload) for _ in range(manager.server_args.tp_size)
         ],
     )
-    loaded = await manager.load_lora_adapter_from_tensors(request, None)
-    if not loaded.success:
+    try:
+        loaded = await manager.load_lora_adapter_from_tensors(request, None)
+        if not loaded.success:
+            raise ControlError(str(loaded.error_message))
+        # SGLang hears of one tensor-parallel rank only (0.5.17).
+        await tell_schedulers(manager, _LOADED, {"lora_id": request.lora_id})
+    except ControlError as error:
+        await _drop(manager, name, request.lora_id)
         state = "; the former one is unloaded" if former else ""
-        raise ControlError(f"SGLang did not take adapter {name!r}{state}: {loaded.error_message}")
+        raise ControlError(f"SGLang did not take adapter {name!r}{state}: {error}") from None
 
 
-@answers(_CALL)
+async def _drop(manager: "TokenizerManager", name: str, lora_id: str | None) -> None:
+    """Take an adapter that some ranks have not loaded away from those that have."""
+    if name in manager.lora_registry.get_all_adapters():
+        await manager.lora_registry.unregister(name)
+        manager.lora_ref_cache.pop(name, None)
+    await tell_schedulers(manager, _DROP, {"lora_id": lora_id})
+
+
+@answers(_LOADED)
+def _require_loaded(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["lora_id"] not in _lora_manager(scheduler).lora_refs:
+        raise ControlError("the adapter was not loaded")
+    return {}
+
+
+@answers(_DROP)
+def _drop_here(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    # SGLang asserts that what it unloads is there.
+    lora_manager = _lora_manager(scheduler)
+    loaded = lora_manager.lora_refs.get(fields["lora_id"])
+    if loaded is not None:
+        lora_manager.unload_lora_adapter(loaded)
+    return {}
+
+
+def _lora_manager(scheduler: "Scheduler") -> Any:
+    return scheduler.tp_worker.model_runner.lora_manager
+
+
+@answers(_LIMITS)
 def _limits(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """In a scheduler: the memory set aside for adapters, fixed when the server started."""
-    pool = scheduler.tp_worker.model_runner.lora_manager.memory_pool
+    pool = _lora_manager(scheduler).memory_pool
     return {"max_rank": pool.max_lora_rank, "modules": sorted(pool.target_modules)}
 
 
@@ -141,18 +192,20 @@ def _checked_rank(config: Any, max_rank: int) -> int:
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
-        raise ControlError(f"config: peft_type={config['peft_type']!r}: expected 'LORA'")
+        raise ControlError(f"config: peft_type={quoted(config['peft_type'])}: expected 'LORA'")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= max_rank:
         raise ControlError(
-            f"config: r={rank!r}: expected a whole number from 1 to {max_rank}, the server's"
+            f"config: r={quoted(rank)}: expected a whole number from 1 to {max_rank}, the server's"
             " --max-lora-rank"
         )
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
-        raise ControlError(f"config: lora_alpha={alpha!r}: expected a number")
+    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    # False for NaN, too.
+    if not (is_number and -sys.float_info.max <= cast(float, alpha) <= sys.float_info.max):
+        raise ControlError(f"config: lora_alpha={quoted(alpha)}: expected a number")
     for key, allowed in _UNSUPPORTED.items():
         if config.get(key) not in allowed:
             raise ControlError(
-                f"config: {key}={config[key]!r}: SGLang cannot serve it, expected"
+                f"config: {key}={quoted(config[key])}: SGLang cannot serve it, expected"
                 f" {allowed[-1]!r}; merge the adapter into the weights instead"
             )
     return rank
@@ -167,22 +220,22 @@ def _checked_modules(
         named = _FACTOR.fullmatch(key)
         if named is None or named[1] not in shapes:
             raise ControlError(
-                f"tensors[{key!r}] belongs to no linear module of the model: expected PEFT's names,"
-                " such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+                f"tensors[{quoted(key)}] belongs to no linear module of the model: expected PEFT's"
+                " names, such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             )
         module, side = named[1], named[2]
         out_features, in_features = shapes[module]
         expected = (rank, in_features) if side == "A" else (out_features, rank)
         if tuple(tensor.shape) != expected or not tensor.is_floating_point():
             raise ControlError(
-                f"tensors[{key!r}] is {tensor.dtype} {list(tensor.shape)}: expected floating-point"
-                f" numbers {list(expected)}"
+                f"tensors[{quoted(key)}] is {tensor.dtype} {list(tensor.shape)}: expected"
+                f" floating-point numbers {list(expected)}"
             )
         seen.setdefault(module, set()).add(side)
     halves = [module for module, sides in seen.items() if len(sides) == 1]
     if halves or not seen:
         raise ControlError(
-            f"tensors hold one factor only of {halves[0]}: expected lora_A and lora_B"
+            f"tensors hold one factor only of {cut(halves[0])}: expected lora_A and lora_B"
             if halves
             else "tensors are empty: expected lora_A and lora_B of at least one module"
         )
@@ -210,16 +263,21 @@ def _require_servable(modules: set[str], config: Mapping[str, Any], served: list
     from sglang.srt.lora.utils import get_normalized_target_modules
 
     wanted = config.get("target_modules")
-    named = wanted if isinstance(wanted, str) else sorted({*modules, *(wanted or ())})
+    listed = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(listed, (list, tuple, set)) or not all(isinstance(m, str) for m in listed):
+        raise ControlError(
+            f"config: target_modules={quoted(wanted)}: expected a string or a list of strings"
+        )
+    named = wanted if isinstance(wanted, str) else sorted({*modules, *listed})
     try:
         found = get_normalized_target_modules(named) | get_normalized_target_modules(modules)
     except ValueError as error:
-        raise ControlError(f"config: target_modules={wanted!r}: {error}") from None
+        raise ControlError(f"config: target_modules={quoted(wanted)}: {cut(str(error))}") from None
     extra = sorted(found - {"all"} - set(served))
     if extra or not wanted:
         raise ControlError(
-            f"config: target_modules={wanted!r}: expected modules that the server has room for"
-            f" (--lora-target-modules), {', '.join(served)}"
+            f"config: target_modules={quoted(wanted)}: expected modules that the server has"
+            f" room for (--lora-target-modules), {', '.join(served)}"
         )
 
 

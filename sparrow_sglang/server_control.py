@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang import control_channel, hooks, request_hooks
 from sparrow_sglang.announce import announce, describe
-from sparrow_sglang.control_channel import ControlError, answers, idle, tell_schedulers
+from sparrow_sglang.control_channel import (
+    ControlError,
+    RanksDisagreeError,
+    answers,
+    idle,
+    rank_name,
+    tell_schedulers,
+)
 from sparrow_sglang.hooks import Hook
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.refusals import uses_sparrow
 from sparrow_sglang.schedule import (
@@ -22,6 +30,7 @@ from sparrow_sglang.schedule import (
     ScheduleError,
     known_schedules,
     load_schedule,
+    shipped_schedule,
 )
 from sparrow_sglang.server_adapter import load_serialised
 from sparrow_sglang.server_args import FIELD, resolve_schedules
@@ -69,18 +78,24 @@ async def schedule(
 
     Raises:
         ScheduleError: the schedule is unknown, wrong or does not fit this server.
-        ControlError: requests are paused, or a scheduler refused.
+        ControlError: requests are paused, or a scheduler refused; all keep what they had.
+        RanksDisagreeError: the schedulers hold different schedules.
     """
-    if schedule is None:
-        return await tell_schedulers(manager, _CALL, {})
     control: Any = manager
-    wanted = _wanted(schedule, control.sparrow_loaded)
-    control.sparrow_loaded.require_fit(wanted)
+    previous: LoadedSchedules = control.sparrow_loaded
+    if schedule is None:
+        await _require_agreement(manager, previous)
+        return _answer(previous, previous)
+    wanted = _wanted(schedule, previous)
+    loaded = previous.with_in_force(wanted)
     async with idle(manager, "the schedule was not switched"):
-        answer = await tell_schedulers(manager, _CALL, {"schedule": wanted.model_dump(mode="json")})
-        control.sparrow_loaded = control.sparrow_loaded.with_in_force(wanted)
-        manager.record_config_updates("sparrow", **{FIELD: ",".join(control.sparrow_loaded.names)})
-    return answer
+        # Switches may have followed each other while this one waited.
+        previous = control.sparrow_loaded
+        loaded = previous.with_in_force(wanted)
+        await _switch_all(manager, previous, loaded)
+        control.sparrow_loaded = loaded
+        manager.record_config_updates("sparrow", **{FIELD: ",".join(loaded.names)})
+    return _answer(loaded, previous)
 
 
 async def landmarks(manager: "TokenizerManager") -> dict[str, Any]:
@@ -95,7 +110,58 @@ async def landmarks(manager: "TokenizerManager") -> dict[str, Any]:
     async with manager.is_pause_cond:
         paused = manager.is_pause
     async with nullcontext() if paused else manager.model_update_lock.writer_lock:
-        return await tell_schedulers(manager, _CHECK, {})
+        held = await tell_schedulers(manager, _CHECK, {})
+    return {"pages": sum(answer["pages"] for answer in held.values())}
+
+
+async def _switch_all(
+    manager: "TokenizerManager", previous: LoadedSchedules, loaded: LoadedSchedules
+) -> None:
+    """Have every scheduler hold `loaded`, or all of them `previous`.
+
+    Raises:
+        ControlError: a scheduler refused, and all hold `previous`.
+        RanksDisagreeError: some could not go back.
+    """
+    try:
+        await tell_schedulers(manager, _CALL, _fields(loaded))
+        await _require_agreement(manager, loaded)
+    except ControlError as refusal:
+        try:
+            await tell_schedulers(manager, _CALL, _fields(previous))
+            await _require_agreement(manager, previous)
+        except ControlError as stuck:
+            raise RanksDisagreeError(
+                f"the schedule was not switched on every rank ({refusal}), and not all could go"
+                f" back ({stuck}): set a schedule again, or restart the server"
+            ) from None
+        raise ControlError(f"the schedule was not switched: {refusal}") from None
+
+
+async def _require_agreement(manager: "TokenizerManager", expected: LoadedSchedules) -> None:
+    """Raise `RanksDisagreeError` unless every scheduler holds what requests are checked against."""
+    held = await tell_schedulers(manager, _CALL, {})
+    if any(answer != _fields(expected) for answer in held.values()):
+        ranks = [f"{rank}: {answer['in_force']['name']}" for rank, answer in sorted(held.items())]
+        raise RanksDisagreeError(
+            f"ranks hold different schedules ({'; '.join(ranks)}), expected"
+            f" {expected.in_force.name}: set a schedule again, or restart the server"
+        )
+
+
+def _answer(loaded: LoadedSchedules, previous: LoadedSchedules) -> dict[str, Any]:
+    return {
+        "schedule": loaded.in_force.model_dump(mode="json"),
+        "previous": previous.in_force.model_dump(mode="json"),
+        "loaded": list(loaded.names),
+    }
+
+
+def _fields(loaded: LoadedSchedules) -> dict[str, Any]:
+    return {
+        "in_force": loaded.in_force.model_dump(mode="json"),
+        "named": [schedule.model_dump(mode="json") for schedule in loaded.named],
+    }
 
 
 @answers(_CHECK)
@@ -108,42 +174,56 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 
 @answers(_CALL)
 def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    """In a scheduler: switch where the message holds a schedule, then say what is in force."""
+    """In a scheduler: hold what the message says, if it does, then say what is held."""
+    budgets = hooks.budgets_in_use()
+    if fields:
+        loaded = LoadedSchedules(
+            in_force=BudgetSchedule(**fields["in_force"]),
+            named=tuple(BudgetSchedule(**schedule) for schedule in fields["named"]),
+        )
+        if loaded != budgets.loaded:
+            _load(scheduler, loaded)
+    return _fields(budgets.loaded)
+
+
+def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
     budgets = hooks.budgets_in_use()
     previous = budgets.loaded.in_force
-    if "schedule" in fields:
-        new = BudgetSchedule(**fields["schedule"])
-        loaded = budgets.loaded.with_in_force(new)
-        if not scheduler.flush_cache(empty_cache=False):
-            raise ControlError("the schedule was not switched: requests are running")
-        budgets.load(loaded)
-        announce(
-            f"rank {scheduler.ps.tp_rank}: schedule {previous.name} is replaced, prefix cache"
-            f" empty: {describe(new, 'set_schedule')}"
-        )
-    return {
-        "schedule": budgets.loaded.in_force.model_dump(mode="json"),
-        "previous": previous.model_dump(mode="json"),
-        "loaded": list(budgets.loaded.names),
-    }
+    if not scheduler.flush_cache(empty_cache=False):
+        raise ControlError("requests are running")
+    budgets.load(loaded)
+    announce(
+        f"{rank_name(scheduler)}: schedule {previous.name} is replaced, prefix cache empty:"
+        f" {describe(loaded.in_force, 'set_schedule')}"
+    )
 
 
 def _wanted(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
     if isinstance(schedule, Mapping):
-        return BudgetSchedule(**schedule)
+        return _of_its_own_name(BudgetSchedule(**schedule))
     if schedule in loaded.names:
         return loaded.get(schedule)
     if isinstance(schedule, str) and (FIXED_NAME.fullmatch(schedule) or _is_shipped(schedule)):
         return load_schedule(schedule, loaded.in_force.page_size)
     raise ScheduleError(
-        f"schedule={schedule!r} is not known to this server: expected the fields of a schedule as"
-        f" a JSON object, fixed-<tokens>, or one of"
+        f"schedule={quoted(schedule)} is not known to this server: expected the fields of a"
+        f" schedule as a JSON object, fixed-<tokens>, or one of"
         f" {', '.join(dict.fromkeys([*loaded.names, *known_schedules()]))}"
     )
 
 
 def _is_shipped(name: str) -> bool:
     return name in known_schedules()
+
+
+def _of_its_own_name(schedule: BudgetSchedule) -> BudgetSchedule:
+    """`schedule`, unless it would pass for the shipped one of its name."""
+    if _is_shipped(schedule.name) and schedule != shipped_schedule(schedule.name):
+        raise ScheduleError(
+            f"name={schedule.name!r}: the shipped schedule of that name has other fields: expected"
+            " another name, or the name alone"
+        )
+    return schedule
 
 
 HOOKS = (

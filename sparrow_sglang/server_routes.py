@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparrow_sglang.control_channel import ControlError
+from sparrow_sglang.control_channel import ControlError, RanksDisagreeError
+from sparrow_sglang.json_values import JsonError, require_portable
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -112,14 +113,18 @@ async def _handle(name: str, request: "Request") -> "Response":
         fields = await _body(_CALLS[name], request) if request.method == "POST" else {}
         return JSONResponse(await getattr(manager, f"sparrow_{name}")(**fields))
     except ValueError as error:
-        content = {"error": {"message": str(error)}}
-        return JSONResponse(content, status_code=HTTPStatus.BAD_REQUEST)
+        fault = isinstance(error, RanksDisagreeError)
+        status = HTTPStatus.INTERNAL_SERVER_ERROR if fault else HTTPStatus.BAD_REQUEST
+        return JSONResponse({"error": {"message": str(error)}}, status_code=status)
 
 
 async def _body(call: _Call, request: "Request") -> dict[str, Any]:
     try:
-        body = await request.json()
-    except ValueError:
+        body = json.loads(await request.body())
+        require_portable(body)
+    except JsonError as error:
+        raise ControlError(f"the body is wrong: {error}") from None
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict) or set(body) != call.fields or None in body.values():
         raise ControlError(f"the body is wrong: expected a JSON object {call.body}")

@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused_and_the_former_stays(engine, saved):
     ]:
         with pytest.raises(EndpointError, match=reason):
             push_adapter(engine, "mine", wrong, fields)
-    with pytest.raises(EndpointError, match="name='a:b': expected a text without a colon"):
+    with pytest.raises(EndpointError, match="name='a:b': expected a string of 1 to 64 letters"):
         push_adapter(engine, "a:b", folder)
     assert_law(generate(engine, "mine"), merged)
 

@@ -336,6 +336,7 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
         (["--budgets", "304"], "no generation would decode sparsely"),
         (["--model-path", "/nowhere"], "--model-path /nowhere: no such folder; expected"),
         (["--new-tokens", "1"], "--new-tokens=1: expected 2 or more"),
+        (["--out", "my schedule.json"], "--out my schedule.json: expected a file name of 1 to 64"),
     ],
 )
 def test_wrong_options_are_one_error(

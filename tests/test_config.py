@@ -64,7 +64,7 @@ def test_config_variable_may_be_a_path(monkeypatch, tmp_path):
     ("value", "message"),
     [
         ('{"scedule": "x"}', "SPARROW_CONFIG: unknown key 'scedule': did you mean 'schedule'"),
-        ('{"schedule": 512}', "SPARROW_CONFIG: schedule=512 is not allowed: expected a text"),
+        ('{"schedule": 512}', "SPARROW_CONFIG: schedule=512 is not allowed: expected a string"),
         ('{"schedule": ""}', "SPARROW_CONFIG: schedule='' is empty"),
         ('{"schedule": "a,,b"}', "SPARROW_CONFIG: schedule='a,,b' is empty or has an empty part"),
         ('{"schedule": ', "SPARROW_CONFIG: not JSON"),

@@ -17,6 +17,7 @@ PACKAGES = {
 }
 # Each may import from its own layer and from those above it in this list.
 LAYERS = [
+    {"json_values"},
     {"schedule", "models", "tail", "command_line", "progress", "record", "response_lengths"},
     {"config", "mismatch", "cost_model", "loaded_schedules", "request_options", "announce"},
     {"kv_usage", "request_checks"},

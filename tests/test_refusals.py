@@ -143,6 +143,9 @@ def test_model_that_is_served(make_args, tmp_path, config):
         ({"enable_streaming_session": True}, ["enable_streaming_session=True"]),
         ({"dllm_algorithm": "LowConfidence"}, ["dllm_algorithm='LowConfidence'"]),
         ({"use_ray": True}, ["use_ray=True"]),
+        ({"tokenizer_worker_num": 2}, ["tokenizer_worker_num=2", "pass --tokenizer-worker-num 1"]),
+        ({"smg_grpc_mode": True}, ["smg_grpc_mode=True", "remove --smg-grpc-mode"]),
+        ({"grpc_mode": True}, ["grpc_mode=True", "remove --grpc-mode"]),
         ({"dcp_size": 2}, ["dcp_size=2", "pass --dcp-size 1"]),
         ({"attn_cp_size": 2}, ["attn_cp_size=2"]),
         ({"cuda_graph_backend_prefill": "full"}, ["cuda_graph_backend_prefill='full'"]),
@@ -171,7 +174,8 @@ def test_page_sizes_that_are_served(make_args, page_size):
 
 
 @pytest.mark.parametrize(
-    "variable", ["SGLANG_USE_HND_KVCACHE", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"]
+    "variable",
+    ["SGLANG_USE_HND_KVCACHE", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_RUST_SERVER"],
 )
 def test_environment(make_args, monkeypatch, variable):
     monkeypatch.setenv(variable, "1")

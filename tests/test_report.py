@@ -436,10 +436,10 @@ def test_what_is_damaged_is_left_out_by_name(run: Path, tmp_path: Path, capsys: 
         assert sum(name in line for line in told) == 1, name
 
 
-def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
+def test_names_are_text_and_never_markup(calibration: Path, tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>&"
-    schedule = BudgetSchedule(name=evil, page_size=16, bin_tokens=64, budget_tokens=(64, 80))
-    schedule.save(tmp_path / "s.json")
+    schedule = BudgetSchedule.from_json(calibration / f"m-{TARGETS[0]}.json")
+    schedule.model_copy(update={"model": evil}).save(tmp_path / "s.json")
     page = report(tmp_path, tmp_path / "r.html")
     assert "<script" not in page.html and "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in page.html
 

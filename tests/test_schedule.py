@@ -283,7 +283,7 @@ REFUSED_FIELDS = [
     ({"tail_target": 1.5}, r"tail_target=1\.5 .*at most 1"),
     ({"tail_target": "0.86"}, r"tail_target='0\.86' .*a number"),
     ({"calibrated": "yes"}, r"calibrated='yes' .*true or false"),
-    ({"name": ""}, r"name='' .*a text"),
+    ({"name": ""}, r"name='' .*a string of 1 to 64 letters"),
     ({"model_match": {"hidden_size": 1.5}}, r"model_match=1\.5 .*config fields"),
     ({"provenance": "me"}, r"provenance='me' .*an object"),
     ({"budget_token": [48]}, r"unknown key 'budget_token': did you mean 'budget_tokens'"),

@@ -1,0 +1,55 @@
+"""JSON that comes from outside: what of it can be kept and sent on, and how errors quote it.
+
+Imports neither torch nor SGLang.
+"""
+
+import math
+from typing import Any
+
+MAX_DEPTH = 64
+_MAX_QUOTE = 200
+
+
+class JsonError(ValueError):
+    """A value is JSON in form only; the message says what is wrong and what is allowed."""
+
+
+def quoted(value: object) -> str:
+    """`value` as an error message shows it: its repr, at most 200 characters of it."""
+    try:
+        text = repr(value[: _MAX_QUOTE + 1] if isinstance(value, str) else value)
+    except (RecursionError, ValueError):
+        # Nested too deeply, or a whole number of more digits than Python prints.
+        text = f"<{type(value).__name__}>"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """At most 200 characters of `text`."""
+    return text if len(text) <= _MAX_QUOTE else f"{text[: _MAX_QUOTE - 3]}..."
+
+
+def require_portable(value: Any, depth: int = 0) -> None:
+    """Raise `JsonError` unless every JSON reader and SGLang's messages can carry `value`.
+
+    Python's own reader takes NaN and Infinity, whole numbers of any size, halves of UTF-16 pairs,
+    and a thousand nested lists.
+    """
+    if depth > MAX_DEPTH:
+        raise JsonError(f"nested more than {MAX_DEPTH} deep: expected at most {MAX_DEPTH}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise JsonError(f"{value} is no JSON number: expected finite numbers")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise JsonError(f"the number {quoted(value)}: expected whole numbers of 64 bits")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise JsonError(f"{quoted(value)} is no Unicode: expected whole characters") from None
+    if isinstance(value, dict):
+        for key in value:
+            require_portable(key, depth + 1)
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            require_portable(one, depth + 1)
