@@ -98,6 +98,9 @@ class RolloutConfig(_Section):
     """Longer prompts are left out of the data."""
     max_new_tokens: PositiveInt = 4096
     """Response length at which sampling stops."""
+    truncated: Literal["keep", "mask", "penalty"] = "keep"
+    """Responses that were cut there: "keep" trains on them with the reward that the task gives,
+    "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward 0."""
     temperature: float = 1.0
     """Only 1 is accepted."""
     top_p: float = 1.0
