@@ -33,6 +33,17 @@ SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 
+WEAKNESSES = {
+    "system files": "reading the system's folders",
+    "readable files": "reading any file that all users may read",
+    "writable folders": "writing without limit wherever all users may, as in /tmp and /dev/shm",
+    "processes": "seeing the command lines of other processes",
+    "process count": "using up the number of processes that this user may have",
+    "memory": "taking more memory than its limit for some 20 ms, by several processes at once",
+    "disk": "taking more disk than its limit for some 20 ms",
+    "kernel": "using faults of the kernel's interface, most of which it may call",
+}
+
 
 class SandboxError(RuntimeError):
     """Untrusted code cannot be run safely here; the message says why and what to do."""
@@ -132,20 +143,13 @@ def sandbox_problem(kind: Kind) -> str | None:
 
 def weaknesses() -> list[str]:
     """What the kind "weak" does not keep from programs on this machine, one phrase each."""
-    if landlock_version() < LANDLOCK_NEEDED:
-        found = [
-            "reading any file that all users may read",
-            "writing wherever all users may, such as /tmp and /dev/shm, which no limit counts",
-            "seeing the processes of this machine and their command lines",
-        ]
-    else:
-        found = ["reading the system's folders"]
+    landlock = landlock_version() >= LANDLOCK_NEEDED
+    found = ["system files"] if landlock else ["readable files", "writable folders", "processes"]
     if os.getuid() != 0:
-        found.append("using up the number of processes that this user may have")
+        found.append("process count")
     if usable_parent() is None:
-        found.append("taking more memory than allowed for some 20 ms, by several processes at once")
-    found.append("taking more disk than allowed for some 20 ms, at most 1,024 files of the limit")
-    return [*found, "faults of the kernel's interface, most of which it may call"]
+        found.append("memory")
+    return [WEAKNESSES[name] for name in [*found, "disk", "kernel"]]
 
 
 def _order(source: str, stdin: str, limits: Limits, kind: Kind) -> Order:

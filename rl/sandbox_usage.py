@@ -38,10 +38,8 @@ def resident_bytes(pids: list[int]) -> int:
     """Memory of these processes; pages that several of them share count for each."""
     pages = 0
     for pid in pids:
-        try:
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        except OSError:
-            continue
+        # Of all threads, because a process whose first thread has ended shows no memory itself.
+        pages += max(map(_resident_pages, _threads(pid)), default=0)
     return pages * resource.getpagesize()
 
 
@@ -95,14 +93,15 @@ def _named_bytes(folder: str, limit: int) -> int:
 
 def _unlinked_bytes(folder: str, device: int, pids: list[int]) -> int:
     sizes: dict[int, int] = {}
-    for pid in pids:
+    # A thread may have descriptors of its own.
+    for thread in [thread for pid in pids for thread in _threads(pid)]:
         try:
-            for descriptor in os.listdir(f"/proc/{pid}/fd"):
-                status = os.stat(f"/proc/{pid}/fd/{descriptor}")
+            for descriptor in os.listdir(f"{thread}/fd"):
+                status = os.stat(f"{thread}/fd/{descriptor}")
                 if status.st_dev == device and status.st_nlink == 0:
                     if stat.S_ISREG(status.st_mode):
                         sizes[status.st_ino] = NAME_BYTES + status.st_blocks * 512
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            for line in Path(f"{thread}/maps").read_text().splitlines():
                 # address, permissions, offset, device, inode, path
                 fields = line.split(maxsplit=5)
                 if len(fields) == 6 and fields[5].startswith(folder):
@@ -114,6 +113,20 @@ def _unlinked_bytes(folder: str, device: int, pids: list[int]) -> int:
         except OSError:
             continue
     return sum(sizes.values())
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def _resident_pages(thread: str) -> int:
+    try:
+        return int(Path(f"{thread}/statm").read_text().split()[1])
+    except OSError:
+        return 0
 
 
 def tmpfs_usage(folder: str) -> Callable[[list[int]], int]:

@@ -22,8 +22,8 @@ from sparrow_sglang.rl.types import Prompt
 THINK, END_OF_THINK, BOX = "<think>", "</think>", "\\boxed{"
 # What takes an answer back after it was boxed.
 RETRACTION = re.compile(
-    r"\b(?:wait|hmm+|oops|sorry|wrong|incorrect|mistaken?|error|not (?:right|correct)|actually"
-    r"|no|instead|correction|let me|let's (?:re|check|try|verify))\b",
+    r"\b(?:wait|hmm+|oops|sorry|wrong|incorrect|mistaken?|not (?:right|correct)|actually|instead"
+    r"|correction|let me|let's|no(?=\s*[,.!:;-]))\b",
     re.IGNORECASE,
 )
 RESTATED = re.compile(r"\banswer\s*(?:is|should be|must be|=|:)", re.IGNORECASE)
@@ -64,12 +64,12 @@ def _last_box(text: str) -> tuple[str, str]:
     """The last box with its content, and what follows; an unclosed one is empty."""
     start = text.rindex(BOX)
     depth = 0
-    for end in range(start + len(BOX) - 1, len(text)):
-        # A brace after a backslash is one to be shown; LaTeX wants those outside it in pairs.
-        if text[end] in "{}" and text[end - 1] != "\\":
-            depth += 1 if text[end] == "{" else -1
-            if depth == 0:
-                return text[start : end + 1], text[end + 1 :]
+    # Braces after a backslash are shown, not grouping.
+    for token in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0 and token.group() == "}":
+            end = start + len("\\boxed") + token.end()
+            return text[start:end], text[end:]
     return "", ""
 
 
