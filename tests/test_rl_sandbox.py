@@ -357,6 +357,7 @@ import ctypes, os, threading, time
 for _ in range(3):
     if os.fork() == 0: break
 def hold():
+    time.sleep(0.1)
     x = bytearray(b'1') * (100 << 20)
     time.sleep(10)
 threading.Thread(target=hold).start()
