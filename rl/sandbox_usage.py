@@ -108,8 +108,9 @@ def _unlinked_bytes(folder: str, device: int, pids: list[int]) -> int:
                     if fields[5].endswith(" (deleted)") and int(fields[4]) not in sizes:
                         return TOO_MUCH
         except PermissionError:
-            # It keeps others from looking, which honest programs do not.
-            return TOO_MUCH
+            # It keeps others from looking, which honest programs do not, or it is about to end.
+            if _resident_pages(thread):
+                return TOO_MUCH
         except OSError:
             continue
     return sum(sizes.values())
