@@ -4,15 +4,21 @@ Data flow: engine -> rollouts -> dense log-probs -> correction -> advantages -> 
 -> weights -> engine. SGLang is touched by the rollout engines only.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.rl.config import TrainConfig
+if TYPE_CHECKING:
+    from sparrow_sglang.rl.config import TrainConfig
 
 __all__ = ["TrainConfig", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late: torch and transformers take seconds to import, and a configuration needs neither.
+    # Late: torch and transformers take seconds to import, and a configuration needs neither. The
+    # sandbox starts a process for each program, for which even pydantic would be too much.
+    if name == "TrainConfig":
+        from sparrow_sglang.rl.config import TrainConfig
+
+        return TrainConfig
     if name == "train":
         from sparrow_sglang.rl.trainer import train
 

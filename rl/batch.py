@@ -1,7 +1,7 @@
 """Groups and their advantages as flat tensors over the response tokens of a step."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ class Batch:
     """Responses of S rollouts with N tokens in all, one after the other.
 
     `rollout_logprobs` [N] fp32 are the sparse actor's, `advantages` [N] fp32 those of each token's
-    response, `group` [S] int64 counts the groups, and `in_loss` [S] says whose group teaches
-    anything.
+    response, `group` [S] int64 counts the groups, and `in_loss` [S] says which responses the loss
+    takes: those of groups with different rewards, unless they are masked.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -51,6 +51,12 @@ class Batch:
     def lengths(self) -> list[int]:
         """Response tokens of each rollout."""
         return [len(rollout.response_ids) for rollout in self.rollouts]
+
+    def masking_truncated(self) -> "Batch":
+        """The same batch, with responses that were cut at the length limit left out of the loss."""
+        whole = torch.tensor([not rollout.truncated for rollout in self.rollouts])
+        tokens = whole.repeat_interleave(torch.tensor(self.lengths))
+        return replace(self, advantages=self.advantages * tokens, in_loss=self.in_loss & whole)
 
     def spread(self, count: int) -> "Batch":
         """At most `count` of the rollouts, evenly spread over the batch."""

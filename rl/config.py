@@ -99,6 +99,9 @@ class RolloutConfig(_Section):
     """Longer prompts are left out of the data."""
     max_new_tokens: PositiveInt = 4096
     """Response length at which sampling stops."""
+    truncated: Literal["keep", "mask", "penalty"] = "keep"
+    """Responses that were cut there: "keep" trains on them with the reward that the task gives,
+    "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward 0."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Of the rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this temperature; the
     policy's log-probs, the acceptance rates and DistillSparse are computed at the same."""

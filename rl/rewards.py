@@ -1,10 +1,11 @@
-"""Scores groups of rollouts in processes of their own, so that no judge can stop a training run.
+"""Scores groups of rollouts in reward workers, so that no reward function can stop a training run.
 
 In: groups, and a task's reward function. Out: one array of rewards per group, in the same order,
-and counts of what went wrong. A judge that raises, crashes or hangs scores 0; its process is
+and counts of what went wrong. A call that raises, crashes or hangs scores 0; its worker process is
 replaced.
 """
 
+import inspect
 import logging
 import math
 import multiprocessing
@@ -23,7 +24,9 @@ from sparrow_sglang.rl.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
 
-Reward = Callable[[Prompt, str], float]
+# (prompt, text) -> reward; one with a parameter `finish_reason` gets SGLang's, too.
+Reward = Callable[..., float]
+FINISH_REASON = "finish_reason"
 # Until it takes jobs a process imports its judge, sympy among others; that is no judging time.
 START_UP_S = 120.0
 
@@ -50,6 +53,16 @@ class Scores:
         }
 
 
+def without_truncated(
+    rewards: Sequence[NDArray[np.float64]], groups: Sequence[Group]
+) -> tuple[NDArray[np.float64], ...]:
+    """The same rewards [n] of each group, but 0 for responses that were cut at the length limit."""
+    return tuple(
+        np.where([rollout.truncated for rollout in group.rollouts], 0.0, values)
+        for values, group in zip(rewards, groups, strict=True)
+    )
+
+
 class RewardPool:
     """Processes that judge with `reward`, a function of a module; closes as a context.
 
@@ -64,6 +77,7 @@ class RewardPool:
                 f" time above 0"
             )
         self._reward = reward
+        self._sees_finish_reason = FINISH_REASON in inspect.signature(reward).parameters
         self._count = workers
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
@@ -83,8 +97,10 @@ class RewardPool:
             for worker in self._workers:
                 if jobs and worker.ready and id(worker) not in places:
                     i, j = places[id(worker)] = jobs.popleft()
-                    text = groups[i].rollouts[j].text
-                    worker.send((groups[i].prompt, text), self._timeout_s)
+                    rollout = groups[i].rollouts[j]
+                    more = {FINISH_REASON: rollout.finish_reason}
+                    job = (groups[i].prompt, rollout.text, more if self._sees_finish_reason else {})
+                    worker.send(job, self._timeout_s)
             for worker in self._changed():
                 kind, value = worker.outcome()
                 place = places.pop(id(worker), None)
@@ -148,7 +164,7 @@ class _Worker:
         self.ready = False
         self.deadline: float | None = time.monotonic() + START_UP_S
 
-    def send(self, job: tuple[Prompt, str], timeout_s: float) -> None:
+    def send(self, job: tuple[Prompt, str, dict[str, str]], timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
         try:
             self.connection.send(job)
@@ -182,11 +198,11 @@ def _judge(connection: Connection, reward: Reward) -> None:
     connection.send(("ready", None))
     while True:
         try:
-            prompt, text = connection.recv()
+            prompt, text, more = connection.recv()
         except (EOFError, ConnectionResetError):
             return
         try:
-            value = float(reward(prompt, text))
+            value = float(reward(prompt, text, **more))
             problem = None if math.isfinite(value) else f"returned {value}"
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"

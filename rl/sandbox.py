@@ -1,38 +1,48 @@
 """Runs code that a model has written, so that it can harm nothing but its own result.
 
-In: Python source and what it reads on stdin. Out: a `SandboxResult`. With bubblewrap the program
-sees a read-only system, an empty folder of its own, no network and no other process. Without it,
-the kernel's own means (another user where we are root, Landlock, seccomp, rlimits) keep it from
-writing elsewhere and from the network; `weaknesses` says what is then not kept from it.
+In: Python source and what it reads on stdin. Out: a `SandboxResult`. In the kind "bubblewrap" the
+program sees a read-only system, a small file system of its own in memory, no network and no other
+process. "weak" does with what the kernel offers without namespaces (another user where we are root,
+Landlock, seccomp, rlimits); `weaknesses` lists what is then not kept from the program.
 """
 
 import json
-import logging
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from sparrow_sglang.rl.confine import ARCHITECTURES, landlock_version
-from sparrow_sglang.rl.sandbox_supervisor import FILTER_FD, Order
+from sparrow_sglang.rl.sandbox_cgroup import usable_parent
+from sparrow_sglang.rl.sandbox_supervisor import BOX, FILTER_FD, PROGRAM, PROGRAM_FD, Order
 
-logger = logging.getLogger(__name__)
-
-Kind = Literal["bubblewrap", "rlimits"]
-KINDS: tuple[Kind, ...] = ("bubblewrap", "rlimits")
-# Users without an account, one for each judging process, so that their processes count apart.
+Kind = Literal["bubblewrap", "weak"]
+KINDS: tuple[Kind, ...] = ("bubblewrap", "weak")
+# Users without an account, one for each reward worker, so that their processes count apart.
 FIRST_UID, NUM_UIDS = 50000, 10000
 # From version 3 on Landlock covers truncation, without which a file could be emptied.
 LANDLOCK_NEEDED = 3
 START_UP_S = 20.0
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-PROGRAM = "program.py"
+# What bubblewrap's own /dev would add is /dev/zero, which mapped as shared is uncounted memory.
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
+STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
+
+WEAKNESSES = {
+    "system files": "reading the system's folders",
+    "readable files": "reading any file that all users may read",
+    "writable folders": "writing without limit wherever all users may, as in /tmp and /dev/shm",
+    "processes": "seeing the command lines of other processes",
+    "process count": "using up the number of processes that this user may have",
+    "memory": "taking more memory than its limit for some 20 ms, by several processes at once",
+    "disk": "taking more disk than its limit for some 20 ms",
+    "kernel": "using faults of the kernel's interface, most of which it may call",
+}
 
 
 class SandboxError(RuntimeError):
@@ -44,8 +54,8 @@ class Limits:
     """How far a program may go before it is killed; all but `cpu_s` hold for its whole tree.
 
     `processes` counts threads too. `memory_bytes` bounds the address space of each process at
-    once, and their resident memory together within some 20 ms. `output_bytes` holds for stdout and
-    stderr each, `disk_bytes` for its folder.
+    once, and their resident memory together: at once in a control group, else within some 20 ms.
+    `output_bytes` holds for stdout and stderr each, `disk_bytes` for its folder.
     """
 
     wall_clock_s: float = 10.0
@@ -74,95 +84,26 @@ class SandboxResult:
 
 
 def run_python(
-    source: str, stdin: str = "", limits: Limits | None = None, kind: Kind | None = None
+    source: str, stdin: str = "", limits: Limits | None = None, kind: Kind = "bubblewrap"
 ) -> SandboxResult:
-    """Run `source` with the standard library only; `kind` None takes the strongest one at hand.
+    """Run `source` with the standard library only.
 
-    Raises `SandboxError` if no kind, or not this one, can be had on this machine.
+    Raises `SandboxError` if this kind cannot be had on this machine.
     """
-    return _run(source, stdin, limits or Limits(), kind or sandbox_kind())
-
-
-@cache
-def sandbox_kind() -> Kind:
-    """The strongest sandbox that works here, tried once in each process.
-
-    Warns, in the main process only, if it is the weaker one. Raises `SandboxError` if none works.
-    """
-    problems: dict[str, str] = {}
-    for kind in KINDS:
-        problem = sandbox_problem(kind)
-        if problem is None:
-            if kind == "rlimits" and _in_main_process():
-                logger.warning(
-                    "WEAKER SANDBOX: bubblewrap cannot be used (%s), so code written by the model"
-                    " runs under rlimits, Landlock and seccomp only. Not kept from it: %s. Install"
-                    " bubblewrap (apt-get install bubblewrap), or run on a machine that holds"
-                    " nothing of value.",
-                    problems["bubblewrap"],
-                    "; ".join(weaknesses()),
-                )
-            return kind
-        problems[kind] = problem
-    raise SandboxError(
-        "code written by the model cannot be run safely on this machine: "
-        + "; ".join(f"{kind}: {problem}" for kind, problem in problems.items())
-        + ". Install bubblewrap (apt-get install bubblewrap) and allow user namespaces, or use a"
-        " kernel with Landlock (6.2 or newer)"
-    )
-
-
-def sandbox_problem(kind: Kind) -> str | None:
-    """Why `kind` cannot be used here, found out by running a program in it; None if it can."""
-    try:
-        result = _run("print(input()[::-1])", "abc", Limits(wall_clock_s=START_UP_S), kind)
-    except (SandboxError, OSError) as error:
-        return str(error)
-    if result.stdout == "cba\n" and result.succeeded:
-        return None
-    return f"a trial run failed ({result.limit or result.stderr.strip() or result.returncode})"
-
-
-def weaknesses() -> list[str]:
-    """What the kind "rlimits" does not enforce on this machine, one phrase each."""
-    found = ["reading the system's folders and the names of this machine's users"]
-    if landlock_version() < LANDLOCK_NEEDED:
-        found = [
-            f"reading any file that all users may read, and writing in folders such as /tmp where"
-            f" all users may (this kernel's Landlock is version {landlock_version()}, needed is"
-            f" {LANDLOCK_NEEDED})"
-        ]
-    if os.getuid() != 0:
-        found.append("using up the number of processes that this user may have")
-    return [*found, "bugs of the kernel's interface, most of which it may call"]
-
-
-def _run(source: str, stdin: str, limits: Limits, kind: Kind) -> SandboxResult:
-    uid = FIRST_UID + os.getpid() % NUM_UIDS if os.getuid() == 0 else None
-    with tempfile.TemporaryDirectory(prefix="sparrow-sandbox-") as folder:
-        box = Path(folder) / "box"
-        box.mkdir()
-        (box / PROGRAM).write_text(source, encoding="utf-8", errors="replace")
-        (Path(folder) / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        if uid is not None:
-            os.chmod(folder, 0o711)
-            os.chown(box, uid, uid)
-        order = _order(box, Path(folder) / "stdin", limits, kind, uid)
-        return _supervise(order)
-
-
-def _supervise(order: Order) -> SandboxResult:
+    order = _order(source, stdin, limits or Limits(), kind)
     # Not the caller's folder on the module path, which might hold files of the same names.
     command = [sys.executable, "-P", "-m", "sparrow_sglang.rl.sandbox_supervisor"]
     process = subprocess.Popen(
-        [*command, json.dumps(asdict(order))],
-        stdin=subprocess.DEVNULL,
+        command,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        report, problem = process.communicate(timeout=order.wall_clock_s + START_UP_S)
+        report, problem = process.communicate(
+            json.dumps(asdict(order)), timeout=order.wall_clock_s + START_UP_S
+        )
     except subprocess.TimeoutExpired:
         process.terminate()
         process.communicate()
@@ -173,28 +114,67 @@ def _supervise(order: Order) -> SandboxResult:
     return SandboxResult(**json.loads(report))
 
 
-def _order(box: Path, stdin: Path, limits: Limits, kind: Kind, uid: int | None) -> Order:
+def check_sandbox(kind: Kind) -> None:
+    """Raises `SandboxError`, one line with the remedy, unless `kind` works on this machine."""
+    problem = sandbox_problem(kind)
+    if problem is None:
+        return
+    if kind == "weak":
+        raise SandboxError(f"code written by the model cannot be run here: {problem}")
+    raise SandboxError(
+        f"code written by the model needs bubblewrap, which does not work here: {problem}; run"
+        ' "apt-get install -y bubblewrap" (0.7 or newer) and allow user namespaces, or set'
+        f' sandbox = "weak", which does not keep programs from: {"; ".join(weaknesses())}'
+    )
+
+
+def sandbox_problem(kind: Kind) -> str | None:
+    """Why `kind` cannot be used here, found out by running a program in it; None if it can."""
+    try:
+        limits = Limits(wall_clock_s=START_UP_S, cpu_s=int(START_UP_S))
+        result = run_python("print(input()[::-1])", "abc", limits, kind)
+    except (SandboxError, OSError) as error:
+        return str(error)
+    if result.stdout == "cba\n" and result.succeeded:
+        return None
+    reason = result.limit or " ".join(result.stderr.split()) or f"status {result.returncode}"
+    return f"a trial run failed ({reason})"
+
+
+def weaknesses() -> list[str]:
+    """What the kind "weak" does not keep from programs on this machine, one phrase each."""
+    landlock = landlock_version() >= LANDLOCK_NEEDED
+    found = ["system files"] if landlock else ["readable files", "writable folders", "processes"]
+    if os.getuid() != 0:
+        found.append("process count")
+    if usable_parent() is None:
+        found.append("memory")
+    return [WEAKNESSES[name] for name in [*found, "disk", "kernel"]]
+
+
+def _order(source: str, stdin: str, limits: Limits, kind: Kind) -> Order:
     if platform.machine() not in ARCHITECTURES:
         raise SandboxError(
             f"machine {platform.machine()!r} has no system call filter here: expected one of"
             f" {', '.join(ARCHITECTURES)}"
         )
+    uid = FIRST_UID + os.getpid() % NUM_UIDS if os.getuid() == 0 else None
     interpreter, prefix = _interpreter(others_must_reach=uid is not None)
     readable = [*SYSTEM_FOLDERS, prefix]
-    landlock = kind == "rlimits" and landlock_version() >= LANDLOCK_NEEDED
-    if kind == "rlimits" and not landlock and uid is None:
+    landlock = kind == "weak" and landlock_version() >= LANDLOCK_NEEDED
+    if kind == "weak" and not landlock and uid is None:
         raise SandboxError(
             f"Landlock is version {landlock_version()} in this kernel and needed is"
             f" {LANDLOCK_NEEDED} (0 means none), so this user's files could be overwritten"
         )
     # Isolated from variables and user packages; no compiled files, which would fill the folder.
-    command = [interpreter, "-I", "-B", str(box / PROGRAM)]
+    command = [interpreter, "-I", "-B", f"{BOX}/{PROGRAM}"]
     if kind == "bubblewrap":
-        command = [*_bubblewrap(box, readable, limits.processes), *command]
+        command = [*_bubblewrap(readable, limits), *command]
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": str(box),
-        "TMPDIR": str(box),
+        "HOME": BOX,
+        "TMPDIR": BOX,
         "LANG": "C.UTF-8",
         # A thread for each core would take the address space of all of them.
         "OMP_NUM_THREADS": "1",
@@ -203,8 +183,9 @@ def _order(box: Path, stdin: Path, limits: Limits, kind: Kind, uid: int | None) 
     return Order(
         command=command,
         environment=environment,
-        box=str(box),
-        stdin=str(stdin),
+        source=source,
+        stdin=stdin,
+        parent=os.getpid(),
         contained=kind == "bubblewrap",
         landlock=landlock,
         uid=uid,
@@ -213,13 +194,17 @@ def _order(box: Path, stdin: Path, limits: Limits, kind: Kind, uid: int | None) 
     )
 
 
-def _bubblewrap(box: Path, readable: list[str], processes: int) -> list[str]:
-    """The command prefix of a container without network, with `box` as its only writable folder."""
+def _bubblewrap(readable: list[str], limits: Limits) -> list[str]:
+    """The command prefix of a container without network, with `BOX` as its only writable folder."""
     program, prlimit = shutil.which("bwrap"), shutil.which("prlimit")
     if not program or not prlimit:
         raise SandboxError(f"{'bwrap' if not program else 'prlimit'} is not installed")
-    command = [program, "--unshare-all", "--unshare-user", "--die-with-parent"]
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    command += ["--proc", "/proc"]
+    for device in DEVICES:
+        command += ["--dev-bind", device, device]
+    for name, target in STREAMS.items():
+        command += ["--symlink", f"/proc/self/fd{target}", f"/dev/{name}"]
     for path in dict.fromkeys(readable):
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
@@ -227,9 +212,10 @@ def _bubblewrap(box: Path, readable: list[str], processes: int) -> list[str]:
             command += ["--ro-bind", path, path]
     for path in ("/etc/ld.so.cache", "/etc/alternatives"):
         command += ["--ro-bind-try", path, path]
-    command += ["--bind", str(box), str(box), "--remount-ro", "/", "--chdir", str(box)]
-    command += ["--seccomp", FILTER_FD, "--", prlimit, f"--nproc={processes}", "--"]
-    return command
+    command += ["--size", str(limits.disk_bytes), "--tmpfs", BOX]
+    command += ["--file", PROGRAM_FD, f"{BOX}/{PROGRAM}"]
+    command += ["--remount-ro", "/", "--chdir", BOX, "--seccomp", FILTER_FD, "--"]
+    return [*command, prlimit, f"--nproc={limits.processes}", "--"]
 
 
 @cache
@@ -246,9 +232,3 @@ def _interpreter(others_must_reach: bool) -> tuple[str, str]:
         f"no Python that other users can run: {own[0]} lies in a private folder; install python3"
         f" from the distribution's packages"
     )
-
-
-def _in_main_process() -> bool:
-    import multiprocessing
-
-    return multiprocessing.parent_process() is None

@@ -1,9 +1,11 @@
-"""Runs one untrusted command under limits and leaves no process of it behind; a program of its own.
+"""Runs one untrusted command under limits and leaves nothing of it behind; a program of its own.
 
-In: a JSON object as the only argument, see `Order`. Out: one JSON object on stdout, see `main`.
-`sparrow_sglang.rl.sandbox` starts it, so that whatever happens to the judge, somebody cleans up.
+In: a JSON object on stdin, see `Order`. Out: one JSON object on stdout, see `main`.
+`sparrow_sglang.rl.sandbox` starts it, so that whatever happens to the reward worker, somebody
+cleans up.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -12,15 +14,29 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from sparrow_sglang.rl.confine import install_filter, libc, restrict_files, system_call_filter
+from sparrow_sglang.rl.sandbox_cgroup import ControlGroup
+from sparrow_sglang.rl.sandbox_usage import (
+    descendants,
+    folder_usage,
+    resident_bytes,
+    tasks_of,
+    tmpfs_usage,
+)
 
 POLL_S = 0.02
-FILTER_FD = "FILTER_FD"
+# Words of a command that stand for descriptors of the filter and of the program's source.
+FILTER_FD, PROGRAM_FD = "FILTER_FD", "PROGRAM_FD"
+# Folder of the program: a file system of its own in a container, else the name's first part.
+BOX = "/sparrow-sandbox-box"
+PROGRAM = "program.py"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -28,15 +44,17 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 class Order:
     """What to run, and how far it may go.
 
-    `contained` says that `command` is a container program that cuts the file system off by itself;
-    it loads the system call filter from the descriptor that replaces the word `FILTER_FD`. `uid` is
-    the user to become, None to stay. `readable` are folders for Landlock.
+    `contained` says that `command` starts a container, whose own file system holds `BOX`; it loads
+    filter and source from the descriptors that replace the words `FILTER_FD` and `PROGRAM_FD`.
+    Without one, a new folder replaces `BOX`. `parent` is the process that waits for the answer,
+    `uid` the user to become, None to stay, and `readable` are folders for Landlock.
     """
 
     command: list[str]
     environment: dict[str, str]
-    box: str
+    source: str
     stdin: str
+    parent: int
     contained: bool
     landlock: bool
     uid: int | None
@@ -51,21 +69,26 @@ class Order:
 
 def main() -> None:
     """Run the order; print {"limit": name or None, "returncode", "stdout", "stderr"}."""
-    order = Order(**json.loads(sys.argv[1]))
+    order = Order(**json.load(sys.stdin))
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    process = start(order)
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        kill_descendants(process)
-        os._exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(1)
 
     signal.signal(signal.SIGTERM, stop)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != order.parent:
+        sys.exit(1)
     outputs = {"stdout": bytearray(), "stderr": bytearray()}
-    try:
-        limit = watch(process, order, outputs)
-    finally:
-        kill_descendants(process)
+    with ControlGroup.for_program(order.memory_bytes, order.processes) as group:
+        with folder_of(order) as box:
+            process: subprocess.Popen[bytes] | None = None
+            try:
+                process = start(order, box, group)
+                limit = watch(process, order, usage_of(order, box), group, outputs)
+            finally:
+                kill_descendants(process)
     texts = {
         name: output[: order.output_bytes].decode("utf-8", "replace")
         for name, output in outputs.items()
@@ -73,16 +96,40 @@ def main() -> None:
     print(json.dumps({"limit": limit, "returncode": process.wait()} | texts))
 
 
-def start(order: Order) -> "subprocess.Popen[bytes]":
+@contextmanager
+def folder_of(order: Order) -> Iterator[str]:
+    """A folder of the program's own, removed afterwards; none on this system with a container."""
+    if order.contained:
+        yield BOX
+        return
+    box = tempfile.mkdtemp(prefix=f"{BOX[1:]}-")
+    try:
+        with open(f"{box}/{PROGRAM}", "w", encoding="utf-8", errors="replace") as file:
+            file.write(order.source)
+        if order.uid is not None:
+            os.chown(box, order.uid, order.uid)
+        yield box
+    finally:
+        # Not shutil.rmtree, which gives up on trees that are deep or not readable.
+        for tool in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*tool, "--", box], stdin=subprocess.DEVNULL, capture_output=True)
+
+
+def start(order: Order, box: str, group: ControlGroup) -> "subprocess.Popen[bytes]":
     """The command as a new session, limited before its first instruction."""
-    filter_bytes = system_call_filter(platform.machine())
-    reading, writing = os.pipe()
-    os.write(writing, filter_bytes)
-    os.close(writing)
-    command = [str(reading) if word == FILTER_FD else word for word in order.command]
+    filter_bytes = system_call_filter(platform.machine(), order.contained)
+    descriptors = {
+        FILTER_FD: str(sealed(filter_bytes)),
+        PROGRAM_FD: str(sealed(order.source.encode("utf-8", "replace"))),
+    }
+    command = [descriptors.get(word, word).replace(BOX, box) for word in order.command]
+    environment = {name: value.replace(BOX, box) for name, value in order.environment.items()}
+    limits = limits_of(order)
 
     def confine() -> None:
-        set_limits(order)
+        group.enter()
+        for kind, value in limits.items():
+            resource.setrlimit(kind, (value, value))
         if order.uid is not None:
             os.setgroups([])
             os.setgid(order.uid)
@@ -91,21 +138,30 @@ def start(order: Order) -> "subprocess.Popen[bytes]":
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if not order.contained:
             if order.landlock:
-                restrict_files(order.box, order.readable)
+                restrict_files(box, order.readable)
             install_filter(filter_bytes)
 
-    with open(order.stdin, "rb") as stdin:
-        process = subprocess.Popen(
-            command, env=order.environment, cwd=order.box, stdin=stdin,
-            pass_fds=(reading,) if order.contained else (),
+    with os.fdopen(sealed(order.stdin.encode("utf-8", "replace")), "rb") as stdin:
+        return subprocess.Popen(
+            command, env=environment, cwd="/" if order.contained else box, stdin=stdin,
+            pass_fds=[int(number) for number in descriptors.values()] if order.contained else [],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             preexec_fn=confine,
         )  # fmt: skip
-    os.close(reading)
-    return process
 
 
-def set_limits(order: Order) -> None:
+def sealed(content: bytes) -> int:
+    """A descriptor at the start of `content`, which nobody can change or make longer."""
+    descriptor = os.memfd_create("sparrow-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def limits_of(order: Order) -> dict[int, int]:
     """Limits of the kernel, per process; that on the number of processes is per user.
 
     A container has user ids of its own, in which the command counts itself.
@@ -119,14 +175,22 @@ def set_limits(order: Order) -> None:
         resource.RLIMIT_MEMLOCK: 0,
     }
     if not order.contained:
-        running = _tasks_of(os.getuid()) if order.uid is None else 0
+        running = tasks_of(os.getuid()) if order.uid is None else 0
         limits[resource.RLIMIT_NPROC] = running + order.processes
-    for kind, value in limits.items():
-        resource.setrlimit(kind, (value, value))
+    return limits
+
+
+def usage_of(order: Order, box: str) -> Callable[[list[int]], int]:
+    """Bytes that the program holds on disk, as a function of its process ids."""
+    return tmpfs_usage(box) if order.contained else folder_usage(box, order.disk_bytes)
 
 
 def watch(
-    process: "subprocess.Popen[bytes]", order: Order, outputs: dict[str, bytearray]
+    process: "subprocess.Popen[bytes]",
+    order: Order,
+    disk_usage: Callable[[list[int]], int],
+    group: ControlGroup,
+    outputs: dict[str, bytearray],
 ) -> str | None:
     """Collect output until the command ends; the name of the limit that it went over, or None.
 
@@ -139,8 +203,6 @@ def watch(
     while True:
         ended = process.poll() is not None
         ready, _, _ = select.select(list(pipes), [], [], 0 if ended else POLL_S)
-        if ended and not ready:
-            return None
         for pipe in ready:
             chunk = os.read(pipe, 1 << 16)
             output = outputs[pipes[pipe]]
@@ -152,33 +214,20 @@ def watch(
         now = time.monotonic()
         if now > deadline:
             return "wall_clock"
-        if now > next_look:
+        done = ended and not ready
+        if done or now > next_look:
             next_look = now + POLL_S
             reap(process)
-            if sum(map(_resident_bytes, descendants())) > order.memory_bytes:
+            pids = descendants()
+            if group.out_of_memory() or resident_bytes(pids) > order.memory_bytes:
                 return "memory"
-            if _folder_bytes(order.box) > order.disk_bytes:
+            if disk_usage(pids) > order.disk_bytes:
                 return "disk"
+        if done:
+            return None
 
 
-def descendants() -> list[int]:
-    """Process ids of everything below this process."""
-    found: list[int] = []
-    queue = [os.getpid()]
-    while queue:
-        parent = queue.pop()
-        try:
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                text = Path(f"/proc/{parent}/task/{thread}/children").read_text()
-                children = [int(pid) for pid in text.split()]
-                found += children
-                queue += children
-        except OSError:
-            continue
-    return found
-
-
-def kill_descendants(process: "subprocess.Popen[bytes]") -> None:
+def kill_descendants(process: "subprocess.Popen[bytes] | None") -> None:
     """Stop them all first: a stopped process keeps its place, so that no sibling can fork again."""
     stopped: set[int] = set()
     while fresh := set(descendants()) - stopped:
@@ -192,7 +241,7 @@ def kill_descendants(process: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.001)
 
 
-def reap(process: "subprocess.Popen[bytes]") -> None:
+def reap(process: "subprocess.Popen[bytes] | None") -> None:
     """Collect ended children; orphans of the command become children of this process."""
     while True:
         try:
@@ -201,7 +250,7 @@ def reap(process: "subprocess.Popen[bytes]") -> None:
             return
         if ended is None:
             return
-        if ended.si_pid == process.pid:
+        if process is not None and ended.si_pid == process.pid:
             process.wait()
         else:
             os.waitpid(ended.si_pid, 0)
@@ -212,39 +261,6 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
-    except OSError:
-        return 0
-    return int(pages) * resource.getpagesize()
-
-
-def _folder_bytes(folder: str) -> int:
-    """Blocks in use, and 4 KiB for each name, so that empty files count too."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        total += 4096
-        for name in names:
-            try:
-                total += 4096 + os.lstat(os.path.join(parent, name)).st_blocks * 512
-            except OSError:
-                continue
-    return total
-
-
-def _tasks_of(uid: int) -> int:
-    """Threads of all processes of a user, which is what the kernel counts."""
-    count = 0
-    for entry in os.scandir("/proc"):
-        try:
-            if entry.name.isdigit() and entry.stat().st_uid == uid:
-                count += len(os.listdir(f"/proc/{entry.name}/task"))
-        except OSError:
-            continue
-    return count
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm
 from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.metrics import acceptance_metrics, kv_metrics, rollout_metrics
+from sparrow_sglang.rl.rewards import without_truncated
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.run import Positions, Rates, Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.setup import prepare
@@ -77,8 +78,13 @@ def train_step(run: Run, step: int) -> None:
         run.engine.release()
     with clock("reward"):
         scores = run.judges.score(groups)
-    advantages = group_advantages(scores.rewards, algorithm.std_normalisation)
+    rewards = scores.rewards
+    if config.rollout.truncated == "penalty":
+        rewards = without_truncated(rewards, groups)
+    advantages = group_advantages(rewards, algorithm.std_normalisation)
     batch = Batch.of(groups, advantages)
+    if config.rollout.truncated == "mask":
+        batch = batch.masking_truncated()
 
     with clock("logprobs"):
         scored, entropies = run.policy.score_with_entropy(batch.sequences, temperature)
@@ -99,7 +105,7 @@ def train_step(run: Run, step: int) -> None:
                 updated |= run.adapter.step(some.sequences, run.schedule, term, temperature)
         run.report(
             step,
-            rollout_metrics(groups, scores.rewards)
+            rollout_metrics(groups, rewards)
             | scores.metrics()
             | advantages.metrics()
             | correction.metrics

@@ -62,6 +62,11 @@ class Rollout:
             )
         object.__setattr__(self, "logprobs", logprobs)
 
+    @property
+    def truncated(self) -> bool:
+        """Whether the length limit ended the response."""
+        return self.finish_reason == "length"
+
 
 @dataclass(frozen=True, eq=False)
 class Group:

@@ -41,7 +41,19 @@ SOURCES = [
 ]
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of others, whose arguments are theirs to check.
-OTHERS = {"cd", "curl", "export", "kill", "make", "pip", "python3", "ray", "tensorboard", "uv"}
+OTHERS = {
+    "apt-get",
+    "cd",
+    "curl",
+    "export",
+    "kill",
+    "make",
+    "pip",
+    "python3",
+    "ray",
+    "tensorboard",
+    "uv",
+}
 LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
 
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,21 @@ def test_mini_batches_hold_each_token_that_teaches_once(count):
         assert len(where) == sum(len(response) for _, response in sequences)
     # The middle group taught nothing; the others stand in different optimiser steps.
     assert count == 1 or [len(sequences) for sequences, _ in parts] == [2, 2]
+
+
+def test_masked_responses_are_in_no_loss_and_keep_their_place():
+    whole = batch([[2, 3], [1, 4]], [[0, 1], [0, 2]])
+    cut = replace(whole.rollouts[1], finish_reason="length")
+    rollouts = (whole.rollouts[0], cut, *whole.rollouts[2:])
+    found = replace(whole, rollouts=rollouts).masking_truncated()
+    assert found.in_loss.tolist() == [True, False, True, True]
+    # The others are still compared with the whole group.
+    assert found.advantages.tolist() == [-0.5] * 2 + [0.0] * 3 + [-1.0] + [1.0] * 4
+    ((sequences, where),) = found.mini_batches(1)
+    assert where.tolist() == [0, 1, *range(5, 10)]
+    assert [len(response) for _, response in sequences] == [2, 1, 4]
+    rollouts = tuple(replace(rollout, finish_reason="length") for rollout in whole.rollouts)
+    assert list(replace(whole, rollouts=rollouts).masking_truncated().mini_batches(1)) == []
 
 
 def test_kv_tokens_read_are_the_schedules():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from sparrow_sglang.rl.rewards import RewardPool
+from sparrow_sglang.rl.rewards import RewardPool, without_truncated
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 
@@ -31,6 +31,10 @@ def judge(prompt: Prompt, text: str) -> float:
     return float(text.split()[-1]) + prompt.payload["offset"]
 
 
+def told(prompt: Prompt, text: str, finish_reason: str) -> float:
+    return float(finish_reason == "length")
+
+
 class RefusesToLoad:
     """Pickles, but cannot be loaded elsewhere."""
 
@@ -41,10 +45,10 @@ class RefusesToLoad:
         return 0.0
 
 
-def group(name: str, offset: float, texts: list[str]) -> Group:
+def group(name: str, offset: float, texts: list[str], finish_reason: str = "stop") -> Group:
     prompt = Prompt(name, "test", (1,), {"offset": offset})
     rollouts = [
-        Rollout(name, i, (1,), (2,), np.zeros(1, np.float32), "stop", "0", "dense", text)
+        Rollout(name, i, (1,), (2,), np.zeros(1, np.float32), finish_reason, "0", "dense", text)
         for i, text in enumerate(texts)
     ]
     return Group(prompt, tuple(rollouts))
@@ -75,6 +79,21 @@ def test_failing_judges_score_zero_and_are_counted(pool: RewardPool) -> None:
 
 def test_no_groups(pool: RewardPool) -> None:
     assert pool.score([]).rewards == ()
+
+
+def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
+    groups = [group("a", 0.0, ["1"]), group("b", 0.0, ["2", "3"], "length")]
+    with RewardPool(told, workers=1) as pool:
+        assert [rewards.tolist() for rewards in pool.score(groups).rewards] == [[0], [1, 1]]
+
+
+def test_truncated_responses_lose_their_reward() -> None:
+    rollouts = (*group("a", 0.0, ["1", "2"]).rollouts, *group("a", 0.0, ["3"], "length").rollouts)
+    mixed = Group(Prompt("a", "test", (1,)), rollouts)
+    found = without_truncated(
+        [np.array([1.0, 0.5, 1.0]), np.array([3.0])], [mixed, group("b", 0.0, ["1"])]
+    )
+    assert [rewards.tolist() for rewards in found] == [[1.0, 0.5, 0.0], [3.0]]
 
 
 def test_a_judge_that_cannot_be_loaded_is_an_error() -> None:

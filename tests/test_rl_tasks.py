@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import pytest
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.sandbox import KINDS, Kind, sandbox_problem, weaknesses
 from sparrow_sglang.rl.tasks import TASKS, Task, chat_render, code, load_task, math, story
 from sparrow_sglang.rl.types import Prompt
 
+WHICH = shutil.which
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "-7\n", "output": "-14\n"}]
 
 
@@ -70,6 +73,37 @@ def test_equal_answers_score_one(answer: str, text: str, tmp_path: Path) -> None
 def test_other_answers_score_zero(answer: str, text: str, tmp_path: Path) -> None:
     task = load("math", jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "answer": answer}] * 10))
     assert math.reward(task.train[0], text) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "expected"),
+    [
+        ("<think>... so maybe 144", "length", 0.0),
+        ("<think>... so maybe 144", "stop", 0.0),
+        (r"<think>surely \boxed{144}", "stop", 0.0),
+        # Where the chat template opens the thinking.
+        (r"so maybe \boxed{144}, but", "length", 0.0),
+        ("<think>so 12? no</think>It is 144.", "stop", 1.0),
+        (r"<think>so \boxed{144}</think>It is \boxed{12}.", "stop", 0.0),
+        ("<think>so 144</think>I do not know.", "stop", 0.0),
+        ("<think>a</think>144<think>b", "stop", 0.0),
+        (r"\boxed{144}", "stop", 1.0),
+        (r"\boxed{144} wait, that is wrong", "stop", 0.0),
+        (r"\boxed{12}, no: \boxed{144}", "stop", 1.0),
+        (r"\boxed{144}, no: \boxed{12}", "stop", 0.0),
+        (r"$\boxed{144}$. There is no other solution.", "stop", 1.0),
+        (r"\boxed{144} Therefore the answer is 144.", "stop", 1.0),
+        (r"\boxed{144} Therefore the answer is 145.", "stop", 0.0),
+        (r"\boxed{144} Actually, 145.", "stop", 0.0),
+        (r"\boxed{\frac{288}{2}} and $12^2$ is the same", "stop", 1.0),
+        (r"\boxed{14", "stop", 0.0),
+    ],
+)
+def test_math_pays_for_finished_answers_only(
+    text: str, finish_reason: str, expected: float
+) -> None:
+    prompt = Prompt("p", "math", (1,), {"answer": "$144$"})
+    assert math.reward(prompt, text, finish_reason=finish_reason) == expected
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
@@ -145,9 +179,13 @@ def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
     assert set(TASKS) == {"math", "code", "story"}
 
 
-def test_code_is_judged_by_all_its_tests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_is_judged_by_all_its_tests(tmp_path: Path, kind: Kind) -> None:
+    problem = sandbox_problem(kind)
+    if problem:
+        pytest.skip(f"{kind}: {problem}")
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
-    prompt = load("code", path).train[0]
+    prompt = load("code", path, options={"sandbox": kind}).train[0]
     right = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
     assert code.reward(prompt, right) == 1.0
     assert code.reward(prompt, right.replace("python", "")) == 1.0
@@ -163,7 +201,31 @@ def test_wrong_tests_are_refused(tmp_path: Path) -> None:
     for tests in ([], "no", [{"input": "1"}], [1]):
         path = jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "tests": tests}])
         with pytest.raises(ConfigError, match=r"a.jsonl:1: tests.*expected a list of objects"):
-            load("code", path)
+            load("code", path, options={"sandbox": "weak"})
+    # From a loader of somebody else's: any program would pass.
+    payload = {"tests": [], "limits": {"wall_clock_s": 5.0}, "sandbox": "weak"}
+    with pytest.raises(ValueError, match="'p' has no tests"):
+        code.reward(Prompt("p", "code", (1,), payload), "```python\n1/0\n```")
+
+
+def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sparrow_sglang.rl.sandbox.shutil.which", no_bubblewrap)
+    # Refused before its files are looked at.
+    with pytest.raises(ConfigError, match="task.options.sandbox='bubblewrap'") as caught:
+        load("code", tmp_path / "not-there.jsonl")
+    assert "\n" not in str(caught.value) and 'sandbox = "weak"' in str(caught.value)
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
+    task = load("code", path, options={"sandbox": "weak"})
+    assert all(weakness in caplog.text for weakness in weaknesses())
+    assert code.reward(task.train[0], "```python\nprint(2 * int(input()))\n```") == 1.0
+    with pytest.raises(ConfigError, match="task.options.sandbox='none': .*'bubblewrap' or 'weak'"):
+        load("code", path, options={"sandbox": "none"})
+
+
+def no_bubblewrap(program: str, path: str | None = None) -> str | None:
+    return None if program == "bwrap" else WHICH(program, path=path)
 
 
 @pytest.mark.parametrize("words", [1, 2, 5])

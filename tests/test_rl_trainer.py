@@ -108,6 +108,21 @@ def test_a_run_learns_and_says_what_it_saw(model, tmp_path, schedule):
     np.testing.assert_allclose(logged, [row["critic/score/mean"] for row in steps], rtol=1e-6)
 
 
+@pytest.mark.parametrize("truncated", ["mask", "penalty"])
+def test_truncated_responses_teach_nothing_or_cost_the_reward(model, tmp_path, truncated):
+    # The model of bytes never stops, so that every response is cut.
+    config = settings(model, tmp_path / "run", "dense", steps=1, evaluation={"every_steps": 0})
+    rollout = config.rollout.model_copy(update={"truncated": truncated})
+    trainer.train(config.model_copy(update={"rollout": rollout}))
+    (row,) = rows(config.run_dir)
+    assert row["response_length/clip_ratio"] == 1.0
+    assert row["actor/optimiser_steps"] == 0.0
+    if truncated == "penalty":
+        assert row["critic/score/max"] == 0.0 and row["sparrow/zero_std_fraction"] == 1.0
+    else:
+        assert row["critic/score/max"] > 0.0 and row["sparrow/zero_std_fraction"] < 1.0
+
+
 @pytest.mark.parametrize("delivery", ["merged", "lora"])
 def test_rollouts_wear_the_adapter_and_evaluation_does_not(model, tmp_path, delivery):
     config = settings(

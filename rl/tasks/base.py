@@ -32,12 +32,13 @@ SPLIT_SEED = 0
 class Task:
     """Prompts to train on and others to evaluate on, and `reward(prompt, text)`, 0 to 1.
 
-    `reward` is a function of a module, as it is sent to other processes by name.
+    `reward` is a function of a module, as it is sent to other processes by name. If it has a
+    parameter `finish_reason`, it gets "stop", or "length" for a response that was cut.
     """
 
     train: tuple[Prompt, ...]
     heldout: tuple[Prompt, ...]
-    reward: Callable[[Prompt, str], float]
+    reward: Callable[..., float]
 
 
 class Options(BaseModel):

@@ -1,8 +1,9 @@
 """Programming: a Python program that reads stdin and writes stdout, judged by tests in the sandbox.
 
-Data files hold "prompt" and "tests", a list of objects with the texts "input" and "output".
+Data files hold "prompt" and "tests", a list of objects with the strings "input" and "output".
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,14 @@ from pydantic import Field
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig
-from sparrow_sglang.rl.sandbox import Limits, SandboxError, run_python, sandbox_kind
+from sparrow_sglang.rl.sandbox import (
+    Kind,
+    Limits,
+    SandboxError,
+    check_sandbox,
+    run_python,
+    weaknesses,
+)
 from sparrow_sglang.rl.tasks.base import (
     FileOptions,
     Render,
@@ -21,6 +29,8 @@ from sparrow_sglang.rl.tasks.base import (
     require,
 )
 from sparrow_sglang.rl.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -32,22 +42,26 @@ class CodeOptions(FileOptions):
     """Time for a program to finish one test."""
     memory_mib: int = Field(default=1024, ge=64)
     """Memory of a program and its children together."""
+    sandbox: Kind = "bubblewrap"
+    """"weak" does without bubblewrap; the log says what is then not kept from programs."""
 
 
 def load(config: TaskConfig, render: Render) -> Task:
     """Prompts out of `config`'s files.
 
-    Raises `ConfigError` as `base.load_files` does, and where there is no sandbox.
+    Raises `ConfigError` as `base.load_files` does, and where the sandbox does not work.
     """
     options = parse_options(CodeOptions, config)
     try:
-        sandbox_kind()
+        check_sandbox(options.sandbox)
     except SandboxError as error:
-        raise ConfigError(f"task.name={config.name!r}: {error}") from None
+        raise ConfigError(f"task.options.sandbox={options.sandbox!r}: {error}") from None
+    if options.sandbox == "weak":
+        logger.warning("WEAK SANDBOX: does not keep programs from: %s", "; ".join(weaknesses()))
 
     def payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
         limits = {"wall_clock_s": options.wall_clock_s, "memory_bytes": options.memory_mib << 20}
-        return {"tests": _tests(example), "limits": limits}
+        return {"tests": _tests(example), "limits": limits, "sandbox": options.sandbox}
 
     train, heldout = load_files(config, render, payload, options)
     return Task(train, heldout, reward)
@@ -57,22 +71,25 @@ def reward(prompt: Prompt, text: str) -> float:
     """1 if the last fenced program in `text` passes every test, else 0.
 
     A test is passed if the program ends by itself, with status 0, and prints what is expected, up
-    to white space at the ends of lines and of the output.
+    to white space at the ends of lines and of the output. Raises `ValueError` if there are no
+    tests, as any program would pass them.
     """
+    if not prompt.payload["tests"]:
+        raise ValueError(f"prompt {prompt.id!r} has no tests: expected at least one")
     programs = FENCED.findall(text)
     if not programs:
         return 0.0
     seconds = prompt.payload["limits"]["wall_clock_s"]
     limits = Limits(**prompt.payload["limits"], cpu_s=int(seconds) + 1)
     for test in prompt.payload["tests"]:
-        result = run_python(programs[-1], test["input"], limits)
+        result = run_python(programs[-1], test["input"], limits, prompt.payload["sandbox"])
         if not result.succeeded or _lines(result.stdout) != _lines(test["output"]):
             return 0.0
     return 1.0
 
 
 def _tests(example: Mapping[str, Any]) -> list[dict[str, str]]:
-    expected = "a list of objects with the texts input and output"
+    expected = "a list of objects with the strings input and output"
     tests = require(example, "tests", (list,), expected)
     for test in tests:
         fields = isinstance(test, dict) and [test.get("input"), test.get("output")]

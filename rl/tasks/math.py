@@ -1,8 +1,9 @@
 """Mathematics: the final answer of a response, judged by `math-verify`.
 
-Data files hold "prompt" and "answer": a number, or a text in LaTeX or plain notation.
+Data files hold "prompt" and "answer": a number, or a string in LaTeX or plain notation.
 """
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -18,6 +19,15 @@ from sparrow_sglang.rl.tasks.base import (
 )
 from sparrow_sglang.rl.types import Prompt
 
+THINK, END_OF_THINK, BOX = "<think>", "</think>", "\\boxed{"
+# What takes an answer back after it was boxed.
+RETRACTION = re.compile(
+    r"\b(?:wait|hmm+|oops|sorry|wrong|incorrect|mistaken?|not (?:right|correct)|actually|instead"
+    r"|correction|let me|let's|no(?=\s*[,.!:;-]))\b",
+    re.IGNORECASE,
+)
+RESTATED = re.compile(r"\banswer\s*(?:is|should be|must be|=|:)", re.IGNORECASE)
+
 
 def load(config: TaskConfig, render: Render) -> Task:
     """Prompts out of `config`'s files; raises `ConfigError` as `base.load_files` does."""
@@ -26,19 +36,45 @@ def load(config: TaskConfig, render: Render) -> Task:
     return Task(train, heldout, reward)
 
 
-def reward(prompt: Prompt, text: str) -> float:
-    """1 if the last answer in `text` equals the expected one, else 0.
+def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:
+    """1 if the final answer in `text` equals the expected one, else 0.
+
+    What was cut at the length limit or is still thinking has no final answer. After `</think>` it
+    is the last `\\boxed{}`, unless it is taken back or another answer is named after it; without a
+    box it is what `math-verify` takes for the last answer.
 
     May take long on a hostile expression. The library's own time-outs are off: they are alarms,
     which work in main threads only and do not interrupt C code; whoever scores sets the limit.
     """
+    answer = text.rpartition(END_OF_THINK)[2]
+    if finish_reason == "length" or THINK in answer:
+        return 0.0
     verify = _library()
     expected = _parse(prompt.payload["answer"])
-    return float(verify(expected, _parse(text), timeout_seconds=None))
+    named = [answer]
+    if BOX in answer:
+        box, rest = _last_box(answer)
+        if RETRACTION.search(rest):
+            return 0.0
+        named = [box, rest] if RESTATED.search(rest) else [box]
+    return float(all(verify(expected, _parse(part), timeout_seconds=None) for part in named))
+
+
+def _last_box(text: str) -> tuple[str, str]:
+    """The last box with its content, and what follows; an unclosed one is empty."""
+    start = text.rindex(BOX)
+    depth = 0
+    # Braces after a backslash are shown, not grouping.
+    for token in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0 and token.group() == "}":
+            end = start + len("\\boxed") + token.end()
+            return text[start:end], text[end:]
+    return "", ""
 
 
 def _payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    answer = str(require(example, "answer", (str, int, float), "a number or a text"))
+    answer = str(require(example, "answer", (str, int, float), "a number or a string"))
     # The library finds LaTeX between dollars or in a box only; plain numbers it finds anyway.
     return {"answer": answer if "$" in answer or "\\boxed" in answer else f"${answer}$"}
 
