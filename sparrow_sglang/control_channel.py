@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Answer = Callable[["Scheduler", dict[str, Any]], dict[str, Any]]
 
 _PREFIX = "sparrow_"
+_IDLE = "idle"
 _IDLE_TIMEOUT_S = 30.0
 # A pause that aborts the requests returns before the scheduler has left its last step.
 _PAUSED_TIMEOUT_S = 1.0
@@ -61,6 +62,15 @@ async def tell_schedulers(
     return answer
 
 
+async def is_idle(manager: "TokenizerManager") -> bool:
+    """Whether no scheduler holds a request, nor is in the step that ended its last one."""
+    try:
+        await tell_schedulers(manager, _IDLE, {})
+    except ControlError:
+        return False
+    return True
+
+
 @asynccontextmanager
 async def idle(manager: "TokenizerManager", undone: str) -> AsyncIterator[None]:
     """Within, no request runs, new ones are held back, and the prefix cache is empty.
@@ -79,6 +89,13 @@ async def idle(manager: "TokenizerManager", undone: str) -> AsyncIterator[None]:
             reason = "generation is paused with requests" if paused else "requests are running"
             raise ControlError(f"{undone}: {reason}; abort them or let them finish")
         yield
+
+
+@answers(_IDLE)
+def _require_idle(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    if not scheduler.is_fully_idle():
+        raise ControlError("requests are running")
+    return {}
 
 
 def answer_control(
