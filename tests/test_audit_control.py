@@ -95,6 +95,8 @@ def test_pause_update_continue_answers_while_audits_are_queued(server: Server, m
     old, _ = server.generate(400, count=6)
     start = time.monotonic()
     server.post("pause_generation", mode=mode)
+    # Longer than it takes an audit to look for its next request.
+    time.sleep(0.4)
     server.update_weights()
     server.post("continue_generation")
     new, _ = server.generate(60, count=2)
