@@ -120,7 +120,7 @@ async def hold_back_until_resumed(
     return answer
 
 
-async def resume(
+async def start_again(
     resume: Call, manager: "TokenizerManager", request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND hook: the end of `hold_back_until_resumed`."""
@@ -193,6 +193,6 @@ HOOKS = (
         )
     ),
     Hook(f"{_MANAGER}.release_memory_occupation", hold_back_until_resumed, "AROUND"),
-    Hook(f"{_MANAGER}.resume_memory_occupation", resume, "AROUND"),
+    Hook(f"{_MANAGER}.resume_memory_occupation", start_again, "AROUND"),
     Hook("sglang.srt.layers.logprob_processor.get_top_logprobs", top_logprobs_of_some, "AROUND"),
 )
