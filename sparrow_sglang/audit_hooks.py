@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import ServerArgs
 
+Call = Callable[..., Coroutine[Any, Any, Any]]
+
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _ATTRIBUTE = "sparrow_auditor"
 
@@ -56,37 +58,88 @@ def offer_audit(result: None, manager: "TokenizerManager", *args: Any, **kwargs:
 
 def see_request(manager: "TokenizerManager", request: Any) -> None:
     """BEFORE hook: the last place where a request is still a tokenised object of this process."""
-    auditor = getattr(manager, _ATTRIBUTE, None)
+    auditor = _auditor(manager)
     if auditor is not None:
         auditor.sees([request])
 
 
 def see_requests(manager: "TokenizerManager", requests: list[Any]) -> None:
     """BEFORE hook: as `see_request`, for a batch that is tokenised together."""
-    auditor = getattr(manager, _ATTRIBUTE, None)
+    auditor = _auditor(manager)
     if auditor is not None:
         auditor.sees(requests)
 
 
 def see_answers(manager: "TokenizerManager", answers: Any) -> None:
     """BEFORE hook: answers before SGLang makes of them what the users asked for."""
-    auditor = getattr(manager, _ATTRIBUTE, None)
+    auditor = _auditor(manager)
     if auditor is not None and hasattr(answers, "output_ids"):
         auditor.receives(answers)
 
 
-async def around_weight_update(
-    update: Callable[..., Coroutine[Any, Any, Any]],
-    manager: "TokenizerManager",
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """AROUND hook: generations of the old weights must not be scored with the new ones."""
-    auditor = getattr(manager, _ATTRIBUTE, None)
+async def hold_back(call: Call, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook: a call that needs the scheduler idle, or stops it, must meet no score there.
+
+    Checked with 0.5.17. A pause that is not an abort keeps what the scheduler holds, so that an
+    update would wait for its answer for ever; a flush fails while anything runs.
+    """
+    auditor = _auditor(manager)
     if auditor is None:
-        return await update(manager, *args, **kwargs)
-    async with auditor.suspended():
-        return await update(manager, *args, **kwargs)
+        return await call(manager, *args, **kwargs)
+    async with auditor.held_back():
+        return await call(manager, *args, **kwargs)
+
+
+async def hold_back_for_new_weights(
+    call: Call, manager: "TokenizerManager", *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND hook: as `hold_back`; what old weights generated must not be scored with new ones.
+
+    Checked with 0.5.17, whose check of the weights may also overwrite them.
+    """
+    auditor = _auditor(manager)
+    if auditor is None:
+        return await call(manager, *args, **kwargs)
+    async with auditor.held_back_for_new_weights():
+        return await call(manager, *args, **kwargs)
+
+
+async def hold_back_until_resumed(
+    release: Call, manager: "TokenizerManager", request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND hook: from the release of memory on, nothing may start until all of it is back.
+
+    Checked with 0.5.17, whose scheduler asserts that it is idle, and where no tags mean all.
+    """
+    auditor = _auditor(manager)
+    if auditor is None:
+        return await release(manager, request, *args, **kwargs)
+    async with auditor.held_back():
+        answer = await release(manager, request, *args, **kwargs)
+        auditor.released |= _tags(request)
+    return answer
+
+
+async def start_again(
+    resume: Call, manager: "TokenizerManager", request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND hook: the end of `hold_back_until_resumed`."""
+    answer = await resume(manager, request, *args, **kwargs)
+    auditor = _auditor(manager)
+    if auditor is not None:
+        auditor.released -= _tags(request)
+    return answer
+
+
+def _auditor(manager: "TokenizerManager") -> Auditor | None:
+    auditor: Auditor | None = getattr(manager, _ATTRIBUTE, None)
+    return auditor
+
+
+def _tags(request: Any) -> set[str]:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return set(request.tags or GPU_MEMORY_ALL_TYPES)
 
 
 def top_logprobs_of_some(
@@ -126,8 +179,20 @@ HOOKS = (
     Hook(f"{_MANAGER}._send_batch_request", see_requests, "BEFORE"),
     Hook(f"{_MANAGER}._handle_batch_output", see_answers, "BEFORE"),
     *(
-        Hook(f"{_MANAGER}.update_weights_from_{source}", around_weight_update, "AROUND")
-        for source in ("disk", "tensor", "distributed", "ipc")
+        Hook(f"{_MANAGER}.{call}", hold_back, "AROUND")
+        for call in ("pause_generation", "flush_cache")
     ),
+    *(
+        Hook(f"{_MANAGER}.{call}", hold_back_for_new_weights, "AROUND")
+        for call in (
+            "update_weights_from_disk",
+            "update_weights_from_tensor",
+            "update_weights_from_distributed",
+            "update_weights_from_ipc",
+            "check_weights",
+        )
+    ),
+    Hook(f"{_MANAGER}.release_memory_occupation", hold_back_until_resumed, "AROUND"),
+    Hook(f"{_MANAGER}.resume_memory_occupation", start_again, "AROUND"),
     Hook("sglang.srt.layers.logprob_processor.get_top_logprobs", top_logprobs_of_some, "AROUND"),
 )

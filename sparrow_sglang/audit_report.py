@@ -72,8 +72,7 @@ class AuditReport:
         Returns what the gauges say, with confidence intervals: requests by outcome, and per bound
         the bins, as JSON values.
         """
-        for outcome, count in self.requests.items():
-            self._set("sparrow:audit_requests", count, outcome=outcome)
+        requests = dict(self.requests)
         bins = {
             bound: statistics.bins(resamples=_RESAMPLES)
             for bound, statistics in self._bounds.items()
@@ -83,11 +82,14 @@ class AuditReport:
                 self._set("sparrow:acceptance_tail", found.tail, bin=found.bin, bound=bound)
                 self._set("sparrow:acceptance_mean", found.mean, bin=found.bin, bound=bound)
                 self._set("sparrow:audited_tokens", found.tokens, bin=found.bin)
+        # Last, so that who sees a request counted sees its tokens, too.
+        for outcome, count in requests.items():
+            self._set("sparrow:audit_requests", count, outcome=outcome)
         for upper in bins["upper"]:
             self._warn_below_target(upper)
         return {
             "schedule": self.schedule.name,
-            "requests": dict(self.requests),
+            "requests": requests,
             "bins": {bound: [vars(found) for found in tails] for bound, tails in bins.items()},
         }
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Answer = Callable[["Scheduler", dict[str, Any]], dict[str, Any]]
 
 _PREFIX = "sparrow_"
+_IDLE = "idle"
 _IDLE_TIMEOUT_S = 30.0
 # A pause that aborts the requests returns before the scheduler has left its last step.
 _PAUSED_TIMEOUT_S = 1.0
@@ -71,6 +72,15 @@ async def tell_schedulers(
     return {one["rank"]: one["answer"] for one in said}
 
 
+async def is_idle(manager: "TokenizerManager") -> bool:
+    """Whether no scheduler holds a request, nor is in the step that ended its last one."""
+    try:
+        await tell_schedulers(manager, _IDLE, {})
+    except ControlError:
+        return False
+    return True
+
+
 @asynccontextmanager
 async def idle(manager: "TokenizerManager", undone: str) -> AsyncIterator[None]:
     """Within, no request runs, new ones are held back, and the prefix cache is empty.
@@ -101,6 +111,13 @@ async def _flushed(manager: "TokenizerManager", timeout_s: float) -> bool:
     control: Any = manager
     outputs = await control.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
     return all(output.success for output in outputs)
+
+
+@answers(_IDLE)
+def _require_idle(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    if not scheduler.is_fully_idle():
+        raise ControlError("requests are running")
+    return {}
 
 
 def answer_control(
