@@ -32,6 +32,7 @@ from kernel_step import (
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
+from sparrow_sglang.kernel_limits import HEAD_DIMS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = [
@@ -62,7 +63,14 @@ def rounding_of_a_gpu() -> Iterator[None]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("page_size", "heads", "head_dim", "dtype"),
-    [(16, 2, 64, BF16), (32, 3, 128, FP16), (64, 1, 256, BF16), (16, 8, 128, FP16)],
+    [
+        (16, 2, 64, BF16),
+        (32, 3, 128, FP16),
+        (64, 1, 256, BF16),
+        (16, 8, 128, FP16),
+        (16, 3, 80, BF16),
+        (32, 2, 96, FP16),
+    ],
 )
 def test_bulk_landmarks(
     device: str, page_size: int, heads: int, head_dim: int, dtype: torch.dtype
@@ -120,6 +128,8 @@ SELECTIONS = [
     ([4096, 700, 4097], (7, 1), 256, 64, FP16, select.SelectLaunch(2, 8, radix=2)),
     ([1600, 900], (16, 1), 64, 16, FP16, select.SelectLaunch(32, 8, radix=16)),
     ([2000], (3, 3), 128, 16, BF16, select.SelectLaunch(5, 32, num_warps=8)),
+    ([640, 655, 1300], (6, 2), 80, 16, BF16, select.SelectLaunch(3, 16)),
+    ([3000, 330], (5, 1), 96, 32, FP16, select.SelectLaunch(1, 32)),
 ]
 
 
@@ -234,7 +244,10 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("page_size", "head_dim", "dtype"), [(16, 64, BF16), (64, 128, FP16)])
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "dtype"),
+    [(16, 64, BF16), (64, 128, FP16), (16, 80, FP16), (16, 96, BF16)],
+)
 def test_the_page_just_filled_gets_its_landmark(
     device: str, page_size: int, head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -264,6 +277,10 @@ DECODES = [
     ([2000, 64], (7, 1), 256, 64, FP16, decode.DecodeLaunch(2, 32)),
     ([777], (16, 1), 128, 16, BF16, decode.DecodeLaunch(8, 16, num_warps=1, stages=4)),
     ([500, 33], (3, 3), 64, 16, FP16, decode.DecodeLaunch(2, 128)),
+    ([1, 17, 900], (6, 2), 80, 16, BF16, decode.DecodeLaunch(1, 32)),
+    ([300, 999, 16], (6, 2), 80, 16, FP16, decode.DecodeLaunch(3, 32)),
+    ([900, 65], (32, 2), 96, 32, BF16, decode.DecodeLaunch(4, 32)),
+    ([400], (2, 2), 96, 16, FP16, decode.DecodeLaunch(1, 64)),
 ]
 
 
@@ -296,10 +313,10 @@ def test_every_page_is_dense_attention(device: str, splits: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("page_size", [16, 32])
-def test_the_whole_step_against_the_contract(device: str, page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (32, 64), (16, 80), (16, 96)])
+def test_the_whole_step_against_the_contract(device: str, page_size: int, head_dim: int) -> None:
     lengths = [13 * page_size + 5, 20 * page_size, 7]
-    step = Step(device, lengths, (6, 2), 64, page_size, FP16, seed=page_size)
+    step = Step(device, lengths, (6, 2), head_dim, page_size, FP16, seed=page_size)
     page_ids, counts = step.select(
         fixed_budget(step, 8), 8, select.SelectLaunch(2, 8), update_landmark=True
     )
@@ -313,7 +330,7 @@ def test_the_whole_step_against_the_contract(device: str, page_size: int) -> Non
             values,
             8,
             page_size,
-            64**-0.5,
+            head_dim**-0.5,
             store=lambda mean: mean.astype(np.float16).astype(np.float64),
         )
         for head, pages in enumerate(kept):
@@ -341,6 +358,39 @@ def test_padding_and_repeats_change_nothing(device: str) -> None:
         assert torch.equal(padded_ids[:2], ids) and torch.equal(padded_counts[:2], counts)
         assert torch.equal(padded_out[:2], out)
         assert padded_counts[2:].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_launches_that_serving_uses_fit_every_head_dim(device: str, head_dim: int) -> None:
+    """Their tiles depend on the head dimension, and must be powers of two."""
+    step = Step(device, [700, 90], (4, 2), head_dim)
+    pick = select.select_launch(2, 2, head_dim, step.page_table.shape[1], step.q.device)
+    many = select.select_launch(512, 2, head_dim, step.page_table.shape[1], step.q.device)
+    attend = decode.decode_launch(2, 2, head_dim, 9 * 16, step.q.device)
+    for launch in (pick, many):
+        page_ids, counts = step.select(fixed_budget(step, 9), 9, launch)
+        assert_selected(step, page_ids, counts, [9, 6])
+    out = step.decode(page_ids, counts, attend)
+    assert relative_error(out, step.attend(page_ids, counts)) <= 5e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str) -> None:
+    """A neighbour's keys and values of infinity, and a neighbour's place in the output."""
+    step = Step(device, [640], (4, 2), 80, dtype=FP16)
+    page_ids, counts = step.select(fixed_budget(step, 9), 9, select.SelectLaunch(2, 16))
+    alone = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
+    landmark_of_first = step.landmarks[:, 0].clone()
+    for pool in (step.k, step.v, step.landmarks):
+        pool[:, 1] = torch.inf
+    again, _ = step.select(
+        fixed_budget(step, 9), 9, select.SelectLaunch(2, 16), update_landmark=True
+    )
+    assert torch.equal(again[:, 0], page_ids[:, 0])
+    beside = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
+    assert torch.equal(beside[:, :2], alone[:, :2])
+    assert torch.equal(step.landmarks[1:, 0], landmark_of_first[1:])
 
 
 @pytest.mark.parametrize("device", DEVICES)

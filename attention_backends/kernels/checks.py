@@ -5,8 +5,9 @@ from functools import cache
 
 import torch
 
+from sparrow_sglang.kernel_limits import MAX_GROUP
+
 PAGE_SIZES = (16, 32, 64)
-HEAD_DIMS = (64, 128, 256)
 KV_DTYPES = (torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 # What an H200 or H100 has; used where the tensors are on the CPU (Triton's interpreter).
@@ -46,11 +47,11 @@ def check_member(name: str, got: int, allowed: Sequence[int]) -> None:
 
 
 def group_size(num_q_heads: int, num_kv_heads: int) -> int:
-    """Query heads per KV head, 1 to 16."""
-    if num_q_heads % num_kv_heads or not 1 <= num_q_heads // num_kv_heads <= 16:
+    """Query heads per KV head, 1 to MAX_GROUP."""
+    if num_q_heads % num_kv_heads or not 1 <= num_q_heads // num_kv_heads <= MAX_GROUP:
         raise ValueError(
             f"num_q_heads={num_q_heads} with num_kv_heads={num_kv_heads} is not supported: "
-            "expected 1 to 16 query heads for each KV head"
+            f"expected 1 to {MAX_GROUP} query heads for each KV head"
         )
     return num_q_heads // num_kv_heads
 

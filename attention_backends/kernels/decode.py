@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from sparrow_sglang.attention_backends.kernels.checks import (
-    HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
     PAGE_SIZES,
@@ -21,14 +20,14 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     group_size,
     sm_count,
 )
+from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
+from sparrow_sglang.kernel_limits import HEAD_DIMS, MAX_GROUP
 
 MAX_SPLITS = 64
 # Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_SM = 4
 _LOG2_E = 1.4426950408889634
-# The tensor cores' smallest M: a group of fewer query heads is padded to it.
-_MMA_ROWS = 16
 
 
 class DecodeScratch(NamedTuple):
@@ -63,7 +62,8 @@ def decode_launch(
     wanted = _PROGRAMS_PER_SM * sm_count(device) // (batch * num_kv_heads)
     useful = triton.cdiv(max_selected_tokens, _MIN_SPLIT_TOKENS)
     return DecodeLaunch(
-        splits=max(1, min(wanted, useful, MAX_SPLITS)), block_tokens=max(16, 4096 // head_dim)
+        splits=max(1, min(wanted, useful, MAX_SPLITS)),
+        block_tokens=max(16, 4096 // triton.next_power_of_2(head_dim)),
     )
 
 
@@ -113,7 +113,7 @@ def _merge_splits(
     SPLITS_PAD: tl.constexpr,
 ) -> None:
     """Combine the splits of one (request, KV head), one query head after the other."""
-    columns = tl.arange(0, D)
+    columns = head_columns(D)
     split = tl.arange(0, SPLITS_PAD)
     for member in tl.static_range(GROUP):
         part = (pair.to(tl.int64) * GROUP + member) * SPLITS + split
@@ -123,13 +123,13 @@ def _merge_splits(
         )
         parts = tl.load(
             partial_out + part[:, None] * D + columns[None, :],
-            mask=split[:, None] < active,
+            mask=head_mask(split[:, None] < active, columns, D),
             other=0.0,
             cache_modifier=".cg",
         )
         weight = tl.exp2(lse - tl.max(lse, axis=0))
         merged = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-        tl.store(out_row + member * D + columns, merged.to(out_row.dtype.element_ty))
+        store_head(out_row + member * D, columns, merged, D)
 
 
 @triton.jit
@@ -147,25 +147,26 @@ def _attend(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Output [rows of queries, D] and base-2 log-sum-exp over the tokens [first, end)."""
-    columns = tl.arange(0, D)
+    """Output in the shape of `queries`, and base-2 log-sum-exp, over the tokens [first, end)."""
+    columns = head_columns(D)
     largest = tl.full((queries.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
-    acc = tl.zeros((queries.shape[0], D), tl.float32)
+    acc = tl.zeros(queries.shape, tl.float32)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK)
         inside = token < end
+        read = head_mask(inside[:, None], columns, D)
         page = tl.load(pages + token // PAGE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         at = slot[:, None] * ROW + columns[None, :]
-        keys = tl.load(k_head + at, mask=inside[:, None], other=0.0)
+        keys = tl.load(k_head + at, mask=read, other=0.0)
         logits = tl.dot(queries, tl.trans(keys)) * scale
         logits = tl.where(inside[None, :], logits, float("-inf"))
         running = tl.maximum(largest, tl.max(logits, axis=1))
         weights = tl.exp2(logits - running[:, None])
         shrink = tl.exp2(largest - running)
         # Slots past the end may hold anything, NaN too: read them as 0.
-        values = tl.load(v_head + at, mask=inside[:, None], other=0.0)
+        values = tl.load(v_head + at, mask=read, other=0.0)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
         largest = running
@@ -210,9 +211,9 @@ def _decode_kernel(
     first = split * share
     # A row without tokens still has one program, which writes zeros.
     if (first < kept) | (split == 0):
-        columns = tl.arange(0, D)
+        columns = head_columns(D)
         member = tl.arange(0, MMA_ROWS)
-        used = member[:, None] < GROUP
+        used = head_mask(member[:, None] < GROUP, columns, D)
         offsets = (head * GROUP + member[:, None]) * D + columns[None, :]
         queries = tl.load(q + row * q_stride + offsets, mask=used, other=0.0)
         pages = page_ids + row * ids_row_stride + head * ids_head_stride
@@ -335,7 +336,7 @@ def sparse_decode(
         PAGE=page_size,
         SPLITS=launch.splits,
         SPLITS_PAD=triton.next_power_of_2(launch.splits),
-        MMA_ROWS=_MMA_ROWS,
+        MMA_ROWS=MAX_GROUP,
         BLOCK=launch.block_tokens,
         STAGES=launch.stages,
         num_warps=launch.num_warps,

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from sparrow_sglang.attention_backends.kernels.checks import (
-    HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
     PAGE_SIZES,
@@ -21,11 +20,11 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     group_size,
     sm_count,
 )
+from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
 from sparrow_sglang.attention_backends.kernels.landmark import page_mean
 from sparrow_sglang.attention_backends.kernels.topk import order_keys, store_selected
+from sparrow_sglang.kernel_limits import HEAD_DIMS, MAX_PAGES
 
-# The compaction packs two page counts into one int32, 15 bits for the upper one.
-MAX_PAGES = 32767
 # Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
 _PROGRAMS_PER_SM = 2
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
@@ -62,8 +61,8 @@ def select_launch(
     rows = batch * num_kv_heads
     slots = _PROGRAMS_PER_SM * sm_count(device)
     if rows > slots:
-        return SelectLaunch(splits=1, block_pages=max(16, 8192 // head_dim))
-    block_pages = max(16, 16384 // head_dim)
+        return SelectLaunch(splits=1, block_pages=max(16, 8192 // triton.next_power_of_2(head_dim)))
+    block_pages = max(16, 16384 // triton.next_power_of_2(head_dim))
     return SelectLaunch(
         splits=min(slots // rows, triton.cdiv(max_pages, block_pages)), block_pages=block_pages
     )
@@ -113,14 +112,14 @@ def _score_pages(
     STAGES: tl.constexpr,
 ) -> None:
     """Write the keys of pages [first, end)."""
-    columns = tl.arange(0, D)
+    columns = head_columns(D)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         index = start + tl.arange(0, BLOCK)
         inside = index < end
         page = tl.load(pages + index, mask=inside, other=0).to(tl.int64)
         tile = tl.load(
             head_landmarks + page[:, None] * page_stride + columns[None, :],
-            mask=inside[:, None],
+            mask=head_mask(inside[:, None], columns, D),
             other=0.0,
         )
         score = tl.sum(tl.dot(tile, query), axis=1)
@@ -143,11 +142,11 @@ def _update_landmark(
     That page is the most recent one: kept, and not scored in this step.
     """
     if (seq_len > 0) & (seq_len % PAGE == 0):
-        columns = tl.arange(0, D)
+        columns = head_columns(D)
         page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)
         at = head * D + columns
         mean = page_mean(k_buffer, page * PAGE, at, columns < D, ROW, PAGE)
-        tl.store(landmarks + page * ROW + at, mean.to(landmarks.dtype.element_ty))
+        store_head(landmarks + page * ROW + head * D, columns, mean, D)
 
 
 @triton.jit
@@ -191,9 +190,10 @@ def _select_kernel(
     num_selected = tl.load(counts + row)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     member = tl.arange(0, GROUP_PAD)
+    columns = head_columns(D)
     group = tl.load(
-        q + row * q_stride + (head * GROUP + member[:, None]) * D + tl.arange(0, D)[None, :],
-        mask=member[:, None] < GROUP,
+        q + row * q_stride + (head * GROUP + member[:, None]) * D + columns[None, :],
+        mask=head_mask(member[:, None] < GROUP, columns, D),
         other=0.0,
     )
     num_pages = tl.cdiv(seq_len, PAGE)

@@ -1,0 +1,32 @@
+"""Head dimensions in Triton's ranges, whose length is a power of two: 80 and 96 are padded."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def head_columns(D: tl.constexpr) -> tl.tensor:
+    """Columns of a tile that holds a head, those of D and the padding behind them."""
+    return tl.arange(0, triton.next_power_of_2(D))
+
+
+@triton.jit
+def head_mask(rows: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """The elements of a tile that exist: `rows` [N, 1], in the columns below D.
+
+    `rows` alone where there is no padding, so that powers of two cost no comparison.
+    """
+    if columns.shape[0] == D:
+        return rows
+    else:
+        return rows & (columns[None, :] < D)
+
+
+@triton.jit
+def store_head(target: tl.tensor, columns: tl.tensor, values: tl.tensor, D: tl.constexpr) -> None:
+    """Write the D columns of a head to `target`, in the dtype that lies there."""
+    values = values.to(target.dtype.element_ty)
+    if columns.shape[0] == D:
+        tl.store(target + columns, values)
+    else:
+        tl.store(target + columns, values, mask=columns < D)
