@@ -12,8 +12,10 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_parallel
 
+from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
 from sparrow_sglang.attention_backends.landmarks import LandmarkPool
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
@@ -22,6 +24,7 @@ from sparrow_sglang.attention_backends.paged_decode import (
     TritonPagedDecode,
 )
 from sparrow_sglang.attention_backends.plan_guard import PlanGuard
+from sparrow_sglang.kernel_limits import dense_backend
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -31,19 +34,20 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-_EAGER_BATCH = 256
-
-
 def _sparse_layer_ids(model_runner: "ModelRunner", schedule: BudgetSchedule) -> list[int]:
     pool = model_runner.token_to_kv_pool
     layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
     return [layer for layer in layers if layer not in schedule.dense_layers]
 
 
-def _max_graph_batch(model_runner: "ModelRunner") -> int:
-    """Rows of the decode buffers: the largest captured batch; larger ones run in slices."""
-    captured = model_runner.server_args.cuda_graph_config.decode.max_bs
-    return min(captured or _EAGER_BATCH, model_runner.req_to_token_pool.size)
+def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> None:
+    """Arguments of an attention call, such as sinks, that the sparse kernels know nothing of."""
+    given = sorted(name for name, value in arguments.items() if value is not None)
+    if given:
+        raise ValueError(
+            f"attention layer {layer.layer_id}: sparse decode would ignore {', '.join(given)};"
+            " choose another --attention-backend for this model"
+        )
 
 
 class SparrowAttnBackend(AttentionBackend):
@@ -72,23 +76,19 @@ class SparrowAttnBackend(AttentionBackend):
             allocation=pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE),
         )
         on_cuda = model_runner.device == "cuda"
-        stock = "flashinfer" if on_cuda else "torch_native"
+        stock = dense_backend(pool.head_dim) if on_cuda else "torch_native"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         self._plan_guard = PlanGuard(model_runner.device)
         req_to_token = model_runner.req_to_token_pool.req_to_token
         self.budgets = BudgetTable(loaded, req_to_token.shape[0], req_to_token.device)
         self.sparse: PagedDecode
         if on_cuda:
-            self.sparse = TritonPagedDecode(
-                self.budgets,
-                req_to_token,
-                num_q_heads=model_runner.model_config.num_attention_heads
-                // get_parallel().attn_tp_size,
-                num_kv_heads=pool.head_num,
-                head_dim=pool.head_dim,
-                max_batch=_max_graph_batch(model_runner),
-                max_context=model_runner.model_config.context_len,
+            shape = DecodeShape.of_model(
+                schedule, model_runner.model_config, get_parallel().attn_tp_size
             )
+            self.sparse = TritonPagedDecode(self.budgets, req_to_token, shape)
+            if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+                self.sparse.reserve(min(EAGER_ROWS, model_runner.req_to_token_pool.size))
         else:
             self.sparse = TorchPagedDecode(self.budgets, req_to_token)
 
@@ -102,6 +102,8 @@ class SparrowAttnBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        # SGLang may round batches up past the number of requests that it admits.
+        self.sparse.reserve(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.dense.get_cuda_graph_seq_len_fill_value()
@@ -125,6 +127,7 @@ class SparrowAttnBackend(AttentionBackend):
             forward_batch.req_pool_indices[:batch],
             forward_batch.seq_lens[:batch],
             forward_batch.seq_lens_cpu,
+            captured=True,
         )
 
     def forward_extend(
@@ -156,6 +159,7 @@ class SparrowAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         if layer.layer_id not in self.landmarks:
             return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        _refuse_arguments(layer, kwargs)
         pool = self.token_to_kv_pool
         if self.sparse.within_budget:
             out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 
@@ -24,15 +25,27 @@ class PagedDecode(Protocol):
 
     within_budget: bool
 
+    def reserve(self, max_batch: int) -> None:
+        """Be ready for captured batches of up to `max_batch` requests; before the first capture."""
+
     def plan_extend(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
         """Prepare a prefill pass over requests of `seq_lens` [B] tokens, prefix included."""
 
     def plan_decode(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        captured: bool = False,
     ) -> None:
-        """Prepare a decode step over requests of `seq_lens` [B] tokens, the new one included."""
+        """Prepare a decode step over requests of `seq_lens` [B] tokens, the new one included.
+
+        Raises:
+            ValueError: the step is `captured` in a CUDA graph, or replays one, and has more
+                requests than were reserved.
+        """
 
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: torch.Tensor) -> None:
         """Compute the landmarks of the planned pass's full pages from the KV pool.
@@ -88,6 +101,9 @@ class TorchPagedDecode:
         self._num_selected: torch.Tensor
         self._full_pages: torch.Tensor
 
+    def reserve(self, max_batch: int) -> None:
+        """Nothing to do: a step allocates what it needs."""
+
     def _read_pages(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
@@ -106,7 +122,11 @@ class TorchPagedDecode:
         self._full_pages = self._pages.full_pages(self._page_size)
 
     def plan_decode(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        captured: bool = False,
     ) -> None:
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
         num_pages = self._pages.num_pages
@@ -161,64 +181,42 @@ class TritonPagedDecode:
         budgets: the KV budget by length and request; launches are tuned for the schedule that is in
             force now, and every other one, switched to or asked for, runs in the same buffers.
         req_to_token: [requests, max tokens] int32, SGLang's token table.
-        num_q_heads: query heads on this rank.
-        num_kv_heads: KV heads on this rank.
-        head_dim: dimensions of a query, key and value.
-        max_batch: rows of the buffers; a larger batch runs in slices of it.
-        max_context: longest sequence, in tokens.
+        shape: heads on this rank and the longest sequence.
     """
 
     def __init__(
-        self,
-        budgets: BudgetTable,
-        req_to_token: torch.Tensor,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_batch: int,
-        max_context: int,
+        self, budgets: BudgetTable, req_to_token: torch.Tensor, shape: DecodeShape
     ) -> None:
         # A captured step must take the same path at every length.
         self.within_budget = False
-        device = req_to_token.device
-        schedule = budgets.loaded.in_force
-        page_size = schedule.page_size
-        max_pages = -(-max_context // page_size)
-        # For the split of the work only: rows that keep more pages make their programs loop longer.
-        usual_selected = min(max_pages, max(schedule.budget_pages))
-        self._schedule = schedule
+        self._schedule = budgets.loaded.in_force
         self._req_to_token = req_to_token
-        self._max_batch = max_batch
+        self._shape = shape
         self._budgets = budgets.tensors
-        batches = range(1, max_batch + 1)
-        self._select_launch = {
-            batch: select.select_launch(batch, num_kv_heads, head_dim, max_pages, device)
-            for batch in batches
-        }
-        self._decode_launch = {
-            batch: decode.decode_launch(
-                batch, num_kv_heads, head_dim, usual_selected * page_size, device
-            )
-            for batch in batches
-        }
-        self._page_table = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
-        self._page_ids = torch.zeros(
-            max_batch, num_kv_heads, max_pages, dtype=torch.int32, device=device
-        )
-        self._page_counts = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._select_scratch = select.allocate_select_scratch(
-            max_batch, num_kv_heads, max_pages, device
-        )
-        # Small batches are split most, so the largest batch is not the one with most parts.
-        parts = max(batch * launch.splits for batch, launch in self._decode_launch.items())
-        self._decode_scratch = decode.allocate_decode_scratch(
-            num_q_heads * parts, max_batch * num_kv_heads, head_dim, device
-        )
+        self._buffers: DecodeBuffers | None = None
+        self._captured = False
         self._pages: torch.Tensor
         self._counts: torch.Tensor
         self._seq_lens: torch.Tensor
         self._no_prefix: torch.Tensor
         self._longest = 0
+
+    def reserve(self, max_batch: int) -> None:
+        """Allocate buffers for batches of up to `max_batch` requests.
+
+        Raises:
+            ValueError: a graph has been captured with smaller ones, whose addresses it holds.
+        """
+        if self._buffers is not None and self._buffers.rows >= max_batch:
+            return
+        if self._captured:
+            raise ValueError(
+                f"decode buffers for {max_batch} requests: a CUDA graph was captured with smaller"
+                " ones already"
+            )
+        # Freed first, so that both never exist at a time.
+        self._buffers = None
+        self._buffers = DecodeBuffers(self._shape, max_batch, self._req_to_token.device)
 
     def plan_extend(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
@@ -236,14 +234,25 @@ class TritonPagedDecode:
         )
 
     def plan_decode(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        captured: bool = False,
     ) -> None:
         batch = len(seq_lens)
+        buffers = self._reserved(batch)
+        if captured and batch > buffers.rows:
+            raise ValueError(
+                f"a CUDA graph of {batch} requests does not fit the decode buffers: SGLang"
+                f" announced at most {buffers.rows}"
+            )
+        self._captured |= captured
         # Always the same addresses: a captured graph reads them at every replay.
-        self._pages, self._counts = self._page_table[:batch], self._page_counts[:batch]
-        if batch > self._max_batch:
-            self._pages = self._page_table.new_empty(batch, self._page_table.shape[1])
-            self._counts = self._page_counts.new_empty(batch)
+        self._pages, self._counts = buffers.page_table[:batch], buffers.counts[:batch]
+        if batch > buffers.rows:
+            self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
+            self._counts = buffers.counts.new_empty(batch)
         self._seq_lens = seq_lens
         page_table.snapshot_page_table(
             self._req_to_token,
@@ -254,6 +263,13 @@ class TritonPagedDecode:
             budgets=self._budgets,
             counts=self._counts,
         )
+
+    def _reserved(self, batch: int) -> DecodeBuffers:
+        """The buffers; a step before any were asked for, such as a warm-up, gets its own."""
+        if self._buffers is None:
+            self.reserve(min(batch, EAGER_ROWS))
+        assert self._buffers is not None
+        return self._buffers
 
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: torch.Tensor) -> None:
         landmark.update_landmarks_bulk(
@@ -275,11 +291,12 @@ class TritonPagedDecode:
         sm_scale: float,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
-        for start in range(0, len(q), self._max_batch):
-            rows = slice(start, start + self._max_batch)
+        buffers = self._reserved(len(q))
+        for start in range(0, len(q), buffers.rows):
+            rows = slice(start, start + buffers.rows)
             pages, counts, seq_lens = self._pages[rows], self._counts[rows], self._seq_lens[rows]
             batch = len(seq_lens)
-            page_ids = self._page_ids[:batch]
+            page_ids = buffers.page_ids[:batch]
             select.select_pages(
                 q[rows],
                 k_buffer,
@@ -291,8 +308,8 @@ class TritonPagedDecode:
                 page_size=self._schedule.page_size,
                 sink_pages=self._schedule.sink_pages,
                 recent_pages=self._schedule.recent_pages,
-                scratch=self._select_scratch,
-                launch=self._select_launch[batch],
+                scratch=buffers.select_scratch,
+                launch=buffers.select_launch[batch],
             )
             decode.sparse_decode(
                 q[rows],
@@ -304,7 +321,7 @@ class TritonPagedDecode:
                 out[rows],
                 page_size=self._schedule.page_size,
                 sm_scale=sm_scale,
-                scratch=self._decode_scratch,
-                launch=self._decode_launch[batch],
+                scratch=buffers.decode_scratch,
+                launch=buffers.decode_launch[batch],
             )
         return out

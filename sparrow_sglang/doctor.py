@@ -7,9 +7,10 @@ it failed, what to do. SGLang only logs what goes wrong in a plugin, so somebody
 import os
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
+from sparrow_sglang.kernel_limits import describe_fit, kernel_problems
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.refusals import (
     BACKEND,
@@ -18,6 +19,10 @@ from sparrow_sglang.refusals import (
     uses_sparrow,
 )
 from sparrow_sglang.schedule import ScheduleError
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
 
 ENTRY_POINTS = {"sglang.srt.plugins": "sparrow", "sglang.srt.platforms": "sparrow_cpu"}
 VARIABLES = (
@@ -146,8 +151,19 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         detail = f"--attention-backend {server_args.attention_backend} decodes densely"
         yield Check("note", "model", detail)
         return
-    hf_config = server_args.get_model_config().hf_config
+    model_config = server_args.get_model_config()
+    hf_config = model_config.hf_config
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
+    yield _check_kernels(server_args, model_config)
     loaded, source = resolve_schedules(server_args, hf_config)
     yield Check("ok", "schedule", start_up_line(loaded, source))
+
+
+def _check_kernels(server_args: "ServerArgs", model_config: "ModelConfig") -> Check:
+    """On a GPU the model has passed already, or its arguments would have been refused."""
+    problems = kernel_problems(server_args, model_config)
+    if server_args.device != "cuda":
+        there = f"a GPU would refuse: {'; '.join(problems)}" if problems else "a GPU would take it"
+        return Check("note", "kernels", f"plain torch on {server_args.device}; {there}")
+    return Check("ok", "kernels", describe_fit(server_args, model_config))

@@ -132,6 +132,39 @@ def reserve_landmarks(
     return bytes_per_token + -(-landmark_bytes // schedule.page_size)
 
 
+def reserve_decode_buffers(
+    available_bytes: int, kvc: "KVCacheConfigurator", pre_model_load_memory: float
+) -> int | None:
+    """AFTER hook: the buffers of the decode step are allocated after the KV pool, so leave room.
+
+    They are as large as the largest batch times the longest sequence: half a GiB for 512 requests
+    of 256K tokens and 8 KV heads. An upper limit, as the number of requests is not known yet.
+
+    Checked with 0.5.17, where the result is what the KV pool may take of the GPU, in bytes.
+    """
+    if kvc.device != "cuda" or kvc.is_draft_worker or not uses_sparrow(kvc.server_args):
+        return None
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.utils.common import get_cuda_graph_max_batch_size
+
+    from sparrow_sglang.attention_backends.decode_buffers import (
+        EAGER_ROWS,
+        DecodeShape,
+        buffer_bytes,
+    )
+
+    server_args = kvc.server_args
+    graphs = server_args.cuda_graph_config.decode
+    rows = EAGER_ROWS if graphs.backend == "disabled" else graphs.max_bs
+    if server_args.max_running_requests is not None:
+        requests = server_args.max_running_requests // kvc.ps.attn_dp_size
+        rows = min(rows, get_cuda_graph_max_batch_size(server_args, requests))
+    schedule, _ = resolve_schedule(server_args, kvc.model_config.hf_config)
+    shape = DecodeShape.of_model(schedule, kvc.model_config, get_parallel().attn_tp_size)
+    return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))
+
+
 def offer_landmark_check(result: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     """AFTER hook: `Engine.collective_rpc("sparrow_check_landmarks")`, a debugging aid.
 
@@ -155,6 +188,11 @@ HOOKS = (
     Hook(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         reserve_landmarks,
+        "AFTER",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        reserve_decode_buffers,
         "AFTER",
     ),
 )

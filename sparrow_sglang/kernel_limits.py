@@ -1,14 +1,20 @@
-"""What the GPU kernels are built for, in plain numbers; the CPU path has no such limits.
+"""What the GPU kernels cannot serve, for refusing a server before it loads a model.
 
-`attention_backends.kernels` checks its arguments against them, and a server is refused by them
-before it loads a model.
+In: SGLang's ServerArgs and ModelConfig. Out: one sentence per problem. The CPU path has no such
+limits.
 """
 
-# Tiles of 80 and 96 columns are padded to 128.
+from typing import TYPE_CHECKING
+
+from sparrow_sglang.schedule import PAGE_SIZES
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+# As in `attention_backends.kernels.checks`, which stands by itself.
 HEAD_DIMS = (64, 80, 96, 128, 256)
-# A group of query heads is one operand of the tensor cores, whose smallest M is 16.
 MAX_GROUP = 16
-# The compaction of selected pages packs two page counts into one int32, 15 bits for the upper one.
 MAX_PAGES = 32767
 # What FlashInfer's prefill computes rightly, of HEAD_DIMS. It takes 80 and 96 without a word, but
 # loads 64 columns at a time and leaves the others out (github.com/flashinfer-ai/flashinfer, 4299).
@@ -23,3 +29,48 @@ def dense_backend(head_dim: int) -> str:
 def max_context(page_size: int) -> int:
     """Longest sequence that the kernels address, in tokens."""
     return MAX_PAGES * page_size
+
+
+def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
+    """What a GPU could not serve of this model with these arguments, page size included."""
+    model = "model " + " ".join(model_config.hf_config.architectures or ["of unknown kind"])
+    other = "choose another --attention-backend for it"
+    page_size = server_args.page_size
+    attn_tp_size = server_args.tp_size // server_args.attn_cp_size
+    if server_args.enable_dp_attention:
+        attn_tp_size //= server_args.dp_size
+    num_q_heads = model_config.num_attention_heads // attn_tp_size
+    group = num_q_heads // model_config.get_num_kv_heads(attn_tp_size)
+    problems = []
+    if model_config.head_dim not in HEAD_DIMS:
+        built_for = ", ".join(map(str, HEAD_DIMS))
+        problems.append(
+            f"{model}: head_dim={model_config.head_dim}: the GPU kernels are built for {built_for};"
+            f" {other}"
+        )
+    if group > MAX_GROUP:
+        problems.append(
+            f"{model}: {group} query heads for each KV head: the GPU kernels take up to"
+            f" {MAX_GROUP}; {other}"
+        )
+    if model_config.context_len > max_context(page_size):
+        larger = [size for size in PAGE_SIZES if model_config.context_len <= max_context(size)]
+        or_page = f", or --page-size {larger[0]} with a schedule made for it" if larger else ""
+        problems.append(
+            f"context length {model_config.context_len}: the GPU kernels address"
+            f" {max_context(page_size)} tokens at page size {page_size} ({MAX_PAGES} pages); pass"
+            f" --context-length {max_context(page_size)}{or_page}"
+        )
+    if str(model_config.dtype) == "torch.float32":
+        problems.append("dtype float32: the GPU kernels need 16 bits; pass --dtype bfloat16")
+    return problems
+
+
+def describe_fit(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
+    """What the kernels would serve, in one line, where `kernel_problems` finds nothing."""
+    head_dim, page_size = model_config.head_dim, server_args.page_size
+    return (
+        f"head_dim {head_dim} (dense passes by {dense_backend(head_dim)}), context"
+        f" {model_config.context_len} of at most {max_context(page_size)} tokens at page size"
+        f" {page_size}"
+    )

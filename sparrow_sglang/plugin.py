@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang import audit_hooks, exact_acceptance, hooks, server_args, server_control
 from sparrow_sglang.announce import announce, describe
+from sparrow_sglang.kernel_limits import kernel_problems
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.refusals import (
     BACKEND,
@@ -64,6 +65,8 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     require_registration()
     refuse(server_problems(runner.server_args))
     refuse(model_problems(runner.model_config))
+    if runner.device == "cuda":
+        refuse(kernel_problems(runner.server_args, runner.model_config))
     refuse(runner_problems(runner))
     loaded, source = server_args.resolve_schedules(
         runner.server_args, runner.model_config.hf_config

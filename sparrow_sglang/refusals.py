@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparrow_sglang.attention_layers import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES
 
 if TYPE_CHECKING:
@@ -62,6 +63,11 @@ _RULES = (
     _flag("enable_hisparse", "another sparse attention would own the KV pool"),
     _flag("enable_two_batch_overlap", "one decode plan is held at a time"),
     _flag("enable_pdmux", "one decode plan is held at a time"),
+    _flag(
+        "enable_torch_compile",
+        "it would compile the decode step's kernels, which write landmarks in place, with the model"
+        " around them; nobody has shown that right",
+    ),
     _flag("dllm_algorithm", "a diffusion model does not decode token by token"),
     _flag("enable_streaming_session", "a session would keep sparsely written KV as its prefix"),
     _flag("use_ray", "SGLang's Ray schedulers load no plugins"),
@@ -199,7 +205,6 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
 def runner_problems(runner: "ModelRunner") -> list[str]:
     """Properties that show only once the model is loaded and its KV pool allocated."""
     import torch
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     problems = []
@@ -213,22 +218,7 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
             f"KV cache of dtype {runner.kv_cache_dtype}: landmarks need bfloat16, float16 or"
             " float32; pass --kv-cache-dtype bf16"
         )
-    for layer in runner.model.modules():
-        if not isinstance(layer, RadixAttention):
-            continue
-        odd = {
-            "sliding_window_size": layer.sliding_window_size > 0,
-            "logit_cap": layer.logit_cap > 0,
-            "is_cross_attention": layer.is_cross_attention,
-            "v_head_dim": layer.v_head_dim != layer.head_dim,
-            "attn_type": layer.attn_type != AttentionType.DECODER,
-        }
-        problems += [
-            f"attention layer {layer.layer_id}: {name}={getattr(layer, name)!r} is not supported"
-            for name, present in odd.items()
-            if present
-        ]
-    return problems
+    return problems + layer_problems(runner.model)
 
 
 def refuse(problems: list[str]) -> None:

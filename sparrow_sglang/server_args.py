@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from sparrow_sglang.config import AUTO, SparrowConfig
+from sparrow_sglang.kernel_limits import kernel_problems
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.refusals import (
     BACKEND,
@@ -228,6 +229,8 @@ def _check_resolved(server_args: "ServerArgs") -> None:
     # Absent where SGLang itself has not read the model's config (dummy and remote models).
     model_config = vars(server_args).get("model_config")
     if model_config is not None:
+        if server_args.device == "cuda":
+            refuse(kernel_problems(server_args, model_config))
         resolve_schedules(server_args, model_config.hf_config)
 
 

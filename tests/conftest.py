@@ -1,7 +1,8 @@
 """Fixtures that more than one test file uses."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -41,3 +42,16 @@ def schedule_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("tiny-qwen3"), "qwen3", spread=0.15)
+
+
+@pytest.fixture(scope="session")
+def make_args(tiny_llama: str) -> Callable[..., Any]:
+    """Build ServerArgs as a user would; nothing but SGLang has been imported for it."""
+    from sglang.srt.server_args import ServerArgs
+
+    def make(model_path: str = tiny_llama, **fields: Any) -> Any:
+        fields.setdefault("attention_backend", "sparrow")
+        fields.setdefault("sparrow_schedule", "fixed-512")
+        return ServerArgs(model_path=model_path, **fields)
+
+    return make

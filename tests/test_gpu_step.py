@@ -5,6 +5,7 @@ import torch
 from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.plan_guard import PlanGuard
@@ -34,7 +35,10 @@ class DevicePool:
 
     def step(self, max_batch: int = 16) -> TritonPagedDecode:
         budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), len(self.req_to_token), "cuda")
-        return TritonPagedDecode(budgets, self.req_to_token, *HEADS, DIM, max_batch, 8192)
+        shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, 8192)
+        step = TritonPagedDecode(budgets, self.req_to_token, shape)
+        step.reserve(max_batch)
+        return step
 
     def prefill(self, step: TritonPagedDecode) -> None:
         before = (self.lengths - 1).clamp_min(1)

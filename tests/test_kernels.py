@@ -31,8 +31,8 @@ from kernel_step import (
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
+from sparrow_sglang.attention_backends.kernels.checks import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
-from sparrow_sglang.kernel_limits import HEAD_DIMS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = [

@@ -19,7 +19,7 @@ PACKAGES = {
 LAYERS = [
     {"json_values"},
     {"schedule", "models", "tail", "command_line", "progress", "record", "response_lengths"},
-    {"kernel_limits"},
+    {"attention_layers", "kernel_limits"},
     {"config", "mismatch", "cost_model", "loaded_schedules", "request_options", "announce"},
     {"kv_usage", "request_checks"},
     {"endpoint", "mismatch_log"},

@@ -1,42 +1,10 @@
 """What is refused, in the process that builds the arguments, and what the message says."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-SCHEDULE = "fixed-512"
-
-
-@pytest.fixture(scope="module")
-def make_args(tiny_llama):
-    """Build ServerArgs as a user would; nothing but SGLang has been imported for it."""
-    from sglang.srt.server_args import ServerArgs
-
-    def make(model_path: str = tiny_llama, **fields):
-        fields.setdefault("attention_backend", "sparrow")
-        fields.setdefault("sparrow_schedule", SCHEDULE)
-        return ServerArgs(model_path=model_path, **fields)
-
-    return make
-
-
-def save_config(folder, **fields) -> str:
-    """A checkpoint folder that holds the model's config only."""
-    base = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 1024,
-    }
-    (folder / "config.json").write_text(json.dumps(base | fields))
-    return str(folder)
-
+from configs import save_config
 
 DEEPSEEK = {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -140,6 +108,10 @@ def test_model_that_is_served(make_args, tmp_path, config):
         ({"enable_flexkv": True}, ["enable_flexkv=True"]),
         ({"enable_two_batch_overlap": True}, ["enable_two_batch_overlap=True"]),
         ({"enable_pdmux": True}, ["enable_pdmux=True"]),
+        (
+            {"enable_torch_compile": True},
+            ["enable_torch_compile=True: it would compile", "remove --enable-torch-compile"],
+        ),
         ({"enable_streaming_session": True}, ["enable_streaming_session=True"]),
         ({"dllm_algorithm": "LowConfidence"}, ["dllm_algorithm='LowConfidence'"]),
         ({"use_ray": True}, ["use_ray=True"]),
@@ -233,15 +205,22 @@ class TestRunner:
 
         from sparrow_sglang.refusals import runner_problems
 
-        def find(layer: dict, **runner) -> list[str]:
+        def find(
+            layer: dict,
+            attributes: dict | None = None,
+            inside: type = torch.nn.Sequential,
+            **runner,
+        ) -> list[str]:
             pool = object.__new__(MHATokenToKVPool)
             pool.kv_cache_layout = "nhd"
             attention = RadixAttention(4, 16, 0.25, 2, layer_id=3, **layer)
+            for name, value in (attributes or {}).items():
+                setattr(attention, name, value)
             fields = {
                 "is_draft_worker": False,
                 "token_to_kv_pool": pool,
                 "kv_cache_dtype": torch.bfloat16,
-                "model": torch.nn.Sequential(attention),
+                "model": inside(attention),
             }
             return runner_problems(SimpleNamespace(**(fields | runner)))
 
@@ -257,11 +236,69 @@ class TestRunner:
             ({"logit_cap": 30.0}, "attention layer 3: logit_cap=30.0"),
             ({"is_cross_attention": True}, "attention layer 3: is_cross_attention=True"),
             ({"v_head_dim": 8}, "attention layer 3: v_head_dim=8"),
+            ({"use_irope": True}, "attention layer 3: use_irope=True"),
+            (
+                {"pos_encoding_mode": "ROPE_LLAMA"},
+                "attention layer 3: pos_encoding_mode='ROPE_LLAMA'",
+            ),
         ],
     )
     def test_layers(self, problems, layer, message):
         [problem] = problems(layer)
         assert message in problem
+
+    @pytest.mark.parametrize(
+        ("name", "value", "shown"),
+        [
+            # Grok sets it on the layer, and scales the queries of late positions by it.
+            ("xai_temperature_len", 1024, "1024"),
+            ("k_scale", torch.nn.Parameter(torch.tensor(0.5), requires_grad=False), "0.5"),
+            ("v_scale_float", 0.25, "0.25"),
+            ("q_scale_float", 2.0, "2.0"),
+            ("qk_head_dim", 24, "24"),
+        ],
+    )
+    def test_what_a_model_sets_on_its_layers(self, problems, name, value, shown):
+        [problem] = problems({}, attributes={name: value})
+        assert problem == f"attention layer 3: {name}={shown} is not supported"
+
+    def test_scales_of_an_8_bit_checkpoint_without_scales_of_its_cache(self, problems):
+        one = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        assert problems({}, attributes={"k_scale": one, "v_scale": one, "k_scale_float": 1.0}) == []
+
+    def test_sinks_beside_a_layer(self, problems):
+        class Attention(torch.nn.Module):
+            def __init__(self, attn):
+                super().__init__()
+                self.attn = attn
+                self.sinks = torch.nn.Parameter(torch.zeros(4))
+
+        [problem] = problems({}, inside=Attention)
+        assert problem == "attention layer 3: sinks=(4,) is not supported"
+
+    def test_every_attribute_of_sglangs_layer_is_looked_at(self):
+        """A new one in another SGLang must be decided on, not ignored."""
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        from sparrow_sglang.attention_layers import EQUAL, KNOWN, PLAIN, SCALES
+
+        layer = RadixAttention(4, 16, 0.25, 2, layer_id=3)
+        own = set(vars(layer)) - set(vars(torch.nn.Module()))
+        assert own == {*KNOWN, *PLAIN, *SCALES, *EQUAL, "attn_type"}
+
+    def test_arguments_of_a_call_that_would_be_ignored(self):
+        from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+
+        backend = object.__new__(SparrowAttnBackend)
+        backend.landmarks = {3: torch.zeros(1)}
+        with pytest.raises(ValueError, match="layer 3: sparse decode would ignore sinks;"):
+            backend.forward_decode(
+                *[torch.zeros(1)] * 3,
+                SimpleNamespace(layer_id=3),
+                None,
+                sinks=torch.zeros(4),
+                q_rope=None,
+            )
 
     def test_bidirectional_attention(self, problems):
         from sglang.srt.layers.radix_attention import AttentionType

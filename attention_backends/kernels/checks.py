@@ -5,9 +5,14 @@ from functools import cache
 
 import torch
 
-from sparrow_sglang.kernel_limits import MAX_GROUP
-
+# `sparrow_sglang.kernel_limits` refuses servers by the same numbers, before they load a model.
 PAGE_SIZES = (16, 32, 64)
+# Tiles of 80 and 96 columns are padded to 128.
+HEAD_DIMS = (64, 80, 96, 128, 256)
+# A group of query heads is one operand of the tensor cores, whose smallest M is 16.
+MAX_GROUP = 16
+# The compaction of selected pages packs two page counts into one int32, 15 bits for the upper one.
+MAX_PAGES = 32767
 KV_DTYPES = (torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 # What an H200 or H100 has; used where the tensors are on the CPU (Triton's interpreter).

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 from sparrow_sglang.attention_backends.kernels.checks import (
+    HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
+    MAX_GROUP,
     PAGE_SIZES,
     check_contiguous,
     check_member,
@@ -21,7 +23,6 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     sm_count,
 )
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
-from sparrow_sglang.kernel_limits import HEAD_DIMS, MAX_GROUP
 
 MAX_SPLITS = 64
 # Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.

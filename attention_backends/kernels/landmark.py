@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from sparrow_sglang.attention_backends.kernels.checks import (
+    HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
     PAGE_SIZES,
@@ -12,7 +13,6 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     check_member,
     check_tensor,
 )
-from sparrow_sglang.kernel_limits import HEAD_DIMS
 
 # One thread reads 16 bytes of a row: 1024 columns of 2 bytes are 4 warps side by side, each thread
 # sums its own 8 columns, and a page needs no exchange between threads.

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 from sparrow_sglang.attention_backends.kernels.checks import (
+    HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
+    MAX_PAGES,
     PAGE_SIZES,
     check_contiguous,
     check_member,
@@ -23,7 +25,6 @@ from sparrow_sglang.attention_backends.kernels.checks import (
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
 from sparrow_sglang.attention_backends.kernels.landmark import page_mean
 from sparrow_sglang.attention_backends.kernels.topk import order_keys, store_selected
-from sparrow_sglang.kernel_limits import HEAD_DIMS, MAX_PAGES
 
 # Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
 _PROGRAMS_PER_SM = 2

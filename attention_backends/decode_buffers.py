@@ -1,0 +1,123 @@
+"""Memory of the sparse decode step on a GPU, allocated once: graphs hold its addresses."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparrow_sglang.attention_backends.kernels import decode, select
+from sparrow_sglang.schedule import BudgetSchedule
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+
+# Rows where nothing is captured; a larger batch runs in slices.
+EAGER_ROWS = 256
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What the size of the buffers follows from.
+
+    Attributes:
+        num_q_heads: query heads on this rank.
+        num_kv_heads: KV heads on this rank.
+        head_dim: dimensions of a query, key and value.
+        max_pages: pages of the longest sequence.
+        usual_pages: pages that a row keeps at most under the schedule that launches are tuned for;
+            rows that keep more make their programs loop longer.
+        page_size: tokens a page.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_pages: int
+    usual_pages: int
+    page_size: int
+
+    @classmethod
+    def of(
+        cls,
+        schedule: BudgetSchedule,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_context: int,
+    ) -> "DecodeShape":
+        """The shape for sequences of up to `max_context` tokens under `schedule`."""
+        max_pages = -(-max_context // schedule.page_size)
+        usual_pages = min(max_pages, max(schedule.budget_pages))
+        page_size = schedule.page_size
+        return cls(num_q_heads, num_kv_heads, head_dim, max_pages, usual_pages, page_size)
+
+    @classmethod
+    def of_model(
+        cls, schedule: BudgetSchedule, model_config: "ModelConfig", attn_tp_size: int
+    ) -> "DecodeShape":
+        """The shape for a model of which `attn_tp_size` ranks share the heads."""
+        return cls.of(
+            schedule,
+            model_config.num_attention_heads // attn_tp_size,
+            model_config.get_num_kv_heads(attn_tp_size),
+            model_config.head_dim,
+            model_config.context_len,
+        )
+
+
+class DecodeBuffers:
+    """Buffers for batches of up to `rows` requests, and the launches that fill them.
+
+    Args:
+        shape: heads and pages.
+        rows: the largest batch.
+        device: where the buffers live.
+        launch_device: the device that launches are tuned for, if it is another one.
+
+    Attributes:
+        page_table: [rows, max_pages] int32; counts: [rows] int32; page_ids: [rows, Hkv, max_pages]
+            int32; scratch of both kernels; launches of both, by batch size.
+    """
+
+    def __init__(
+        self,
+        shape: DecodeShape,
+        rows: int,
+        device: torch.device,
+        launch_device: torch.device | None = None,
+    ) -> None:
+        tuned_for = launch_device or device
+        heads, head_dim, max_pages = shape.num_kv_heads, shape.head_dim, shape.max_pages
+        kept_tokens = shape.usual_pages * shape.page_size
+        batches = range(1, rows + 1)
+        self.rows = rows
+        self.select_launch = {
+            batch: select.select_launch(batch, heads, head_dim, max_pages, tuned_for)
+            for batch in batches
+        }
+        self.decode_launch = {
+            batch: decode.decode_launch(batch, heads, head_dim, kept_tokens, tuned_for)
+            for batch in batches
+        }
+        self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+        self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.select_scratch = select.allocate_select_scratch(rows, heads, max_pages, device)
+        # Small batches are split most, so the largest batch is not the one with most parts.
+        parts = max(batch * launch.splits for batch, launch in self.decode_launch.items())
+        self.decode_scratch = decode.allocate_decode_scratch(
+            shape.num_q_heads * parts, rows * heads, head_dim, device
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        tensors = (self.page_table, self.page_ids, self.counts)
+        return sum(
+            tensor.nbytes for tensor in (*tensors, *self.select_scratch, *self.decode_scratch)
+        )
+
+
+def buffer_bytes(shape: DecodeShape, rows: int, device: torch.device) -> int:
+    """Memory that `DecodeBuffers` will hold on `device`; nothing is allocated."""
+    return DecodeBuffers(shape, rows, torch.device("meta"), launch_device=device).num_bytes

@@ -1,0 +1,199 @@
+"""Buffers of the decode step: as many rows as SGLang captures, and counted before the KV pool."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pools import Pool, make_schedule
+
+from sparrow_sglang import hooks
+from sparrow_sglang.attention_backends import paged_decode
+from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
+from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+
+SCHEDULE = make_schedule(16, 40, [16, 24])
+HEADS, DIM, CONTEXT = (8, 2), 64, 4096
+# Requests that SGLang admits, no multiple of the ranks that share a batch.
+ADMITTED = 17
+
+
+class Dense:
+    """What the backend needs of the stock one here."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        pass
+
+    def init_forward_metadata_out_graph(self, batch: object, in_capture: bool) -> None:
+        pass
+
+
+@pytest.fixture
+def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Page table and counts that the snapshot kernel was given, which needs a GPU."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(
+        paged_decode.page_table,
+        "snapshot_page_table",
+        lambda *args, counts, **_: found.append((args[3], counts)),
+    )
+    return found
+
+
+@pytest.fixture
+def step() -> TritonPagedDecode:
+    pool = Pool([50] * ADMITTED, HEADS, DIM, 16, seed=0)
+    budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), len(pool.req_to_token), "cpu")
+    shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, CONTEXT)
+    return TritonPagedDecode(budgets, pool.req_to_token, shape)
+
+
+@pytest.fixture
+def backend(step) -> SparrowAttnBackend:
+    backend = object.__new__(SparrowAttnBackend)
+    backend.dense, backend.sparse = Dense(), step
+    backend._plan_guard = paged_guard()
+    return backend
+
+
+def paged_guard():
+    from sparrow_sglang.attention_backends.plan_guard import PlanGuard
+
+    return PlanGuard("cpu")
+
+
+def batch_of(size: int) -> SimpleNamespace:
+    rows = torch.zeros(size, dtype=torch.int64)
+    ones = torch.ones_like(rows)
+    return SimpleNamespace(batch_size=size, req_pool_indices=rows, seq_lens=ones, seq_lens_cpu=ones)
+
+
+def captured_batches() -> list[int]:
+    """Batch sizes that SGLang captures with DP attention over four ranks of one attention group."""
+    from sglang.srt.model_executor.runner import base_cuda_graph_runner as runner
+
+    server_args = SimpleNamespace(
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4, 8, 16, 24, 32])),
+        enable_two_batch_overlap=False,
+        torch_compile_max_bs=0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Needs process groups; this is the part that rounds up.
+        patch.setattr(runner, "get_cuda_graph_batch_size_alignment", lambda _: 4)
+        patch.setattr(runner, "get_cuda_graph_max_batch_size", lambda _, size: -(-size // 4) * 4)
+        patch.setattr(
+            runner,
+            "get_flags",
+            lambda: SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=False)),
+        )
+        model_runner = SimpleNamespace(
+            server_args=server_args, req_to_token_pool=SimpleNamespace(size=ADMITTED)
+        )
+        return runner.get_batch_sizes_to_capture(model_runner)[0]
+
+
+def test_every_captured_batch_lies_in_buffers_that_stay(backend, planned):
+    sizes = captured_batches()
+    assert max(sizes) == 20 > ADMITTED
+    backend.init_cuda_graph_state(max(sizes), max(sizes))
+    for size in reversed(sizes):
+        backend.init_forward_metadata_out_graph(batch_of(size), in_capture=True)
+    captured = list(planned)
+    for size in reversed(sizes):
+        backend.init_forward_metadata_out_graph(batch_of(size))
+    for (table, counts), (replayed, recounted) in zip(
+        captured, planned[len(captured) :], strict=True
+    ):
+        assert len(table) == len(counts) == len(replayed)
+        assert table.data_ptr() == replayed.data_ptr() == captured[0][0].data_ptr()
+        assert counts.data_ptr() == recounted.data_ptr() == captured[0][1].data_ptr()
+
+
+def test_a_captured_batch_that_does_not_fit_is_refused(backend, planned):
+    backend.init_cuda_graph_state(16, 16)
+    with pytest.raises(ValueError, match="graph of 20 requests does not fit .* at most 16"):
+        backend.init_forward_metadata_out_graph(batch_of(20), in_capture=True)
+    backend.init_forward_metadata_out_graph(batch_of(16), in_capture=True)
+    with pytest.raises(ValueError, match="graph of 20 requests does not fit"):
+        backend.init_forward_metadata_out_graph(batch_of(20))
+    with pytest.raises(ValueError, match="20 requests: a CUDA graph was captured with smaller"):
+        backend.init_cuda_graph_state(20, 20)
+
+
+def test_an_eager_batch_may_be_larger(step, planned):
+    step.reserve(4)
+    lengths = torch.ones(10, dtype=torch.int64)
+    step.plan_decode(torch.zeros_like(lengths), lengths, lengths)
+    table, counts = planned[0]
+    assert table.shape == (10, CONTEXT // 16) and len(counts) == 10
+
+
+class TestMemory:
+    @pytest.fixture
+    def left(self, monkeypatch):
+        from sglang.srt import runtime_context
+
+        from sparrow_sglang.attention_backends.kernels import decode, select
+
+        monkeypatch.setattr(
+            runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2)
+        )
+        for module in (decode, select):
+            monkeypatch.setattr(module, "sm_count", lambda _: 132)
+        monkeypatch.setattr(
+            "sglang.srt.utils.common.get_cuda_graph_max_batch_size",
+            lambda _, size: -(-size // 4) * 4,
+        )
+
+        def bytes_left(available: int, backend="sparrow", device="cuda", **fields) -> int | None:
+            arguments = {
+                "get_attention_backends": lambda: (backend, backend),
+                "sparrow_schedule": "fixed-512",
+                "page_size": 16,
+                "max_running_requests": None,
+                "cuda_graph_config": SimpleNamespace(
+                    decode=SimpleNamespace(backend="full", max_bs=512)
+                ),
+            }
+            kvc = SimpleNamespace(
+                device=device,
+                gpu_id=0,
+                is_draft_worker=False,
+                ps=SimpleNamespace(attn_dp_size=1),
+                server_args=SimpleNamespace(**(arguments | fields)),
+                model_config=SimpleNamespace(
+                    hf_config=None,
+                    head_dim=128,
+                    num_attention_heads=64,
+                    context_len=262_144,
+                    get_num_kv_heads=lambda tp_size: 16 // tp_size,
+                ),
+            )
+            left = hooks.reserve_decode_buffers(available, kvc, 80.0)
+            return left
+
+        return bytes_left
+
+    def test_what_is_left_for_the_pool(self, left):
+        available = 10**10
+        taken = available - left(available)
+        # Page ids and keys of 512 x 8 rows, the page table of 512: 16,384 int32 each.
+        assert 0 <= taken - (2 * 8 + 1) * 512 * 16_384 * 4 < 20 * 10**6
+        few = available - left(available, max_running_requests=17)
+        assert 0 <= few - (2 * 8 + 1) * 20 * 16_384 * 4 < 20 * 10**6
+        eager = SimpleNamespace(decode=SimpleNamespace(backend="disabled", max_bs=512))
+        eager_bytes = available - left(available, cuda_graph_config=eager)
+        assert 0 <= eager_bytes - (2 * 8 + 1) * 256 * 16_384 * 4 < 20 * 10**6
+
+    def test_it_is_what_the_step_allocates(self, left):
+        from sparrow_sglang.schedule import load_schedule
+
+        shape = DecodeShape.of(load_schedule("fixed-512", 16), 32, 8, 128, 262_144)
+        held = DecodeBuffers(shape, 20, torch.device("cpu")).num_bytes
+        assert 10**10 - left(10**10, max_running_requests=17) == held
+
+    def test_others_leave_everything(self, left):
+        assert left(100, backend="flashinfer") is None
+        assert left(100, device="cpu") is None

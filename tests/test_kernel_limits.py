@@ -1,0 +1,146 @@
+"""What the GPU kernels cannot serve is refused from arguments and config, before anything loads."""
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from configs import save_config
+
+from sparrow_sglang import doctor
+from sparrow_sglang.kernel_limits import (
+    HEAD_DIMS,
+    MAX_GROUP,
+    MAX_PAGES,
+    dense_backend,
+    kernel_problems,
+)
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+
+
+def folder_of(folder: Path, config: dict) -> str:
+    folder.mkdir()
+    return save_config(folder, **(LLAMA | config))
+
+
+@pytest.fixture
+def problems(make_args, tmp_path):
+    """Problems on a GPU of a llama with these fields in its config and these arguments."""
+
+    number = count()
+
+    def find(config: dict, **arguments) -> list[str]:
+        # SGLang remembers the config of a folder.
+        args = make_args(folder_of(tmp_path / str(next(number)), config), **arguments)
+        return kernel_problems(args, args.get_model_config())
+
+    return find
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_dims_that_are_served(problems, head_dim):
+    assert problems({"head_dim": head_dim}) == []
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 72, 112, 160, 192, 512])
+def test_other_head_dims_are_named(problems, head_dim):
+    assert problems({"head_dim": head_dim}) == [
+        f"model LlamaForCausalLM: head_dim={head_dim}: the GPU kernels are built for 64, 80, 96,"
+        " 128, 256; choose another --attention-backend for it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "arguments", "group"),
+    [
+        (16, 1, {}, None),
+        (17, 1, {}, 17),
+        (64, 2, {}, 32),
+        # KV heads are repeated where there are more ranks than heads, so groups get smaller.
+        (32, 1, {"tp_size": 2}, None),
+        (64, 2, {"tp_size": 2}, 32),
+        (32, 1, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, 32),
+    ],
+)
+def test_query_heads_of_a_kv_head(problems, heads, kv_heads, arguments, group):
+    config = {
+        "head_dim": 64,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        # transformers wants a multiple.
+        "hidden_size": 4 * heads,
+    }
+    found = problems(config, **arguments)
+    expected = f"{group} query heads for each KV head: the GPU kernels take up to 16"
+    assert found == [] if group is None else expected in found[0] and len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("page_size", "longest", "remedy"),
+    [
+        (16, 524_272, ", or --page-size 32 with a schedule made for it"),
+        (32, 1_048_544, ", or --page-size 64 with a schedule made for it"),
+        (64, 2_097_088, ""),
+    ],
+)
+def test_context(problems, page_size, longest, remedy):
+    """A limit in pages: 15 bits count them."""
+    assert longest == (2**15 - 1) * page_size
+    config = {"head_dim": 64, "max_position_embeddings": longest}
+    assert problems(config, page_size=page_size) == []
+    config["max_position_embeddings"] = longest + 1
+    assert problems(config, page_size=page_size) == [
+        f"context length {longest + 1}: the GPU kernels address {longest} tokens at page size"
+        f" {page_size} (32767 pages); pass --context-length {longest}{remedy}"
+    ]
+    assert problems(config, page_size=page_size, context_length=longest) == []
+
+
+def test_dtype(problems):
+    [problem] = problems({"head_dim": 64}, dtype="float32")
+    assert problem == "dtype float32: the GPU kernels need 16 bits; pass --dtype bfloat16"
+
+
+def test_only_a_gpu_refuses(make_args, tmp_path):
+    from sparrow_sglang.server_args import _check_resolved
+
+    args = make_args(folder_of(tmp_path / "model", {"head_dim": 48}))
+    _check_resolved(args)
+    args.device = "cuda"
+    with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
+        _check_resolved(args)
+
+
+def test_dense_passes_go_to_a_backend_that_takes_the_head_dim():
+    # FlashInfer's prefill loads 64 columns at a time.
+    for head_dim in HEAD_DIMS:
+        assert dense_backend(head_dim) == ("triton" if head_dim % 64 else "flashinfer")
+
+
+def test_doctor_says_what_a_gpu_would_say(tmp_path):
+    def kernels(**config) -> doctor.Check:
+        folder = folder_of(tmp_path / str(config["head_dim"]), config)
+        [check] = [
+            check
+            for check in doctor.examine(["--model-path", folder, "--sparrow-schedule", "fixed-512"])
+            if check.name == "kernels"
+        ]
+        assert "\n" not in check.detail
+        return check
+
+    assert kernels(head_dim=64) == ("note", "kernels", "plain torch on cpu; a GPU would take it")
+    assert "a GPU would refuse: model LlamaForCausalLM: head_dim=48" in kernels(head_dim=48).detail
+
+
+def test_the_kernels_check_the_same_limits():
+    """A page table of the longest context fits, and one page more is refused."""
+    from sparrow_sglang.attention_backends.kernels import checks, select
+
+    assert checks.HEAD_DIMS == HEAD_DIMS
+    assert (checks.MAX_GROUP, checks.MAX_PAGES) == (MAX_GROUP, MAX_PAGES)
+
+    scratch = select.allocate_select_scratch(1, 1, MAX_PAGES + 1, torch.device("meta"))
+    select._check_scratch(scratch, 1, MAX_PAGES)
+    with pytest.raises(ValueError, match="32768 columns: expected at most 32767"):
+        select._check_scratch(scratch, 1, MAX_PAGES + 1)
