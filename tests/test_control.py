@@ -92,6 +92,38 @@ def test_switching_equals_a_fresh_engine(fresh, engine, tmp_path):
     assert_same(answer(engine), fresh["mine"])
 
 
+def test_pipeline_stages_switch_between_the_same_two_requests(fresh, sharp_llama):
+    """The stages hear of it one after the other, and requests go the same way behind it."""
+    with start_engine(
+        sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64,fixed-128", pp_size=2
+    ) as engine:
+        assert_same(answer(engine), fresh["fixed-64"])
+
+        async def switch_under_load() -> None:
+            manager = engine.tokenizer_manager
+            for name in ("fixed-128", "fixed-64", "fixed-128"):
+                # Waits for these, and holds back those.
+                before = asyncio.ensure_future(generate_some(engine, 2))
+                await asyncio.sleep(0.05)
+                switched = asyncio.ensure_future(manager.sparrow_schedule(name))
+                await asyncio.sleep(0.01)
+                after = asyncio.ensure_future(generate_some(engine, 2))
+                old = (await switched)["previous"]["name"]
+                for outputs, schedule in ((await before, old), (await after, name)):
+                    for output in outputs:
+                        assert_same(values(output), fresh[schedule])
+
+        engine.loop.run_until_complete(switch_under_load())
+
+
+async def generate_some(engine, count: int) -> list[dict]:
+    requests = [
+        engine.async_generate(input_ids=PROMPT, sampling_params=SAMPLING, return_logprob=True)
+        for _ in range(count)
+    ]
+    return await asyncio.gather(*requests)
+
+
 def test_what_is_switched_from_and_to_is_logged(sharp_llama, capfd):
     # Started here, because pytest captures the output of fixtures apart from that of the test.
     with two_schedules(sharp_llama) as engine:

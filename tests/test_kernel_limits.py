@@ -102,12 +102,12 @@ def test_dtype(problems):
     assert problem == "dtype float32: the GPU kernels need 16 bits; pass --dtype bfloat16"
 
 
-def test_only_a_gpu_refuses(make_args, tmp_path):
+def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
     from sparrow_sglang.server_args import _check_resolved
 
     args = make_args(folder_of(tmp_path / "model", {"head_dim": 48}))
     _check_resolved(args)
-    args.device = "cuda"
+    monkeypatch.setitem(vars(args), "device", "cuda")
     with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
         _check_resolved(args)
 

@@ -1,0 +1,52 @@
+"""Engines on a GPU with head dimensions that tiles pad and that FlashInfer's prefill cannot take."""
+
+import pytest
+import torch
+from engines import SCHEDULE, random_prompt, save_tiny_model, start_engine
+from oracle import ContractModel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NEW_TOKENS = 60
+
+
+def errors(log_probs: torch.Tensor, ids: list[int], oracle: ContractModel, prompt: list[int]):
+    """Distance of each token's log-prob from the oracle's, [len(ids)]."""
+    expected = oracle.log_probs(prompt, ids).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+    return (log_probs - expected).abs()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 80, 96])
+def test_generation_follows_the_contract(head_dim, graphs, schedule_file, tmp_path):
+    """Dense prefill in chunks, then sparse decode; 64 shows what bf16 alone is off by."""
+    model = save_tiny_model(tmp_path, spread=0.08, head_dim=head_dim)
+    prompts = [random_prompt(length, length) for length in (40, 150, 200)]
+    with start_engine(
+        model,
+        attention_backend="sparrow",
+        sparrow_schedule=schedule_file,
+        dtype="bfloat16",
+        chunked_prefill_size=64,
+        disable_cuda_graph=not graphs,
+        disable_prefill_cuda_graph=True,
+    ) as engine:
+        outputs = engine.generate(
+            input_ids=prompts,
+            sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            return_logprob=True,
+        )
+    sparse, dense = ContractModel(model, SCHEDULE), ContractModel(model)
+    near, far = [], []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        rows = output["meta_info"]["output_token_logprobs"]
+        log_probs = torch.tensor([value for value, *_ in rows], dtype=torch.float64)
+        near.append(errors(log_probs, output["output_ids"], sparse, prompt))
+        far.append(errors(log_probs, output["output_ids"], dense, prompt))
+    # The first token comes from the dense prefill alone.
+    assert max(float(each[0]) for each in near) < 0.15
+    assert float(torch.cat(near).median()) < 0.05
+    # Or else the test could not tell sparse decode from dense.
+    assert float(torch.cat(far[1:]).median()) > 2 * float(torch.cat(near[1:]).median())
