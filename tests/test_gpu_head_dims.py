@@ -1,4 +1,4 @@
-"""Engines on a GPU with head dimensions that tiles pad and that FlashInfer's prefill cannot take."""
+"""Engines on a GPU with head dimensions that tiles pad, which FlashInfer cannot prefill."""
 
 import pytest
 import torch
