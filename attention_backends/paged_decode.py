@@ -222,7 +222,7 @@ class TritonPagedDecode:
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
         self._longest = -(-int(seq_lens_cpu.max()) // self._schedule.page_size)
-        self._pages = self._page_table.new_empty(len(seq_lens), self._longest)
+        self._pages = self._req_to_token.new_empty(len(seq_lens), self._longest)
         self._seq_lens = seq_lens
         self._no_prefix = torch.zeros_like(seq_lens)
         page_table.snapshot_page_table(

@@ -12,6 +12,7 @@ from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.plan_guard import PlanGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 
 SCHEDULE = make_schedule(16, 40, [16, 24])
@@ -37,7 +38,7 @@ def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     monkeypatch.setattr(
         paged_decode.page_table,
         "snapshot_page_table",
-        lambda *args, counts, **_: found.append((args[3], counts)),
+        lambda *args, counts=None, **_: found.append((args[3], counts)),
     )
     return found
 
@@ -54,14 +55,8 @@ def step() -> TritonPagedDecode:
 def backend(step) -> SparrowAttnBackend:
     backend = object.__new__(SparrowAttnBackend)
     backend.dense, backend.sparse = Dense(), step
-    backend._plan_guard = paged_guard()
+    backend._plan_guard = PlanGuard("cpu")
     return backend
-
-
-def paged_guard():
-    from sparrow_sglang.attention_backends.plan_guard import PlanGuard
-
-    return PlanGuard("cpu")
 
 
 def batch_of(size: int) -> SimpleNamespace:
@@ -122,6 +117,13 @@ def test_a_captured_batch_that_does_not_fit_is_refused(backend, planned):
         backend.init_cuda_graph_state(20, 20)
 
 
+def test_a_prefill_needs_none_of_them(step, planned):
+    lengths = torch.tensor([100, 33])
+    step.plan_extend(torch.zeros_like(lengths), lengths, lengths)
+    table, _ = planned[0]
+    assert table.shape == (2, 7) and table.dtype == torch.int32
+
+
 def test_an_eager_batch_may_be_larger(step, planned):
     step.reserve(4)
     lengths = torch.ones(10, dtype=torch.int64)
@@ -171,8 +173,7 @@ class TestMemory:
                     get_num_kv_heads=lambda tp_size: 16 // tp_size,
                 ),
             )
-            left = hooks.reserve_decode_buffers(available, kvc, 80.0)
-            return left
+            return hooks.reserve_decode_buffers(available, kvc, 80.0)
 
         return bytes_left
 

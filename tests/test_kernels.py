@@ -28,11 +28,16 @@ from kernel_step import (
     interpreter_bf16,
     relative_error,
 )
+from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.checks import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
+from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode, TritonPagedDecode
+from sparrow_sglang.loaded_schedules import LoadedSchedules
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = [
@@ -391,6 +396,34 @@ def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str)
     beside = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
     assert torch.equal(beside[:, :2], alone[:, :2])
     assert torch.equal(step.landmarks[1:, 0], landmark_of_first[1:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_a_batch_beyond_the_buffers_runs_in_slices(device: str, head_dim: int) -> None:
+    """Landmarks of a prefill, then a decode step: in one piece, in three, and by the definition."""
+    schedule = make_schedule(16, 40, [16, 24])
+    lengths = [1, 255, 256, 257, 500, 641, 700]
+    host = Pool(lengths, (4, 2), head_dim, 16, seed=head_dim)
+    k, v, q = (tensor.to(device, FP16) for tensor in (host.k, host.v, host.q))
+    table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
+    budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
+    shape = DecodeShape.of(schedule, 4, 2, head_dim, 1024)
+    steps = [TritonPagedDecode(budgets, table, shape) for _ in range(2)]
+    outputs = []
+    for step, reserved in zip(
+        [*steps, TorchPagedDecode(budgets, table)], [7, 3, None], strict=True
+    ):
+        landmarks = k.new_full((len(k) // 16, 2, head_dim), torch.nan)
+        before = (seq_lens - 1).clamp_min(1)
+        step.plan_extend(rows, before, before.cpu())
+        step.update_landmarks(k, landmarks)
+        if reserved is not None:
+            step.reserve(reserved)
+        step.plan_decode(rows, seq_lens, host.lengths)
+        outputs.append(step.decode(q, k, v, landmarks, head_dim**-0.5))
+    assert relative_error(outputs[0], outputs[2]) <= 2e-3
+    assert relative_error(outputs[1], outputs[2]) <= 2e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
