@@ -46,7 +46,7 @@ def test_the_training_file_is_allowed() -> None:
 
 @pytest.mark.server
 def test_serve_and_ask(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     started = []
 
@@ -69,14 +69,14 @@ def test_serve_and_ask(
         ["sparrow", "serve", "--port", port, "--model-path", model],
         ["terminated"],
     ]
-    [report] = reports(capsys.readouterr().out)
+    [report] = reports(capfd.readouterr().out)
     assert report["schedule"] == "fixed-64"
     assert 0 < report["kv_tokens_read_mean"] < report["kv_tokens_held_mean"]
 
 
 @pytest.mark.engine
 def test_offline_engine(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import sglang
 
@@ -90,7 +90,7 @@ def test_offline_engine(
         )
         monkeypatch.setattr(sys, "argv", ["offline_engine.py", model])
         runpy.run_path(str(FOLDER / "offline_engine.py"), run_name="__main__")
-    sparse, dense = reports(capsys.readouterr().out)
+    sparse, dense = reports(capfd.readouterr().out)
     assert (sparse["schedule"], dense["schedule"]) == ("fixed-64", None)
     assert 0 < sparse["kv_tokens_read_mean"] < sparse["kv_tokens_held_mean"]
     assert dense["kv_tokens_read_mean"] == dense["kv_tokens_held_mean"]
