@@ -1,1 +1,1 @@
-"""Benchmarks behind the README's numbers; each writes JSON with device, versions and commit."""
+"""Benchmarks behind docs/benchmarks.md; each writes JSON with device, versions and commit."""

@@ -1,4 +1,4 @@
-"""What a result of `distill_gain` says: gains by bin, and the README's tables of them."""
+"""What a result of `distill_gain` says: gains by bin, and the tables of them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-"""The README's tables of measured results, generated from the committed JSON files.
+"""The tables of docs/benchmarks.md, generated from the committed JSON files.
 
-`python -m sparrow_sglang.benchmarks.table`, in a checkout, rewrites the part of README.md between
+`python -m sparrow_sglang.benchmarks.table`, in a checkout, rewrites the part of that page between
 two marker lines from all that lies under benchmarks/results. Imports neither torch nor SGLang.
 """
 
@@ -22,6 +22,8 @@ from sparrow_sglang.benchmarks.comparison_tables import (
 from sparrow_sglang.benchmarks.decode_step import dense_partner
 from sparrow_sglang.benchmarks.distill_result import cost_table, gain_table
 from sparrow_sglang.benchmarks.result_files import (
+    RESULTS,
+    ROOT,
     Run,
     TableError,
     load_runs,
@@ -30,7 +32,7 @@ from sparrow_sglang.benchmarks.result_files import (
     times,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+PAGE = Path("docs/benchmarks.md")
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 COMMAND = "python -m sparrow_sglang.benchmarks.table"
 
@@ -217,24 +219,28 @@ def generate(root: Path = ROOT) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def replace_tables(readme: str, tables: str) -> str:
-    """README text with `tables` between the markers; `TableError` unless both stand there once."""
-    before, begin, rest = readme.partition(BEGIN)
+def replace_tables(page: str, tables: str) -> str:
+    """The page's text with `tables` between the markers; paths of results lead there from docs/.
+
+    Raises `TableError` unless both markers stand there once.
+    """
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
-    if not (begin and end) or readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise TableError(f"README.md: expected one line {BEGIN} and, below it, one line {END}")
-    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+    if not (begin and end) or page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise TableError(f"{PAGE}: expected one line {BEGIN} and, below it, one line {END}")
+    linked = tables.replace(f"]({RESULTS.as_posix()}/", f"](../{RESULTS.as_posix()}/")
+    return f"{before}{BEGIN}\n{linked}\n{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite README.md of this checkout."""
+    """Rewrite the page of this checkout."""
     parser = argparse.ArgumentParser(
-        prog=COMMAND, description="Rewrite the tables of README.md from benchmarks/results."
+        prog=COMMAND, description=f"Rewrite the tables of {PAGE} from {RESULTS}."
     )
     parser.parse_args(argv)
-    readme = ROOT / "README.md"
+    page = ROOT / PAGE
     try:
-        readme.write_text(replace_tables(readme.read_text(), generate()))
+        page.write_text(replace_tables(page.read_text("utf-8"), generate()), "utf-8")
     except (TableError, OSError) as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2

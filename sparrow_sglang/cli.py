@@ -58,7 +58,7 @@ rollout and serving also take a model of yours, with --model-path, and then need
 """
 
 BENCH_EPILOG = """\
-examples, as they were run for the README's tables (which list every command):
+examples, as they were run for docs/benchmarks.md (which lists every command):
   sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 16x8192 16x496 \\
       --engine-args '{"disable_prefill_cuda_graph": true}'
   sparrow bench step --models qwen3-1.7b --schedules fixed-1024 --repeats 2 \\

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic and command lines, and the README's tables of what they measured."""
+"""The benchmarks' arithmetic and command lines, and the tables of what they measured."""
 
 import json
 import re
@@ -62,9 +62,9 @@ def save(root: Path, name: str, rows: list[dict[str, Any]], **fields: Any) -> No
 # -- committed results
 
 
-def test_readme_shows_what_was_measured() -> None:
-    readme = (table.ROOT / "README.md").read_text()
-    assert table.replace_tables(readme, generate()) == readme, f"run: {table.COMMAND}"
+def test_the_page_shows_what_was_measured() -> None:
+    page = (table.ROOT / table.PAGE).read_text(encoding="utf-8")
+    assert table.replace_tables(page, generate()) == page, f"run: {table.COMMAND}"
 
 
 def test_there_are_results() -> None:
@@ -303,6 +303,9 @@ def test_only_the_part_between_the_markers_is_rewritten() -> None:
     readme = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
     expected = f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
     assert table.replace_tables(readme, "new") == expected
+    # The page lies one folder below the root, from which results are named.
+    link = "[results](benchmarks/results/a.json)"
+    assert "[results](../benchmarks/results/a.json)" in table.replace_tables(readme, link)
     for wrong in ("", table.BEGIN, f"{table.END}\n{table.BEGIN}", readme * 2):
         with pytest.raises(TableError, match="expected one line"):
             table.replace_tables(wrong, "new")

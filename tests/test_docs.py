@@ -23,15 +23,17 @@ import pytest
 
 import sparrow_sglang
 from sparrow_sglang import audit_report, cli
+from sparrow_sglang.benchmarks import decode_step, rollout_replay, serving
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.tasks import load_task
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 from sparrow_sglang.server_args import FIELDS
 
 ROOT = Path(__file__).parents[1]
-DOCS = {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}
+DOCS = {f"docs/{path.name}": path for path in sorted((ROOT / "docs").glob("*.md"))}
 EXAMPLES = {
-    path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.glob("examples/*/README.md"))
+    path.relative_to(ROOT).as_posix(): path
+    for path in sorted((*ROOT.glob("examples/README.md"), *ROOT.glob("examples/*/README.md")))
 }
 PAGES = {"README.md": ROOT / "README.md"} | DOCS | EXAMPLES
 SOURCES = [
@@ -42,19 +44,16 @@ SOURCES = [
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of others, whose arguments are theirs to check.
 OTHERS = {
-    "apt-get",
-    "cd",
-    "curl",
-    "export",
-    "kill",
-    "make",
-    "pip",
-    "python3",
-    "ray",
-    "tensorboard",
-    "uv",
-}
+    "apt-get", "cd", "curl", "export", "git", "kill", "make", "pip", "python3", "ray", "source",
+    "tensorboard", "uv",
+}  # fmt: skip
 LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
+
+BENCHMARK_PARSERS = {
+    "step": decode_step._parser,
+    "rollout": rollout_replay._parser,
+    "serving": serving._parser,
+}
 
 
 class Block(NamedTuple):
@@ -99,6 +98,12 @@ def is_script(words: list[str], folder: Path) -> bool:
     return words[0] in ("python", "bash", "sh") and (folder / words[1]).is_file()
 
 
+def is_our_module(words: list[str]) -> bool:
+    """`python -m` of a module of this package; the tests of that module run it."""
+    name = words[2] if words[:2] == ["python", "-m"] else ""
+    return name.startswith("sparrow_sglang.") and find_spec(name) is not None
+
+
 def is_launcher(words: list[str]) -> bool:
     return any(words[: len(start)] == start for start in LAUNCHERS)
 
@@ -119,6 +124,7 @@ def test_there_is_something_to_check() -> None:
 def test_links_lead_somewhere(page: str) -> None:
     text = FENCE.sub("", PAGES[page].read_text(encoding="utf-8"))
     links = re.findall(r"\]\(([^)\s]+)\)", text)
+    links += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
     for link in links:
         if link.startswith(("http://", "https://")):
             continue
@@ -135,12 +141,30 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
 
 
+@pytest.mark.parametrize("page", DOCS)
+def test_a_page_starts_with_its_command(page: str) -> None:
+    # A title, the note that every block of commands has, and the block.
+    start = r"# [^\n]+\n\n\*(?:E|Not e)xecuted [^*]+\*\n\n```bash\n"
+    assert re.match(start, DOCS[page].read_text(encoding="utf-8"))
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = DOCS["docs/README.md"].read_text(encoding="utf-8")
+    others = {path.name for name, path in DOCS.items() if name != "docs/README.md"}
+    assert {name for name in others if f"]({name})" not in index} == set()
+    examples = EXAMPLES["examples/README.md"].read_text(encoding="utf-8")
+    # Not what running them has left there.
+    files = [path for kind in ("py", "toml") for path in ROOT.glob(f"examples/**/*.{kind}")]
+    shown = {path.relative_to(ROOT / "examples").parts[0] for path in files} - {"runs"}
+    assert {name for name in shown if f"`{name}`" not in examples} == set()
+
+
 def test_every_command_is_known() -> None:
     for block in blocks("bash"):
         folder = PAGES[block.page].parent
         for words in commands(block):
             known = words[0] in OTHERS | {"sparrow"} or is_launcher(words)
-            assert known or is_script(words, folder), words
+            assert known or is_script(words, folder) or is_our_module(words), words
 
 
 @pytest.mark.parametrize(
@@ -149,7 +173,12 @@ def test_every_command_is_known() -> None:
     ids=" ".join,
 )
 def test_our_commands_parse(words: list[str]) -> None:
-    assert cli._parser().parse_args(words[1:]).command == words[1]
+    # A benchmark parses its own options.
+    benchmark = BENCHMARK_PARSERS.get(words[2]) if words[1] == "bench" else None
+    if benchmark:
+        benchmark().parse_args(words[3:])
+    known = words[1:3] if benchmark else words[1:]
+    assert cli._parser().parse_args(known).command == words[1]
 
 
 def test_servers_and_doctors_parse() -> None:
@@ -242,12 +271,14 @@ def test_the_task_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_public_name_is_explained() -> None:
-    text = DOCS["frameworks.md"].read_text(encoding="utf-8")
+    text = DOCS["docs/frameworks.md"].read_text(encoding="utf-8")
     assert [name for name in sparrow_sglang.__all__ if f"`{name}`" not in text] == []
 
 
 def test_tables_are_complete() -> None:
-    serving, training = (DOCS[name].read_text("utf-8") for name in ("serving.md", "training.md"))
+    serving, training = (
+        DOCS[f"docs/{name}.md"].read_text("utf-8") for name in ("serving", "training")
+    )
     flags = {"--" + name.replace("_", "-") for name in FIELDS}
     assert set(re.findall(r"^\| `(--[\w-]+)`", serving, re.MULTILINE)) == flags
     gauges = set(re.findall(r"^\| `(sparrow:\w+)`", serving, re.MULTILINE))
@@ -257,7 +288,7 @@ def test_tables_are_complete() -> None:
 
 
 def test_metrics_are_those_that_are_logged() -> None:
-    text = DOCS["training.md"].read_text(encoding="utf-8")
+    text = DOCS["docs/training.md"].read_text(encoding="utf-8")
     source = "\n".join(path.read_text() for path in SOURCES)
     names = re.findall(r"`((?:sparrow|critic|response_length|eval)/\w+)", text)
     assert len(names) > 10
@@ -277,7 +308,7 @@ def templates() -> list[str]:
 
 
 def test_quoted_error_messages_are_in_the_source() -> None:
-    text = DOCS["troubleshooting.md"].read_text(encoding="utf-8")
+    text = DOCS["docs/troubleshooting.md"].read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
     assert len(quoted) == text.count("\n| `") > 50
     known = templates()

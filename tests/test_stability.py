@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.tasks import chat_render, load_task
 from sparrow_sglang.schedule import BudgetSchedule
 
-FOLDER = Path(__file__).parents[1] / "examples" / "stability"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "stability"
 sys.path.insert(0, str(FOLDER))
 
 import arms  # noqa: E402
@@ -347,6 +349,70 @@ def test_the_lowest_tail_is_that_of_the_worst_part_of_the_worst_run() -> None:
     assert summary.lowest_tails == {0: pytest.approx(0.5), 1: pytest.approx((0.2 + 0.89) / 2)}
 
 
+def test_a_fall_on_the_way_is_seen_whatever_the_ends_say() -> None:
+    steady, fallen = (metrics([0.4, 0.8, 0.7], 0.9) for _ in range(2))
+    # From 0.49 at step 9 to 0.2 at step 10; then it goes on as if nothing had been.
+    fallen[10][findings.REWARD] = 0.2
+    summary = findings.summarise("x", [steady, fallen])
+    assert [run.outcome for run in summary.runs] == ["learnt", "learnt"]
+    assert [run.reward_fall for run in summary.runs] == pytest.approx([0, 1 - 0.2 / 0.49])
+    assert [run.steady for run in summary.runs] == [True, False]
+    # 0.1 is less than two standard errors of a difference, 0.3 is more, from whichever best.
+    for passes, fall in (
+        ([0.4, 0.8, 0.7], None),
+        ([0.4, 0.7, 0.4], (0.7, 0.4)),
+        ([0.6, 0.3, 0.8], (0.6, 0.3)),
+        ([0.4, 0.9, 0.5, 0.7, 0.4, 0.6], (0.9, 0.4)),
+    ):
+        [run] = findings.summarise("x", [metrics(passes, 0.9)]).runs
+        assert run.pass_fall == fall
+
+
+def test_the_arm_that_falls_least_is_called_the_steadiest() -> None:
+    def arm(name: str, drop: float, tail: float | None = 0.9) -> findings.ArmSummary:
+        rows = metrics([0.4, 0.6, 0.8], tail)
+        rows[10][findings.REWARD] *= drop
+        return findings.summarise(name, [rows])
+
+    text = "\n".join(
+        findings.steadiness([arm("dense", 0.5, None), arm("a", 0.4), arm("b", 0.9), arm("c", 0.7)])
+    )
+    assert "running best: dense 0 of 1, a 0 of 1, b 1 of 1, c 1 of 1." in text
+    assert re.search(r"steadiest first, .*: b \(8%\), c \(29%\), a \(59%\)\.", text)
+
+
+def test_the_committed_page_says_what_the_committed_runs_show() -> None:
+    results = FOLDER / "results"
+    settings = page._json(results / "settings.json")
+    arms_of = {
+        arm: [
+            page._rows(results / "metrics" / f"{arm}-seed{seed}.jsonl")
+            for seed in settings["seeds"]
+        ]
+        for arm in settings["arms"]
+    }
+    summaries = [findings.summarise(arm, runs) for arm, runs in arms_of.items()]
+    lines = "\n".join(page._lines(results, settings, summaries))
+    assert f"{lines}\n" == (results / page.PAGE).read_text(encoding="utf-8")
+    # The figures that the other pages quote, from the rows alone.
+    falls = {}
+    for arm, runs in arms_of.items():
+        key = "critic/score/mean"
+        rewards = [[row[key] for row in run if key in row] for run in runs]
+        falls[arm] = [
+            max(
+                1 - values[j] / values[i] for i in range(len(values)) for j in range(i, len(values))
+            )
+            for values in rewards
+        ]
+    calibrated = [fall for arm, each in falls.items() if "calibrated" in arm for fall in each]
+    assert sum(fall > 1 / 3 for fall in calibrated) == 4 and len(calibrated) == 6
+    means = {arm: sum(each) / len(each) for arm, each in falls.items() if arm != "dense"}
+    assert min(means, key=means.__getitem__) == "distilled-0.80"
+    [text] = (ROOT / "docs" / "limits.md").read_text("utf-8").split("\n## What is not known")[1:]
+    assert "Four of its six calibrated runs" in " ".join(text.split())
+
+
 def test_words_follow_from_the_numbers_also_against_the_paper() -> None:
     good, bad = [0.4, 0.6, 0.8], [0.4, 0.2, 0.0]
     cases = {"dense": (good, None), "safe": (good, 0.9), "small": (bad, 0.3)}
@@ -386,13 +452,14 @@ DISTILLATION = {
     "before": {"given": [tail(0.86)], "bolder": [tail(0.75)]},
     "rows": [
         {
+            "steps": [{"kl": 0.05}, {"kl": 0.06}],
             "tails": [
                 {
                     "after": {"step": 24, "responses": 768},
                     "given": [tail(0.89)],
                     "bolder": [tail(0.88)],
                 }
-            ]
+            ],
         }
     ],
     "cost": {"adapter_step_s": 1.5, "share_of_dense_update": 0.25},

@@ -19,7 +19,9 @@ from findings import (
     TAIL_OF_BIN,
     ArmSummary,
     Rows,
+    ends,
     sentences,
+    steadiness,
     summarise,
 )
 
@@ -128,6 +130,7 @@ def _lines(
     )
     yield from ("", "## What happened", "")
     yield from (f"- {sentence}" for sentence in sentences(summaries))
+    yield from (f"- {sentence}" for sentence in steadiness(summaries))
     yield from ("", "![reward, pass rate, length and KL against steps](curves.png)", "")
     yield from ("![tail of the acceptance rate against steps](tails.png)", "")
     yield (
@@ -136,8 +139,10 @@ def _lines(
         f" {PAPER_TAIL}; the lowest one is a mean over a tenth of a run's steps, in the worst run."
         " A run is called collapsed if its last pass rate is clearly below its best"
         " and below half of it, learnt or lost if it is clearly above or below the first; clearly"
-        " means by two standard errors. An arm keeps up if none of its runs has collapsed or lost,"
-        " and its last pass rate is not clearly below that of dense rollouts."
+        " means by two standard errors. These names compare a run's ends; its largest fall is that"
+        " of the reward of rollouts below its running best, as a share of that best. An arm keeps"
+        " up if none of its runs has collapsed or lost, and its last pass rate is not clearly below"
+        " that of dense rollouts."
     )
     yield from ("", "## Numbers", "")
     yield from _table(summaries)
@@ -153,6 +158,7 @@ def _table(summaries: Sequence[ArmSummary]) -> Iterator[str]:
         "pass rate, first": lambda s: f"{s.first:.3f}",
         "last, by seed": lambda s: ", ".join(f"{run.last:.3f}" for run in s.runs),
         "reward, first → last": lambda s: f"{s.rewards[0]:.3f} → {s.rewards[1]:.3f}",
+        "largest fall, by seed": lambda s: ", ".join(f"{run.reward_fall:.0%}" for run in s.runs),
         "length, first → last": lambda s: f"{s.lengths[0]:.0f} → {s.lengths[1]:.0f}",
         "lowest tail by bin": lambda s: _by_bin(s.lowest_tails),
         "median": lambda s: _by_bin(s.tails),
@@ -176,6 +182,7 @@ def _distillation(result: Mapping[str, Any]) -> Iterator[str]:
     names = {which: result["schedules"][which]["name"] for which in (GIVEN, BOLDER)}
     found = {pair: gains(result["before"][pair[0]], tails[pair[1]]) for pair in PAIRS}
     own = [row for pair in PAIRS[:2] for row in found[pair]]
+    first_kl, last_kl = ends([arm["steps"]], "kl")
     yield (
         f"An adapter trained under {names[BOLDER]} alone, the model frozen: after"
         f" {tails['after']['step']} steps, on {tails['after']['responses']} responses, the tail on"
@@ -184,6 +191,17 @@ def _distillation(result: Mapping[str, Any]) -> Iterator[str]:
         f" {names[BOLDER]} it is at least what {names[GIVEN]} had without the adapter in"
         f" {sum(row['reached'] for row in found[PAIRS[2]])} of {len(found[PAIRS[2]])}."
     )
+    yield ""
+    yield (
+        f"The tail was lower with the adapter in {sum(row['after'] < row['before'] for row in own)}"
+        f" of those {len(own)} bins, and the divergence that it was trained on went from"
+        f" {first_kl:.3f} to {last_kl:.3f} (means over the first and the last tenth of the steps)."
+    )
+    if last_kl > first_kl:
+        yield (
+            "Pages that are not read can keep the divergence from falling. They do not explain that"
+            " it rises; what does is not known."
+        )
     # Measured last, and missing in a result that was cut short.
     if cost := result.get("cost"):
         yield ""

@@ -1,0 +1,224 @@
+"""The README's figures, drawn from the committed results and schedules.
+
+`python -m sparrow_sglang.benchmarks.figures`, in a checkout, writes docs/figures: the speed-up of a
+decode step against context, and what a step reads. Each is drawn twice, for light and dark pages.
+Imports neither torch nor SGLang.
+"""
+
+import argparse
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.benchmarks.result_files import ROOT, TableError, load_runs
+from sparrow_sglang.benchmarks.speedups import BATCH, TARGET, Point, against, fullest_device
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+
+FIGURES = Path("docs/figures")
+COMMAND = "python -m sparrow_sglang.benchmarks.figures"
+PAGE_SIZE = 16
+
+# Pages of the diagram and the scores of those between the first and the last two. Made up: the
+# diagram shows the rule, not a measurement.
+SCORES = (0.2, 0.7, 0.3, 0.1, 0.25, 0.9, 0.6, 0.15, 0.2, 0.35, 0.1, 0.8, 0.3, 0.2, 0.5, 0.15, 0.4)
+KEPT = 8
+LENGTHS = (4096, 8192, 16384, 32768)
+
+LIGHT = {"ink": "#1f2328", "rule": "#d1d9e0", "fill": "#e6eaef"}
+DARK = {"ink": "#e6edf3", "rule": "#3d444d", "fill": "#2a313c"}
+# Between black and white in lightness, to be told from both.
+LINES = ("#3f7fce", "#c4691c", "#2f8f6b", "#8a63c9", "#c9504f", "#2389a3")
+ALWAYS, CHOSEN = "#c4691c", "#3f7fce"
+
+Theme = Mapping[str, str]
+
+
+def draw_speedup(points: Sequence[Point], device: str, theme: Theme) -> Any:
+    """Speed-up of a decode step against context, a line for each model, named at its end."""
+    figure, axes = _figure(theme, 6.2, 4.3)
+    lines = [
+        [point for point in points if point.model == model]
+        for model in dict.fromkeys(point.model for point in points)
+    ]
+    top, longest = (
+        max(values) for values in zip(*((p.speedup, p.context) for p in points), strict=True)
+    )
+    heights = _apart([line[-1].speedup for line in lines], gap=0.07 * (top - 0.8))
+    for colour, line, height in zip(LINES, lines, heights, strict=False):
+        axes.plot(
+            [point.context for point in line], [point.speedup for point in line],
+            "o-", color=colour, linewidth=2.4, markersize=7,
+        )  # fmt: skip
+        name = line[0].model.replace("qwen3-", "Qwen3-").replace("b", "B")
+        label = f"{name}  {line[-1].speedup:.2f}×"
+        axes.text(1.04 * longest, height, label, va="center", color=colour, fontweight="bold")
+    ticks = sorted({point.context for point in points if point.context >= 4096})
+    axes.axhline(1, color=theme["ink"], linewidth=1.2, linestyle="--")
+    axes.text(1.04 * longest, 1, "dense", va="bottom", color=theme["ink"])
+    axes.set_xticks(ticks, [f"{tick // 1024}K" for tick in ticks])
+    axes.set_xlim(0, 1.5 * longest)
+    axes.set_ylim(0.8, 1.08 * top)
+    axes.set_yticks(range(1, int(top) + 1))
+    axes.yaxis.set_major_formatter("{x:.0f}×")
+    axes.grid(axis="y")
+    axes.set_xlabel("tokens in the KV cache of each sequence", loc="left")
+    title = f"Speed-up over {against(points)} dense decode\nof one step, batch {BATCH}, {device}"
+    axes.set_title(title)
+    return figure
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """The heights, moved up where one is less than `gap` above the next lower one."""
+    moved = list(heights)
+    below = float("-inf")
+    for index in sorted(range(len(moved)), key=moved.__getitem__):
+        below = moved[index] = max(moved[index], below + gap)
+    return moved
+
+
+def kept_pages(scores: Sequence[float], kept: int) -> list[int]:
+    """Indices of the pages that a step reads: the first, the last two, and the best between.
+
+    `scores` are those of the pages between; `kept` counts all pages that are read. Ties go to the
+    lower index.
+    """
+    between = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    last = len(scores) + 2
+    return sorted([0, *(index + 1 for index in between[: kept - 3]), last - 1, last])
+
+
+def draw_pages(schedule: BudgetSchedule, theme: Theme) -> Any:
+    """Above, the pages that a KV head reads in one step; below, KV read of KV cached by length."""
+    figure, axes = _figure(theme, 6.2, 5.4)
+    axes.set_axis_off()
+    axes.set(xlim=(0, 100), ylim=(-1, 87))
+    _draw_selection(axes, theme)
+    _draw_budgets(axes, schedule, theme)
+    return figure
+
+
+def _draw_selection(axes: Any, theme: Theme) -> None:
+    count, kept = len(SCORES) + 3, set(kept_pages(SCORES, KEPT))
+    width = 100 / count
+    axes.text(0, 83, f"One step, one KV head: {KEPT} of {count} pages read", fontweight="bold")
+    for page in range(count):
+        always = page in (0, count - 2, count - 1)
+        colour = ALWAYS if always else CHOSEN if page in kept else theme["fill"]
+        _box(axes, page * width, 50, 0.8 * width, 7, colour, theme)
+        if not always:
+            height = 16 * SCORES[page - 1]
+            _box(axes, page * width, 60, 0.8 * width, height, colour, theme)
+    axes.text(0, 80, "score of a page: query · mean of its keys", va="top")
+    axes.text(0, 45.5, "always read: first, last two", color=ALWAYS, va="center")
+    axes.text(100, 45.5, "best scores", color=CHOSEN, va="center", ha="right")
+
+
+def _draw_budgets(axes: Any, schedule: BudgetSchedule, theme: Theme) -> None:
+    axes.text(0, 34, f"KV read of KV cached, schedule {schedule.name}", fontweight="bold")
+    for row, length in enumerate(LENGTHS):
+        read = min(length, schedule.kv_budget_tokens(length))
+        bottom, scale = 24 - 8 * row, 56 / max(LENGTHS)
+        axes.text(0, bottom + 2.5, f"{length // 1024}K", va="center")
+        _box(axes, 9, bottom, length * scale, 5, theme["fill"], theme)
+        _box(axes, 9, bottom, read * scale, 5, CHOSEN, theme)
+        label = f"{read:,} ({read / length:.1%})"
+        axes.text(11 + length * scale, bottom + 2.5, label, va="center")
+
+
+def _box(
+    axes: Any, left: float, bottom: float, width: float, height: float, colour: str, theme: Theme
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(
+        Rectangle((left, bottom), width, height, facecolor=colour, edgecolor=theme["rule"])
+    )
+
+
+def _figure(theme: Theme, width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def render(draw: Callable[[Theme], Any], theme: Theme, description: str) -> str:
+    """SVG of a figure in the colours of `theme`, on no background; equal calls give equal text.
+
+    `description` says in its metadata what is drawn, whichever version draws it.
+    """
+    import matplotlib
+
+    style: Any = {
+        # Outlines, so that a page needs none of the fonts.
+        "svg.fonttype": "path",
+        "svg.hashsalt": "sparrow",
+        "font.size": 14,
+        "axes.titlesize": 14,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "axes.edgecolor": theme["rule"],
+        "grid.color": theme["rule"],
+        "axes.labelcolor": theme["ink"],
+        "axes.titlecolor": theme["ink"],
+        "text.color": theme["ink"],
+        "xtick.labelcolor": theme["ink"],
+        "ytick.labelcolor": theme["ink"],
+        "xtick.color": theme["rule"],
+        "ytick.color": theme["rule"],
+    }
+    buffer = io.StringIO()
+    with matplotlib.rc_context(style):
+        draw(theme).savefig(
+            buffer, format="svg", metadata={"Date": None, "Description": description}
+        )
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def figures(root: Path = ROOT) -> dict[str, str]:
+    """File name of each figure in each theme, and its SVG, from what `root` holds.
+
+    Raises:
+        TableError: no result of a decode step can be drawn.
+    """
+    device, points = fullest_device(load_runs(root, "step_ms"))
+    if not points:
+        raise TableError(f"{root}: no decode step of batch {BATCH} with its dense side")
+    schedule = load_schedule(f"{points[0].model}-{TARGET}", PAGE_SIZE)
+    steps = [
+        f"{p.model} {p.context} {p.backend} {p.dense_ms:.2f} {p.sparse_ms:.2f}" for p in points
+    ]
+    read = [f"{length} {schedule.kv_budget_tokens(length)}" for length in LENGTHS]
+    draws: dict[str, tuple[Callable[[Theme], Any], list[str]]] = {
+        "speedup": (lambda theme: draw_speedup(points, device, theme), [device, *steps]),
+        "kept-pages": (lambda theme: draw_pages(schedule, theme), [schedule.name, *read]),
+    }
+    return {
+        f"{name}-{kind}.svg": render(draw, theme, "; ".join(drawn))
+        for name, (draw, drawn) in draws.items()
+        for kind, theme in (("light", LIGHT), ("dark", DARK))
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the figures of this checkout."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Draw the figures of README.md.")
+    parser.parse_args(argv)
+    folder = ROOT / FIGURES
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, svg in figures().items():
+            (folder / name).write_text(svg, encoding="utf-8")
+    except (TableError, OSError) as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,205 @@
+"""The README's figures and the numbers in its text are those of the committed results."""
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib
+import pytest
+import torch
+
+from sparrow_sglang.attention_backends.reference import select_pages
+from sparrow_sglang.benchmarks import figures, speedups
+from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT, Run, load_runs
+from sparrow_sglang.benchmarks.speedups import Point, speedup_points
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+H200 = ROOT / RESULTS / "h200"
+STUDY = ROOT / "examples" / "stability" / "results"
+DESCRIPTION = re.compile(r"<dc:description>(.*?)</dc:description>", re.DOTALL)
+
+
+def step(backend: str, step_ms: float, case: str = "16x8192", **fields: Any) -> dict[str, Any]:
+    schedule = "qwen3-4b-0.86" if backend == "sparrow" else None
+    row = {"model": "qwen3-4b", "backend": backend, "case": case, "step_ms": step_ms}
+    return row | {"schedule": schedule} | fields
+
+
+def run(name: str, *rows: dict[str, Any], device: str = "H200") -> Run:
+    return Run(name, {"device": device, "rows": list(rows)})
+
+
+def test_committed_figures_are_up_to_date() -> None:
+    for name, drawn in figures.figures().items():
+        committed = (ROOT / figures.FIGURES / name).read_text(encoding="utf-8")
+        again = f"run: {figures.COMMAND}"
+        assert DESCRIPTION.findall(committed) == DESCRIPTION.findall(drawn), again
+        # Another version of matplotlib draws the same otherwise.
+        if f"Matplotlib v{matplotlib.__version__}" in committed:
+            assert committed == drawn, again
+
+
+def test_the_dense_side_is_the_fastest_backend_that_was_measured() -> None:
+    own = run("a", step("sparrow", 2.0), step("flashinfer", 8.0))
+    assert speedup_points([own]) == [Point("qwen3-4b", 8192, 2.0, 8.0, "flashinfer", True)]
+    # Of a backend that is in the run, another run's time does not count.
+    other = run("b", step("flashinfer", 7.0))
+    assert speedup_points([own, other])[0].speedup == 4
+    faster = run("b", step("fa3", 6.0), step("fa3", 5.0, "16x4096"))
+    assert speedup_points([own, faster]) == [Point("qwen3-4b", 8192, 2.0, 6.0, "fa3", False)]
+    slower = run("b", step("fa3", 9.0))
+    assert speedup_points([own, slower])[0].backend == "flashinfer"
+    assert speedups.against(speedup_points([own, faster])) == "SGLang's FlashAttention-3"
+    again = run("c", step("sparrow", 4.0), step("flashinfer", 8.0))
+    for runs in ([own, again], [again, own]):
+        assert [point.speedup for point in speedup_points(runs)] == [2]
+
+
+def test_only_like_cases_are_drawn() -> None:
+    dense = [
+        step("flashinfer", 8.0, case) for case in ("16x8192", "8x8192", "fill:1000-2000:16000")
+    ]
+    sparse = [
+        step("sparrow", 2.0, schedule="fixed-1024"),
+        step("sparrow", 2.0, "8x8192"),
+        step("sparrow", 2.0, "fill:1000-2000:16000"),
+        step("sparrow", 2.0, "16x4096"),
+    ]
+    assert speedup_points([run("a", *dense, *sparse)]) == []
+    assert speedups.fullest_device([]) == ("", [])
+    runs = [
+        run("a", step("sparrow", 2.0), step("flashinfer", 4.0), device="NVIDIA A"),
+        run("b", step("flashinfer", 1.0), device="NVIDIA B"),
+    ]
+    device, points = speedups.fullest_device(runs)
+    assert (device, [point.speedup for point in points]) == ("A", [2])
+
+
+def test_labels_do_not_cover_each_other() -> None:
+    apart = figures._apart([3.0, 2.38, 2.27, 2.3, 1.7], gap=0.2)
+    assert apart == pytest.approx([3.0, 2.67, 2.27, 2.47, 1.7])
+
+
+@pytest.mark.parametrize("scores", [figures.SCORES, (0.5,) * 9, (0.1, 0.9, 0.1, 0.9, 0.1)])
+@pytest.mark.parametrize("kept", [4, figures.KEPT])
+def test_the_diagram_keeps_the_pages_that_decode_keeps(
+    scores: tuple[float, ...], kept: int
+) -> None:
+    # What the first and the last two score does not matter.
+    row = torch.tensor([[[0.0, *scores, 1.0, 0.0]]])
+    pages = torch.tensor([row.shape[-1]])
+    chosen = select_pages(row, pages, torch.minimum(pages, torch.tensor([kept])), 1, 2)
+    assert figures.kept_pages(scores, kept) == chosen[0, 0].tolist()
+
+
+# -- numbers in the text
+
+
+def load(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def study(arm: str) -> list[list[dict[str, float]]]:
+    files = sorted((STUDY / "metrics").glob(f"{arm}-seed*.jsonl"))
+    assert len(files) == 3
+    return [[json.loads(line) for line in file.read_text("utf-8").splitlines()] for file in files]
+
+
+def study_passes(arm: str) -> tuple[float, float]:
+    """Held-out pass rates at the first and at the last evaluation, means over the seeds."""
+    rates = [[row["eval/pass_rate"] for row in r if "eval/pass_rate" in row] for r in study(arm)]
+    return fmean(rate[0] for rate in rates), fmean(rate[-1] for rate in rates)
+
+
+def measured_figures() -> dict[str, str]:
+    """Every figure that the README quotes, as it writes it, and the words beside it."""
+    runs = load_runs(ROOT, "step_ms")
+    device, points = speedups.fullest_device(runs)
+    dense_side = f"{speedups.against(points)} dense decode"
+    together = " in the same run" if all(point.same_run for point in points) else ""
+    backends = {row["backend"] for each in runs for row in each.rows} - {"sparrow"}
+    alone = ", the one dense backend measured" if len(backends) == 1 else ""
+    at = {(p.model, p.context): p for p in points}
+    small, longest = at["qwen3-1.7b", 496], at["qwen3-1.7b", 32768]
+    gains = [f"{at[f'qwen3-{size}', 32768].speedup:.2f}×" for size in ("4b", "8b", "14b")]
+    sparse, dense = load(H200 / "rollout_qwen3-1.7b.json")["rows"]
+    assert (sparse["backend"], dense["schedule"]) == ("sparrow", None)
+    mean = sparse["output_tokens"] / sparse["sequences"]
+    ratio = sparse["tokens_per_s"] / dense["tokens_per_s"]
+    checks = load(H200 / "calibration_check_smollm2-135m.json")["checks"]
+    bins = [each for check in checks for each in check["bins"] if each["verdict"] != "dense"]
+    passes = {arm: study_passes(arm) for arm in load(STUDY / "settings.json")["arms"]}
+    starts = sorted(first for first, _ in passes.values())
+    parameters = load(STUDY / "pretraining.json")["parameters"]
+    rows = load(H200 / "learning_curves_story.json")["rows"]
+    arms = [
+        [row for row in rows if (row["schedule"] == "dense") is dense] for dense in (True, False)
+    ]
+    told = []
+    for arm in arms:
+        rates = [dict(row["curves"]["eval/pass_rate"]) for row in arm]
+        told.append((fmean(r[0] for r in rates), [r[20] for r in rates]))
+    curves = {
+        key: fmean(value for row in arms[1] for _, value in row["curves"][f"sparrow/{key}"])
+        for key in ("kv_tokens_read", "kv_tokens_held", "accept_p05")
+    }
+    return {
+        "step": f"is {longest.speedup:.2f}× as fast for Qwen3-1.7B ({longest.sparse_ms:.2f} ms"
+        f" instead of {longest.dense_ms:.2f} ms), {gains[0]} for 4B, {gains[1]} for 8B,"
+        f" {gains[2]} for 14B",
+        "conditions": f"one {device}, {speedups.BATCH} sequences of equal length",
+        "dense": f"against {dense_side}{together}{alone}.",
+        "alternative text": f"over {dense_side} against context",
+        "short": f"({small.speedup:.2f}× at 496 tokens)",
+        "rollout": f"rollout of {sparse['sequences']} sequences (mean {mean:,.0f} tokens, longest"
+        f" {sparse['longest']:,}; Qwen3-1.7B) takes {sparse['seconds']:.1f} s instead of"
+        f" {dense['seconds']:.1f} s ({ratio:.2f}×)",
+        "bins": f"target held in all {len(bins)} bins",
+        "story before": f"from {told[0][0]:.3f} and {told[1][0]:.3f}",
+        "story": "dense rollouts {:.3f} ± {:.3f}, sparse {:.3f} ± {:.3f}".format(
+            *(value for _, last in told for value in (fmean(last), stdev(last)))
+        ),
+        "story read": f"with {curves['kv_tokens_read']:.0f} of {curves['kv_tokens_held']:.0f} KV"
+        f" tokens read and a tail of {curves['accept_p05']:.3f}",
+        "study": f"{parameters / 1e6:.1f}M parameters, 30 steps",
+        "study before": f"from {starts[0]:.2f} to {starts[-1]:.2f}",
+        "study dense": f"dense {passes['dense'][1]:.3f}",
+        "study calibrated": f"calibrated {passes['calibrated-0.86'][1]:.3f} (`0.86`) and"
+        f" {passes['calibrated-0.75'][1]:.3f} (`0.75`)",
+        "study adapter": f"with a DistillSparse adapter {passes['distilled-0.80'][1]:.3f}",
+        "study small": f"64 tokens {passes['fixed-64'][1]:.3f}",
+    }
+
+
+def test_every_figure_in_the_readme_was_measured() -> None:
+    text = " ".join(README.split())
+    quoted = measured_figures()
+    assert {name: words for name, words in quoted.items() if words not in text} == {}
+    for check in load(H200 / "calibration_check_smollm2-135m.json")["checks"]:
+        assert not [each for each in check["bins"] if each["verdict"] == "fails"]
+    # And nothing else in its prose looks like a measurement.
+    prose = re.sub(r"```.*?```|\]\([^)]*\)|`[^`]*`|<[^>]*>", " ", README, flags=re.DOTALL)
+    prose = " ".join(prose.split())
+    for words in quoted.values():
+        prose = prose.replace(" ".join(re.sub(r"`[^`]*`", " ", words).split()), "")
+    left = re.findall(r"\d[\d.,]*(?:×| ms| s\b| ?%)|\b0\.\d\d+", prose)
+    assert left == []
+
+
+def test_the_limit_in_the_readme_is_that_of_the_runs() -> None:
+    def fall(rows: list[dict[str, float]]) -> float:
+        rewards = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+        return max(1 - low / max(rewards[: i + 1]) for i, low in enumerate(rewards))
+
+    calibrated = [fall(r) for arm in ("calibrated-0.86", "calibrated-0.75") for r in study(arm)]
+    assert sum(each > 1 / 3 for each in calibrated) == 4 and len(calibrated) == 6
+    assert max(map(fall, study("dense"))) < 1 / 3
+    text = " ".join(README.split())
+    assert "Four of six calibrated runs lost more than a third of their running best reward" in text
+    assert "no dense run did" in text
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 160
