@@ -7,7 +7,9 @@ import triton.language as tl
 @triton.jit
 def head_columns(D: tl.constexpr) -> tl.tensor:
     """Columns of a tile that holds a head, those of D and the padding behind them."""
-    return tl.arange(0, triton.next_power_of_2(D))
+    # Not triton.next_power_of_2, for which SGLang puts a function that kernels cannot call.
+    width: tl.constexpr = D if D & (D - 1) == 0 else 128
+    return tl.arange(0, width)
 
 
 @triton.jit
