@@ -155,6 +155,22 @@ class BudgetSchedule(BaseModel):
                 return (pages - 1) * self.page_size + 1
         raise AssertionError("the last bin has no upper edge, so the loop returns")
 
+    def calibration(self, hf_config: Any) -> str:
+        """Whether the budgets were calibrated for this model, in a few words on one line.
+
+        `hf_config` is the model's Hugging Face config, an object or a mapping. A schedule without
+        `model_match` is taken at its word.
+        """
+        if not self.calibrated:
+            return "NOT calibrated"
+        if self.is_foreign(hf_config):
+            return f"calibrated for {_shown_model(self.model)}, not for this model"
+        return "calibrated"
+
+    def is_foreign(self, hf_config: Any) -> bool:
+        """Whether the budgets were calibrated, but for another model than that of `hf_config`."""
+        return self.calibrated and bool(self.model_match) and not _matches(self, hf_config)
+
     @classmethod
     def fixed(cls, tokens: int, page_size: int = 16) -> "BudgetSchedule":
         """The same budget of `tokens` at every length."""
@@ -283,6 +299,12 @@ def _for_page_size(schedule: BudgetSchedule, page_size: int, spec: str) -> Budge
 def _matches(schedule: BudgetSchedule, hf_config: Any) -> bool:
     wanted = schedule.model_match or {}
     return bool(wanted) and all(_config_value(hf_config, k) == v for k, v in wanted.items())
+
+
+def _shown_model(name: str | None) -> str:
+    if not name:
+        return "another model"
+    return (name if name.isprintable() else ascii(name))[:80]
 
 
 def _config_value(hf_config: Any, key: str) -> Any:

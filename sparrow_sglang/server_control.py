@@ -194,7 +194,7 @@ def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
     budgets.load(loaded)
     announce(
         f"{rank_name(scheduler)}: schedule {previous.name} is replaced, prefix cache empty:"
-        f" {describe(loaded.in_force, 'set_schedule')}"
+        f" {describe(loaded.in_force, 'set_schedule', scheduler.model_config.hf_config)}"
     )
 
 
