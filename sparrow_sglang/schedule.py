@@ -36,7 +36,7 @@ MAX_TOKENS = 2**30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FIXED_NAME = re.compile(r"fixed-([0-9]+)")
 
-_MAX_PROBLEMS = 3
+_MAX_PROBLEMS = 2
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 
 
@@ -196,7 +196,8 @@ class BudgetSchedule(BaseModel):
         except OSError as error:
             raise ScheduleError(
                 f"{where}: cannot be read ({error.strerror}); expected a schedule file (.json),"
-                f" fixed-<tokens>, or one of {', '.join(known_schedules())}"
+                " fixed-<tokens>, or a shipped schedule, such as"
+                f" {', '.join(_nearest_first(where, known_schedules())[:5])}"
             ) from None
         except ValueError as error:
             # A NUL in the path.
@@ -256,8 +257,8 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
     if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
         return _for_page_size(BudgetSchedule.from_json(spec), page_size, spec)
     raise ScheduleError(
-        f"schedule {quoted(spec)} is not known: expected a path to a .json file, fixed-<tokens>,"
-        f" or one of {', '.join(_nearest_first(spec, known_schedules()))}"
+        f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
+        f" fixed-<tokens>, or one of {', '.join(_nearest_first(spec, known_schedules()))}"
     )
 
 
@@ -336,10 +337,10 @@ def _describe(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         keys = _nearest_first(field, BudgetSchedule.model_fields)
         known = ", ".join(keys)
-        return f"unknown key {quoted(field)}: did you mean {keys[0]!r}? Known keys: {known}"
+        return f"unknown key {quoted(field, 60)}: did you mean {keys[0]!r}? Known keys: {known}"
     if not path:
         return str(problem["msg"]).removeprefix("Value error, ")
-    return f"{where}={quoted(problem['input'])} is not allowed: expected {_expected(field)}"
+    return f"{where}={quoted(problem['input'], 100)} is not allowed: expected {_expected(field)}"
 
 
 def _expected(field: str) -> str:
