@@ -105,7 +105,7 @@ async def load_adapter(
     limits = next(iter((await tell_schedulers(manager, _LIMITS, {})).values()))
     rank = _checked_rank(config, limits["max_rank"])
     shapes = await asyncio.to_thread(_module_shapes, manager)
-    modules = _checked_modules(tensors, rank, shapes)
+    modules = await asyncio.to_thread(_checked_modules, tensors, rank, shapes)
     _require_servable(modules, config, limits["modules"])
     async with idle(manager, f"adapter {name!r} was not loaded"):
         # SGLang fails without the type, which PEFT always writes.
