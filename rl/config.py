@@ -9,21 +9,24 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Strict,
     ValidationError,
     field_validator,
     model_validator,
 )
 
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.json_values import cut, quoted
 
 _UNTRUNCATED = (
     "the sampler records log-probs of the untruncated distribution, so tokens drawn from a"
@@ -31,8 +34,27 @@ _UNTRUNCATED = (
 )
 
 
+def _usable(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("expected a path without NUL characters")
+    return path
+
+
+_Array = TypeVar("_Array")
+# What TOML has no type of its own for.
+TomlPath = Annotated[Path, Strict(False), AfterValidator(_usable)]
+TomlArray = Annotated[_Array, Strict(False)]
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # Strict, or `steps = true` would be one step and "16" a number.
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        strict=True,
+        allow_inf_nan=False,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -41,7 +63,7 @@ class _Section(BaseModel):
             if key not in cls.model_fields:
                 near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)[0]
                 raise ValueError(
-                    f"unknown key {key!r}: did you mean {near!r}? Known keys:"
+                    f"unknown key {quoted(key)}: did you mean {near!r}? Known keys:"
                     f" {', '.join(cls.model_fields)}"
                 )
         return values
@@ -124,9 +146,9 @@ class TaskConfig(_Section):
 
     name: str
     """A registered task, or module:function of one of your own."""
-    train_path: Path | None = None
+    train_path: TomlPath | None = None
     """JSONL or Parquet with training prompts, for tasks that read files."""
-    heldout_path: Path | None = None
+    heldout_path: TomlPath | None = None
     """The same for evaluation; without it the task splits its data."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task itself, which it checks."""
@@ -138,6 +160,9 @@ class TaskConfig(_Section):
 
 class AlgorithmConfig(_Section):
     """Advantages, correction and loss."""
+
+    # A cap that nothing reaches.
+    model_config = ConfigDict(allow_inf_nan=True)
 
     std_normalisation: bool = True
     """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL). False keeps
@@ -186,7 +211,7 @@ class DistillConfig(_Section):
     """Rank of the adapter (the paper gives none)."""
     alpha: PositiveInt = 32
     """LoRA scale: alpha / rank (the public release: 16)."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    target_modules: TomlArray[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of the adapted projections."""
     lr: PositiveFloat = 1e-3
     """Learning rate of the adapter's own AdamW (1e-3 raised the demo model's tails on an H200)."""
@@ -208,7 +233,7 @@ class DistillConfig(_Section):
 class LadderConfig(_Section):
     """Bolder schedules as the measured tails allow them."""
 
-    schedules: tuple[str, ...] = ()
+    schedules: TomlArray[tuple[str, ...]] = ()
     """What may follow `engine.schedule`, each bolder than the one before; none keeps it for good.
     They share its page size, sinks, recent pages and dense layers."""
     target: float = Field(default=0.86, gt=0, lt=1)
@@ -225,7 +250,7 @@ class OptimiserConfig(_Section):
     lr: PositiveFloat = 1e-6
     """Learning rate (slime and Sparrow's mathematics run: 1e-6; Sparrow's code run: 5e-7; models
     around 0.6B bear 3e-6, prime-rl)."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: TomlArray[tuple[float, float]] = (0.9, 0.98)
     """Decay of both moments (slime)."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay (slime: 0.1; verl: 0.01); not on vectors such as norms and biases."""
@@ -267,11 +292,11 @@ class EvaluationConfig(_Section):
 class TrainConfig(_Section):
     """One training run."""
 
-    run_dir: Path
+    run_dir: TomlPath
     """Folder of metrics, event files and checkpoints."""
     steps: PositiveInt = 100
     """Training steps."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of data order, sampling and initialisation."""
     task: TaskConfig
     model: ModelConfig = ModelConfig()
@@ -310,8 +335,11 @@ class TrainConfig(_Section):
             raise ConfigError(
                 f"{path}: cannot be read ({error.strerror}); expected a TOML file"
             ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not TOML ({error})") from None
+        except (ValueError, RecursionError) as error:
+            # Besides its own, tomllib raises those on long numbers and deep arrays.
+            raise ConfigError(
+                f"{path}: not TOML ({cut(str(error))}); expected a TOML file"
+            ) from None
         return cls.parse(values, str(path))
 
     @classmethod
@@ -327,8 +355,11 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     key = ".".join(map(str, problem["loc"]))
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing" and isinstance(problem["loc"][-1], int):
+        key, count = key.rpartition(".")[0], problem["loc"][-1] + 1
+        return f"{key}={quoted(problem['input'])} is not allowed: expected {count} values or more"
     if problem["type"] == "missing":
         return f"{key} is missing: expected a value for it"
-    if isinstance(problem["input"], Mapping | BaseModel):
+    if problem["type"] == "value_error" and isinstance(problem["input"], Mapping | BaseModel):
         return f"[{key}] {message}" if key else message
-    return f"{key}={problem['input']!r} is not allowed: {message}"
+    return f"{key}={quoted(problem['input'])} is not allowed: {message}"

@@ -132,6 +132,8 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             if setup.left_out:
                 limit = config.rollout.max_prompt_tokens
                 log.say(f"{setup.left_out} prompts are longer than {limit} tokens and left out")
+            for note in setup.notes:
+                log.say(note)
             log.show("starting the engine")
             # Another seed after each resume, or the engine would draw the same numbers again.
             arguments = {

@@ -34,7 +34,8 @@ class Setup:
 
     `train` and `heldout` hold no prompt that is too long; `left_out` counts those that were.
     `schedules` is the ladder, from `engine.schedule` on, and empty for dense rollouts. `engine` is
-    the configured one with the schedule named that "auto" stands for.
+    the configured one with the schedule named that "auto" stands for. `notes` are what the run
+    should say at its start.
     """
 
     model_path: str
@@ -45,6 +46,7 @@ class Setup:
     left_out: int
     schedules: tuple[BudgetSchedule, ...]
     engine: EngineConfig
+    notes: tuple[str, ...]
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -94,7 +96,12 @@ def prepare(config: TrainConfig) -> Setup:
     if engine.schedule == AUTO:
         # By name, or SPARROW_SCHEDULE in the environment would give the engine another one.
         engine = engine.model_copy(update={"schedule": schedules[0].name})
-    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedules, engine)
+    notes = tuple(
+        f"schedule {schedule.name}: {schedule.calibration(model_config)}"
+        for schedule in schedules
+        if schedule.is_foreign(model_config)
+    )
+    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedules, engine, notes)
 
 
 def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:

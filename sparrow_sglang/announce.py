@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from typing import Any
 
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -19,12 +20,14 @@ def announce(line: str) -> None:
     _logger.info(line)
 
 
-def describe(schedule: BudgetSchedule, source: str) -> str:
-    """One schedule in one line; `source` says where it comes from."""
+def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
+    """One schedule in one line.
+
+    `source` says where it comes from; `hf_config` is that of the model that is served by it.
+    """
     budgets = schedule.budget_tokens
-    calibrated = "calibrated" if schedule.calibrated else "NOT calibrated"
     return (
-        f"schedule {schedule.name} ({calibrated}), from {source}: KV budget"
+        f"schedule {schedule.name} ({schedule.calibration(hf_config)}), from {source}: KV budget"
         f" {budgets[0]}..{budgets[-1]} tokens, sparse from {schedule.first_sparse_length()} tokens"
         f" on, page size {schedule.page_size}, dense layers {list(schedule.dense_layers)}"
     )

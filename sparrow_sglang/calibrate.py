@@ -33,6 +33,8 @@ from sparrow_sglang.calibration_measure import (
 from sparrow_sglang.calibration_report import (
     check_schedule,
     describe,
+    describe_misses,
+    describe_tails,
     make_schedule,
     plot,
 )
@@ -43,6 +45,7 @@ from sparrow_sglang.json_values import cut
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME
 from sparrow_sglang.progress import progress_bar
 from sparrow_sglang.schedule import NAME, PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.tail import TAIL_PERCENTILE
 
 DEFAULT_TARGET = 0.86
 
@@ -157,26 +160,39 @@ def _write_results(
     out: Path,
     settings: dict[str, Any],
 ) -> None:
-    """Schedule files and plot from the stored measurements, which takes a second."""
+    """Schedule files and plot from the stored measurements, which takes a second.
+
+    Raises `CalibrationError` after all has been written that could be, if a target is held nowhere.
+    """
     found = tokens_by_arm(job.units, job.work)
     by_budget = {unit.arm.schedule.budget_tokens[0]: unit.arm.schedule.name for unit in job.units}
     size = (bin_tokens, job.page_size)
     tails = {budget: bin_tails(found[name], *size) for budget, name in by_budget.items()}
     evidence = origin(job) | {"settings": settings, "tails": _all_tails(tails)}
-    schedules = []
+    print(
+        f"measured: {TAIL_PERCENTILE:g}th percentile of the acceptance rate per bin and budget\n"
+        f"{describe_tails(tails, targets, bin_tokens, args.min_tokens)}\n"
+    )
+    schedules, failures = [], []
     with _kept(job.work):
+        out.parent.mkdir(parents=True, exist_ok=True)
         for path, target in zip(_schedule_files(out, targets), targets, strict=True):
-            schedule = make_schedule(
-                path.stem,
-                target,
-                tails,
-                page_size=job.page_size,
-                bin_tokens=bin_tokens,
-                context=job.context,
-                min_tokens=args.min_tokens,
-                origin=evidence,
-            )
-            path.parent.mkdir(parents=True, exist_ok=True)
+            for line in describe_misses(tails, target, bin_tokens, args.min_tokens):
+                print(line)
+            try:
+                schedule = make_schedule(
+                    path.stem,
+                    target,
+                    tails,
+                    page_size=job.page_size,
+                    bin_tokens=bin_tokens,
+                    context=job.context,
+                    min_tokens=args.min_tokens,
+                    origin=evidence,
+                )
+            except CalibrationError as error:
+                failures.append(str(error))
+                continue
             schedule.save(path)
             schedules.append(schedule)
             print(f"{path} (target {target})\n{describe(schedule)}\n")
@@ -184,6 +200,10 @@ def _write_results(
         title = f"{job.model}, page size {job.page_size}, {len(job.prompts)} prompts"
         plot(picture, tails, schedules, bin_tokens, args.min_tokens, title)
     print(picture)
+    if failures:
+        raise CalibrationError(
+            f"{'; '.join(failures)}; the measurements are kept in {job.work.path}"
+        )
 
 
 def _check(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:

@@ -131,6 +131,31 @@ def choose(
     return choices
 
 
+def closest(
+    tails: Mapping[int, Mapping[int, BinTail]],
+    index: int,
+    target: float,
+    bin_tokens: int,
+    min_tokens: int,
+) -> tuple[int, BinTail] | None:
+    """The budget that came closest to the target in bin `index`, with its tail there.
+
+    None where a budget is chosen or none can be judged. `tails` is budget -> bin -> tail, as for
+    `choose`. Of budgets that hold although a larger one does not, none is taken for close.
+    """
+    end = (index + 1) * bin_tokens
+    if _need(tails, index, target, bin_tokens, min_tokens) != end:
+        return None
+    missed = [
+        (budget, bins[index])
+        for budget, bins in tails.items()
+        if budget < end
+        and is_filled(bins.get(index), min_tokens)
+        and not holds(bins[index], target)
+    ]
+    return max(missed, key=lambda pair: (pair[1].tail_low, pair[0]), default=None)
+
+
 def _need(
     tails: Mapping[int, Mapping[int, BinTail]],
     index: int,

@@ -3,6 +3,7 @@
 In: tails per budget and bin, and the choices made from them. Out: `BudgetSchedule`s, a PNG, JSON.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 from sparrow_sglang.calibration_choice import (
     CONFIDENCE,
+    CalibrationError,
     Choice,
     Tokens,
     bin_tails,
     choose,
+    closest,
+    holds,
     is_filled,
 )
 from sparrow_sglang.schedule import BudgetSchedule
@@ -36,10 +40,14 @@ def make_schedule(
     """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
 
     `tails` are budget -> bin -> tail. `origin` says how they were measured ("model", "model_match"
-    and what else belongs into the provenance).
+    and what else belongs into the provenance). Raises `CalibrationError` as `choose` does, and if
+    no measured budget holds the target in any bin: such a schedule would be calibrated in name
+    only.
     """
     num_bins = -(-context // bin_tokens)
     choices = choose(tails, target, num_bins, bin_tokens, min_tokens)
+    if not any(choice.basis == "measured" for choice in choices):
+        raise CalibrationError(_nothing_holds(tails, target, num_bins, bin_tokens, min_tokens))
     rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
     return BudgetSchedule(
         name=name,
@@ -84,20 +92,101 @@ def _interval(tail: BinTail) -> dict[str, Any]:
 def describe(schedule: BudgetSchedule) -> str:
     """The bins of a calibrated schedule as a table."""
     bins: Any = schedule.provenance["bins"]
-    lines = [f"{'positions':>15} {'budget':>7} {'tail':>6}  {'95 % interval':<14} tokens  basis"]
+    lines = [_table_head("basis")]
     for row in bins:
-        start = row["bin"] * schedule.bin_tokens
-        span = f"{start}-{start + schedule.bin_tokens - 1}"
-        tail, interval = "", ""
-        if "tail" in row:
-            tail = f"{row['tail']:.3f}"
-            if row["tail_low"] is not None:
-                interval = f"{row['tail_low']:.3f}-{row['tail_high']:.3f}"
-        lines.append(
-            f"{span:>15} {row['budget_tokens']:>7} {tail:>6}  {interval:<14}"
-            f" {row['tokens']:>6}  {row['basis']}"
-        )
+        span = _positions(row["bin"], schedule.bin_tokens)
+        lines.append(_table_line(span, row["budget_tokens"], row, row["basis"]))
     return "\n".join(lines)
+
+
+def describe_tails(tails: Tails, targets: Sequence[float], bin_tokens: int, min_tokens: int) -> str:
+    """What was measured: tail, interval and tokens of each bin and budget, and what they hold."""
+    lines = [_table_head("holds")]
+    for index in sorted({index for bins in tails.values() for index in bins}):
+        span = _positions(index, bin_tokens)
+        for budget in sorted(tails):
+            tail = tails[budget].get(index)
+            if tail is None:
+                continue
+            held = " ".join(f"{target:g}" for target in sorted(targets) if holds(tail, target))
+            verdict = (held or "-") if is_filled(tail, min_tokens) else "too few tokens"
+            lines.append(_table_line(span, budget, _interval(tail), verdict))
+            span = ""
+    return "\n".join(lines)
+
+
+def describe_misses(tails: Tails, target: float, bin_tokens: int, min_tokens: int) -> list[str]:
+    """A line on each bin that no measured budget holds: which came closest, and what to try."""
+    page = math.gcd(bin_tokens, *tails)
+    lines = []
+    for index in sorted({index for bins in tails.values() for index in bins}):
+        found = closest(tails, index, target, bin_tokens, min_tokens)
+        if found is None:
+            continue
+        budget, tail = found
+        end = (index + 1) * bin_tokens
+        largest = max(each for each, bins in tails.items() if index in bins and each < end)
+        between = (largest + end) // (2 * page) * page
+        hints = []
+        if (tail.tail_high or 0) >= target:
+            hints.append("more prompts or --samples")
+        if between > largest:
+            hints.append(f"--budgets with {between}, and a --work of its own")
+        if tail.tail_low:
+            hints.append(f"a --target of at most {_floor(tail.tail_low)}")
+        lines.append(
+            f"positions {_positions(index, bin_tokens)}: no budget holds {target:g};"
+            f" {_closest_words(budget, tail)}; try {', or '.join(hints) or 'longer prompts'}"
+        )
+    return lines
+
+
+def _nothing_holds(
+    tails: Tails, target: float, num_bins: int, bin_tokens: int, min_tokens: int
+) -> str:
+    missed = [
+        (index, *found)
+        for index in range(num_bins)
+        if (found := closest(tails, index, target, bin_tokens, min_tokens)) is not None
+    ]
+    words = "the budgets hold every measured position whole"
+    if missed:
+        index, budget, tail = max(missed, key=lambda each: each[2].tail_low or 0)
+        words = f"{_closest_words(budget, tail)}, at positions {_positions(index, bin_tokens)}"
+    return (
+        f"target {target:g}: no measured budget holds it in any bin, so there is nothing to"
+        f" calibrate by and no schedule is written; {words}: expected larger --budgets, more"
+        " prompts or --samples, or a lower --target"
+    )
+
+
+def _closest_words(budget: int, tail: BinTail) -> str:
+    return (
+        f"{budget} came closest, with a tail of {tail.tail:.3f}"
+        f" (interval {tail.tail_low:.3f}-{tail.tail_high:.3f})"
+    )
+
+
+def _floor(tail: float) -> str:
+    """Two decimals, never above `tail`."""
+    return f"{math.floor(tail * 100) / 100:.2f}"
+
+
+def _positions(index: int, bin_tokens: int) -> str:
+    return f"{index * bin_tokens}-{(index + 1) * bin_tokens - 1}"
+
+
+def _table_head(last: str) -> str:
+    return f"{'positions':>15} {'budget':>7} {'tail':>6}  {'95 % interval':<14} tokens  {last}"
+
+
+def _table_line(span: str, budget: int, row: Mapping[str, Any], last: str) -> str:
+    tail, interval = "", ""
+    if "tail" in row:
+        tail = f"{row['tail']:.3f}"
+        if row["tail_low"] is not None:
+            interval = f"{row['tail_low']:.3f}-{row['tail_high']:.3f}"
+    return f"{span:>15} {budget:>7} {tail:>6}  {interval:<14} {row['tokens']:>6}  {last}"
 
 
 def plot(
@@ -134,7 +223,8 @@ def plot(
     steps.set_ylabel("chosen KV budget (tokens)")
     if curves.get_legend_handles_labels()[0]:
         curves.legend(title="KV budget (tokens)", fontsize="small", ncols=2)
-    steps.legend(fontsize="small")
+    if schedules:
+        steps.legend(fontsize="small")
     figure.savefig(path, dpi=120, format="png")
 
 

@@ -140,12 +140,15 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    failed = False
+    found: set[str] = set()
     for check in doctor.examine(argv):
         print(f"{check.status:<5} {check.name:<12} {check.detail}", flush=True)
-        failed = failed or check.status == "FAIL"
-    print("Something is in the way; see FAIL above." if failed else "All good.")
-    return int(failed)
+        found.add(check.status)
+    if "FAIL" in found:
+        print("Something is in the way; see FAIL above.")
+    else:
+        print("It works, but see WARN above." if "WARN" in found else "All good.")
+    return int("FAIL" in found)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ VARIABLES = (
 
 
 class Check(NamedTuple):
-    """One line of the report; `status` is ok, FAIL or note."""
+    """One line of the report; `status` is ok, FAIL, WARN or note."""
 
     status: str
     name: str
@@ -157,7 +157,11 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
     yield _check_kernels(server_args, model_config)
     loaded, source = resolve_schedules(server_args, hf_config)
-    yield Check("ok", "schedule", start_up_line(loaded, source))
+    detail = start_up_line(loaded, source, hf_config)
+    if any(schedule.is_foreign(hf_config) for schedule in loaded.named):
+        yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
+    else:
+        yield Check("ok", "schedule", detail)
 
 
 def _check_kernels(server_args: "ServerArgs", model_config: "ModelConfig") -> Check:

@@ -14,19 +14,20 @@ class JsonError(ValueError):
     """A value is JSON in form only; the message says what is wrong and what is allowed."""
 
 
-def quoted(value: object) -> str:
-    """`value` as an error message shows it: its repr, at most 200 characters of it."""
+def quoted(value: object, limit: int = _MAX_QUOTE) -> str:
+    """`value` as an error message shows it: its repr, at most `limit` characters of it."""
     try:
-        text = repr(value[: _MAX_QUOTE + 1] if isinstance(value, str) else value)
+        text = repr(value[: limit + 1] if isinstance(value, str) else value)
     except (RecursionError, ValueError):
         # Nested too deeply, or a whole number of more digits than Python prints.
         text = f"<{type(value).__name__}>"
-    return cut(text)
+    return cut(text, limit)
 
 
-def cut(text: str) -> str:
-    """At most 200 characters of `text`."""
-    return text if len(text) <= _MAX_QUOTE else f"{text[: _MAX_QUOTE - 3]}..."
+def cut(text: str, limit: int = _MAX_QUOTE) -> str:
+    """At most `limit` characters of `text`, on one line: what cannot be printed is escaped."""
+    shown = text if text.isprintable() else repr(text)[1:-1]
+    return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
 def require_portable(value: Any, depth: int = 0) -> None:

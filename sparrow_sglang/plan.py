@@ -95,10 +95,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
         lengths = sorted(args.length or fitting or [max(1, room)])
     if lengths[0] < 1:
         raise PlanError(f"length {lengths[0]}: expected 1 or more generated tokens")
+    schedule = _read_schedule(args.schedule, config, args.page_size)
     return Plan(
         model=model,
         shape=shape,
-        schedule=_read_schedule(args.schedule, config, args.page_size),
+        schedule=schedule,
+        calibration=schedule.calibration(config),
         hardware=GPUS[args.gpu] if args.intensity is None else Hardware("", args.intensity, 1.0),
         lengths=tuple(lengths),
         expected=args.lengths_file is not None,

@@ -36,11 +36,13 @@ class Plan:
     `lengths` are generated tokens; `expected` says whether they are a sample of real generations,
     to be averaged over, rather than lengths of interest. `hardware` has no name and a peak of 0
     where only its intensity is known: then the tables count FLOPs instead of milliseconds.
+    `calibration` says whether the schedule was calibrated for the model.
     """
 
     model: str
     shape: ModelShape
     schedule: BudgetSchedule
+    calibration: str
     hardware: Hardware
     lengths: tuple[int, ...]
     expected: bool
@@ -92,7 +94,7 @@ def _headline(plan: Plan) -> str:
 
 def _header(plan: Plan) -> str:
     shape, schedule, hardware = plan.shape, plan.schedule, plan.hardware
-    state = "calibrated" if schedule.calibrated else "not calibrated"
+    state = plan.calibration if schedule.calibrated else "not calibrated"
     device = f"{hardware.intensity:.0f} FLOPs in the time of reading a byte"
     if hardware.name:
         device = (

@@ -72,7 +72,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
         runner.server_args, runner.model_config.hf_config
     )
     if runner.ps.tp_rank == runner.ps.pp_rank == 0 and not runner.ps.dp_rank:
-        announce(start_up_line(loaded, source))
+        announce(start_up_line(loaded, source, runner.model_config.hf_config))
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
     backend = SparrowAttnBackend(runner, loaded)
@@ -95,11 +95,17 @@ def require_registration() -> None:
         )
 
 
-def start_up_line(loaded: LoadedSchedules, source: str) -> str:
-    """What is in force and why, in one line."""
-    others = [schedule.name for schedule in loaded.named if schedule is not loaded.in_force]
+def start_up_line(loaded: LoadedSchedules, source: str, hf_config: Any) -> str:
+    """What is in force and why, and for which model it was calibrated, in one line."""
+    others = [
+        f"{other.name} ({other.calibration(hf_config)})"
+        if other.is_foreign(hf_config)
+        else other.name
+        for other in loaded.named
+        if other is not loaded.in_force
+    ]
     also = f"; also loaded: {', '.join(others)}" if others else ""
-    return f"sparse decode with {describe(loaded.in_force, source)}{also}"
+    return f"sparse decode with {describe(loaded.in_force, source, hf_config)}{also}"
 
 
 def _platform_hooks() -> tuple[hooks.Hook, ...]:

@@ -63,10 +63,10 @@ def check_request(
     loaded = _loaded(manager)
     if loaded is None:
         return
+    option = RequestOption.read(request.sampling_params.custom_params, loaded)
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size)
-    option = RequestOption.read(request.sampling_params.custom_params, loaded)
     if option.report:
         given.sparrow_rule = KvRule.of(option, loaded)
 

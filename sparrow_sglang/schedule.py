@@ -36,7 +36,7 @@ MAX_TOKENS = 2**30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FIXED_NAME = re.compile(r"fixed-([0-9]+)")
 
-_MAX_PROBLEMS = 3
+_MAX_PROBLEMS = 2
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 
 
@@ -155,6 +155,22 @@ class BudgetSchedule(BaseModel):
                 return (pages - 1) * self.page_size + 1
         raise AssertionError("the last bin has no upper edge, so the loop returns")
 
+    def calibration(self, hf_config: Any) -> str:
+        """Whether the budgets were calibrated for this model, in a few words on one line.
+
+        `hf_config` is the model's Hugging Face config, an object or a mapping. A schedule without
+        `model_match` is taken at its word.
+        """
+        if not self.calibrated:
+            return "NOT calibrated"
+        if self.is_foreign(hf_config):
+            return f"calibrated for {_shown_model(self.model)}, not for this model"
+        return "calibrated"
+
+    def is_foreign(self, hf_config: Any) -> bool:
+        """Whether the budgets were calibrated, but for another model than that of `hf_config`."""
+        return self.calibrated and bool(self.model_match) and not _matches(self, hf_config)
+
     @classmethod
     def fixed(cls, tokens: int, page_size: int = 16) -> "BudgetSchedule":
         """The same budget of `tokens` at every length."""
@@ -180,7 +196,8 @@ class BudgetSchedule(BaseModel):
         except OSError as error:
             raise ScheduleError(
                 f"{where}: cannot be read ({error.strerror}); expected a schedule file (.json),"
-                f" fixed-<tokens>, or one of {', '.join(known_schedules())}"
+                " fixed-<tokens>, or a shipped schedule, such as"
+                f" {', '.join(_nearest_first(where, known_schedules())[:5])}"
             ) from None
         except ValueError as error:
             # A NUL in the path.
@@ -240,8 +257,8 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
     if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
         return _for_page_size(BudgetSchedule.from_json(spec), page_size, spec)
     raise ScheduleError(
-        f"schedule {quoted(spec)} is not known: expected a path to a .json file, fixed-<tokens>,"
-        f" or one of {', '.join(_nearest_first(spec, known_schedules()))}"
+        f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
+        f" fixed-<tokens>, or one of {', '.join(_nearest_first(spec, known_schedules()))}"
     )
 
 
@@ -285,6 +302,12 @@ def _matches(schedule: BudgetSchedule, hf_config: Any) -> bool:
     return bool(wanted) and all(_config_value(hf_config, k) == v for k, v in wanted.items())
 
 
+def _shown_model(name: str | None) -> str:
+    if not name:
+        return "another model"
+    return (name if name.isprintable() else ascii(name))[:80]
+
+
 def _config_value(hf_config: Any, key: str) -> Any:
     if isinstance(hf_config, Mapping):
         return hf_config.get(key)
@@ -314,10 +337,10 @@ def _describe(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         keys = _nearest_first(field, BudgetSchedule.model_fields)
         known = ", ".join(keys)
-        return f"unknown key {quoted(field)}: did you mean {keys[0]!r}? Known keys: {known}"
+        return f"unknown key {quoted(field, 60)}: did you mean {keys[0]!r}? Known keys: {known}"
     if not path:
         return str(problem["msg"]).removeprefix("Value error, ")
-    return f"{where}={quoted(problem['input'])} is not allowed: expected {_expected(field)}"
+    return f"{where}={quoted(problem['input'], 100)} is not allowed: expected {_expected(field)}"
 
 
 def _expected(field: str) -> str:

@@ -10,7 +10,6 @@ ends the scheduler, and does without what it does not know of a config. So both 
 import asyncio
 import base64
 import re
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +30,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 # Projections that the model computes as one; SGLang 0.5.17 wants factors of the first and the last.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Larger factors and scales make log-probs of NaN, which end SGLang's sampler and so the scheduler.
+_MAX_FACTOR = 1000.0
+_MAX_ALPHA = 10_000.0
 # What SGLang would leave out without a word, and the values that leave nothing out.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -103,7 +105,7 @@ async def load_adapter(
     limits = next(iter((await tell_schedulers(manager, _LIMITS, {})).values()))
     rank = _checked_rank(config, limits["max_rank"])
     shapes = await asyncio.to_thread(_module_shapes, manager)
-    modules = _checked_modules(tensors, rank, shapes)
+    modules = await asyncio.to_thread(_checked_modules, tensors, rank, shapes)
     _require_servable(modules, config, limits["modules"])
     async with idle(manager, f"adapter {name!r} was not loaded"):
         # SGLang fails without the type, which PEFT always writes.
@@ -200,8 +202,11 @@ def _checked_rank(config: Any, max_rank: int) -> int:
         )
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     # False for NaN, too.
-    if not (is_number and -sys.float_info.max <= cast(float, alpha) <= sys.float_info.max):
-        raise ControlError(f"config: lora_alpha={quoted(alpha)}: expected a number")
+    if not (is_number and abs(cast(float, alpha)) <= _MAX_ALPHA):
+        raise ControlError(
+            f"config: lora_alpha={quoted(alpha)}: expected a number of at most {_MAX_ALPHA:g} in"
+            " size"
+        )
     for key, allowed in _UNSUPPORTED.items():
         if config.get(key) not in allowed:
             raise ControlError(
@@ -230,6 +235,11 @@ def _checked_modules(
             raise ControlError(
                 f"tensors[{quoted(key)}] is {tensor.dtype} {list(tensor.shape)}: expected"
                 f" floating-point numbers {list(expected)}"
+            )
+        if not bool((tensor.float().abs() <= _MAX_FACTOR).all()):
+            raise ControlError(
+                f"tensors[{quoted(key)}] holds NaN, or numbers above {_MAX_FACTOR:g} in size:"
+                " expected smaller ones, or the model would compute NaN"
             )
         seen.setdefault(module, set()).add(side)
     halves = [module for module, sides in seen.items() if len(sides) == 1]
@@ -272,7 +282,10 @@ def _require_servable(modules: set[str], config: Mapping[str, Any], served: list
     try:
         found = get_normalized_target_modules(named) | get_normalized_target_modules(modules)
     except ValueError as error:
-        raise ControlError(f"config: target_modules={quoted(wanted)}: {cut(str(error))}") from None
+        raise ControlError(
+            f"config: target_modules={quoted(wanted)}: {cut(str(error))}; expected some of"
+            f" {', '.join(served)}"
+        ) from None
     extra = sorted(found - {"all"} - set(served))
     if extra or not wanted:
         raise ControlError(

@@ -194,7 +194,7 @@ def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
     budgets.load(loaded)
     announce(
         f"{rank_name(scheduler)}: schedule {previous.name} is replaced, prefix cache empty:"
-        f" {describe(loaded.in_force, 'set_schedule')}"
+        f" {describe(loaded.in_force, 'set_schedule', scheduler.model_config.hf_config)}"
     )
 
 
@@ -206,7 +206,7 @@ def _wanted(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
     if isinstance(schedule, str) and (FIXED_NAME.fullmatch(schedule) or _is_shipped(schedule)):
         return load_schedule(schedule, loaded.in_force.page_size)
     raise ScheduleError(
-        f"schedule={quoted(schedule)} is not known to this server: expected the fields of a"
+        f"schedule={quoted(schedule, 60)} is not known to this server: expected the fields of a"
         f" schedule as a JSON object, fixed-<tokens>, or one of"
         f" {', '.join(dict.fromkeys([*loaded.names, *known_schedules()]))}"
     )

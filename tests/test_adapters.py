@@ -97,6 +97,10 @@ def test_what_does_not_fit_is_refused_and_the_former_stays(engine, saved):
         (tensors | {key: tensors[key][:, :-1]}, config, r"\[4, 143\]: expected .* \[4, 144\]"),
         (tensors | {"q_proj": tensors[key]}, config, "'q_proj'.* belongs to no linear module"),
         (only_a, config, "one factor only"),
+        # The sampler, and with it the scheduler, ends at log-probs of NaN.
+        (tensors | {key: tensors[key] * float("nan")}, config, "holds NaN, or numbers above 1000"),
+        (tensors | {key: tensors[key] + 1e38}, config, "holds NaN, or numbers above 1000"),
+        (tensors, config | {"lora_alpha": 1e5}, "lora_alpha=100000.0: expected a number of at m"),
         ({}, config, "tensors are empty"),
     ]:
         with pytest.raises(EndpointError, match=reason):

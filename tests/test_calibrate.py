@@ -17,9 +17,16 @@ import pytest
 from engines import save_tiny_model, start_engine
 
 from sparrow_sglang import calibrate, calibration_measure, calibration_prompts, cli
-from sparrow_sglang.calibration_choice import CalibrationError, Tokens, bin_tails, choose
+from sparrow_sglang.calibration_choice import (
+    CalibrationError,
+    Tokens,
+    bin_tails,
+    choose,
+    closest,
+)
 from sparrow_sglang.calibration_engine import stop_waiting_when_it_dies
 from sparrow_sglang.calibration_prompts import builtin_prompts, read_prompts
+from sparrow_sglang.calibration_report import describe_misses, make_schedule
 from sparrow_sglang.calibration_store import UnitTokens, WorkFolder
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.tail import BinTail
@@ -68,6 +75,34 @@ def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:
                                          *["extrapolated"] * 2]  # fmt: skip
     # Before a filled bin its need; after the last, in proportion: 128 * 5/4, 128 * 6/4.
     assert [c.budget for c in chosen] == [64, 64, 64, 128, 192, 192]
+
+
+def test_the_closest_budget_is_the_best_of_those_that_miss() -> None:
+    tails = {
+        64: {3: tail(3, 0.99), 4: tail(4, 0.2)},
+        96: {3: tail(3, 0.5), 4: tail(4, 0.6)},
+        128: {3: tail(3, 0.4), 4: tail(4, 0.7, tokens=10)},
+        192: {3: tail(3, 0.3), 4: tail(4, 0.9)},
+    }
+    # 64 holds in bin 3, but a larger budget does not: the model repeats itself.
+    assert closest(tails, 3, 0.8, BIN, 500) == (96, tails[96][3])
+    assert closest(tails, 4, 0.95, BIN, 500) == (192, tails[192][4])
+    assert closest(tails, 4, 0.8, BIN, 500) is None and closest(tails, 9, 0.8, BIN, 500) is None
+    (miss,) = describe_misses(tails, 0.8, BIN, 500)
+    assert miss == (
+        "positions 192-255: no budget holds 0.8; 96 came closest, with a tail of 0.600 (interval"
+        " 0.500-1.000); try more prompts or --samples, or --budgets with 224, and a --work of its"
+        " own, or a --target of at most 0.50"
+    )
+
+
+def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:
+    origin = {"model": "m", "model_match": {}}
+    tails = {64: {3: tail(3, 0.5)}, 96: {3: tail(3, 0.6), 4: tail(4, 0.1)}}
+    with pytest.raises(CalibrationError, match="96 came closest.* at positions 192-255") as error:
+        make_schedule("m", 0.8, tails, 16, BIN, 320, 500, origin)
+    assert "\n" not in str(error.value)
+    assert make_schedule("m", 0.55, tails, 16, BIN, 320, 500, origin).calibrated
 
 
 def test_no_filled_bin_and_wrong_targets_are_refused() -> None:
@@ -251,6 +286,65 @@ def test_another_target_needs_no_engine(
     assert BudgetSchedule.from_json(calibrated / "n.json").tail_target == 0.8
 
 
+def test_every_measured_tail_is_printed(
+    calibrated: Path,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(calibrate, "running_engine", None)
+    words = command(model, calibrated / "p.jsonl", *BUDGETS)
+    out = ["--target", "0.75", "0.86", "--out", str(calibrated / "t.json")]
+    assert cli.main([*words, *out]) == 0
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
+    stored = BudgetSchedule.from_json(calibrated / "t-0.75.json").provenance["tails"]
+    expected = []
+    for budget, row in [(budget, row) for budget, rows in stored.items() for row in rows]:
+        words = [budget, f"{row['tail']:.3f}"]
+        if row["low"] is None:
+            assert row["tokens"] < 200
+        else:
+            words.append(f"{row['low']:.3f}-{row['high']:.3f}")
+        words.append(f"{row['tokens']}")
+        held = [target for target in ("0.75", "0.86") if (row["low"] or 0) >= float(target)]
+        words += ["too", "few", "tokens"] if row["tokens"] < 200 else held or ["-"]
+        expected.append((row["bin"], int(budget), words))
+    found, span = [], ""
+    for line in table:
+        words = line.split()
+        if "-" in words[0]:
+            span = words.pop(0)
+        found.append((int(span.split("-")[0]) // 64, int(words[0]), words))
+    assert found == sorted(expected)
+
+
+def test_a_target_that_no_budget_holds_is_no_schedule(
+    calibrated: Path,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(calibrate, "running_engine", None)
+    words = command(model, calibrated / "p.jsonl", *BUDGETS)
+    assert cli.main([*words, "--target", "0.99999", "--out", str(calibrated / "none.json")]) == 2
+    out, error = capsys.readouterr()
+    (line,) = error.strip().splitlines()
+    assert line.startswith("sparrow calibrate: error: target 0.99999: no measured budget holds it")
+    assert "came closest" in line and "no schedule is written" in line and "are kept in" in line
+    assert not (calibrated / "none.json").exists() and (calibrated / "none.png").exists()
+    hints = [line for line in out.splitlines() if "no budget holds 0.99999" in line]
+    bins = {int(line.split("-")[0].removeprefix("positions ")) // 64 for line in hints}
+    stored = BudgetSchedule.from_json(calibrated / "m-0.75.json").provenance["tails"]
+    filled = {row["bin"] for rows in stored.values() for row in rows if row["tokens"] >= 200}
+    assert bins == filled and all("came closest" in line and "; try " in line for line in hints)
+    # One that is held is written all the same.
+    both = ["--target", "0.75", "0.99999", "--out", str(calibrated / "both.json")]
+    assert cli.main([*words, *both]) == 2
+    assert "target 0.99999: no measured" in capsys.readouterr().err
+    assert BudgetSchedule.from_json(calibrated / "both-0.75.json").calibrated
+    assert not (calibrated / "both-0.99999.json").exists()
+
+
 def test_fresh_prompts_hold_the_targets(calibrated: Path, model: str) -> None:
     words = command(model, write_prompts(calibrated / "q.jsonl", 1))
     files = [str(calibrated / f"m-{target}.json") for target in TARGETS]
@@ -303,7 +397,8 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
     # `calibrated` has imported all that a forked child needs.
     words = command(model, calibrated / "p.jsonl", "--samples", "1", "--min-tokens", "100")
     sizes = ["--bin-tokens", "64", "--budgets", "64", "96", "--batch", "4"]
-    argv = [*words, *sizes, "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
+    out = ["--target", "0.7", "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
+    argv = [*words, *sizes, *out]
     child = _start(argv, None, tmp_path / "log")
     deadline = time.monotonic() + 60
     while len(list((tmp_path / "w").glob("batch-*.parquet"))) < 2:

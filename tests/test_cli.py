@@ -204,6 +204,24 @@ def test_doctor_names_a_model_without_a_schedule(
     assert "ok    model" in out
 
 
+def test_doctor_says_when_a_schedule_was_calibrated_for_another_model(
+    tiny_llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines(schedule: str) -> list[str]:
+        argv = ["--model-path", tiny_llama, "--sparrow-schedule", schedule]
+        assert cli.main(["doctor", *argv]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    foreign = "qwen3-8b-0.86 (calibrated for Qwen3-8B, not for this model)"
+    *checks, last = lines("qwen3-8b-0.86")
+    (line,) = [line for line in checks if line.startswith("WARN ")]
+    assert foreign in line and "sparrow calibrate makes one" in line
+    assert last == "It works, but see WARN above."
+    # Requests may name those that are loaded beside the one in force.
+    *checks, last = lines("fixed-512,qwen3-8b-0.86")
+    assert any(f"also loaded: {foreign}" in line for line in checks) and last != "All good."
+
+
 @pytest.mark.parametrize(
     ("argv", "name", "message"),
     [

@@ -131,9 +131,13 @@ def test_what_is_switched_from_and_to_is_logged(sharp_llama, capfd):
         set_schedule(engine, "fixed-128")
         get_schedule(engine)
         set_schedule(engine, MINE)
+        set_schedule(engine, "qwen3-8b-0.86")
     lines = [line for line in capfd.readouterr().err.splitlines() if "is replaced" in line]
-    assert len(lines) == 2
-    for line, old, new in zip(lines, ("fixed-64", "fixed-128"), ("fixed-128", "mine"), strict=True):
+    assert len(lines) == 3
+    assert "schedule qwen3-8b-0.86 (calibrated for Qwen3-8B, not for this model)" in lines[2]
+    for line, old, new in zip(
+        lines, ("fixed-64", "fixed-128"), ("fixed-128", "mine"), strict=False
+    ):
         assert f"schedule {old} is replaced" in line and f": schedule {new} (" in line
 
 

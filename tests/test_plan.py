@@ -198,6 +198,11 @@ def test_finds_the_schedule_of_each_model(plan: Plan, size: str) -> None:
     assert f"schedule qwen3-{size}-0.86 (calibrated)" in text
 
 
+def test_names_the_model_that_a_schedule_was_calibrated_for(plan: Plan) -> None:
+    text = plan("--schedule", "qwen3-8b-0.86", model=str(MODELS / "qwen3-4b" / "config.json"))
+    assert "schedule qwen3-8b-0.86 (calibrated for Qwen3-8B, not for this model)" in text
+
+
 def test_takes_a_schedule_file_with_its_own_page_size(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     BudgetSchedule(name="mine", page_size=64, bin_tokens=640, budget_tokens=(640,)).save(file)

@@ -68,6 +68,21 @@ def test_nothing_changes_it_later(tmp_path: Path) -> None:
         ("[algorithm]\nmini_batches = 5", "mini_batches=5 does not divide rollout.prompts_per_st"),
         ("[engine]\nnum_engines = 2", "num_engines=2 with kind='local': expected 1"),
         ("steps = 3 3", "not TOML"),
+        ("[mismatch]\nsequences = true", "mismatch.sequences=True is not allowed: .* integer"),
+        ("[mismatch]\nsequences = '16'", "mismatch.sequences='16' is not allowed: .* integer"),
+        ("[logging]\ntensorboard = 0", "logging.tensorboard=0 is not allowed: .* boolean"),
+        ("[optimiser]\nlr = inf", "optimiser.lr=inf is not allowed: .* finite number"),
+        ("[algorithm]\nmask_high = nan", "algorithm.mask_high=nan is not allowed"),
+        (
+            "[optimiser]\nbetas = [0.9]",
+            r"optimiser.betas=\(?\[?0.9.* is not allowed: expected 2 val",
+        ),
+        ("[model]\ndtype = {a = 1}", r"model.dtype=\{'a': 1\} is not allowed: .* 'float32' or"),
+        ("[engine]\nkind = '" + "x" * 9000 + "'", r"engine.kind='xxx.{,300}$"),
+        ('[task.a]\n"\\u0000\\n" = 1', r"\[task\] unknown key 'a'"),
+        ('[optimiser]\n"a\\nb" = 1', r"unknown key 'a\\nb': did you mean"),
+        ("[task.options]\na = " + "[" * 5000, r"not TOML \(maximum recursion"),
+        ("[task.options]\na = " + "9" * 5000, r"not TOML \(Exceeds the limit"),
     ],
 )
 def test_refusals_name_file_key_value_and_reason(tmp_path: Path, extra: str, message: str) -> None:
@@ -75,6 +90,25 @@ def test_refusals_name_file_key_value_and_reason(tmp_path: Path, extra: str, mes
         load(tmp_path, f"{LEAST}{extra}\n")
     line = str(refused.value)
     assert line.startswith(f"{tmp_path}/train.toml: ") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run_dir = 'a\\u0000b'", "expected a path without NUL"),
+        ("run_dir = 'x'\nseed = -1", "seed=-1 is not allowed: .* greater than or equal to 0"),
+        ("run_dir = 'x'\nseed = 2147483648", "seed=2147483648 is not allowed: .* less than 2147"),
+    ],
+)
+def test_paths_and_seeds_that_nothing_takes(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(tmp_path, text.replace("'", '"') + '\ntask = {name = "story"}\n')
+    assert str(refused.value).isprintable()
+
+
+def test_a_cap_may_be_infinite_and_whole_numbers_are_numbers(tmp_path: Path) -> None:
+    config = load(tmp_path, LEAST + "[algorithm]\ntis_cap = inf\n[optimiser]\nlr = 1\n")
+    assert (config.algorithm.tis_cap, config.optimiser.lr) == (float("inf"), 1.0)
 
 
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:

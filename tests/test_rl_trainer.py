@@ -19,10 +19,10 @@ from engines import import_for_fork
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.cli import main
-from sparrow_sglang.rl import trainer
+from sparrow_sglang.rl import run, trainer
 from sparrow_sglang.rl.checkpoint import CheckpointError, owned
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.engine import LocalEngine
+from sparrow_sglang.rl.engine import EngineDied, LocalEngine
 from sparrow_sglang.rl.run_record import RUN_FILE, read_starts
 from sparrow_sglang.rl.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS
@@ -371,6 +371,24 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-4096")
     found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
     assert found.engine.schedule == found.schedules[0].name == "smollm2-135m-0.86"
+
+
+def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
+    model, tmp_path, monkeypatch, capsys
+):
+    def no_engine(*args):
+        raise EngineDied("not started")
+
+    monkeypatch.setattr(run, "open_engine", no_engine)
+    for schedule, said in [
+        ("qwen3-8b-0.86", "schedule qwen3-8b-0.86: calibrated for Qwen3-8B, not for this model"),
+        ("fixed-48", ""),
+    ]:
+        with pytest.raises(EngineDied):
+            trainer.train(settings(model, tmp_path / schedule, schedule))
+        out = capsys.readouterr()
+        found = [line for line in (out.out + out.err).splitlines() if "calibrated" in line]
+        assert found == [said] * bool(said)
 
 
 def test_dense_rollouts_may_name_what_they_attend_with(tmp_path):

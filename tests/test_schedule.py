@@ -204,6 +204,26 @@ def test_a_model_without_a_schedule_is_refused_with_the_names() -> None:
         schedule_for_model(QWEN3_4B | {"hidden_size": 1024}, 16)
 
 
+def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
+    shipped = load_schedule("qwen3-8b-0.86", 16)
+    for config, expected in [
+        (QWEN3_4B | {"hidden_size": 4096}, "calibrated"),
+        (QWEN3_4B, "calibrated for Qwen3-8B, not for this model"),
+        (SMOLLM2, "calibrated for Qwen3-8B, not for this model"),
+    ]:
+        assert shipped.calibration(config) == expected
+        assert shipped.calibration(SimpleNamespace(**config)) == expected
+    fields = shipped.model_dump()
+    for change, expected in [
+        ({"model": None}, "calibrated for another model, not for this model"),
+        ({"model": "a\nb"}, r"calibrated for 'a\nb', not for this model"),
+        ({"calibrated": False}, "NOT calibrated"),
+        ({"model_match": None}, "calibrated"),
+    ]:
+        assert BudgetSchedule(**(fields | change)).calibration(QWEN3_4B) == expected
+    assert BudgetSchedule.fixed(512).calibration(QWEN3_4B) == "NOT calibrated"
+
+
 def test_a_model_whose_schedule_has_another_page_size_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"qwen3-4b-0\.86.*page_size=16.*32.*--page-size 16"):
         schedule_for_model(QWEN3_4B, 32)

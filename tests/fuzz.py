@@ -1,0 +1,212 @@
+"""Wrong and odd inputs at random, each replayable by seed and number, and what an error must say.
+
+A case begins with something valid and changes it in a place or two. Whoever reads it must take it
+as it is meant, or refuse it in one line that names one of the changed fields and its value.
+"""
+
+import copy
+import json
+import random
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_MESSAGE = 600
+_ALLOWED = ("expected", "did you mean", "should ", "must ", "is not a valid", "allowed is")
+_CUT = 12  # characters of a value that an error has to show
+_CHARACTERS = string.printable + "\x00\x1b\x7f\x85\u2028\u202eé😀\ud800"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field that was given `value`; MISSING where it was taken away."""
+
+    field: str
+    value: Any
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING = _Missing()
+
+_SCALARS: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 3, 15, 16, 17, 47, 48, 49, 64, 100, 1024, 10**6),
+    *(2**31, 2**32, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 2**70, 10**30, -(2**63), -(2**70)),
+    *(0.0, -0.0, 0.5, 1.0, 16.0, 1.5, -0.5, 1e-320, 1e308, -1e308),
+    *(float("nan"), float("inf"), float("-inf")),
+    *("", " ", "a", "0", "16", "true", "null", "dense", "auto", "fixed-64", "fixed-96", "none"),
+    *("qwen3-8b-0.86", "\n", "a\nb: error", "\x00", "\x1b[31mred", "\u202eabc", "é😀", "\ud800"),
+    *("%s%n{}{0}", "../../etc/passwd", "a,b", "a:b", "self", "x" * 65, "y" * 2000, "z" * 100_000),
+]
+_KEYS = ("self", "cls", "fields", "schema", "copy", "model_config", "__class__", "__init__", "")
+
+
+def cases(seed: int, kind: str, numbers: range) -> Iterator[tuple[str, random.Random]]:
+    """A name and a source of randomness for each of `numbers`, which depend on nothing else."""
+    for number in numbers:
+        name = f"{seed} {kind} {number}"
+        yield name, random.Random(name)
+
+
+def odd_value(draw: random.Random, depth: int = 0) -> Any:
+    """Any JSON value, most of them such as somebody has once forgotten to think of."""
+    kind = draw.random()
+    if kind < 0.6 or depth > 3:
+        return draw.choice(_SCALARS)
+    if kind < 0.7:
+        return draw.randint(-(2 ** draw.randint(1, 80)), 2 ** draw.randint(1, 80))
+    if kind < 0.78:
+        return draw.uniform(-1, 1) * 10 ** draw.randint(-5, 20)
+    if kind < 0.86:
+        return "".join(draw.choices(_CHARACTERS, k=draw.choice([1, 3, 10, 300])))
+    if kind < 0.9:
+        return [draw.choice(_SCALARS[:20])] * draw.choice([1, 2, 1100])
+    if kind < 0.96:
+        return [odd_value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    keys = [draw.choice([*_KEYS, "a", "report", "dense", "x\ny"]) for _ in range(draw.randrange(4))]
+    return {key: odd_value(draw, depth + 1) for key in keys}
+
+
+def near_value(draw: random.Random, value: Any) -> Any:
+    """Something close to `value`, which may be as good."""
+    if isinstance(value, bool):
+        return draw.choice([not value, int(value), str(value), [value]])
+    if isinstance(value, int | float):
+        close = [value + 1, value - 1, value * 2, value * 16, -value, value / 2, float(value), 0]
+        return draw.choice([*close, str(value), [value], value + 16])
+    if isinstance(value, str):
+        return draw.choice([value + "x", value[:-1], value.upper(), [value], value + "\n", ""])
+    if isinstance(value, list) and value:
+        changed, i = list(value), draw.randrange(len(value))
+        what = draw.randrange(5)
+        if what == 0:
+            del changed[i]
+        elif what == 1:
+            changed.insert(i, changed[i])
+        elif what == 2:
+            changed[i] = odd_value(draw)
+        else:
+            changed[i] = near_value(draw, changed[i])
+        return changed
+    return odd_value(draw)
+
+
+def changed(
+    draw: random.Random, fields: Mapping[str, Any], known: list[str]
+) -> tuple[dict[str, Any], list[Change]]:
+    """A deep copy of `fields` with up to two of them changed, and what was done.
+
+    `known` are names that may be given a value although `fields` does not have them.
+    """
+    result = copy.deepcopy(dict(fields))
+    changes: list[Change] = []
+    for _ in range(draw.choice([0, 1, 1, 1, 1, 2])):
+        kind = draw.random()
+        name = draw.choice(known)
+        if kind < 0.07 and result:
+            name = draw.choice(list(result))
+            del result[name]
+            changes.append(Change(name, MISSING))
+            continue
+        if kind < 0.15:
+            name = draw.choice([*_KEYS, name + "s", name[:-1], name.upper(), "a\nb", "k" * 3000])
+            if name in known:
+                continue
+            value: Any = draw.choice([1, "x", None])
+        elif kind < 0.55 and name in result:
+            value = near_value(draw, result[name])
+        else:
+            value = odd_value(draw)
+        result[name] = value
+        changes = [change for change in changes if change.field != name]
+        changes.append(Change(name, value if name in known else MISSING))
+    return result, changes
+
+
+def complaint(message: str, changes: list[Change]) -> str | None:
+    """What is wrong with an error about `changes`; None if nothing is."""
+    problem = _complaint(message, changes)
+    return None if problem is None else f"{problem}: {message[:600]!r}"
+
+
+def _complaint(message: str, changes: list[Change]) -> str | None:
+    if not message.isprintable():
+        return "is not one line of printable characters"
+    if len(message) > MAX_MESSAGE:
+        return f"has {len(message)} characters"
+    if not any(word in message.lower() for word in _ALLOWED):
+        return "does not say what is allowed"
+    if not any(_names(message, change) for change in changes):
+        return "does not name a changed field with its value"
+    return None
+
+
+def _names(message: str, change: Change) -> bool:
+    said = _plain(message)
+    if not any(_plain(form)[:_CUT] in said for form in (ascii(change.field), repr(change.field))):
+        return False
+    if change.value is MISSING:
+        return True
+    return any(_plain(form)[:_CUT] in said for form in _shown(change.value))
+
+
+def _plain(text: str) -> str:
+    """Without what depends on how often something was quoted."""
+    return re.sub(r"[\\'\"]", "", text)
+
+
+def _shown(value: Any) -> Iterator[str]:
+    """Beginnings of what a value, or an element of it, may be printed as."""
+    yield repr(value)
+    yield ascii(value)
+    yield f"a {type(value).__name__}"
+    if not isinstance(value, str):
+        yield json.dumps(value)
+    if isinstance(value, list):
+        for element in value:
+            yield from _shown(element)
+    elif isinstance(value, dict):
+        for element in [*value, *value.values()]:
+            yield from _shown(element)
+
+
+def damaged(draw: random.Random, content: bytes) -> bytes:
+    """`content` cut, with some bytes replaced, repeated or put in."""
+    result = bytearray(content)
+    for _ in range(draw.choice([1, 1, 1, 2, 5])):
+        at = draw.randrange(len(result) + 1)
+        what = draw.randrange(6)
+        if what == 0:
+            del result[at:]
+        elif what == 1:
+            result[at : at + 1] = bytes([draw.randrange(256)])
+        elif what == 2:
+            result[at:at] = draw.choice(
+                [b"\xef\xbb\xbf", b"\x00", b"\xff", b"\n", b'"', b"}", b"1"]
+            )
+        elif what == 3:
+            del result[at : at + draw.randint(1, 20)]
+        elif what == 4:
+            result[at:at] = bytes(result[at : at + draw.randint(1, 40)])
+        else:
+            bomb = draw.choice([b"[", b'{"a":', b"9", b"-", b"1e", b"\\u", b"[[", b"a = ["])
+            result[at:at] = bomb * draw.choice([10, 5000, 100_000])
+    return bytes(result)
+
+
+def outcome(
+    read: Callable[[], Any], refusals: type[Exception] | tuple[type[Exception], ...]
+) -> tuple[Any, str | None]:
+    """What was read, or None and the message of the error by which it was refused.
+
+    Any other error passes through and is a finding.
+    """
+    try:
+        return read(), None
+    except refusals as error:
+        return None, str(error)
