@@ -168,6 +168,8 @@ def _check_kernels(server_args: "ServerArgs", model_config: "ModelConfig") -> Ch
     """On a GPU the model has passed already, or its arguments would have been refused."""
     problems = kernel_problems(server_args, model_config)
     if server_args.device != "cuda":
-        there = f"a GPU would refuse: {'; '.join(problems)}" if problems else "a GPU would take it"
-        return Check("note", "kernels", f"plain torch on {server_args.device}; {there}")
+        here = f"plain torch on {server_args.device}"
+        if problems:
+            return Check("note", "kernels", f"{here}; a GPU would refuse: {'; '.join(problems)}")
+        return Check("ok", "kernels", f"{here}; a GPU would take the model, too")
     return Check("ok", "kernels", describe_fit(server_args, model_config))
