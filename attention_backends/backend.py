@@ -16,6 +16,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
+from sparrow_sglang.attention_backends.kernel_limits import dense_backend
 from sparrow_sglang.attention_backends.landmarks import LandmarkPool
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
@@ -24,7 +25,6 @@ from sparrow_sglang.attention_backends.paged_decode import (
     TritonPagedDecode,
 )
 from sparrow_sglang.attention_backends.plan_guard import PlanGuard
-from sparrow_sglang.kernel_limits import dense_backend
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -22,14 +22,14 @@ _STARTED_AS = {
     "kernels.py": "sparrow bench kernels",
     "rollout_replay.py": "sparrow bench rollout",
     "serving.py": "sparrow bench serving",
-    "train_memory.py": "python -m sparrow_sglang.benchmarks.train_memory",
-    "learning_curves.py": "python -m sparrow_sglang.benchmarks.learning_curves",
-    "distill_gain.py": "python -m sparrow_sglang.benchmarks.distill_gain",
-    "audit_overhead.py": "python -m sparrow_sglang.benchmarks.audit_overhead",
-    "weight_sync.py": "python -m sparrow_sglang.benchmarks.weight_sync",
-    "soak.py": "python -m sparrow_sglang.benchmarks.soak",
-    "sanitize.py": "python -m sparrow_sglang.benchmarks.sanitize",
-    "crash_probes.py": "python -m sparrow_sglang.benchmarks.crash_probes",
+    "train_memory.py": "python -m sparrow_sglang.benchmarks.training.train_memory",
+    "learning_curves.py": "python -m sparrow_sglang.benchmarks.training.learning_curves",
+    "distill_gain.py": "python -m sparrow_sglang.benchmarks.training.distill_gain",
+    "audit_overhead.py": "python -m sparrow_sglang.benchmarks.rollouts.audit_overhead",
+    "weight_sync.py": "python -m sparrow_sglang.benchmarks.training.weight_sync",
+    "soak.py": "python -m sparrow_sglang.benchmarks.rollouts.soak",
+    "sanitize.py": "python -m sparrow_sglang.benchmarks.kernels.sanitize",
+    "crash_probes.py": "python -m sparrow_sglang.benchmarks.kernels.crash_probes",
 }
 
 

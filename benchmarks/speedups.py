@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparrow_sglang.benchmarks.decode_step import batch_lengths
 from sparrow_sglang.benchmarks.result_files import Run
+from sparrow_sglang.benchmarks.steps.decode_step import batch_lengths
 
 TARGET = 0.86
 # Sequences a step; of the batches measured, the one with most models and contexts.

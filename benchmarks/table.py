@@ -19,8 +19,6 @@ from sparrow_sglang.benchmarks.comparison_tables import (
     serving_table,
     training_table,
 )
-from sparrow_sglang.benchmarks.decode_step import dense_partner
-from sparrow_sglang.benchmarks.distill_result import cost_table, gain_table
 from sparrow_sglang.benchmarks.result_files import (
     RESULTS,
     ROOT,
@@ -31,6 +29,8 @@ from sparrow_sglang.benchmarks.result_files import (
     number,
     times,
 )
+from sparrow_sglang.benchmarks.steps.decode_step import dense_partner
+from sparrow_sglang.benchmarks.training.distill_result import cost_table, gain_table
 
 PAGE = Path("docs/benchmarks.md")
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -46,7 +46,7 @@ given, decoding together."""
 _KERNEL_TEXT = """\
 The kernels of one layer (8 KV heads of 128, pages of 16) and other libraries on the same inputs.
 Floor: the bytes to move over the copy bandwidth. Not every library does all of the work: what it
-leaves out is described in `benchmarks/kernel_peers.py`."""
+leaves out is described in `benchmarks/kernels/peers.py`."""
 
 
 @dataclass(frozen=True)

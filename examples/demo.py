@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import openai
 
-from sparrow_sglang.benchmarks.server_process import (
+from sparrow_sglang.benchmarks.rollouts.server_process import (
     Server,
     ServerFailed,
     log_end,
@@ -131,7 +131,14 @@ def running_servers(flags: Iterable[list[str]]) -> Iterator[list[str]]:
         servers = []
         for number, more in enumerate(flags):
             port, log = _free_port(), Path(folder) / f"server-{number}.log"
-            serve = [sys.executable, "-m", "sparrow_sglang.cli", "serve", *more, *SERVER_FLAGS]
+            serve = [
+                sys.executable,
+                "-m",
+                "sparrow_sglang.commands.cli",
+                "serve",
+                *more,
+                *SERVER_FLAGS,
+            ]
             started = started_server(
                 [*serve, "--port", str(port)], f"http://127.0.0.1:{port}", log, environment()
             )
@@ -233,7 +240,7 @@ def train() -> None:
     run = folder / "run"
     text = re.sub(r"(?m)^run_dir = .*$", f'run_dir = "{run}"', TRAINING.read_text("utf-8"))
     settings.write_text(text, "utf-8")
-    command = [sys.executable, "-m", "sparrow_sglang.cli", "train", str(settings)]
+    command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(settings)]
     log_path = folder / "train.log"
     try:
         with open(log_path, "wb") as log:

@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.chunked_logprobs import CHUNK_ELEMENTS, logits_of, token_logprobs
 from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig
 from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.loss import policy_loss
-from sparrow_sglang.rl.sparse_policy import SparseRule
+from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of, token_logprobs
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow_sglang.mismatch.tail import BIN_TOKENS
 from sparrow_sglang.rl.config import LadderConfig
 from sparrow_sglang.rl.metrics import tail_percentile
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.tail import BIN_TOKENS
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from sparrow_sglang.mismatch import mean_acceptance_from_samples
+from sparrow_sglang.mismatch.acceptance import mean_acceptance_from_samples
+from sparrow_sglang.mismatch.tail import BIN_TOKENS, TAIL_PERCENTILE
 from sparrow_sglang.rl.types import Group, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.tail import BIN_TOKENS, TAIL_PERCENTILE
 
 LOG_RATIO_BOUND = 20.0
 """Log ratios are cut to +-20 before they are exponentiated, as verl does."""

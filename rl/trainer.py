@@ -13,18 +13,18 @@ import torch
 
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.buckets import Weights
 from sparrow_sglang.rl.config import AlgorithmConfig, TrainConfig
 from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.data_order import prompts_of_step
-from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm
+from sparrow_sglang.rl.engines.buckets import Weights
 from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.metrics import acceptance_metrics, kv_metrics, rollout_metrics
-from sparrow_sglang.rl.rewards import without_truncated
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.run import Positions, Rates, Run, newest_checkpoint, open_run
-from sparrow_sglang.rl.setup import prepare
+from sparrow_sglang.rl.runs.data_order import prompts_of_step
+from sparrow_sglang.rl.runs.run import Positions, Rates, Run, newest_checkpoint, open_run
+from sparrow_sglang.rl.runs.setup import prepare
+from sparrow_sglang.rl.tasks.rewards import without_truncated
 
 MAX_SKIPPED_STEPS = 5
 """Optimiser steps in a row whose gradient may not be finite; the run ends with the last of them."""

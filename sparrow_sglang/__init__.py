@@ -9,14 +9,14 @@ from importlib import import_module
 _EXPORTS = {
     "BudgetSchedule": "sparrow_sglang.schedule",
     "SparrowConfig": "sparrow_sglang.config",
-    "TailStatistics": "sparrow_sglang.tail",
-    "acceptance_rate": "sparrow_sglang.mismatch",
-    "get_schedule": "sparrow_sglang.control",
-    "measure_acceptance": "sparrow_sglang.acceptance",
-    "push_adapter": "sparrow_sglang.adapters",
-    "read_mismatch_log": "sparrow_sglang.mismatch_log",
-    "score_dense": "sparrow_sglang.scoring",
-    "set_schedule": "sparrow_sglang.control",
+    "TailStatistics": "sparrow_sglang.mismatch.tail",
+    "acceptance_rate": "sparrow_sglang.mismatch.acceptance",
+    "get_schedule": "sparrow_sglang.client.control",
+    "measure_acceptance": "sparrow_sglang.client.acceptance",
+    "push_adapter": "sparrow_sglang.client.adapters",
+    "read_mismatch_log": "sparrow_sglang.plugin.audit.mismatch_log",
+    "score_dense": "sparrow_sglang.client.scoring",
+    "set_schedule": "sparrow_sglang.client.control",
 }
 
 __all__ = [

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.request_options import RequestOption
+from sparrow_sglang.requests import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 

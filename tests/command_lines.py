@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sparrow_sglang import cli
+from sparrow_sglang.commands import cli
 
 
 def refusal(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sparrow_sglang import calibrate, cli
-from sparrow_sglang.benchmarks.rollout_requests import Progress
-from sparrow_sglang.calibration_measure import Unit
-from sparrow_sglang.calibration_store import UnitTokens, WorkFolder
-from sparrow_sglang.record import provenance, write_result
-from sparrow_sglang.rl.checkpoint import Checkpoints, State
+from sparrow_sglang.benchmarks.rollouts.requests import Progress
+from sparrow_sglang.calibration.measure import Unit
+from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
+from sparrow_sglang.commands import calibrate, cli
+from sparrow_sglang.provenance import provenance, write_result
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig, TrainConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.ladder import Move
 from sparrow_sglang.rl.metrics import acceptance_metrics
-from sparrow_sglang.rl.run_log import RunLog
-from sparrow_sglang.rl.run_record import record_start
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
+from sparrow_sglang.rl.runs.log import RunLog
+from sparrow_sglang.rl.runs.record import record_start
 
 BIN = 64
 TARGETS = ("0.75", "0.86")

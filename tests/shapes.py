@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from sparrow_sglang.cost_model import ModelShape
+from sparrow_sglang.planning.cost_model import ModelShape
 
 MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
 

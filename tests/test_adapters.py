@@ -9,7 +9,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from sparrow_sglang import push_adapter
-from sparrow_sglang.endpoint import EndpointError
+from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = pytest.mark.server

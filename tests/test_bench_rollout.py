@@ -14,12 +14,12 @@ import pytest
 from command_lines import refusal
 from engines import start_engine
 
-from sparrow_sglang import cli
-from sparrow_sglang.benchmarks import rollout_replay
 from sparrow_sglang.benchmarks.result_files import RESULTS
-from sparrow_sglang.benchmarks.rollout_lengths import SIGMA, synthetic_lengths
-from sparrow_sglang.benchmarks.rollout_requests import Request, make_requests, replay
+from sparrow_sglang.benchmarks.rollouts import rollout_replay
+from sparrow_sglang.benchmarks.rollouts.lengths import SIGMA, synthetic_lengths
+from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
 from sparrow_sglang.benchmarks.table import generate
+from sparrow_sglang.commands import cli
 
 SMALL = ["--sequences", "8", "--mean-tokens", "40", "--max-tokens", "120", "--prompt-tokens", "48"]
 
@@ -75,7 +75,7 @@ async def abort_once_running(manager: Any) -> None:
 def test_every_sequence_runs_to_its_own_length(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparrow_sglang.benchmarks.rollout_requests.SAMPLE_S", 0.05)
+    monkeypatch.setattr("sparrow_sglang.benchmarks.rollouts.requests.SAMPLE_S", 0.05)
     lengths = [1, 200, 17, 64, 3, 90, 16, 40]
     requests = make_requests(lengths, prompt_tokens=40, vocab_size=256, seed=0)
     with start_engine(

@@ -25,13 +25,13 @@ from command_lines import refusal
 from engines import import_for_fork, save_tiny_model
 from servers import free_port
 
-from sparrow_sglang import cli, serve
-from sparrow_sglang.benchmarks import serving
-from sparrow_sglang.benchmarks.comparison import Comparison, Side
 from sparrow_sglang.benchmarks.result_files import RESULTS
-from sparrow_sglang.benchmarks.server_process import ServerFailed, running_server
+from sparrow_sglang.benchmarks.rollouts import serving
+from sparrow_sglang.benchmarks.rollouts.server_process import ServerFailed, running_server
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.benchmarks.steps.comparison import Comparison, Side
 from sparrow_sglang.benchmarks.table import generate
-from sparrow_sglang.benchmarks.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.commands import cli, serve
 
 REQUESTS, INPUT, OUTPUT = 3, 40, 60
 SMALL = ["--num-prompts", str(REQUESTS), "--input-len", str(INPUT), "--output-len", str(OUTPUT)]
@@ -96,7 +96,7 @@ def test_sigterm_of_the_benchmark_ends_its_server(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from sparrow_sglang.benchmarks.command import exit_on_sigterm
-from sparrow_sglang.benchmarks.server_process import running_server
+from sparrow_sglang.benchmarks.rollouts.server_process import running_server
 exit_on_sigterm()
 command = [sys.executable, "-c", {SERVER!r}, "{port}"]
 with running_server(command, "http://127.0.0.1:{port}", Path({str(log)!r})):
@@ -135,7 +135,7 @@ def forked_server(command: Sequence[str], url: str, log: Path) -> Iterator[None]
     from sglang.srt.server_args import ServerArgs
 
     assert command[:2] == [sys.executable, "-m"]
-    if command[2] == "sparrow_sglang.cli":
+    if command[2] == "sparrow_sglang.commands.cli":
         assert command[3] == "serve"
         words = serve.with_defaults(command[4:])
     else:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from command_lines import refusal
 
-from sparrow_sglang import cli
-from sparrow_sglang.benchmarks import decode_step, kernels, rollout_replay, serving, table
-from sparrow_sglang.benchmarks.decode_step import batch_lengths, model_shape, speedups, step_bytes
+from sparrow_sglang.benchmarks import table
+from sparrow_sglang.benchmarks.kernels import kernels
 from sparrow_sglang.benchmarks.result_files import (
     RESULTS,
     Run,
@@ -22,8 +21,17 @@ from sparrow_sglang.benchmarks.result_files import (
     load_runs,
     rerun_command,
 )
+from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
+from sparrow_sglang.benchmarks.steps import decode_step
+from sparrow_sglang.benchmarks.steps.decode_step import (
+    batch_lengths,
+    model_shape,
+    speedups,
+    step_bytes,
+)
 from sparrow_sglang.benchmarks.table import generate, pair_rows
-from sparrow_sglang.cost_model import ModelShape
+from sparrow_sglang.commands import cli
+from sparrow_sglang.planning.cost_model import ModelShape
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 RUNS = load_runs(table.ROOT, "step_ms")

@@ -16,20 +16,22 @@ import psutil
 import pytest
 from engines import save_tiny_model, start_engine
 
-from sparrow_sglang import calibrate, calibration_measure, calibration_prompts, cli
-from sparrow_sglang.calibration_choice import (
+from sparrow_sglang.calibration import measure as calibration_measure
+from sparrow_sglang.calibration import prompts as calibration_prompts
+from sparrow_sglang.calibration.choice import (
     CalibrationError,
     Tokens,
     bin_tails,
     choose,
     closest,
 )
-from sparrow_sglang.calibration_engine import stop_waiting_when_it_dies
-from sparrow_sglang.calibration_prompts import builtin_prompts, read_prompts
-from sparrow_sglang.calibration_report import describe_misses, make_schedule
-from sparrow_sglang.calibration_store import UnitTokens, WorkFolder
+from sparrow_sglang.calibration.engine import stop_waiting_when_it_dies
+from sparrow_sglang.calibration.prompts import builtin_prompts, read_prompts
+from sparrow_sglang.calibration.report import describe_misses, make_schedule
+from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
+from sparrow_sglang.commands import calibrate, cli
+from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.tail import BinTail
 
 BIN = 64
 

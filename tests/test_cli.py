@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang import cli, doctor, models, serve
-from sparrow_sglang.doctor import Check
-from sparrow_sglang.engine_arguments import argument_names
+from sparrow_sglang import models
+from sparrow_sglang.commands import cli, doctor, serve
+from sparrow_sglang.commands.doctor import Check
+from sparrow_sglang.plugin.engine_arguments import argument_names
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_help_all_lists_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str
 
 
 def run(*argv: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "sparrow_sglang.cli", *argv]
+    command = [sys.executable, "-m", "sparrow_sglang.commands.cli", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -268,7 +269,7 @@ def test_doctor_refuses_another_sglang(tiny_llama: str, monkeypatch: pytest.Monk
 
 
 def test_doctor_sees_missing_hooks(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparrow_sglang import plugin
+    from sparrow_sglang.plugin import registration as plugin
 
     monkeypatch.setattr(plugin, "_is_applied", lambda hook: False)
     found = report(["--model-path", tiny_llama])

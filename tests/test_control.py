@@ -8,8 +8,8 @@ import torch
 from engines import start_engine
 from servers import start_server
 
-from sparrow_sglang.control import get_schedule, set_schedule
-from sparrow_sglang.endpoint import EndpointError
+from sparrow_sglang.client.control import get_schedule, set_schedule
+from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 pytestmark = pytest.mark.server

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shapes import GROUPED, MODELS, qwen
 
 from sparrow_sglang.attention_backends.reference import select_pages
-from sparrow_sglang.cost_model import (
+from sparrow_sglang.planning.cost_model import (
     GPUS,
     CostModelError,
     ModelShape,

@@ -6,7 +6,6 @@ import pytest
 import torch
 from pools import Pool, make_schedule
 
-from sparrow_sglang import hooks
 from sparrow_sglang.attention_backends import paged_decode
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
@@ -14,6 +13,7 @@ from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.plan_guard import PlanGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.plugin import scheduler_hooks as hooks
 
 SCHEDULE = make_schedule(16, 40, [16, 24])
 HEADS, DIM, CONTEXT = (8, 2), 64, 4096

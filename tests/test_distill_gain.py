@@ -8,11 +8,11 @@ import pytest
 from ascii_task import save_model_of_bytes
 from engines import import_for_fork, save_tiny_model
 
-from sparrow_sglang.benchmarks import distill_gain
-from sparrow_sglang.benchmarks.distill_result import gains
-from sparrow_sglang.calibration_choice import choose
+from sparrow_sglang.benchmarks.training import distill_gain
+from sparrow_sglang.benchmarks.training.distill_result import gains
+from sparrow_sglang.calibration.choice import choose
+from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedule import load_schedule
-from sparrow_sglang.tail import BinTail
 
 pytestmark = pytest.mark.engine
 

@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 import pytest
 
 import sparrow_sglang
-from sparrow_sglang import audit_report, cli
-from sparrow_sglang.benchmarks import decode_step, rollout_replay, serving
+from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
+from sparrow_sglang.benchmarks.steps import decode_step
+from sparrow_sglang.commands import cli
+from sparrow_sglang.plugin.registration.audit import statistics as audit_report
+from sparrow_sglang.plugin.server_args import FIELDS
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.tasks import load_task
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
-from sparrow_sglang.server_args import FIELDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = {f"docs/{path.name}": path for path in sorted((ROOT / "docs").glob("*.md"))}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from sparrow_sglang import cli, doctor
+from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.models import model_problem
 
 ALLOWED = "expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"

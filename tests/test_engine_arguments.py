@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from sparrow_sglang.engine_arguments import engine_arguments
+from sparrow_sglang.plugin.engine_arguments import engine_arguments
 
 
 def test_arguments_of_sglang_and_ours_are_taken_as_they_are() -> None:
@@ -34,7 +34,7 @@ def test_anything_else_is_named_with_what_is_allowed(text: str, message: str) ->
 
 def test_nobody_waits_for_sglang_to_be_told() -> None:
     code = (
-        "import sys; from sparrow_sglang.engine_arguments import unknown_argument\n"
+        "import sys; from sparrow_sglang.plugin.engine_arguments import unknown_argument\n"
         "assert unknown_argument(['tp_sise'])\n"
         "sys.exit(' '.join({'torch', 'sglang'} & set(sys.modules)) or 0)"
     )

@@ -9,8 +9,13 @@ import torch
 from engines import SCHEDULE, random_prompt, start_engine
 from oracle import ContractModel
 
-from sparrow_sglang.endpoint import connect
-from sparrow_sglang.exact_acceptance import comparing_request, exact_rates, record_into, recording
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.plugin.exact_acceptance import (
+    comparing_request,
+    exact_rates,
+    record_into,
+    recording,
+)
 
 pytestmark = pytest.mark.server
 

@@ -172,7 +172,7 @@ def test_a_plan_waits_until_the_one_before_has_left_pinned_memory():
 
 @pytest.mark.parametrize("num_q_heads", [16, 32])
 def test_stock_decode_reads_its_own_plan_while_the_next_one_is_made(num_q_heads):
-    from sparrow_sglang.benchmarks.crash_probes import plan_case
+    from sparrow_sglang.benchmarks.kernels.crash_probes import plan_case
 
     guarded = plan_case(num_q_heads, guarded=True, attend=True)
     assert guarded["plans_differ"] and guarded["first_plan_intact"]
@@ -184,7 +184,7 @@ def test_stock_decode_reads_its_own_plan_while_the_next_one_is_made(num_q_heads)
 @pytest.mark.parametrize("rows, keys", [(1, 192), (64, 192), (100, 320), (128, 448)])
 @pytest.mark.parametrize("shift", [0.0, -120.0])
 def test_masked_attention_of_the_trainer_has_finite_gradients(rows, keys, shift):
-    from sparrow_sglang.benchmarks.crash_probes import cudnn_case
+    from sparrow_sglang.benchmarks.kernels.crash_probes import cudnn_case
 
     found = cudnn_case("trusted", rows, keys, shift)
     assert found["not_finite"] == [0, 0, 0]

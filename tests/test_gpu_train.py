@@ -7,19 +7,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.calibration_prompts import builtin_prompts, tokenizer_of
+from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
-from sparrow_sglang.rl import sparse_policy
-from sparrow_sglang.rl.checkpoint import Checkpoints, State
-from sparrow_sglang.rl.chunked_logprobs import token_logprobs, token_logprobs_and_entropies
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig, TrainConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
-from sparrow_sglang.rl.engine import LocalEngine
-from sparrow_sglang.rl.packed_attention import padding
+from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.policy import sparse_policy
+from sparrow_sglang.rl.policy.chunked_logprobs import token_logprobs, token_logprobs_and_entropies
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.packed_attention import padding
+from sparrow_sglang.rl.policy.selected_attention import attend_by_blocks, block_mask
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule, attend_by_rows
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.selected_attention import attend_by_blocks, block_mask
-from sparrow_sglang.rl.sparse_policy import SparseRule, attend_by_rows
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -12,7 +12,7 @@ import pytest
 from engines import random_prompt
 from servers import start_server
 
-from sparrow_sglang.endpoint import connect
+from sparrow_sglang.client.endpoint import connect
 
 DASHBOARD = Path(__file__).parents[1] / "examples" / "openai_server" / "grafana.json"
 # Put on by Prometheus, which scrapes.

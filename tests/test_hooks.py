@@ -46,7 +46,7 @@ class TestLandmarkMemory:
     def reserved(self, monkeypatch):
         from sglang.srt import runtime_context
 
-        from sparrow_sglang import hooks
+        from sparrow_sglang.plugin import scheduler_hooks as hooks
 
         monkeypatch.setattr(
             runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2)

@@ -7,14 +7,14 @@ import pytest
 import torch
 from configs import save_config
 
-from sparrow_sglang import doctor
-from sparrow_sglang.kernel_limits import (
+from sparrow_sglang.attention_backends.kernel_limits import (
     HEAD_DIMS,
     MAX_GROUP,
     MAX_PAGES,
     dense_backend,
     kernel_problems,
 )
+from sparrow_sglang.commands import doctor
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
 
@@ -103,7 +103,7 @@ def test_dtype(problems):
 
 
 def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
-    from sparrow_sglang.server_args import _check_resolved
+    from sparrow_sglang.plugin.server_args import _check_resolved
 
     args = make_args(folder_of(tmp_path / "model", {"head_dim": 48}))
     _check_resolved(args)

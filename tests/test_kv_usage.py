@@ -5,7 +5,7 @@ from contract import budget_pages
 
 from sparrow_sglang.kv_usage import KvRule, KvUsage
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.request_options import RequestOption
+from sparrow_sglang.requests import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 GROWING = BudgetSchedule(name="grows", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 112))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparrow_sglang.benchmarks import learning_curves, parallel_runs
 from sparrow_sglang.benchmarks.comparison_tables import learning_table
 from sparrow_sglang.benchmarks.result_files import Run
+from sparrow_sglang.benchmarks.training import learning_curves, parallel_runs
 from sparrow_sglang.rl.config import TrainConfig
 
 CONFIG = Path(__file__).parents[1] / "examples" / "story_curves.toml"

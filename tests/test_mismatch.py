@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from sparrow_sglang.mismatch import (
+from sparrow_sglang.mismatch.acceptance import (
     acceptance_bounds,
     acceptance_rate,
     mean_acceptance_from_samples,

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from sparrow_sglang.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
+from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
 
 
 def rows(request_id: str, tokens: int = 10, seed: int = 0) -> TokenRows:

@@ -17,8 +17,8 @@ from oracle import ContractModel
 from servers import start_server
 
 from sparrow_sglang import measure_acceptance, push_adapter, score_dense
-from sparrow_sglang.control import get_schedule, set_schedule
-from sparrow_sglang.endpoint import EndpointError, connect
+from sparrow_sglang.client.control import get_schedule, set_schedule
+from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = pytest.mark.server

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from sparrow_sglang.cost_model import (
+from sparrow_sglang.commands.plan import add_parser
+from sparrow_sglang.planning.cost_model import (
     GPUS,
     ModelShape,
     Workload,
@@ -20,7 +21,6 @@ from sparrow_sglang.cost_model import (
     rollout_costs,
     step_costs,
 )
-from sparrow_sglang.plan import add_parser
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
@@ -224,7 +224,7 @@ def test_lengths_stay_within_the_models_context(plan: Plan, tmp_path: Path) -> N
 
 def test_answers_at_once_and_without_torch() -> None:
     code = (
-        "import argparse, sys; from sparrow_sglang.plan import add_parser;"
+        "import argparse, sys; from sparrow_sglang.commands.plan import add_parser;"
         "parser = argparse.ArgumentParser(); add_parser(parser.add_subparsers());"
         f"args = parser.parse_args(['plan', '--model-path', {MODEL!r}]); args.run(args);"
         "sys.exit(any(name in sys.modules for name in ('torch', 'sglang', 'scipy')))"

@@ -9,7 +9,7 @@ import torch
 from engines import NUM_LAYERS, VOCAB_SIZE, flush, save_tiny_model, start_engine
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang import platform
+from sparrow_sglang.plugin import platform
 
 pytestmark = pytest.mark.engine
 
@@ -73,7 +73,7 @@ class TestActivate:
         monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: None)
 
     def test_a_machine_without_accelerator(self):
-        assert platform.activate() == "sparrow_sglang.cpu_platform:SparrowCpuPlatform"
+        assert platform.activate() == "sparrow_sglang.plugin.cpu.platform:SparrowCpuPlatform"
 
     @pytest.mark.parametrize("device", ["cuda", "xpu", "backends.mps"])
     def test_declines_next_to_an_accelerator(self, monkeypatch, device):
@@ -99,7 +99,7 @@ class TestAllocator:
     def allocators(self):
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-        from sparrow_sglang.cpu_allocator import TorchPagedAllocator
+        from sparrow_sglang.plugin.cpu.allocator import TorchPagedAllocator
 
         arguments = (40 * PAGE, PAGE, torch.float32, "cpu", None, False)
         return TorchPagedAllocator(*arguments), PagedTokenToKVPoolAllocator(*arguments)
@@ -310,6 +310,6 @@ def test_two_ranks(tmp_path):
 def test_sglang_uses_the_platform():
     from sglang.srt.platforms import current_platform
 
-    from sparrow_sglang.cpu_platform import SparrowCpuPlatform
+    from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
 
     assert isinstance(current_platform, SparrowCpuPlatform)

@@ -177,7 +177,7 @@ by_call = ServerArgs(
 built = [by_cli, by_prefix, by_call, pickle.loads(pickle.dumps(by_call))]
 print("RESULT" + json.dumps({
     "plugins_loaded": plugins._plugins_loaded,
-    "plugin_imported": "sparrow_sglang.plugin" in sys.modules,
+    "plugin_imported": "sparrow_sglang.plugin.registration" in sys.modules,
     "built": [[a.attention_backend, a.sparrow_schedule, a.page_size] for a in built],
     "as_dict": dataclasses.asdict(by_call)["sparrow_schedule"],
     "default": ServerArgs(model_path=model).page_size,
@@ -276,7 +276,7 @@ class TestBrokenPlugin:
     def registration(self, monkeypatch, tiny_llama):
         with start_engine(tiny_llama):
             pass  # From here on SGLang has loaded its plugins in this process.
-        from sparrow_sglang import plugin
+        from sparrow_sglang.plugin import registration as plugin
 
         monkeypatch.setattr(plugin._Registration, "error", None)
         monkeypatch.setattr(plugin._Registration, "wanted", plugin._Registration.wanted)
@@ -289,7 +289,7 @@ class TestBrokenPlugin:
         return capfd.readouterr().err
 
     def test_plugin_raises(self, registration, tiny_llama, monkeypatch, capfd):
-        from sparrow_sglang import plugin
+        from sparrow_sglang.plugin import registration as plugin
 
         def fail() -> None:
             raise AttributeError("SGLang has changed")

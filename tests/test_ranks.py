@@ -10,10 +10,11 @@ import pytest
 from adapted_models import save_adapter
 from engines import random_prompt, save_tiny_model, start_engine
 
-from sparrow_sglang import push_adapter, server_control
-from sparrow_sglang.control import get_schedule, set_schedule
-from sparrow_sglang.control_channel import ControlError, idle, rank_name
-from sparrow_sglang.endpoint import EndpointError
+from sparrow_sglang import push_adapter
+from sparrow_sglang.client.control import get_schedule, set_schedule
+from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.plugin import control as server_control
+from sparrow_sglang.plugin.control_channel import ControlError, idle, rank_name
 from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = pytest.mark.server

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang import record
+from sparrow_sglang import provenance as record
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ class TestRunner:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        from sparrow_sglang.refusals import runner_problems
+        from sparrow_sglang.plugin.refusals import runner_problems
 
         def find(
             layer: dict,
@@ -280,7 +280,7 @@ class TestRunner:
         """A new one in another SGLang must be decided on, not ignored."""
         from sglang.srt.layers.radix_attention import RadixAttention
 
-        from sparrow_sglang.attention_layers import EQUAL, KNOWN, PLAIN, SCALES
+        from sparrow_sglang.plugin.attention_layers import EQUAL, KNOWN, PLAIN, SCALES
 
         layer = RadixAttention(4, 16, 0.25, 2, layer_id=3)
         own = set(vars(layer)) - set(vars(torch.nn.Module()))

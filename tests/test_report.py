@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from report_inputs import BIN, MOVED_AT, TARGETS, write_calibration, write_rollout, write_run
 
-from sparrow_sglang import cli
+from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule import BudgetSchedule
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from report_inputs import write_calibration, write_rollout, write_run
 
-from sparrow_sglang import cli
+from sparrow_sglang.commands import cli
 
 PHONE, DESK = (390, 844), (1280, 900)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

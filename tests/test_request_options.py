@@ -7,7 +7,7 @@ from engines import flush, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.loaded_schedules import MAX_LOADED, LoadedSchedules
-from sparrow_sglang.request_options import DEFAULT, RequestOption, RequestOptionError
+from sparrow_sglang.requests import DEFAULT, RequestOption, RequestOptionError
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 pytestmark = pytest.mark.server

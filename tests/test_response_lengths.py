@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.response_lengths import read_lengths
+from sparrow_sglang.planning.response_lengths import read_lengths
 
 
 @pytest.mark.parametrize("text", ["[7, 5, 9]", '7\n\n{"length": 5, "reward": 1}\n9\n'])

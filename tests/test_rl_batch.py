@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.data_order import prompts_of_step
 from sparrow_sglang.rl.metrics import kv_metrics
-from sparrow_sglang.rl.run_log import RunLog
+from sparrow_sglang.rl.runs.data_order import prompts_of_step
+from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from sglang.srt.configs.model_config import _get_and_verify_dtype
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sparrow_sglang.rl.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig, TrainConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 
 SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9), [5, 6])]
 

@@ -7,7 +7,7 @@ import pytest
 
 from sparrow_sglang.rl.collapse import ALARM, ENTROPY, TAIL, WINDOW, collapse_alarm
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.run_log import RunLog, step_line
+from sparrow_sglang.rl.runs.log import RunLog, step_line
 
 STUDY = Path(__file__).parents[1] / "examples" / "stability" / "results" / "metrics"
 REST = {

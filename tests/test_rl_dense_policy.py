@@ -20,16 +20,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sparrow_sglang.rl import dense_policy
-from sparrow_sglang.rl.chunked_logprobs import (
+from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.policy import dense_policy
+from sparrow_sglang.rl.policy.chunked_logprobs import (
     logits_of,
     token_logprobs,
     token_logprobs_and_entropies,
 )
-from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy
-from sparrow_sglang.rl.packed_attention import like_lengths
-from sparrow_sglang.rl.packing import pack
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.packed_attention import like_lengths
+from sparrow_sglang.rl.policy.packing import pack
 
 VOCAB = 199
 SIZES = {
@@ -341,7 +341,7 @@ class LargestAllocation(TorchDispatchMode):
 
 def test_no_tensor_of_positions_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one of positions times positions, which a mask over the pack would be."""
-    from sparrow_sglang.rl import chunked_logprobs
+    from sparrow_sglang.rl.policy import chunked_logprobs
 
     for compute in (token_logprobs, token_logprobs_and_entropies):
         chunked = partial(compute, chunk_elements=64 * VOCAB)

@@ -11,11 +11,10 @@ from scipy.special import log_softmax
 from test_rl_engine import SERVER_ARGS
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl import distill, sparse_policy
+from sparrow_sglang.rl import distill
 from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig, ModelConfig, OptimiserConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy
 from sparrow_sglang.rl.distill import (
     ADAPTER,
     PolicyTerm,
@@ -24,9 +23,11 @@ from sparrow_sglang.rl.distill import (
     lora_arguments,
     top_k_kl,
 )
-from sparrow_sglang.rl.engine import LocalEngine
+from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.policy import sparse_policy
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.sparse_policy import SparseRule
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 

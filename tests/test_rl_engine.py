@@ -12,11 +12,11 @@ from oracle import ContractModel
 from test_sparse_decode import FP32, SCHEDULE, tokens
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl.buckets import pack
-from sparrow_sglang.rl.engine import EngineDied, LocalEngine
+from sparrow_sglang.client.scoring import score_dense
+from sparrow_sglang.rl.engines.buckets import pack
+from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
 from sparrow_sglang.rl.rollout import RolloutError, Sampling, group_request, to_group
 from sparrow_sglang.rl.types import Prompt
-from sparrow_sglang.scoring import score_dense
 
 pytestmark = pytest.mark.engine
 

@@ -21,14 +21,15 @@ from test_rl_engine import ALL, FP32, PROMPTS, SERVER_ARGS, error
 from test_rl_trainer import settings
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl import ray_engines, train, weight_broadcast
-from sparrow_sglang.rl.buckets import Weights, pack
+from sparrow_sglang.rl import train
 from sparrow_sglang.rl.config import EngineConfig
-from sparrow_sglang.rl.engine import EngineDied
-from sparrow_sglang.rl.ray_engines import RayEngines
+from sparrow_sglang.rl.engines import ray_engines, weight_broadcast
+from sparrow_sglang.rl.engines.buckets import Weights, pack
+from sparrow_sglang.rl.engines.engine import EngineDied
+from sparrow_sglang.rl.engines.ray_engines import RayEngines
+from sparrow_sglang.rl.engines.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS
-from sparrow_sglang.rl.weight_broadcast import WeightBroadcast
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from sparrow_sglang.rl.rewards import RewardPool, without_truncated
+from sparrow_sglang.rl.tasks.rewards import RewardPool, without_truncated
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 

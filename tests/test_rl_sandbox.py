@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparrow_sglang.rl import sandbox_cgroup
-from sparrow_sglang.rl.confine import ARCHITECTURES, CLONE, DENIED
-from sparrow_sglang.rl.rewards import RewardPool
-from sparrow_sglang.rl.sandbox import (
+from sparrow_sglang.rl.tasks import sandbox_cgroup
+from sparrow_sglang.rl.tasks.code import reward
+from sparrow_sglang.rl.tasks.confine import ARCHITECTURES, CLONE, DENIED
+from sparrow_sglang.rl.tasks.rewards import RewardPool
+from sparrow_sglang.rl.tasks.sandbox import (
     FIRST_UID,
     KINDS,
     NUM_UIDS,
@@ -29,7 +30,6 @@ from sparrow_sglang.rl.sandbox import (
     sandbox_problem,
     weaknesses,
 )
-from sparrow_sglang.rl.tasks.code import reward
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 PATIENT = Limits(wall_clock_s=20.0)
@@ -456,7 +456,7 @@ def test_a_control_group_is_made_where_controllers_are_handed_on(
 def test_without_bubblewrap_programs_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparrow_sglang.rl.sandbox.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("sparrow_sglang.rl.tasks.sandbox.shutil.which", lambda *_, **__: None)
     with pytest.raises(SandboxError, match="bwrap is not installed") as caught:
         check_sandbox("bubblewrap")
     message = str(caught.value)

@@ -7,12 +7,12 @@ from engines import random_prompt
 from oracle import ContractModel
 from scipy.special import softmax
 
-from sparrow_sglang.rl import sparse_policy
 from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
-from sparrow_sglang.rl.dense_policy import DensePolicy
-from sparrow_sglang.rl.packed_attention import padding
-from sparrow_sglang.rl.selected_attention import BLOCK, block_mask
-from sparrow_sglang.rl.sparse_policy import SparseRule
+from sparrow_sglang.rl.policy import sparse_policy
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.packed_attention import padding
+from sparrow_sglang.rl.policy.selected_attention import BLOCK, block_mask
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
 
 CPU = torch.device("cpu")

@@ -14,11 +14,12 @@ from ascii_task import rows
 from scipy.stats import entropy
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.cli import main
-from sparrow_sglang.rl import run, trainer
+from sparrow_sglang.commands.cli import main
+from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.loss import PolicyLoss
 from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.runs import run
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 

@@ -18,13 +18,14 @@ from ascii_task import rows
 from engines import import_for_fork
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.cli import main
-from sparrow_sglang.rl import run, trainer
-from sparrow_sglang.rl.checkpoint import CheckpointError, owned
+from sparrow_sglang.commands.cli import main
+from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.engine import EngineDied, LocalEngine
-from sparrow_sglang.rl.run_record import RUN_FILE, read_starts
-from sparrow_sglang.rl.setup import prepare
+from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.runs import run
+from sparrow_sglang.rl.runs.checkpoint import CheckpointError, owned
+from sparrow_sglang.rl.runs.record import RUN_FILE, read_starts
+from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS
 
 pytestmark = pytest.mark.engine

@@ -10,16 +10,16 @@ from servers import start_server
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang import measure_acceptance
-from sparrow_sglang.endpoint import EndpointError, connect
-from sparrow_sglang.mismatch import acceptance_bounds, acceptance_rate
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.scoring import (
+from sparrow_sglang.client.endpoint import EndpointError, connect
+from sparrow_sglang.client.scoring import (
     SparseScores,
     dense_scores,
     recorded_scores,
     score_dense,
     scoring_request,
 )
+from sparrow_sglang.mismatch.acceptance import acceptance_bounds, acceptance_rate
+from sparrow_sglang.requests import RequestOption
 
 pytestmark = pytest.mark.server
 

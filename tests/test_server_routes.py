@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sparrow_sglang.server_routes import with_early_errors
+from sparrow_sglang.plugin.routes import with_early_errors
 
 ERROR = {"error": {"message": "wrong", "code": 413}}
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]

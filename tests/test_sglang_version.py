@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparrow_sglang import refusals, server_args
-from sparrow_sglang.refusals import SUPPORTED_SGLANG, UnsupportedError
-from sparrow_sglang.serve import ServeError, parse_server_args
+from sparrow_sglang.commands.serve import ServeError, parse_server_args
+from sparrow_sglang.plugin import refusals, server_args
+from sparrow_sglang.plugin.refusals import SUPPORTED_SGLANG, UnsupportedError
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -59,7 +59,7 @@ def test_arguments_of_an_engine(newer: str, tiny_llama: str) -> None:
 def test_no_hook_is_put_into_another_version(newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sparrow_sglang import plugin
+    from sparrow_sglang.plugin import registration as plugin
 
     monkeypatch.setattr(plugin._Registration, "error", None)
     monkeypatch.setattr(plugin._Registration, "wanted", plugin._Registration.wanted)
@@ -71,7 +71,7 @@ def test_no_hook_is_put_into_another_version(newer: str, monkeypatch: pytest.Mon
 
 
 def test_a_scheduler_does_not_start(newer: str) -> None:
-    from sparrow_sglang.plugin import build_backend
+    from sparrow_sglang.plugin.registration import build_backend
 
     with pytest.raises(UnsupportedError, match=newer):
         build_backend(SimpleNamespace())

@@ -14,8 +14,8 @@ from adapted_models import save_adapter, save_model_of_words
 from servers import start_server
 
 from sparrow_sglang import push_adapter
-from sparrow_sglang.benchmarks.soak_load import Load, Traffic
-from sparrow_sglang.endpoint import connect
+from sparrow_sglang.benchmarks.rollouts.soak_load import Load, Traffic
+from sparrow_sglang.client.endpoint import connect
 
 pytestmark = pytest.mark.server
 

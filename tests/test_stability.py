@@ -13,7 +13,7 @@ import pytest
 import torch
 from engines import import_for_fork
 
-from sparrow_sglang.benchmarks.parallel_runs import run_all, toml_lines
+from sparrow_sglang.benchmarks.training.parallel_runs import run_all, toml_lines
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.tasks import chat_render, load_task
@@ -514,7 +514,7 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_the_engine_gives_back_the_words_that_are_judged(tmp_path: Path) -> None:
     import_for_fork()
-    from sparrow_sglang.rl.engine import LocalEngine
+    from sparrow_sglang.rl.engines.engine import LocalEngine
     from sparrow_sglang.rl.rollout import Sampling
 
     settings = tiny()

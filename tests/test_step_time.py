@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from shapes import GROUPED, qwen
 
-from sparrow_sglang.cost_model import CostModelError, rollout_costs, step_costs
+from sparrow_sglang.planning.cost_model import CostModelError, rollout_costs, step_costs
+from sparrow_sglang.planning.step_time import MeasuredStep, StepTimeFit, fit_step_time
 from sparrow_sglang.schedule import load_schedule
-from sparrow_sglang.step_time import MeasuredStep, StepTimeFit, fit_step_time
 
 
 def test_recovers_bandwidth_and_constant() -> None:

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from sparrow_sglang.mismatch import TailStatistics, fit_tail_beta
+from sparrow_sglang.mismatch.acceptance import TailStatistics, fit_tail_beta
 
 GRID_ERROR = 2.5e-4
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-# `sparrow_sglang.kernel_limits` refuses servers by the same numbers, before they load a model.
+# `kernel_limits` refuses servers by the same numbers, before they load a model.
 PAGE_SIZES = (16, 32, 64)
 # Tiles of 80 and 96 columns are padded to 128.
 HEAD_DIMS = (64, 80, 96, 128, 256)

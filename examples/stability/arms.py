@@ -8,7 +8,7 @@ from pathlib import Path
 
 from study_settings import StudySettings
 
-from sparrow_sglang.benchmarks.parallel_runs import RunPlan, merged
+from sparrow_sglang.benchmarks.training.parallel_runs import RunPlan, merged
 from sparrow_sglang.rl.config import TrainConfig
 
 

@@ -25,9 +25,9 @@ from findings import (
     summarise,
 )
 
-from sparrow_sglang.benchmarks.distill_result import BOLDER, GIVEN, PAIRS, gains
+from sparrow_sglang.benchmarks.training.distill_result import BOLDER, GIVEN, PAIRS, gains
+from sparrow_sglang.mismatch.tail import BIN_TOKENS
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.tail import BIN_TOKENS
 
 PAGE = "README.md"
 CURVES = {

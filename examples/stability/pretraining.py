@@ -26,7 +26,7 @@ from graph_walk import (
 from study_settings import PretrainSettings, StudySettings
 
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.record import provenance
+from sparrow_sglang.provenance import provenance
 
 ROPE_THETA = 1e6
 GRAD_CLIP = 1.0

@@ -28,10 +28,10 @@ from pretraining import pretrain
 from study_settings import CALIBRATED, StudySettings
 
 from sparrow_sglang.benchmarks.command import exit_on_sigterm
-from sparrow_sglang.benchmarks.parallel_runs import RunFailed, RunPlan, run_all
+from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, run_all
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.record import write_result
-from sparrow_sglang.rl.run_log import METRICS_FILE
+from sparrow_sglang.provenance import write_result
+from sparrow_sglang.rl.runs.log import METRICS_FILE
 
 SETTINGS = Path(__file__).with_name("study.toml")
 # Graphs that no run trains on or is evaluated on.
@@ -121,7 +121,7 @@ def calibrate(settings: StudySettings, model: Path, results: Path) -> None:
         "--new-tokens": [settings.walk.response_tokens()],
         "--engine-args": [json.dumps(settings.server_args)],
     }
-    _run("the calibration", ["sparrow_sglang.cli", "calibrate"], options)
+    _run("the calibration", ["sparrow_sglang.commands.cli", "calibrate"], options)
 
 
 def distil(
@@ -149,7 +149,7 @@ def distil(
         "--new-tokens": [settings.walk.response_tokens()],
         "--engine-args": [json.dumps(settings.server_args)],
     }
-    _run("the distillation", ["sparrow_sglang.benchmarks.distill_gain"], options)
+    _run("the distillation", ["sparrow_sglang.benchmarks.training.distill_gain"], options)
     out.rename(result)
 
 

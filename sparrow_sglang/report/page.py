@@ -98,7 +98,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def provenance(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Device, versions, commit, command and date of what `sparrow_sglang.record` has recorded."""
+    """Device, versions, commit, command and date that a result file carries."""
     packages = fields.get("packages", {})
     kept = {key: fields[key] for key in ("date", "device", "python") if key in fields}
     kept |= {name: found for name, found in packages.items() if found}

@@ -8,8 +8,8 @@ from typing import Any
 
 from sparrow_sglang.report.charts import Line
 from sparrow_sglang.report.page import ReportError
-from sparrow_sglang.rl.run_log import EVENTS_FILE, METRICS_FILE
-from sparrow_sglang.rl.run_record import RUN_FILE, read_starts
+from sparrow_sglang.rl.runs.log import EVENTS_FILE, METRICS_FILE
+from sparrow_sglang.rl.runs.record import RUN_FILE, read_starts
 
 Row = dict[str, float]
 

@@ -1,0 +1,1 @@
+"""The kernels of one layer: their time, their errors, their peers."""

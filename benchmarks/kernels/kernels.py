@@ -1,0 +1,243 @@
+"""`sparrow bench kernels`: the kernels of a sparse decode step against their bytes floor.
+
+Every case is checked against the torch definition before it is timed. Times are of CUDA graph
+replays over input sets that do not fit in the L2 cache.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.kernels import decode, landmark, select
+from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
+from sparrow_sglang.benchmarks.bandwidth import copy_bandwidth
+from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.kernels.cases import (
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    PAGE_SIZE,
+    DecodeCase,
+    Launch,
+    Pools,
+    SelectCase,
+    Shape,
+    replay_us,
+)
+from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
+from sparrow_sglang.provenance import provenance, write_result
+
+DESCRIPTION = """\
+Time the GPU kernels of one layer of a sparse decode step, and what other libraries offer for the
+same work, each after a check against the plain torch definition. The floor is the bytes that a
+kernel must move over the copy bandwidth measured at the start.
+"""
+EXAMPLES = """\
+  sparrow bench kernels --quick                            main shapes only, without other libraries
+  sparrow bench kernels --out kernels.json                 everything
+"""
+# KV pools and landmarks of 2**20 tokens take 7 GB, the buffers of the bandwidth test 9 GB.
+_MEMORY_GB = 24
+# Pages of the published 0.86 schedules, rounded; they set how much the select kernel writes.
+_BUDGETS = {4096: 96, 16384: 192, 32768: 256, 65536: 320}
+_QUICK_SELECT = [(1, 32768), (16, 32768), (64, 16384)]
+_SELECT = list(itertools.product((1, 16, 64, 256), (4096, 16384, 32768, 65536)))
+_QUICK_DECODE = [
+    Shape(1, 32768, 256),
+    Shape(16, 32768, 256),
+    Shape(16, 32768, 320, group=4),
+    Shape(64, 16384, 192),
+    Shape(256, 4096, 96),
+]
+_DENSE = [Shape(16, 32768, 2048), Shape(64, 2048, 128, group=4), Shape(1, 8192, 512)]
+
+
+class Table:
+    """Rows measured so far; a row that fails says why and the run goes on."""
+
+    def __init__(self, bandwidth: float, out: Path | None) -> None:
+        self.bandwidth = bandwidth
+        self.out = out
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, name: str, num_bytes: int, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure and print one row; `measure` checks the result and returns what to record."""
+        floor = num_bytes / self.bandwidth * 1e6
+        row: dict[str, Any] = {"name": name, "bytes": num_bytes, "floor_us": round(floor, 2)}
+        self.rows.append(row)
+        try:
+            row.update(measure())
+        except Exception as failure:  # a missing peer, or a variant that does not fit the chip
+            row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
+            print(f"{name:<58} {floor:8.1f}   failed: {row['failed'][:110]}", flush=True)
+        else:
+            share = 100 * floor / row["us"]
+            print(f"{name:<58} {floor:8.1f} {row['us']:8.1f} {share:6.0f} %", flush=True)
+        if self.out:
+            # After every row: a run that is cut short keeps what it has measured.
+            result = {**provenance(), "copy_bandwidth": self.bandwidth, "rows": self.rows}
+            write_result(self.out, result)
+
+
+def _measure(case: Callable[[], Any], launch: Any = None) -> dict[str, Any]:
+    """Check, then time one launch shape of a case; its own default one if none is given."""
+    launch = launch or case().launch_shape
+    error = case().check(launch)
+    us = replay_us(case().launches(launch))
+    return {"us": round(us, 2), "error": error, "launch": launch._asdict()}
+
+
+def _select_name(shape: Shape) -> str:
+    return f"select bs {shape.batch} context {shape.context // 1024}K"
+
+
+def _decode_name(shape: Shape) -> str:
+    kind = "dense" if shape.budget_pages >= shape.pages else "decode"
+    return f"{kind} bs {shape.batch} pages {shape.budget_pages} group {shape.group}"
+
+
+def time_landmarks(table: Table, pools: Pools) -> None:
+    """Bulk landmarks of a batch of 16 at 32K."""
+    shape = Shape(16, 32768, 256)
+    pages = len(pools.k) // PAGE_SIZE
+    page_table = shape.page_table(pools, 0, pages - 1)
+    lengths, none = (torch.full((16,), n, dtype=torch.int32, device="cuda") for n in (32768, 0))
+    written = torch.full_like(pools.landmarks[:pages], torch.nan)
+
+    def bulk() -> None:
+        landmark.update_landmarks_bulk(
+            pools.k,
+            written,
+            page_table,
+            lengths,
+            none,
+            page_size=PAGE_SIZE,
+            max_pages=shape.pages,
+        )
+
+    def check() -> float:
+        bulk()
+        chosen = page_table[:2].flatten().long()
+        keys = pools.k.view(pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)[chosen]
+        gap = (written[chosen].float() - reference.page_landmarks(keys).float()).abs().max()
+        if not gap <= 2**-7:
+            raise ValueError(f"landmarks differ by {gap:.1e}: expected at most one bf16 step")
+        return float(gap)
+
+    def measure_bulk() -> dict[str, Any]:
+        return {"error": check(), "us": round(replay_us([bulk]), 2)}
+
+    read = 16 * 32768 * NUM_KV_HEADS * HEAD_DIM * 2
+    table.add("landmarks of a batch of 16 at 32K", read + read // 16, measure_bulk)
+
+
+def time_snapshot(table: Table, pools: Pools) -> None:
+    """Page table snapshots of a batch of 16 at 32K."""
+    shape = Shape(16, 32768, 256)
+    page_table = shape.page_table(pools, 0, len(pools.k) // PAGE_SIZE - 1)
+    lengths = torch.full((16,), 32768, dtype=torch.int32, device="cuda")
+    slots = (page_table[..., None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).int()
+    req_to_token = slots.view(16, -1)
+    copies = [torch.full_like(page_table, -7) for _ in range(2)]
+    rows = torch.arange(16, device="cuda")
+
+    def snapshot(copy: torch.Tensor) -> Launch:
+        return lambda: snapshot_page_table(req_to_token, rows, lengths, copy, page_size=PAGE_SIZE)
+
+    def measure() -> dict[str, Any]:
+        snapshot(copies[0])()
+        if not torch.equal(copies[0], page_table):
+            raise ValueError("the snapshot differs from the page table")
+        return {"us": round(replay_us([snapshot(copy) for copy in copies]), 2)}
+
+    # A 32-byte sector for each entry read, 4 bytes written.
+    table.add("page table snapshot, bs 16 at 32K", 36 * page_table.numel(), measure)
+
+
+def time_cases(table: Table, pools: Pools, quick: bool) -> None:
+    """Our kernels as they launch by default."""
+    for batch, context in _QUICK_SELECT if quick else _SELECT:
+        shape = Shape(batch, context, _BUDGETS[context])
+        selecting = cache(partial(SelectCase, pools, shape))
+        table.add(_select_name(shape), shape.select_bytes, partial(_measure, selecting))
+    for shape in _QUICK_DECODE if quick else _QUICK_DECODE + _DENSE:
+        attending = cache(partial(DecodeCase, pools, shape))
+        table.add(_decode_name(shape), shape.decode_bytes, partial(_measure, attending))
+
+
+def time_peers(table: Table, pools: Pools) -> None:
+    """The libraries on the main shapes; FlashInfer compiles at its first call on a machine."""
+
+    def measure(peer: Callable[[Any], list[Launch]], case: Callable[[], Any]) -> dict[str, Any]:
+        return {"us": round(replay_us(peer(case())), 2)}
+
+    for shape in (Shape(16, 32768, 256), Shape(1, 32768, 256)):
+        selecting = cache(partial(SelectCase, pools, shape))
+        for name, select_peer in SELECT_PEERS.items():
+            title = f"{_select_name(shape)}: {name}"
+            table.add(title, shape.select_bytes, partial(measure, select_peer, selecting))
+    for shape in [*_QUICK_DECODE, _DENSE[0]]:
+        attending = cache(partial(DecodeCase, pools, shape))
+        for name, decode_peer in DECODE_PEERS.items():
+            title = f"{_decode_name(shape)}: {name}"
+            table.add(title, shape.decode_bytes, partial(measure, decode_peer, attending))
+
+
+def sweep(table: Table, pools: Pools) -> None:
+    """Launch shapes around the default ones, each checked before it is timed."""
+    tiles = [(128, 3, 4), (128, 2, 4), (64, 3, 4), (64, 4, 4), (128, 3, 8)]
+    for shape, splits, warp_counts in (
+        (Shape(16, 32768, 256), (1, 2, 4), (4, 8)),
+        (Shape(1, 32768, 256), (8, 16), (4,)),
+        (Shape(64, 16384, 192), (1, 2), (4,)),
+    ):
+        selecting = cache(partial(SelectCase, pools, shape))
+        choices = itertools.product(splits, warp_counts, tiles)
+        for split, warps, (block, stages, radix) in choices:
+            launch = select.SelectLaunch(split, block, warps, stages, radix)
+            name = f"{_select_name(shape)} s{split} n{block} w{warps} st{stages} r{radix}"
+            table.add(name, shape.select_bytes, partial(_measure, selecting, launch))
+    for shape, splits in ((Shape(16, 32768, 256), (2, 4, 8)), (Shape(1, 32768, 256), (16, 32))):
+        attending = cache(partial(DecodeCase, pools, shape))
+        variants = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (64, 2, 5), (32, 2, 5), (32, 1, 5)]
+        for split, (block, warps, stages) in itertools.product(splits, variants):
+            shaped = decode.DecodeLaunch(split, block, warps, stages)
+            name = f"{_decode_name(shape)} s{split} n{block} w{warps} st{stages}"
+            table.add(name, shape.decode_bytes, partial(_measure, attending, shaped))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit code is 1 if one of our kernels failed, 2 without a GPU."""
+    parser = benchmark_parser("kernels", DESCRIPTION, EXAMPLES)
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--quick", action="store_true", help="main shapes only, no peers")
+    parser.add_argument("--sweep", action="store_true", help="launch shapes instead of cases")
+    args = parser.parse_args(argv)
+    require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
+    if args.out:
+        prepare_out(parser, args.out)
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s; floor = bytes at that rate", flush=True)
+    print(f"{'':<58} {'floor us':>8} {'us':>8}  of floor", flush=True)
+    table = Table(bandwidth, args.out)
+    small = args.quick or args.sweep
+    pools = Pools.random(tokens=2**20, landmark_pages=2**17 if small else 2**20)
+    if args.sweep:
+        sweep(table, pools)
+    else:
+        time_landmarks(table, pools)
+        time_snapshot(table, pools)
+        time_cases(table, pools, args.quick)
+        if not args.quick:
+            time_peers(table, pools)
+    ours_failed = [row for row in table.rows if "failed" in row and ": " not in row["name"]]
+    return 1 if ours_failed and not args.sweep else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,253 @@
+"""What `sanitize` runs under compute-sanitizer: a workload that checks itself.
+
+`python -m sparrow_sglang.benchmarks.kernels.sanitize_workloads NAME`. Requests of random lengths
+come, grow token by token and end, are aborted or retracted; their pages are used again at once.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.schedule import BudgetSchedule
+
+DEVICE = "cuda"
+PAGE = 16
+LONGEST = 3000
+ROWS = 12
+POOL_PAGES = 900
+GRAPH_BATCHES = (4, 8, 12)
+STEPS = 40
+
+SCHEDULE = BudgetSchedule(
+    name="sanitize",
+    page_size=PAGE,
+    bin_tokens=40 * PAGE,
+    budget_tokens=tuple(pages * PAGE for pages in (16, 24, 24, 48)),
+    calibrated=False,
+)
+
+
+class Requests:
+    """Requests in a pool of pages of one layer, as SGLang keeps them; row 0 is padding."""
+
+    def __init__(self, head_dim: int, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.num_q_heads, self.num_kv_heads, self.head_dim = 16, 4, head_dim
+        shape = (POOL_PAGES * PAGE, self.num_kv_heads, head_dim)
+        self.k = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+        self.v = torch.zeros_like(self.k)
+        landmarks = (POOL_PAGES, self.num_kv_heads, head_dim)
+        self.landmarks = torch.zeros(landmarks, dtype=torch.bfloat16, device=DEVICE)
+        width = LONGEST + PAGE
+        self.req_to_token = torch.zeros(ROWS + 1, width, dtype=torch.int32, device=DEVICE)
+        self.free = list(range(1, POOL_PAGES))
+        self.pages: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+        budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), ROWS + 1, DEVICE)
+        heads = (self.num_q_heads, self.num_kv_heads, head_dim)
+        self.step = TritonPagedDecode(budgets, self.req_to_token, *heads, ROWS, width)
+
+    def admit(self) -> None:
+        """Prefill a new request, if there is a row and pages for it."""
+        rows = [row for row in range(1, ROWS + 1) if row not in self.lengths]
+        length = min(int(2 ** self.draw.uniform(0, 11.5)), LONGEST - 200)
+        if not rows or len(self.free) < length // PAGE + 20:
+            return
+        row = self.draw.choice(rows)
+        self.lengths[row], self.pages[row] = 0, []
+        slots = [self._grow(row) for _ in range(length)]
+        self._write(slots)
+        lengths = torch.tensor([length])
+        self.step.plan_extend(torch.tensor([row]).to(DEVICE), lengths.to(DEVICE), lengths)
+        self.step.update_landmarks(self.k, self.landmarks)
+
+    def leave(self) -> None:
+        """End, abort or retract a request: its pages are free at once."""
+        row = self.draw.choice(list(self.lengths))
+        del self.lengths[row]
+        self.free += self.pages.pop(row)
+        self.draw.shuffle(self.free)
+
+    def advance(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One more token for every request: rows and lengths, [B] on the host."""
+        rows = list(self.lengths)
+        self._write([self._grow(row) for row in rows])
+        return torch.tensor(rows), torch.tensor([self.lengths[row] for row in rows])
+
+    def require_landmarks(self) -> None:
+        """Every full page's landmark is its keys' mean."""
+        full = [
+            page for row, pages in self.pages.items() for page in pages[: self.lengths[row] // PAGE]
+        ]
+        index = torch.tensor(full, device=DEVICE)
+        keys = self.k.view(POOL_PAGES, PAGE, self.num_kv_heads, self.head_dim)[index]
+        expected = reference.page_landmarks(keys).float()
+        error = (self.landmarks[index].float() - expected).abs()
+        assert (error <= 2**-7 * expected.abs() + 1e-6).all(), "a landmark is stale"
+
+    def query(self, batch: int) -> torch.Tensor:
+        shape = (batch, self.num_q_heads, self.head_dim)
+        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+
+    def decode(self, query: torch.Tensor) -> torch.Tensor:
+        return self.step.decode(query, self.k, self.v, self.landmarks, self.head_dim**-0.5)
+
+    def _grow(self, row: int) -> int:
+        position = self.lengths[row]
+        if position % PAGE == 0:
+            self.pages[row].append(self.free.pop())
+        slot = self.pages[row][-1] * PAGE + position % PAGE
+        self.req_to_token[row, position] = slot
+        self.lengths[row] += 1
+        return slot
+
+    def _write(self, slots: list[int]) -> None:
+        index = torch.tensor(slots, device=DEVICE)
+        for pool in (self.k, self.v):
+            pool[index] = torch.randn_like(pool[index])
+
+
+def kernels(head_dims: tuple[int, ...] = (64, 128), steps: int = STEPS) -> None:
+    """Steps whose kernels are launched one by one."""
+    for head_dim in head_dims:
+        requests = Requests(head_dim, seed=head_dim)
+        for _ in range(steps):
+            _come_and_go(requests)
+            rows, lengths = requests.advance()
+            requests.step.plan_decode(rows.to(DEVICE), lengths.to(DEVICE), lengths)
+            assert requests.decode(requests.query(len(rows))).isfinite().all()
+        requests.require_landmarks()
+
+
+def graphs(head_dims: tuple[int, ...] = (64, 128), steps: int = STEPS) -> None:
+    """Steps that are captured once per batch size and replayed, padded as SGLang pads them."""
+    for head_dim in head_dims:
+        requests = Requests(head_dim, seed=head_dim)
+        captured = {batch: _capture(requests, batch) for batch in GRAPH_BATCHES}
+        for _ in range(steps):
+            _come_and_go(requests)
+            rows, lengths = requests.advance()
+            batch = min(size for size in GRAPH_BATCHES if size >= len(rows))
+            graph, static, query, out = captured[batch]
+            padded = torch.ones(batch, dtype=torch.int64)
+            padded[: len(rows)] = lengths
+            static[0].zero_()
+            static[0][: len(rows)].copy_(rows)
+            static[1].copy_(padded)
+            query.copy_(requests.query(batch))
+            requests.step.plan_decode(static[0], static[1], padded)
+            graph.replay()
+            assert out.isfinite().all()
+        requests.require_landmarks()
+
+
+def _capture(requests: Requests, batch: int) -> tuple[Any, tuple[Any, Any], Any, Any]:
+    static = (
+        torch.zeros(batch, dtype=torch.int64).to(DEVICE),
+        torch.ones(batch, dtype=torch.int64).to(DEVICE),
+    )
+    query = requests.query(batch)
+    requests.step.plan_decode(*static, static[1].cpu())
+    for _ in range(2):
+        requests.decode(query)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = requests.decode(query)
+    return graph, static, query, out
+
+
+def _come_and_go(requests: Requests) -> None:
+    if len(requests.lengths) > 1 and requests.draw.random() < 0.3:
+        requests.leave()
+    if max(requests.lengths.values(), default=0) >= LONGEST - 2:
+        requests.leave()
+    while len(requests.lengths) < 2 or requests.draw.random() < 0.4:
+        requests.admit()
+
+
+def engine() -> None:
+    """A small engine with overlap scheduling and CUDA graphs, aborts and retraction."""
+    import sglang
+
+    from sparrow_sglang.client.endpoint import connect
+
+    with tempfile.TemporaryDirectory() as folder:
+        _save_shapes(Path(folder))
+        with sglang.Engine(
+            model_path=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            attention_backend="sparrow",
+            sparrow_schedule="fixed-128",
+            max_running_requests=8,
+            max_total_tokens=6144,
+            cuda_graph_max_bs_decode=8,
+            disable_prefill_cuda_graph=True,
+            chunked_prefill_size=512,
+            # The sanitizer makes everything many times slower.
+            watchdog_timeout=3600,
+            log_level="error",
+        ) as served:
+            served.loop.run_until_complete(_wave(served, 24))
+            assert connect(served).call_sparrow("landmarks")["pages"] > 0
+
+
+async def _wave(served: Any, count: int) -> None:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    async def one(number: int) -> None:
+        draw = random.Random(number)
+        request = GenerateReqInput(
+            input_ids=draw.choices(range(3, 1000), k=int(2 ** draw.uniform(0, 9.8))),
+            sampling_params={"max_new_tokens": draw.randint(1, 50), "ignore_eos": True},
+            rid=f"request-{number}",
+            stream=True,
+        )
+        seen = 0
+        async for _ in served.tokenizer_manager.generate_request(request, None):
+            seen += 1
+            if number % 4 == 0 and seen == 5:
+                served.tokenizer_manager.abort_request(f"request-{number}")
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+
+
+def _save_shapes(folder: Path) -> None:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+WORKLOADS: dict[str, Callable[[], None]] = {"kernels": kernels, "graphs": graphs, "engine": engine}
+
+
+if __name__ == "__main__":
+    WORKLOADS[sys.argv[1]]()
+    print("workload passed", flush=True)

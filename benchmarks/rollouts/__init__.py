@@ -1,0 +1,1 @@
+"""Servers and whole rollouts under load."""

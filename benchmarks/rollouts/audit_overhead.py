@@ -1,0 +1,167 @@
+"""What the audit costs: throughput of one GPU server without and with it, both ways round.
+
+One engine serves the same load in rounds, the audit off and on in turn and in both orders, so that
+neither side has the warmer machine. A round ends when its requests are answered and, with the audit
+on, its re-scores are done.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.steps.decode_step import MODELS, PAGE_SIZE
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.schedule import load_schedule
+
+MEMORY_GB = 40.0
+_SETTLE_S = 60.0
+
+DESCRIPTION = """\
+Measure the throughput that a server loses to --sparrow-audit-rate, on a GPU. A model of models/ has
+random weights and is not downloaded; any other name or path is loaded as SGLang loads it.
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.rollouts.audit_overhead
+  python -m sparrow_sglang.benchmarks.rollouts.audit_overhead --model qwen3-4b
+"""
+
+
+def run_round(engine: Any, options: argparse.Namespace, rate: float, seed: int) -> dict[str, Any]:
+    """Serve the load once at an audit rate."""
+    auditor = engine.tokenizer_manager.sparrow_auditor
+    auditor.rate = rate
+    before = dict(auditor.report.requests)
+    endpoint = connect(engine)
+    endpoint.flush_cache(_SETTLE_S)
+    draw = random.Random(seed)
+    vocabulary = engine.tokenizer_manager.model_config.vocab_size
+    requests = [
+        {
+            "input_ids": [draw.randrange(vocabulary - 1) for _ in range(options.prompt_tokens)],
+            "sampling_params": {
+                "temperature": 1.0,
+                "max_new_tokens": options.new_tokens,
+                "ignore_eos": True,
+            },
+        }
+        for _ in range(options.requests)
+    ]
+    start = time.perf_counter()
+    answers = endpoint.generate(requests)
+    served_s = time.perf_counter() - start
+    if rate:
+        endpoint.call_sparrow("audit", wait_s=_SETTLE_S)
+    seconds = time.perf_counter() - start
+    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    return {
+        "rate": rate,
+        "seconds": seconds,
+        "served_s": served_s,
+        "output_tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "requests": {
+            outcome: count - before.get(outcome, 0)
+            for outcome, count in auditor.report.requests.items()
+        },
+    }
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of all rounds, in the order in which they ran; a short warm-up comes first."""
+    import sglang
+
+    shapes = MODELS / options.model
+    arguments: dict[str, Any] = {
+        "model_path": str(shapes) if shapes.is_dir() else options.model,
+        "load_format": "dummy" if shapes.is_dir() else "auto",
+        "skip_tokenizer_init": True,
+        "attention_backend": "sparrow",
+        "sparrow_schedule": options.schedule,
+        "sparrow_audit_rate": options.rate,
+        "page_size": PAGE_SIZE,
+        "max_running_requests": options.concurrency,
+        "cuda_graph_max_bs_decode": options.concurrency,
+        # Capturing prefill takes minutes, and the load is decode.
+        "disable_prefill_cuda_graph": True,
+        "log_level": "error",
+    }
+    rows = []
+    with sglang.Engine(**arguments) as engine:
+        warm_up = argparse.Namespace(**vars(options) | {"new_tokens": 32})
+        run_round(engine, warm_up, 1.0, seed=0)
+        for index in range(options.rounds):
+            # Off, on, on, off, off, on: each side comes first as often as second.
+            order = [0.0, options.rate] if index % 2 == 0 else [options.rate, 0.0]
+            for rate in order:
+                # The audit is a matter of chance, the load is not: a pair serves the same prompts.
+                row = run_round(engine, options, rate, seed=index + 1)
+                print(
+                    f"audit {rate:5.3f}  {row['tokens_per_s']:9.0f} tok/s  {row['seconds']:6.1f} s "
+                    f" {row['requests']}",
+                    flush=True,
+                )
+                rows.append(row | {"pair": index})
+    return rows
+
+
+def losses(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Per pair of rounds, the share of the throughput without the audit that is lost with it."""
+    lost = []
+    for pair in sorted({row["pair"] for row in rows}):
+        speed = {bool(row["rate"]): row["tokens_per_s"] for row in rows if row["pair"] == pair}
+        lost.append(1 - speed[True] / speed[False])
+    return lost
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = benchmark_parser("audit", DESCRIPTION, EXAMPLES)
+    parser.add_argument("--model", default="qwen3-1.7b", help="folder of models/, name or path")
+    parser.add_argument("--schedule", default="fixed-1024", help="as --sparrow-schedule")
+    parser.add_argument("--rate", type=float, default=0.01, help="share of requests to audit")
+    parser.add_argument("--requests", type=int, default=512, help="per round")
+    parser.add_argument("--concurrency", type=int, default=128, help="running at a time")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=2, help="pairs of rounds, off and on")
+    parser.add_argument("--out", type=Path, default=Path("audit_overhead.json"), help="JSON file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; the exit code is 2 without usable options or a GPU."""
+    parser = _parser()
+    options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    for option in ("requests", "concurrency", "prompt_tokens", "new_tokens", "rounds"):
+        if getattr(options, option) < 1:
+            parser.error(f"--{option.replace('_', '-')}: expected 1 or more")
+    if not 0 < options.rate <= 1:
+        parser.error(f"--rate {options.rate}: expected a share above 0 and at most 1")
+    try:
+        load_schedule(options.schedule, PAGE_SIZE)
+    except ValueError as error:
+        parser.error(str(error))
+    require_cuda(parser, MEMORY_GB, "weights and KV cache")
+    prepare_out(parser, options.out)
+    rows = measure(options)
+    lost = losses(rows)
+    settings = {key: value for key, value in vars(options).items() if key != "out"}
+    write_result(
+        options.out,
+        {**provenance(), "settings": settings, "rows": rows, "lost": lost},
+    )
+    print(
+        f"throughput lost to an audit of {options.rate:.1%}: {statistics.mean(lost):.2%}"
+        f" (pairs: {', '.join(f'{share:.2%}' for share in lost)})"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

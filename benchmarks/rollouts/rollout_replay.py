@@ -1,0 +1,217 @@
+"""`sparrow bench rollout`: replay a rollout's response lengths, sparse and dense, to the last one.
+
+Stock SGLang, with CUDA graphs, radix cache and overlap scheduler on, serves the same requests
+sparse and dense in turn, in a process of its own each.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.benchmarks.command import (
+    benchmark_parser,
+    exit_on_sigterm,
+    prepare_out,
+    require_cuda,
+)
+from sparrow_sglang.benchmarks.rollouts.lengths import synthetic_lengths
+from sparrow_sglang.benchmarks.rollouts.requests import GROUP, Request, make_requests, replay
+from sparrow_sglang.benchmarks.steps.comparison import (
+    Comparison,
+    Side,
+    add_model_options,
+    comparison,
+    require_at_least_one,
+    require_context,
+)
+from sparrow_sglang.benchmarks.steps.decode_step import PAGE_SIZE
+from sparrow_sglang.planning.response_lengths import read_lengths
+from sparrow_sglang.plugin.engine_arguments import engine_arguments
+from sparrow_sglang.provenance import provenance, write_result
+
+# Named in full because each backend starts it again, however it was started itself.
+MODULE = "sparrow_sglang.benchmarks.rollouts.rollout_replay"
+MEMORY_GB = 40.0
+
+DESCRIPTION = """\
+Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
+exactly as many tokens as its length says, until the last one is done. Reports tokens/s and how many
+tokens and sequences there were at each second. Weights are random (nothing is downloaded) unless
+--model-path names a model.
+"""
+EXAMPLES = """\
+  sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K
+  sparrow bench rollout --sequences 128 --mean-tokens 10000 --out rollout.json
+  sparrow bench rollout --model qwen3-8b --lengths-file lengths.jsonl
+"""
+
+
+def engine_defaults(
+    compared: Comparison, side: Side, requests: Sequence[Request], on_gpu: bool
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for one side: SGLang's own but for sizes and the backend."""
+    arguments: dict[str, Any] = {
+        "model_path": str(compared.path),
+        "load_format": "auto" if compared.has_weights else "dummy",
+        "skip_tokenizer_init": True,
+        "attention_backend": side.backend,
+        "page_size": PAGE_SIZE,
+        "max_running_requests": len(requests),
+        "incremental_streaming_output": True,
+        "log_level": "error",
+    }
+    if side.schedule is not None:
+        arguments["sparrow_schedule"] = side.schedule
+    if on_gpu:
+        return arguments | {"cuda_graph_max_bs_decode": len(requests)}
+    # In plain torch, float32 is the fast path; all sequences fit, each with a page to spare.
+    room = sum(len(each.prompt) + each.new_tokens + 2 * PAGE_SIZE for each in requests)
+    return arguments | {"dtype": "float32", "max_total_tokens": room}
+
+
+def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine for one side, warm it up, and replay the requests of the options."""
+    import sglang
+    import torch
+
+    vocab_size = compared.config["vocab_size"]
+    lengths = request_lengths(options)
+    requests = make_requests(lengths, options.prompt_tokens, vocab_size, options.seed)
+    defaults = engine_defaults(compared, side, requests, torch.cuda.is_available())
+    with sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
+        warm_up = make_requests([32] * GROUP, options.prompt_tokens, vocab_size, options.seed + 1)
+        replay(engine, warm_up)
+        measured = replay(engine, requests)
+    return {
+        "model": compared.model,
+        "backend": side.backend,
+        "schedule": side.schedule,
+        **measured,
+    }
+
+
+def request_lengths(options: argparse.Namespace) -> list[int]:
+    """Response lengths in tokens, cut off at --max-tokens; `ValueError` if they cannot be had."""
+    if options.lengths_file is None:
+        return synthetic_lengths(
+            options.sequences, options.mean_tokens, options.max_tokens, options.seed
+        )
+    recorded = read_lengths(options.lengths_file)[: options.sequences]
+    return [min(length, options.max_tokens) for length in recorded]
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Speed-up of the sparse row over the dense one, in tokens/s; None before both are there."""
+    speed = {"sparse" if row["schedule"] else "dense": row["tokens_per_s"] for row in rows}
+    if len(speed) < 2:
+        return None
+    return {
+        "dense_tokens_per_s": speed["dense"],
+        "sparse_tokens_per_s": speed["sparse"],
+        "speedup": speed["sparse"] / speed["dense"],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = benchmark_parser("rollout", DESCRIPTION, EXAMPLES)
+    add_model_options(parser)
+    add = parser.add_argument
+    add("--sequences", type=int, default=64, help="in groups of 8 (default: %(default)s)")
+    add(
+        "--mean-tokens",
+        type=int,
+        default=8192,
+        help="mean of the lengths, which are log-normal (default: %(default)s)",
+    )
+    add("--max-tokens", type=int, default=32768, help="cut-off (default: %(default)s)")
+    add(
+        "--lengths-file",
+        type=Path,
+        help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234};'
+        " the first --sequences of them",
+    )
+    add("--prompt-tokens", type=int, default=256, help="per prompt (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of prompts and order (default: %(default)s)")
+    add(
+        "--engine-args",
+        default="{}",
+        metavar="JSON",
+        help="further arguments of sglang.Engine, e.g. '{\"disable_prefill_cuda_graph\": true}'",
+    )
+    add("--out", type=Path, default=Path("rollout.json"), help="JSON file (default: %(default)s)")
+    add("--one", choices=("sparse", "dense"), help=argparse.SUPPRESS)
+    return parser
+
+
+def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
+    require_at_least_one(options, ["sequences", "mean_tokens", "max_tokens", "prompt_tokens"])
+    if options.sequences % GROUP:
+        raise ValueError(
+            f"--sequences {options.sequences}: expected a multiple of {GROUP}, the size of a group"
+        )
+    arguments = engine_arguments(options.engine_args)
+    compared = comparison(options, on_gpu)
+    require_context(
+        arguments.get("context_length") or compared.config["max_position_embeddings"],
+        options.prompt_tokens,
+        max(request_lengths(options)),
+    )
+    return compared
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
+    import torch
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    options = parser.parse_args(words)
+    try:
+        compared = _check(options, torch.cuda.is_available())
+    except ValueError as error:
+        parser.error(str(error))
+    if not compared.has_weights:
+        require_cuda(parser, MEMORY_GB, "weights and KV cache")
+    if options.one:
+        side = next(side for side in compared.sides if side.name == options.one)
+        options.out.write_text(json.dumps(run_side(compared, side, options)))
+        return 0
+    prepare_out(parser, options.out)
+    exit_on_sigterm()
+    rows: list[dict[str, Any]] = []
+    settings = {key: getattr(options, key) for key in ("mean_tokens", "max_tokens", "seed")}
+    settings["lengths"] = request_lengths(options)
+    for side in compared.sides:
+        part = options.out.with_suffix(f".{side.name}.part")
+        command = [sys.executable, "-m", MODULE, *words, "--one", side.name, "--out", str(part)]
+        if subprocess.run(command).returncode or not part.exists():
+            print(f"{compared.model} {side.name}: failed, left out", flush=True)
+            return 1
+        rows.append(json.loads(part.read_text()))
+        part.unlink()
+        write_result(
+            options.out,
+            {**provenance(), "settings": settings, "rows": rows, "compared": compare(rows)},
+        )
+        print(_line(rows[-1]), flush=True)
+    result = compare(rows)
+    if result:
+        print(f"{compared.model}: {result['speedup']:.2f}x the dense tokens/s")
+    return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    half = sorted(row["ended_s"])[len(row["ended_s"]) // 2 - 1]
+    return (
+        f"{row['model']:12} {row['backend']:11} {row['schedule'] or 'dense':16}"
+        f" {row['tokens_per_s']:8.0f} tok/s  {row['output_tokens']:,} tokens in"
+        f" {row['seconds']:.1f} s, half of the sequences after {half:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,237 @@
+"""`sparrow bench serving`: SGLang's own bench_serving against a sparse and a dense server in turn.
+
+The sparse server is `sparrow serve`, the dense one `sglang.launch_server`, with the same flags; the
+client is `python -m sglang.bench_serving` with random prompts. Each is a process of its own.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.benchmarks.command import (
+    benchmark_parser,
+    exit_on_sigterm,
+    prepare_out,
+    require_cuda,
+)
+from sparrow_sglang.benchmarks.rollouts.server_process import (
+    ServerFailed,
+    free_port,
+    running_server,
+)
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.benchmarks.steps.comparison import (
+    Comparison,
+    Side,
+    add_model_options,
+    comparison,
+    require_at_least_one,
+    require_context,
+)
+from sparrow_sglang.benchmarks.steps.decode_step import PAGE_SIZE
+from sparrow_sglang.provenance import provenance, write_result
+
+MEMORY_GB = 40.0
+
+DESCRIPTION = """\
+Run SGLang's bench_serving against a sparse and a dense server in turn, with the same random
+requests. Weights are random (nothing is downloaded) unless --model-path names a model. Flags after
+-- go to both servers; with --stream-interval 8 among them, decoding does not wait for the client.
+"""
+EXAMPLES = """\
+  sparrow bench serving -- --stream-interval 8
+  sparrow bench serving --input-len 1024 --output-len 8192 --num-prompts 128 --max-concurrency 64
+  sparrow bench serving --model qwen3-8b -- --disable-prefill-cuda-graph
+"""
+
+
+class ServingError(RuntimeError):
+    """A side could not be measured; the message says what failed."""
+
+
+def prepare_model(compared: Comparison, folder: Path) -> Path:
+    """A folder that a server can load: that of the model, or its shapes with a tokenizer."""
+    if compared.has_weights:
+        return compared.path
+    (folder / "config.json").write_text(json.dumps(dict(compared.config)))
+    save_word_tokenizer(folder, compared.config["vocab_size"])
+    return folder
+
+
+def server_command(
+    compared: Comparison, side: Side, model: Path, port: int, flags: Sequence[str], on_gpu: bool
+) -> list[str]:
+    """The command line of one side's server; `flags` come last, so that they decide."""
+    command = [sys.executable, "-m"]
+    if side.schedule is None:
+        command += ["sglang.launch_server", "--attention-backend", side.backend]
+    else:
+        command += ["sparrow_sglang.commands.cli", "serve", "--sparrow-schedule", side.schedule]
+    command += ["--model-path", str(model), "--page-size", str(PAGE_SIZE)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    if not compared.has_weights:
+        # The word tokenizer has no end of text, which a grammar would need.
+        command += ["--load-format", "dummy", "--grammar-backend", "none"]
+    if not on_gpu:
+        # In plain torch, 32-bit arithmetic is the fast path of most CPUs.
+        command += ["--dtype", "float32"]
+    return [*command, *flags]
+
+
+def drive(url: str, model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What bench_serving measures at the server behind `url`, under its own names.
+
+    Raises `ServingError` if it fails, or if not all requests were answered.
+    """
+    out = folder / "bench_serving.jsonl"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
+    command += ["--base-url", url, "--tokenizer", str(model), "--output-file", str(out)]
+    # random-ids needs no download; the flush keeps the warm-up's prompt out of the prefix cache.
+    command += ["--dataset-name", "random-ids", "--flush-cache", "--disable-tqdm"]
+    command += ["--num-prompts", str(options.num_prompts), "--seed", str(options.seed)]
+    command += ["--random-input-len", str(options.input_len)]
+    command += ["--random-output-len", str(options.output_len)]
+    command += ["--random-range-ratio", str(options.range_ratio)]
+    command += ["--request-rate", str(options.request_rate)]
+    if options.max_concurrency is not None:
+        command += ["--max-concurrency", str(options.max_concurrency)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode or not out.exists():
+        raise ServingError(f"bench_serving failed; the end of what it said:\n{done.stdout[-2000:]}")
+    measured: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+    if measured["completed"] != options.num_prompts:
+        raise ServingError(
+            f"{measured['completed']} of {options.num_prompts} requests were answered; the end of"
+            f" what bench_serving said:\n{done.stdout[-2000:]}"
+        )
+    # All settings of the server, thousands of lines; ours are in the command.
+    del measured["server_info"]
+    # JSON has no infinity.
+    return measured | {"request_rate": str(options.request_rate)}
+
+
+def run_side(
+    compared: Comparison, side: Side, options: argparse.Namespace, flags: Sequence[str], gpu: bool
+) -> dict[str, Any]:
+    """Start one side's server, measure it and stop it. Raises `ServingError` or `ServerFailed`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = prepare_model(compared, folder)
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        command = server_command(compared, side, model, port, flags, gpu)
+        with running_server(command, url, folder / "server.log"):
+            measured = drive(url, model, options, folder)
+    return {
+        "model": compared.model,
+        "backend": side.backend,
+        "schedule": side.schedule,
+        "bench_serving": measured,
+    }
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Sparse against dense: output tokens/s and time per output token; None before both are there.
+
+    The time per output token is the median over requests without their first token.
+    """
+    found = {"sparse" if row["schedule"] else "dense": row["bench_serving"] for row in rows}
+    if len(found) < 2:
+        return None
+    dense, sparse = found["dense"], found["sparse"]
+    return {
+        "throughput_ratio": sparse["output_throughput"] / dense["output_throughput"],
+        "tpot_ratio": dense["median_tpot_ms"] / sparse["median_tpot_ms"],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = benchmark_parser("serving", DESCRIPTION, EXAMPLES)
+    add_model_options(parser)
+    add = parser.add_argument
+    add("--num-prompts", type=int, default=32, help="requests (default: %(default)s)")
+    add("--input-len", type=int, default=16384, help="tokens of a prompt (default: %(default)s)")
+    add("--output-len", type=int, default=2048, help="new tokens (default: %(default)s)")
+    add(
+        "--range-ratio",
+        type=float,
+        default=1.0,
+        help="lengths are drawn from this share of them up to all (default: %(default)s)",
+    )
+    add(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        help="requests per second (default: all at once)",
+    )
+    add("--max-concurrency", type=int, help="requests at a time (default: all)")
+    add("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
+    add("--out", type=Path, default=Path("serving.json"), help="JSON file (default: %(default)s)")
+    return parser
+
+
+def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
+    require_at_least_one(options, ["num_prompts", "input_len", "output_len", "max_concurrency"])
+    if not 0 <= options.range_ratio <= 1:
+        raise ValueError(f"--range-ratio {options.range_ratio}: expected a share from 0 to 1")
+    if not options.request_rate > 0:
+        raise ValueError(f"--request-rate {options.request_rate}: expected more than 0")
+    compared = comparison(options, on_gpu)
+    context = int(compared.config["max_position_embeddings"])
+    require_context(context, options.input_len, options.output_len)
+    return compared
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
+    import torch
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    split = words.index("--") if "--" in words else len(words)
+    flags = words[split + 1 :]
+    parser = _parser()
+    options = parser.parse_args(words[:split])
+    on_gpu = torch.cuda.is_available()
+    try:
+        compared = _check(options, on_gpu)
+    except ValueError as error:
+        parser.error(str(error))
+    if not compared.has_weights:
+        require_cuda(parser, MEMORY_GB, "weights and KV cache")
+    prepare_out(parser, options.out)
+    exit_on_sigterm()
+    rows: list[dict[str, Any]] = []
+    for side in compared.sides:
+        try:
+            rows.append(run_side(compared, side, options, flags, on_gpu))
+        except (ServingError, ServerFailed) as error:
+            print(f"{parser.prog}: error: {side.name}: {error}", file=sys.stderr)
+            return 1
+        write_result(options.out, {**provenance(), "rows": rows, "compared": compare(rows)})
+        print(_line(rows[-1]), flush=True)
+    result = compare(rows)
+    if result:
+        print(
+            f"{compared.model}: {result['throughput_ratio']:.2f}x the dense output tokens/s,"
+            f" a token in 1/{result['tpot_ratio']:.2f} of the dense time"
+        )
+    return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    measured = row["bench_serving"]
+    return (
+        f"{row['model']:12} {row['backend']:11} {row['schedule'] or 'dense':16}"
+        f" {measured['output_throughput']:8.0f} output tok/s, median TTFT"
+        f" {measured['median_ttft_ms']:.0f} ms, TPOT {measured['median_tpot_ms']:.2f} ms"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

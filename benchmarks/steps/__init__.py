@@ -1,0 +1,1 @@
+"""One decode step of SGLang, dense and sparse."""

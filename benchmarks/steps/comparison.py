@@ -1,0 +1,138 @@
+"""What `sparrow bench rollout` and `serving` share: the model and the two sides to compare.
+
+In: the parsed options. Out: a `Comparison`, or a `ValueError` that names the option.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.benchmarks.steps.decode_step import MODELS, PAGE_SIZE
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
+from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.schedule import load_schedule, schedule_for_model
+
+
+@dataclass(frozen=True)
+class Side:
+    """An attention backend of SGLang; `schedule` is None for a dense one."""
+
+    backend: str
+    schedule: str | None
+
+    @property
+    def name(self) -> str:
+        return "sparse" if self.schedule else "dense"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model in `path`, with random weights unless `has_weights`, and the sides to measure.
+
+    The sparse side comes first: what it refuses should not cost a dense measurement.
+    """
+
+    model: str
+    path: Path
+    has_weights: bool
+    config: Mapping[str, Any]
+    sides: tuple[Side, Side]
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `comparison` reads."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model",
+        default="qwen3-1.7b",
+        help=f"shapes for random weights, of {', '.join(known_models())} (default: %(default)s)",
+    )
+    model.add_argument(
+        "--model-path",
+        help=f"folder of a model to load instead, or {EMBEDDED_MODEL_NAME}; needs no GPU",
+    )
+    parser.add_argument(
+        "--schedule",
+        help="shipped name, .json file or fixed-<tokens> (default: the model's own for 0.86)",
+    )
+    parser.add_argument(
+        "--dense-backend",
+        default="flashinfer",
+        help="of SGLang, to compare with (default: %(default)s; torch_native without a GPU)",
+    )
+
+
+def known_models() -> list[str]:
+    """Names of the shapes in `models/`."""
+    return sorted(folder.name for folder in MODELS.iterdir())
+
+
+def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
+    """The model and sides that the options name. Raises `ValueError`."""
+    if options.model_path is None:
+        if options.model not in known_models():
+            raise ValueError(
+                f"--model {options.model!r}: expected one of {', '.join(known_models())}, or"
+                " --model-path FOLDER for a model with weights"
+            )
+        path = MODELS / options.model
+    else:
+        path = _model_folder(options.model_path)
+    config = _read_config(path)
+    if options.schedule is not None:
+        load_schedule(options.schedule, PAGE_SIZE)
+    schedule = options.schedule or schedule_for_model(config, PAGE_SIZE).name
+    dense = options.dense_backend
+    if not on_gpu and dense == "flashinfer":
+        dense = "torch_native"
+    if dense == BACKEND:
+        raise ValueError(
+            f"--dense-backend {dense}: expected a dense backend of SGLang, e.g. flashinfer or fa3"
+        )
+    return Comparison(
+        model=options.model if options.model_path is None else path.name,
+        path=path,
+        has_weights=options.model_path is not None,
+        config=config,
+        sides=(Side(BACKEND, schedule), Side(dense, None)),
+    )
+
+
+def require_at_least_one(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise `ValueError` unless each of these options is 1 or more."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
+
+
+def require_context(context: int, prompt_tokens: int, new_tokens: int) -> None:
+    """Raise `ValueError` unless a sequence fits into a context of so many tokens."""
+    if prompt_tokens + new_tokens >= context:
+        raise ValueError(
+            f"{prompt_tokens} prompt and {new_tokens} new tokens do not fit into the model's"
+            f" context of {context}: expected less than that together"
+        )
+
+
+def _model_folder(spec: str) -> Path:
+    try:
+        return Path(model_folder(spec))
+    except ModelError as error:
+        raise ValueError(f"--model-path {spec}: {error}") from None
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict) or not {"vocab_size", "max_position_embeddings"} <= set(config):
+        raise ValueError(
+            f"--model-path {folder}: expected the folder of a Hugging Face model, with a"
+            " config.json that gives vocab_size and max_position_embeddings"
+        )
+    return config

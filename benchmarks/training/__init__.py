@@ -1,0 +1,1 @@
+"""Training: memory, learning curves, weight transfer, DistillSparse."""

@@ -1,0 +1,149 @@
+"""What an adapter costs: its step, and each of the two ways in which rollouts may wear it.
+
+In: a trained adapter and responses. Out: decode speed of an engine, the acceptance rate between
+the laws of both deliveries, seconds of an adapter step beside those of a dense update.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.distill import SparseAdapter
+from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.metrics import tail_percentile
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy, acceptance_between
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule
+from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.schedule import BudgetSchedule
+
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A policy and the adapter in it."""
+
+    policy: DensePolicy
+    adapter: SparseAdapter
+
+
+def decode_speed(
+    engine: LocalEngine, prompts: Sequence[Prompt], new_tokens: int, adapter: str | None = None
+) -> dict[str, Any]:
+    """Tokens per second of one response of `new_tokens` to each prompt, all at once; medians.
+
+    `tokens_per_s` is end to end, prefill included. `step_ms` is the time that a decode step adds:
+    what `new_tokens` take longer than one token, over the steps between.
+    """
+    endpoint = connect(engine.engine)
+
+    def seconds(tokens: int) -> float:
+        endpoint.flush_cache(60.0)
+        parameters = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+        beside = {"lora_path": adapter} if adapter else {}
+        start = time.perf_counter()
+        endpoint.generate(
+            [
+                {"input_ids": list(prompt.input_ids), "sampling_params": parameters} | beside
+                for prompt in prompts
+            ]
+        )
+        return time.perf_counter() - start
+
+    seconds(new_tokens)
+    whole = [seconds(new_tokens) for _ in range(REPEATS)]
+    prefill = statistics.median(seconds(1) for _ in range(REPEATS))
+    generated = len(prompts) * new_tokens
+    return {
+        "requests": len(prompts),
+        "new_tokens": new_tokens,
+        "tokens_per_s": generated / statistics.median(whole),
+        "tokens_per_s_all": [generated / each for each in whole],
+        "step_ms": (statistics.median(whole) - prefill) / max(1, new_tokens - 1) * 1e3,
+    }
+
+
+@torch.no_grad()
+def agreement(
+    learner: Learner, model_path: str, sequences: Sequence[TokenSequence], schedule: BudgetSchedule
+) -> dict[str, dict[str, float]]:
+    """Exact acceptance rates of the sparse law with the adapter beside the weights, with others.
+
+    "merged" is the law of the merged weights, summed in fp32 and rounded to bf16 once, as an engine
+    loads them; "base" that without the adapter, which says how much there is to lose. The learner's
+    weights must be the checkpoint's in `model_path`, which both deliveries then share.
+    """
+    policy, adapter = learner.policy, learner.adapter
+    merged = DensePolicy.load(ModelConfig(path=model_path), OptimiserConfig(), policy.device)
+    held = dict(merged.named_weights())
+    for name, weight in adapter.merged_weights():
+        held[name].copy_(weight.bfloat16())
+    rates: dict[str, list[torch.Tensor]] = {"merged": [], "base": []}
+    for model in (policy.model, merged.model):
+        model.eval()
+    for packed in policy.micro_batches(sequences):
+        rule = SparseRule(schedule, packed.prompt_lengths)
+        with adapter.worn():
+            beside = policy.hidden(packed, rule)
+        for name, other in (("merged", merged), ("base", policy)):
+            alpha = acceptance_between(other.hidden(packed, rule), beside, policy.head)
+            rates[name].append(alpha.cpu())
+    return {name: _summary(torch.cat(parts)) for name, parts in rates.items()}
+
+
+def adapter_cost(
+    learner: Learner, sequences: Sequence[TokenSequence], schedule: BudgetSchedule
+) -> dict[str, Any]:
+    """Seconds of an adapter step and of a dense policy update on the same responses; medians.
+
+    The adapter step contains the dense forward that gives its target. Both move the learner, who
+    is of no use afterwards. Peak memory is given on a GPU.
+    """
+    policy, adapter = learner.policy, learner.adapter
+    distill = _timed(lambda: adapter.step(sequences, schedule))
+    update = _timed(lambda: policy.loss_step(sequences, lambda logprobs, _: -logprobs.mean()))
+    return {
+        "responses": len(sequences),
+        "tokens": sum(len(response) for _, response in sequences),
+        "longest": max(len(prompt) + len(response) for prompt, response in sequences),
+        "adapter_step_s": distill["seconds"],
+        "adapter_step_peak_gib": distill["peak_gib"],
+        "dense_update_s": update["seconds"],
+        "dense_update_peak_gib": update["peak_gib"],
+        "share_of_dense_update": distill["seconds"] / update["seconds"],
+    }
+
+
+def _timed(step: Callable[[], object]) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    seconds()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    median = statistics.median(seconds() for _ in range(REPEATS))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    return {"seconds": median, "peak_gib": peak}
+
+
+def _summary(alpha: torch.Tensor) -> dict[str, float]:
+    values = alpha.double().numpy()
+    return {
+        "tokens": len(values),
+        "mean": float(values.mean()),
+        "tail": tail_percentile(values),
+        "min": float(values.min()),
+    }

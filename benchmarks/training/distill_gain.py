@@ -1,0 +1,298 @@
+"""What a rollout adapter gains and costs.
+
+`python -m sparrow_sglang.benchmarks.training.distill_gain` runs it.
+
+Arms are learning rates times the schedules to train under; each is measured on held-out prompts
+before and after, under both schedules. Decode speed of both deliveries, the acceptance rate between
+them and the seconds of a step are those of the adapter that is best under the bolder schedule.
+"""
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig
+
+from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
+from sparrow_sglang.benchmarks.training.adapter_delivery import (
+    Learner,
+    adapter_cost,
+    agreement,
+    decode_speed,
+)
+from sparrow_sglang.benchmarks.training.distill_arms import Rig, run_arm
+from sparrow_sglang.benchmarks.training.distill_result import BOLDER, GIVEN, PAIRS, Tails, gains
+from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.calibration.prompts import (
+    NEEDED_ROOM,
+    Tokenize,
+    builtin_prompts,
+    read_prompts,
+    tokenizer_of,
+)
+from sparrow_sglang.calibration.prompts import Prompt as CalibrationPrompt
+from sparrow_sglang.command_line import OneLineParser
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
+from sparrow_sglang.plugin.engine_arguments import engine_arguments
+from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.rl.config import DistillConfig
+from sparrow_sglang.rl.distill import ADAPTER, lora_arguments
+from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+
+PAGE_SIZE = 16
+
+DESCRIPTION = """\
+Train the rollout adapter on the sparse actor's own responses to built-in or given prompts, the
+model itself frozen, and measure the exact tail of the acceptance rate on held-out prompts under a
+given schedule and a bolder one, before and after; then the speed of both deliveries, and the cost
+of a step. Runs on a GPU, or with small numbers on a CPU.
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.training.distill_gain
+  python -m sparrow_sglang.benchmarks.training.distill_gain --schedules a.json b.json --lr 1e-4 3e-4
+  python -m sparrow_sglang.benchmarks.training.distill_gain --model M --prompts P.jsonl --heldout 64
+"""
+
+
+def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
+    """All arms, then deliveries and cost; written to `options.out` after each arm and at the end.
+
+    Raises `CalibrationError` if `--context` is too short for a prompt, or prompts are missing.
+    """
+    start = time.perf_counter()
+    schedules = dict(zip((GIVEN, BOLDER), loaded(options.schedules), strict=True))
+    result: dict[str, Any] = provenance() | {
+        "settings": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(options).items()
+            if key != "out"
+        },
+        "schedules": {name: each.model_dump(mode="json") for name, each in schedules.items()},
+    }
+    training, heldout = prompts_for(options, model_path)
+    arguments = serving_arguments(options)
+    with closing(LocalEngine(model_path, options.schedules[0], **arguments)) as engine:
+        rig = Rig(
+            engine, model_path, schedules, training, heldout, options.new_tokens, options.bin_tokens
+        )
+        before = result["before"] = rig.tails(rig.new_learner(options.lr[0]))
+        print(f"before, after {time.perf_counter() - start:.0f} s", flush=True)
+        best: tuple[float, Learner] | None = None
+        result["rows"] = []
+        for lr in options.lr:
+            for under in options.train_under:
+                print(f"lr {lr:g}, trained under {schedules[under].name}", flush=True)
+                learner = rig.new_learner(lr)
+                arm = run_arm(rig, learner, under, options.steps, options.steps_per_rollout)
+                result["rows"].append({"lr": lr} | arm)
+                write_result(options.out, result)
+                after: Tails = arm["tails"][-1]
+                show_gains(before, after, schedules)
+                worst = min((row["tail"] for row in after[BOLDER]), default=0.0)
+                if best is None or worst > best[0]:
+                    best = worst, learner
+        assert best is not None, "the parser wants a learning rate and a schedule"
+        learner = best[1]
+        rig.deliver(learner)
+        sequences = rig.roll_out(training[: options.responses], GIVEN)
+        speed = {"merged": decode_speed(engine, heldout, options.new_tokens)}
+    beside = lora_arguments(DistillConfig(enabled=True, delivery="lora"))
+    with closing(LocalEngine(model_path, options.schedules[0], **arguments | beside)) as engine:
+        engine.set_adapter(ADAPTER, learner.adapter.tensors(), learner.adapter.lora_config())
+        speed["lora"] = decode_speed(engine, heldout, options.new_tokens, ADAPTER)
+    result["decode"] = speed
+    result["agreement"] = agreement(learner, model_path, sequences, schedules[GIVEN])
+    result["cost"] = adapter_cost(learner, sequences, schedules[GIVEN])
+    result["seconds"] = time.perf_counter() - start
+    write_result(options.out, result)
+    return result
+
+
+def loaded(names: Sequence[str]) -> tuple[BudgetSchedule, ...]:
+    """Schedules by name or path; raises `ScheduleError` unless one engine can serve them all."""
+    return LoadedSchedules.of([load_schedule(name, PAGE_SIZE) for name in names]).named
+
+
+def prompts_for(options: argparse.Namespace, model_path: str) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to train on, one for each response, and held-out ones."""
+    tokenize = tokenizer_of(model_path)
+    if options.prompts:
+        return given_prompts(options, tokenize)
+    context = options.context - NEEDED_ROOM
+
+    def draw(part: Literal["calibration", "check"], wanted: int) -> list[Prompt]:
+        bins = max(1, math.ceil((context - options.new_tokens) / options.bin_tokens))
+        per_bin = math.ceil(wanted / bins)
+        found: list[CalibrationPrompt] = []
+        # Bins too short for a question give fewer than they were asked for.
+        while len(found) < wanted:
+            found = builtin_prompts(
+                tokenize, context, options.bin_tokens, options.new_tokens, per_bin, part
+            )
+            per_bin = max(per_bin + 1, math.ceil(per_bin * wanted / len(found)))
+        # Each step then learns from all lengths.
+        random.Random(0).shuffle(found)
+        return [Prompt(each.name, "builtin", each.input_ids) for each in found[:wanted]]
+
+    return draw("calibration", max(options.steps) * options.responses), draw(
+        "check", options.heldout
+    )
+
+
+def given_prompts(
+    options: argparse.Namespace, tokenize: Tokenize
+) -> tuple[list[Prompt], list[Prompt]]:
+    """As `prompts_for`, of a file: the first ones held out, the others as often as it takes."""
+    found = [
+        Prompt(each.name, "given", each.input_ids)
+        for each in read_prompts(options.prompts, tokenize, options.context)
+    ]
+    longest = max(len(prompt.input_ids) for prompt in found)
+    if longest + options.new_tokens + NEEDED_ROOM > options.context:
+        raise CalibrationError(
+            f"--prompts {options.prompts}: a prompt has {longest} tokens; with --new-tokens"
+            f" {options.new_tokens} and --context {options.context} expected at most"
+            f" {options.context - options.new_tokens - NEEDED_ROOM}"
+        )
+    heldout, training = found[: options.heldout], found[options.heldout :]
+    if not training:
+        raise CalibrationError(
+            f"--prompts {options.prompts}: has {len(found)} prompts; expected more than --heldout"
+            f" {options.heldout}, as the others are trained on"
+        )
+    wanted = max(options.steps) * options.responses
+    return [training[i % len(training)] for i in range(wanted)], heldout
+
+
+def serving_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """SGLang's arguments: the user's, on top of room for the trainer beside the engine."""
+    defaults: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "page_size": PAGE_SIZE,
+        "context_length": options.context,
+        # The trainer works between rollouts, and nothing is released meanwhile.
+        "enable_memory_saver": False,
+        # Capturing prefill takes minutes.
+        "disable_prefill_cuda_graph": True,
+    }
+    if torch.cuda.is_available():
+        defaults["mem_fraction_static"] = 0.4
+    else:
+        defaults["max_total_tokens"] = 4 * options.context
+    return defaults | engine_arguments(options.engine_args)
+
+
+def show_gains(before: Tails, after: Tails, schedules: dict[str, BudgetSchedule]) -> None:
+    """Lines per bin: each schedule's tail before and after, and the bolder one's beside."""
+    for old, new in PAIRS:
+        names = dict.fromkeys((schedules[old].name, schedules[new].name))
+        what = " -> ".join(names)
+        for row in gains(before[old], after[new]):
+            verdict = "raised" if row["raised"] else "reached" if row["reached"] else "below"
+            first, end = row["positions"]
+            print(
+                f"    {what:24} {first:>5}-{end - 1:<5} {row['before']:.3f} -> {row['after']:.3f}"
+                f"  {verdict:8} {row['tokens'][0]} and {row['tokens'][1]} tokens",
+                flush=True,
+            )
+
+
+def show_costs(result: dict[str, Any]) -> None:
+    """Lines about the deliveries and the step."""
+    for delivery, speed in result["decode"].items():
+        print(
+            f"{delivery:7} {speed['tokens_per_s']:9.0f} tokens/s end to end,"
+            f" {speed['step_ms']:.2f} ms a step of {speed['requests']} requests"
+        )
+    for law, rates in result["agreement"].items():
+        print(
+            f"adapter beside the weights against {law}: mean {rates['mean']:.4f},"
+            f" tail {rates['tail']:.4f}, least {rates['min']:.4f} of {rates['tokens']} tokens"
+        )
+    cost = result["cost"]
+    print(
+        f"adapter step {cost['adapter_step_s']:.2f} s, dense update {cost['dense_update_s']:.2f} s"
+        f" on the same {cost['responses']} responses: {cost['share_of_dense_update']:.0%} of it"
+    )
+
+
+def _parser() -> OneLineParser:
+    parser = benchmark_parser("distill-gain", DESCRIPTION, EXAMPLES)
+    parser.prog = "python -m sparrow_sglang.benchmarks.training.distill_gain"
+    add = parser.add_argument
+    add("--model", default=EMBEDDED_MODEL_NAME, help="folder or hub name (default: %(default)s)")
+    add(
+        "--schedules",
+        nargs=2,
+        default=["fixed-512", "fixed-256"],
+        metavar=("GIVEN", "BOLDER"),
+        help="shipped names, .json files or fixed-<tokens> (default: fixed-512 fixed-256)",
+    )
+    add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate (default: built-in ones)")
+    add("--train-under", nargs="+", choices=[GIVEN, BOLDER], default=[BOLDER])
+    add("--lr", nargs="+", type=float, default=[DistillConfig().lr], help="learning rates to try")
+    add("--context", type=int, default=4096, help="longest sequence, response included")
+    add("--new-tokens", type=int, default=512, help="longest response")
+    add("--steps", nargs="+", type=int, default=[8, 32], help="adapter steps to measure after")
+    add("--responses", type=int, default=32, help="that a step learns from")
+    add("--steps-per-rollout", type=int, default=4, help="steps on responses of the same adapter")
+    add("--heldout", type=int, default=144, help="prompts that are measured on")
+    add("--bin-tokens", type=int, default=1024, help="positions per bin of the tails")
+    add("--engine-args", default="{}", metavar="JSON", help="further ones of sglang.Engine")
+    add("--out", type=Path, default=Path("distill_gain.json"), help="JSON file")
+    return parser
+
+
+def _checked(parser: OneLineParser, options: argparse.Namespace) -> str:
+    """The model's folder; ends with exit code 2 on an option that cannot work."""
+    counts = ("new_tokens", "responses", "steps_per_rollout", "heldout", "bin_tokens")
+    for option, value in [(name, getattr(options, name)) for name in counts] + [
+        ("steps", step) for step in options.steps
+    ]:
+        if value < 1:
+            parser.error(f"--{option.replace('_', '-')} {value}: expected 1 or more")
+    for lr in options.lr:
+        if not 0 < lr < math.inf:
+            parser.error(f"--lr {lr}: expected a number above 0")
+    try:
+        engine_arguments(options.engine_args)
+        loaded(options.schedules)
+        folder = model_folder(options.model)
+        config = AutoConfig.from_pretrained(folder)
+    except (ModelError, ValueError, OSError) as error:
+        parser.error(str(error).splitlines()[0])
+    if not options.new_tokens < options.context <= config.max_position_embeddings:
+        parser.error(
+            f"--context {options.context}: expected more than --new-tokens {options.new_tokens} and"
+            f" at most the model's {config.max_position_embeddings}"
+        )
+    prepare_out(parser, options.out)
+    return folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; the exit code is 2 without usable options."""
+    parser = _parser()
+    options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    model_path = _checked(parser, options)
+    try:
+        result = measure(options, model_path)
+    except CalibrationError as error:
+        parser.error(str(error))
+    show_costs(result)
+    print(f"{result['seconds']:.0f} s; written to {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

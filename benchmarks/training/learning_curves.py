@@ -1,0 +1,165 @@
+"""Dense against sparse rollouts.
+
+`python -m sparrow_sglang.benchmarks.training.learning_curves` runs it.
+
+In: a training configuration, schedules and seeds; an `attention_backend` among the engine's
+arguments is that of the dense runs. Each pair is a run of `sparrow train` from the same start;
+several are under way at a time, and those that were stopped go on when the command is repeated.
+Out: the curves as JSON, with device, versions and commit, and a plot.
+"""
+
+import copy
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparrow_sglang.benchmarks.command import benchmark_parser, exit_on_sigterm, prepare_out
+from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, merged, run_all
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.rollout import DENSE
+
+DESCRIPTION = """\
+Train from the same start under several schedules and seeds, and write the curves side by side.
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.training.learning_curves examples/story_curves.toml \\
+      --schedules dense smollm2-135m-0.86 --seeds 0 1 2 --parallel 6 --out learning_curves.json
+"""
+CURVES = (
+    "eval/pass_rate",
+    "critic/score/mean",
+    "response_length/mean",
+    "sparrow/accept_p05",
+    "sparrow/kv_tokens_read",
+    "sparrow/kv_tokens_held",
+    "rollout_corr/kl",
+)
+
+
+def plan_runs(
+    path: Path, schedules: Sequence[str], seeds: Sequence[int], work: Path
+) -> list[RunPlan]:
+    """The runs, all seeds of a schedule together; raises `ConfigError` as `TrainConfig` does."""
+    base = tomllib.loads(path.read_text("utf-8"))
+    plans = []
+    for schedule in schedules:
+        arm = Path(schedule).name.removesuffix(".json")
+        for seed in seeds:
+            ours = {
+                "run_dir": str(work / f"{arm}-seed{seed}"),
+                "seed": seed,
+                "engine": {"schedule": schedule},
+            }
+            values = copy.deepcopy(merged(base, ours))
+            if schedule != DENSE:
+                # Of sparse rollouts, the schedule says it.
+                values["engine"].get("server_args", {}).pop("attention_backend", None)
+            plans.append(RunPlan(arm, seed, TrainConfig.parse(values, str(path)), values))
+    return plans
+
+
+def collect(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
+    """What the runs have measured so far: per run, curves of [step, value] and the mean times."""
+    found = []
+    for plan in plans:
+        rows = plan.rows()
+        curves = {
+            metric: [[row["step"], row[metric]] for row in rows if metric in row]
+            for metric in CURVES
+        }
+        # The first step warms up.
+        times = sorted({key for row in rows for key in row if key.startswith("timing_s/")})
+        seconds = {
+            key: float(np.mean([row[key] for row in rows[1:] if key in row] or [0.0]))
+            for key in times
+        }
+        found.append(
+            {
+                "run": plan.name,
+                "schedule": plan.config.engine.schedule,
+                "seed": plan.seed,
+                "steps": max((row["step"] for row in rows), default=0),
+                "curves": curves,
+                "seconds_per_step": seconds,
+            }
+        )
+    return found
+
+
+def plot(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Each curve against steps: thin lines the runs, thick ones the means over seeds."""
+    from matplotlib.figure import Figure
+
+    shown = CURVES[:4]
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    schedules = list(dict.fromkeys(run["schedule"] for run in runs))
+    for axes, metric in zip(figure.subplots(2, 2).flat, shown, strict=True):
+        for index, schedule in enumerate(schedules):
+            own = [dict(run["curves"][metric]) for run in runs if run["schedule"] == schedule]
+            for curve in own:
+                axes.plot(curve.keys(), curve.values(), color=f"C{index}", alpha=0.3, linewidth=1)
+            steps = sorted(set.intersection(*(set(curve) for curve in own)))
+            means = [np.mean([curve[step] for curve in own]) for step in steps]
+            axes.plot(
+                steps,
+                means,
+                color=f"C{index}",
+                linewidth=2,
+                label=Path(schedule).name.removesuffix(".json"),
+            )
+        axes.set_title(metric)
+        axes.set_xlabel("step")
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110, format="png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, write and plot; the exit code is 1 if a run is incomplete, 2 if a setting is wrong."""
+    parser = benchmark_parser("learning-curves", DESCRIPTION, EXAMPLES)
+    parser.prog = "python -m sparrow_sglang.benchmarks.training.learning_curves"
+    parser.add_argument("config", type=Path, help="TOML file of `sparrow train`")
+    parser.add_argument("--schedules", nargs="+", default=["dense", "auto"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time on each GPU")
+    parser.add_argument("--work", type=Path, default=Path("runs/learning_curves"))
+    parser.add_argument("--out", type=Path, default=Path("learning_curves.json"))
+    args = parser.parse_args(argv)
+    if args.parallel < 1:
+        parser.error(f"--parallel {args.parallel}: expected 1 or more")
+    try:
+        plans = plan_runs(args.config, args.schedules, args.seeds, args.work)
+    except (ConfigError, OSError, tomllib.TOMLDecodeError) as error:
+        parser.error(str(error))
+    prepare_out(parser, args.out)
+    args.work.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        key: value for key, value in vars(args).items() if key not in ("out", "work")
+    }
+    settings |= {"config": args.config.name, "train": tomllib.loads(args.config.read_text("utf-8"))}
+    exit_on_sigterm()
+    try:
+        run_all(plans, args.parallel)
+    except RunFailed as error:
+        print(f"learning-curves: error: {error}", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit):
+        print("stopped; repeat the command to go on", file=sys.stderr)
+    finally:
+        found = collect(plans)
+        write_result(args.out, {**provenance(), "settings": settings, "rows": found})
+        plot(args.out.with_suffix(".png"), found)
+    wanted = plans[0].config.steps
+    for run in found:
+        rates = run["curves"]["eval/pass_rate"]
+        text = f"{rates[0][1]:.3f} -> {rates[-1][1]:.3f}" if rates else "no evaluation"
+        print(f"{run['run']}: {run['steps']} of {wanted} steps, held-out pass rate {text}")
+    return int(any(run["steps"] < wanted for run in found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

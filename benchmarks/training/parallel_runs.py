@@ -1,0 +1,142 @@
+"""Several runs of `sparrow train` at a time, each in a process of its own and on one GPU.
+
+In: configurations by arm and seed. Out: a folder per run with its metrics. A run that was stopped
+goes on from its last checkpoint when it is asked for again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.runs.log import METRICS_FILE
+
+_LOOK_S = 1.0
+
+
+class RunFailed(RuntimeError):
+    """A run has ended with an error; the message says which, and where its log is."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run: an arm under one seed."""
+
+    arm: str
+    seed: int
+    config: TrainConfig
+    values: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-seed{self.seed}"
+
+    def beside(self, suffix: str) -> Path:
+        """A file of the run's name beside its folder."""
+        # Not `with_suffix`, to which a name such as calibrated-0.86 has a suffix already.
+        return self.config.run_dir.with_name(self.config.run_dir.name + suffix)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Whole rows of the metrics so far."""
+        path = self.config.run_dir / METRICS_FILE
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def is_complete(self) -> bool:
+        """Whether the last evaluation, which follows the last step, is in the metrics."""
+        rows = self.rows()
+        return bool(rows) and rows[-1]["step"] == self.config.steps
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A plan that a process is busy with, on a GPU as CUDA_VISIBLE_DEVICES names it."""
+
+    plan: RunPlan
+    gpu: str
+    process: "subprocess.Popen[bytes]"
+    log: TextIO
+
+
+def run_all(plans: Sequence[RunPlan], parallel: int, modules: Sequence[Path] = ()) -> None:
+    """Train until all runs are complete, at most `parallel` at a time on each visible GPU.
+
+    Without a GPU as many in all. `modules` are folders of tasks that are no part of the package.
+    Raises `RunFailed` as soon as one fails; the others are asked to write a checkpoint and end.
+    """
+    waiting = [plan for plan in plans if not plan.is_complete()]
+    print(f"runs: {len(plans) - len(waiting)} of {len(plans)} are complete", flush=True)
+    free = parallel * visible_gpus()
+    running: list[_Run] = []
+    try:
+        while waiting or running:
+            while waiting and free:
+                running.append(_start(waiting.pop(0), free.pop(0), modules))
+            time.sleep(_LOOK_S)
+            for run in [run for run in running if run.process.poll() is not None]:
+                running.remove(run)
+                run.log.close()
+                if run.process.returncode or not run.plan.is_complete():
+                    raise RunFailed(
+                        f"run {run.plan.name} has ended with status {run.process.returncode}: see"
+                        f" {run.log.name}; repeat the command to go on"
+                    )
+                print(f"runs: {run.plan.name} is complete", flush=True)
+                free.append(run.gpu)
+    finally:
+        for run in running:
+            run.process.terminate()
+        for run in running:
+            run.process.wait()
+            run.log.close()
+
+
+def visible_gpus() -> list[str]:
+    """GPUs as CUDA_VISIBLE_DEVICES names them; without any, one empty name, which hides them."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else map(str, range(count))
+    return list(names)[:count] or [""]
+
+
+def _start(plan: RunPlan, gpu: str, modules: Sequence[Path]) -> _Run:
+    folder = plan.config.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    file = plan.beside(".toml")
+    file.write_text("".join(f"{line}\n" for line in toml_lines(plan.values)), "utf-8")
+    log = open(plan.beside(".log"), "a", encoding="utf-8")
+    command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(file), "--resume"]
+    # Judges are started with the same path.
+    paths = [*map(str, modules), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": gpu}
+    print(f"runs: {plan.name} starts, {log.name}", flush=True)
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | ours)
+    return _Run(plan, gpu, process, log)
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, table by table."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merged(old, value)
+        result[key] = value
+    return result
+
+
+def toml_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Lines of dotted keys; numbers, texts, truth values and lists are the same in JSON."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from toml_lines(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key} = {json.dumps(value)}"

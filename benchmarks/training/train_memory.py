@@ -1,0 +1,186 @@
+"""Memory and time of a long training step.
+
+`python -m sparrow_sglang.benchmarks.training.train_memory` runs it.
+
+One sequence through forward, backward and optimiser step of the dense policy, and through a step of
+a rollout adapter, in the shape of a real model with random weights. Before that, the policy's
+log-probs are compared with those of the stock transformers forward, so that what is timed is also
+what is meant.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.distill import SparseAdapter
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, load_schedule
+
+MODELS = Path(__file__).parent / "models"
+PAGE_SIZE = 16
+PROMPT_TOKENS = 64
+CHECKED_TOKENS = 1024
+GIB = 2**30
+
+DESCRIPTION = """\
+Peak memory and time of one training step of the dense policy on one long sequence, and of a step of
+a DistillSparse adapter on it, with random weights in the shape of a real model (nothing is
+downloaded).
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.training.train_memory --out train-memory.json
+  python -m sparrow_sglang.benchmarks.training.train_memory --tokens 8192 --dtypes bfloat16
+"""
+
+
+def new_model(config: Path, dtype: str, device: str) -> PreTrainedModel:
+    """The model of a Hugging Face config with random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(config), dtype=getattr(torch, dtype)
+        )
+    return model
+
+
+def random_sequence(vocab_size: int, tokens: int) -> TokenSequence:
+    ids = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    return ids[:PROMPT_TOKENS].tolist(), ids[PROMPT_TOKENS:].tolist()
+
+
+@torch.no_grad()
+def stock_logprobs(model: PreTrainedModel, sequence: TokenSequence, autocast: bool) -> torch.Tensor:
+    """Log-probs of the response by a stock forward and a log-softmax over all logits."""
+    prompt, response = sequence
+    ids = torch.tensor([[*prompt, *response]], device=model.device)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    picked = torch.log_softmax(logits.float(), 1).gather(1, ids[0, len(prompt) :, None])
+    return picked.squeeze(1).cpu()
+
+
+def logprob_error(config: Path, device: str) -> dict[str, float]:
+    """Distance from a stock forward in fp32: of ours, and of a stock forward in bf16 autocast."""
+    model = new_model(config, "float32", device).eval()
+    sequence = random_sequence(model.config.vocab_size, CHECKED_TOKENS)
+    exact = stock_logprobs(model, sequence, autocast=False)
+    rounded = stock_logprobs(model, sequence, autocast=True)
+    ours = DensePolicy(model, ModelConfig(), OptimiserConfig(), device).score([sequence])[0]
+    errors = {"ours": (ours - exact).abs(), "stock_bf16": (rounded - exact).abs()}
+    return {f"{name}_max": float(error.max()) for name, error in errors.items()} | {
+        f"{name}_mean": float(error.mean()) for name, error in errors.items()
+    }
+
+
+def measure(
+    config: Path, dtype: str, tokens: int, steps: int, schedule: BudgetSchedule, device: str
+) -> dict[str, Any]:
+    """Seconds and peak bytes of `steps` training steps, of scoring, and of as many adapter steps.
+
+    All come after one to warm up. It makes the optimiser's state, so its peak is the one of the
+    first step.
+    """
+    policy = DensePolicy(
+        new_model(config, dtype, device), ModelConfig(dtype=dtype), OptimiserConfig(), device
+    )
+    sequence = random_sequence(policy.model.config.vocab_size, tokens)
+    torch.cuda.synchronize()
+    weights = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+
+    def seconds(step: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def update() -> object:
+        return policy.loss_step([sequence], lambda logprobs, _: -logprobs.mean())
+
+    warm_up = seconds(update)
+    times = [seconds(update) for _ in range(steps)]
+    step_peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    idle = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    score = seconds(lambda: policy.score([sequence]))
+    score_peak = torch.cuda.max_memory_allocated()
+    adapter = SparseAdapter(policy, DistillConfig(enabled=True))
+    seconds(lambda: adapter.step([sequence], schedule))
+    torch.cuda.reset_peak_memory_stats()
+    adapted = [seconds(lambda: adapter.step([sequence], schedule)) for _ in range(steps)]
+    return {
+        "dtype": dtype,
+        "tokens": tokens,
+        "weights_gib": weights / GIB,
+        "idle_gib": idle / GIB,
+        "step_peak_gib": step_peak / GIB,
+        "reserved_gib": reserved / GIB,
+        "score_peak_gib": score_peak / GIB,
+        "score_s": score,
+        "step_s": times,
+        "warm_up_s": warm_up,
+        "schedule": schedule.name,
+        "adapter_peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "adapter_step_s": adapted,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = benchmark_parser("train-memory", DESCRIPTION, EXAMPLES)
+    parser.prog = "python -m sparrow_sglang.benchmarks.training.train_memory"
+    parser.add_argument("--model", default="qwen3-1.7b", help="a folder in benchmarks/models")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[8192, 32768], help="lengths of the sequence"
+    )
+    parser.add_argument(
+        "--schedule", default="qwen3-1.7b-0.86", help="of the adapter's step (default: %(default)s)"
+    )
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one to warm up")
+    parser.add_argument("--out", type=Path, default=Path("train-memory.json"))
+    args = parser.parse_args(argv)
+    config = MODELS / args.model
+    if not (config / "config.json").is_file():
+        known = ", ".join(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
+        parser.error(f"--model {args.model}: not known; expected one of {known}")
+    if min(args.tokens) <= PROMPT_TOKENS or args.steps < 1:
+        parser.error(
+            f"--tokens {min(args.tokens)}, --steps {args.steps}: expected more than {PROMPT_TOKENS}"
+            " tokens and at least one step"
+        )
+    try:
+        schedule = load_schedule(args.schedule, PAGE_SIZE)
+    except ScheduleError as error:
+        parser.error(str(error))
+    prepare_out(parser, args.out)
+    require_cuda(parser, 80, "one training step")
+    result = provenance() | {"model": args.model, "logprob_error": logprob_error(config, "cuda")}
+    rows: list[dict[str, Any]] = []
+    for dtype, tokens in product(args.dtypes, args.tokens):
+        gc.collect()
+        torch.cuda.empty_cache()
+        rows.append(measure(config, dtype, tokens, args.steps, schedule, "cuda"))
+        write_result(args.out, result | {"rows": rows})
+        row = rows[-1]
+        print(
+            f"{args.model} {dtype} {tokens} tokens: peak {row['step_peak_gib']:.1f} GiB,"
+            f" step {min(row['step_s']):.2f} s, score {row['score_s']:.2f} s, adapter step"
+            f" {min(row['adapter_step_s']):.2f} s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,375 @@
+"""The rollout engine: what the loop needs of it, and one that lives in this process.
+
+In: prompts, and weights with a version. Out: groups. `ray_engines` has the same interface over many
+machines.
+"""
+
+import asyncio
+import atexit
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+from sparrow_sglang.client.control import set_schedule
+from sparrow_sglang.plugin.adapters import load_adapter
+from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.rl.config import EngineConfig
+from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
+from sparrow_sglang.rl.rollout import DENSE, Sampling, group_request, to_group
+from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.schedule import BudgetSchedule
+
+IDLE_TIMEOUT_S = 60.0
+_LOOK_S = 1.0
+
+
+class EngineDied(RuntimeError):
+    """A process of an engine is gone, or an engine failed too often; the run cannot go on."""
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from the weights that it was last given."""
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
+        """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
+        ...
+
+    def update_weights(self, tensors: NamedTensors, version: str) -> None:
+        """Load weights under their checkpoint names; later rollouts carry `version`."""
+        ...
+
+    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
+        """Load a LoRA adapter in place of the one of that name; used where `Sampling` names it."""
+        ...
+
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        """Decode later rollouts under another KV budget schedule."""
+        ...
+
+    def release(self) -> None:
+        """Give the device's memory to the trainer, if it is shared; weights may be lost."""
+        ...
+
+    def resume(self) -> None:
+        """Take the memory back; where there was a release, `update_weights` must follow."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        ...
+
+
+def open_engine(
+    config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
+) -> RolloutEngine:
+    """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
+
+    `defaults` are arguments of SGLang that those of `config` take precedence over.
+    """
+    arguments = {**defaults, **config.server_args}
+    if config.kind == "local":
+        return LocalEngine(model_path, config.schedule, **arguments)
+    # Ray is needed by those only who ask for it.
+    from sparrow_sglang.rl.engines.ray_engines import RayEngines
+
+    return RayEngines(config.num_engines, model_path, config.schedule, config.transfer, **arguments)
+
+
+class LocalEngine:
+    """An `sglang.Engine` of this process, on the trainer's GPU or on the CPU.
+
+    To be built and used in one thread. On CUDA, SGLang's memory saver is on unless `server_args`
+    say otherwise. Whatever waits for the engine raises `EngineDied` if a process of it is gone.
+    """
+
+    def __init__(self, model_path: str, schedule: str = "auto", **server_args: Any) -> None:
+        """Start the engine, sparse by `schedule` or densely if that is "dense".
+
+        Raises:
+            ValueError: the schedule, the model or the arguments cannot be served.
+        """
+        import sglang
+
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        self._engine = sglang.Engine(**_engine_args(model_path, schedule) | server_args)
+        self._manager = self._engine.tokenizer_manager
+        self._processes = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
+        self._run(self._take_signals_back(on_sigterm))
+        arguments = self._engine.server_args
+        self._saves_memory = arguments.enable_memory_saver
+        self._released = False
+        self._ranks = arguments.tp_size
+        self._version: str | None = arguments.weight_version
+        self._schedule = DENSE
+        if arguments.attention_backend == BACKEND:
+            found, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
+            self._schedule = found.name
+
+    @property
+    def engine(self) -> Any:
+        """The `sglang.Engine`, for what is not done through this interface."""
+        return self._engine
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine computes in; weights are rounded to it."""
+        found: torch.dtype = self._manager.model_config.dtype
+        return found
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
+        """See `RolloutEngine`; raises `RolloutError` on an answer that cannot be trained on."""
+        groups = dict(self.stream(prompts, n, sampling))
+        return [groups[position] for position in range(len(prompts))]
+
+    def stream(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
+    ) -> Iterator[tuple[int, Group]]:
+        """Positions in `prompts` and their groups, each as soon as it is complete."""
+        loop = self._engine.loop
+        running = {
+            loop.create_task(self._group(position, prompt, n, sampling))
+            for position, prompt in enumerate(prompts)
+        }
+        try:
+            while running:
+                done, running = loop.run_until_complete(
+                    asyncio.wait(running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                )
+                self.require_alive()
+                for task in done:
+                    yield task.result()
+        finally:
+            if running:
+                self._abandon(running)
+
+    def update_weights(self, tensors: NamedTensors, version: str) -> None:
+        """See `RolloutEngine`; tensors may lie on the CPU or on the engine's device."""
+        self.load(pack(tensors, self.dtype), version)
+
+    def load(self, buckets: Iterator[Bucket], version: str) -> None:
+        """Load packed weights.
+
+        Raises:
+            RuntimeError: the engine was still busy after a minute, or SGLang refused a tensor; then
+                it holds parts of both weights and generates nothing until all are loaded again.
+        """
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        self.prepare_load()
+        for bucket in buckets:
+            payload = bucket.flattened()
+            request = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[
+                    MultiprocessingSerializer.serialize(payload) for _ in range(self._ranks)
+                ],
+                load_format="flattened_bucket",
+                flush_cache=False,
+                weight_version=version,
+            )
+            self._require(self._run(self._manager.update_weights_from_tensor(request, None)))
+        self.finish_load(version)
+
+    def join(
+        self, address: str, port: int, rank: int, world: int, group: str, backend: str
+    ) -> None:
+        """Enter a process group for `receive` with ranks `rank`, `rank` + 1, ... of `world`."""
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=address,
+            master_port=port,
+            rank_offset=rank,
+            world_size=world,
+            group_name=group,
+            backend=backend,
+        )
+        self._require(self._run(self._manager.init_weights_update_group(request, None)))
+
+    def leave(self, group: str) -> None:
+        """Forget the process group of a `join`."""
+        from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
+
+        request = DestroyWeightsUpdateGroupReqInput(group_name=group)
+        self._require(self._run(self._manager.destroy_weights_update_group(request, None)))
+
+    def receive(self, layout: Bucket, group: str, version: str) -> None:
+        """Load the bucket that rank 0 of the group broadcasts, between `prepare_load` and
+        `finish_load`; `layout` says what it holds, its data are ignored."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        dtype = str(layout.dtype).removeprefix("torch.")
+        request = UpdateWeightsFromDistributedReqInput(
+            names=list(layout.names),
+            dtypes=[dtype] * len(layout.names),
+            shapes=[list(shape) for shape in layout.shapes],
+            group_name=group,
+            flush_cache=False,
+            load_format="flattened_bucket",
+            weight_version=version,
+        )
+        self._require(self._run(self._manager.update_weights_from_distributed(request, None)))
+
+    def prepare_load(self) -> None:
+        """Empty the prefix cache, whose KV is of the old weights, and refuse rollouts meanwhile."""
+        # SGLang's own flush after an update kills the scheduler if it is not quite idle yet.
+        self._flush()
+        self._version = None
+
+    def finish_load(self, version: str) -> None:
+        """Allow rollouts again, from weights that are now complete."""
+        self._version = version
+
+    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
+        """See `RolloutEngine`; the engine must have been started with `enable_lora`.
+
+        `tensors` and `config` are PEFT's. Raises `ControlError`, a `ValueError`, if they do not
+        fit the engine.
+        """
+        self._run(load_adapter(self._manager, name, config, tensors))
+
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        """See `RolloutEngine`; raises `EndpointError` if the engine was started densely."""
+        set_schedule(self._engine, schedule)
+        self._schedule = schedule.name
+
+    def release(self) -> None:
+        """See `RolloutEngine`; does nothing without SGLang's memory saver."""
+        if self._saves_memory:
+            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Release
+
+            self.prepare_load()
+            self._run(self._manager.release_memory_occupation(Release(), None))
+            self._released = True
+
+    def resume(self) -> None:
+        """See `RolloutEngine`; does nothing without a release before."""
+        if self._released:
+            from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Resume
+
+            self._run(self._manager.resume_memory_occupation(Resume(), None))
+            self._released = False
+
+    def close(self) -> None:
+        """End this engine's processes, and no others: SGLang's shutdown would end all children."""
+        import zmq
+
+        atexit.unregister(self._engine.shutdown)
+        children = [child for process in self._processes for child in _family(process)]
+        for child in children:
+            child.kill()
+        psutil.wait_procs(children, timeout=10)
+        # Left to the garbage collector, a context waits for ever to deliver to a dead process.
+        for owner in (self._engine, self._manager):
+            for value in list(vars(owner).values()):
+                if isinstance(value, zmq.Socket):
+                    value.context.destroy(linger=0)
+
+    async def _group(
+        self, position: int, prompt: Prompt, n: int, sampling: Sampling
+    ) -> tuple[int, Group]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        if self._version is None:
+            raise RuntimeError(
+                "the engine's weights were released or loaded in part: call update_weights first"
+            )
+        sparse = self._schedule != DENSE
+        request = group_request(prompt, n, sampling, switchable=sparse)
+        answers = self._manager.generate_request(GenerateReqInput(**request), None)
+        try:
+            found = await anext(answers)
+        finally:
+            await answers.aclose()
+        schedule = DENSE if sampling.dense else self._schedule
+        return position, to_group(prompt, found, sampling, self._version, schedule)
+
+    def _abandon(self, running: "set[asyncio.Task[tuple[int, Group]]]") -> None:
+        """Stop what is under way, so that the engine becomes idle."""
+        if all(process.is_running() for process in self._processes):
+            self._manager.abort_request(abort_all=True)
+        for task in running:
+            task.cancel()
+        self._engine.loop.run_until_complete(asyncio.gather(*running, return_exceptions=True))
+
+    def _run(self, call: Any) -> Any:
+        loop = self._engine.loop
+        task = loop.create_task(call)
+        while not task.done():
+            loop.run_until_complete(asyncio.wait({task}, timeout=_LOOK_S))
+            if not task.done():
+                self.require_alive()
+        return task.result()
+
+    def _flush(self) -> None:
+        result = self._run(self._manager.flush_cache(timeout_s=IDLE_TIMEOUT_S))
+        if not result.success:
+            raise RuntimeError(
+                f"the engine was not idle within {IDLE_TIMEOUT_S:.0f} s: {result.message}"
+            )
+
+    async def _take_signals_back(self, on_sigterm: Any) -> None:
+        """Undo what SGLang does to signals on its first request.
+
+        It would kill this process when a process of the engine dies, and keep SIGTERM from the
+        trainer. The death is found by looking instead.
+        """
+        self._manager.auto_create_handle_loop()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGQUIT):
+                self._engine.loop.remove_signal_handler(number)
+            signal.signal(signal.SIGTERM, on_sigterm)
+            signal.signal(signal.SIGQUIT, _ignore)
+        if self._manager._subprocess_watchdog is not None:
+            self._manager._subprocess_watchdog.stop()
+
+    def require_alive(self) -> None:
+        """Raise `EngineDied` if a process of the engine is gone."""
+        for process in self._processes:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise EngineDied(
+                    f"process {process.pid} of the SGLang engine died; its traceback, if it had"
+                    " the time for one, is on stderr"
+                )
+
+    @staticmethod
+    def _require(answer: tuple[bool, str]) -> None:
+        success, message = answer
+        if not success:
+            raise RuntimeError(f"SGLang did not take the weights: {message}")
+
+
+def _engine_args(model_path: str, schedule: str) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "model_path": model_path,
+        # What the policy computes in: "auto" is float16 for a checkpoint in float32. In plain
+        # torch, 32-bit arithmetic is the fast path of most CPUs.
+        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        "log_level": "error",
+        "enable_memory_saver": torch.cuda.is_available(),
+        "custom_sigquit_handler": _raise_engine_died,
+    }
+    if schedule == DENSE:
+        return defaults
+    chosen = {} if schedule == "auto" else {"sparrow_schedule": schedule}
+    return defaults | {"attention_backend": BACKEND} | chosen
+
+
+def _raise_engine_died(signum: int, frame: Any) -> None:
+    raise EngineDied("the SGLang engine did not start; the traceback of its process is on stderr")
+
+
+def _ignore(signum: int, frame: Any) -> None:
+    """A failing process of an engine signals its parent; it is seen to be dead soon enough."""
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [*process.children(recursive=True), process]
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,444 @@
+"""Rollout engines on any number of machines: Ray actors with one SGLang engine each.
+
+In: prompts, shared out among the engines, and weights. Out: groups, complete whatever dies: a dead
+engine is replaced, brought to the current weights, and its unfinished groups are rolled out again.
+"""
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+
+from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
+from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
+from sparrow_sglang.rl.engines.weight_broadcast import BroadcastTimeout, WeightBroadcast
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.schedule import BudgetSchedule
+
+MAX_DEATHS = 3
+"""Engines that may die in one rollout or update before the run stops: it is then no accident."""
+
+START_TIMEOUT_S = 1800.0
+"""Time for an engine to serve, a large checkpoint on a slow disk included."""
+
+Transfer = Literal["object_store", "broadcast"]
+
+ANSWER_TIMEOUT_S = 900.0
+"""Time for all engines to do what they are told between rollouts, such as to load weights from the
+object store; one that has not done it is replaced. After a death in a broadcast others may wait in
+NCCL, which ends their processes after ten minutes."""
+
+_DEATH = (RayActorError, ObjectLostError, EngineDied, GetTimeoutError)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _StoredBucket:
+    """A bucket in Ray's object store, which shares NumPy arrays without copying them."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    version: str
+    buckets: "tuple[ray.ObjectRef, ...]"
+
+
+@dataclass(frozen=True, eq=False)
+class _Latest:
+    """Weights that were broadcast, to be read again for an engine that starts later."""
+
+    version: str
+    tensors: NamedTensors
+
+
+@dataclass(frozen=True, eq=False)
+class _Adapter:
+    name: str
+    tensors: dict[str, torch.Tensor]
+    config: Any
+
+
+class _EngineActor:
+    """A `LocalEngine` in a process of its own."""
+
+    def __init__(
+        self,
+        model_path: str,
+        schedule: str,
+        server_args: dict[str, Any],
+        environment: Mapping[str, str],
+    ) -> None:
+        os.environ.update(environment)
+        _fork_engines_on_cpu()
+        arguments = {"enable_memory_saver": False} | server_args
+        self._engine = LocalEngine(model_path, schedule, **arguments)
+
+    def ready(self) -> tuple[int, torch.dtype]:
+        """The actor's process id, and what the engine computes in, if it serves."""
+        self._engine.require_alive()
+        return os.getpid(), self._engine.dtype
+
+    def stream(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
+    ) -> Iterator[tuple[int, Group]]:
+        yield from self._engine.stream(prompts, n, sampling)
+
+    def load(self, weights: _Weights) -> None:
+        self._engine.load(map(_fetch, weights.buckets), weights.version)
+
+    def join(self, address: str, port: int, rank: int, world: int, group: str) -> None:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        self._engine.join(address, port, rank, world, group, backend)
+
+    def leave(self, group: str) -> None:
+        try:
+            self._engine.require_alive()
+        except EngineDied:
+            # SGLang would wait for the dead process for ever; other calls report the death.
+            return
+        self._engine.leave(group)
+
+    def receive(self, layout: Bucket, group: str, version: str) -> None:
+        self._engine.receive(layout, group, version)
+
+    def set_adapter(self, adapter: "_Adapter") -> None:
+        self._engine.set_adapter(adapter.name, adapter.tensors, adapter.config)
+
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        self._engine.set_schedule(schedule)
+
+    def prepare_load(self) -> None:
+        self._engine.prepare_load()
+
+    def finish_load(self, version: str) -> None:
+        self._engine.finish_load(version)
+
+
+class RayEngines:
+    """Any number of engines behind the interface of one.
+
+    Uses the Ray cluster that this process is connected to, or starts one on this machine. Engines
+    take whole GPUs from Ray where it has any, as many as `tp_size` x `pp_size`; the trainer's own
+    GPU must not be among them, so on one machine start Ray with the others only
+    (CUDA_VISIBLE_DEVICES=1,2 ray start --head).
+    """
+
+    def __init__(
+        self,
+        count: int,
+        model_path: str,
+        schedule: str = "auto",
+        transfer: Transfer = "object_store",
+        **server_args: Any,
+    ) -> None:
+        """Start `count` engines and wait until all of them serve.
+
+        Args:
+            transfer: how weights travel. "broadcast" needs GPUs that reach each other by NCCL.
+                "object_store" needs room for half a GiB of them, or for the largest tensor, in
+                /dev/shm of every engine's machine.
+
+        Raises:
+            ValueError: Ray has fewer GPUs than the engines need.
+            EngineDied: an engine did not start; the message holds its reason.
+        """
+        self._actors: list[Any] = []
+        self._start_args = (model_path, schedule, server_args)
+        self._ranks = server_args.get("tp_size", 1) * server_args.get("pp_size", 1)
+        self._broadcast: WeightBroadcast | None = None
+        self._environment: dict[str, str] = {}
+        if transfer == "broadcast":
+            self._broadcast = WeightBroadcast(self._ranks)
+            self._environment = share_nccl_settings(server_args)
+        self._dtype: torch.dtype
+        self._weights: _Weights | None = None
+        self._latest: _Latest | None = None
+        self._adapter: _Adapter | None = None
+        self._schedule: BudgetSchedule | None = None
+        self._complete = True
+        self._deaths = 0
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            _start_ray()
+        try:
+            self._num_gpus = _gpus_per_engine(count, self._ranks)
+            self._actors = [self._start(slot) for slot in range(count)]
+            self._pids = [self._await_start(actor) for actor in self._actors]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the actors, each on its own machine."""
+        return list(self._pids)
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
+        """See `RolloutEngine`; raises what `stream` raises."""
+        groups = dict(self.stream(prompts, n, sampling))
+        return [groups[position] for position in range(len(prompts))]
+
+    def stream(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
+    ) -> Iterator[tuple[int, Group]]:
+        """Positions in `prompts` and their groups, each once and as soon as it is complete.
+
+        Engines finish a stream that is abandoned before they do anything else.
+
+        Raises:
+            EngineDied: engines died more than `MAX_DEATHS` times, or one could not be replaced.
+            ray.exceptions.RayTaskError: an engine failed without dying, e.g. `RolloutError`.
+        """
+        if not self._complete:
+            raise RuntimeError(
+                "the engines' weights were loaded in part: call update_weights first"
+            )
+        self._deaths = 0
+        # What each engine still owes, by position in `prompts`. Every n-th prompt, so that tasks
+        # which come in blocks are spread.
+        owed = {
+            slot: list(range(slot, len(prompts), len(self._actors)))
+            for slot in range(min(len(self._actors), len(prompts)))
+        }
+
+        def ask(slot: int) -> tuple[Any, list[int]]:
+            share = list(owed[slot])
+            method = self._actors[slot].stream.options(num_returns="streaming")
+            return method.remote([prompts[position] for position in share], n, sampling), share
+
+        asked = {slot: ask(slot) for slot in owed}
+        while asked:
+            slots = {stream: slot for slot, (stream, _) in asked.items()}
+            ready, _ = ray.wait(list(slots), num_returns=1, fetch_local=False)
+            slot = slots[ready[0]]
+            stream, share = asked[slot]
+            try:
+                index, group = ray.get(next(stream))
+            except StopIteration:
+                del asked[slot]
+            except _DEATH as error:
+                self._replace(slot, error)
+                if owed[slot]:
+                    asked[slot] = ask(slot)
+                else:
+                    del asked[slot]
+            else:
+                owed[slot].remove(share[index])
+                yield share[index], group
+
+    def update_weights(self, tensors: NamedTensors, version: str) -> None:
+        """See `RolloutEngine`; engines that have died meanwhile, or die now, are replaced.
+
+        For engines that are replaced later, Ray's object store keeps a copy; where weights are
+        broadcast, `tensors` are read again instead, and must be the same until the next update. A
+        one-time iterator is read into a list for that.
+
+        Raises:
+            EngineDied: as in `stream`, or an engine does not answer in time.
+        """
+        self._deaths = 0
+        self._complete = False
+        # The store then has to hold the weights once only.
+        self._weights = self._latest = None
+        self._call_all("prepare_load" if self._broadcast else "ready")
+        if self._try_broadcast("start"):
+            latest = _Latest(version, list(tensors) if iter(tensors) is tensors else tensors)
+            packed = pack(latest.tensors, self._dtype)
+            if all(self._try_broadcast("send", bucket, version) for bucket in packed):
+                self._latest = latest
+                self._call_all("finish_load", version)
+                self._complete = True
+                return
+            tensors = latest.tensors
+        self._weights = self._put(tensors, version)
+        self._call_all("load", self._weights)
+        self._complete = True
+
+    def _put(self, tensors: NamedTensors, version: str) -> _Weights:
+        buckets = tuple(ray.put(_stored(bucket)) for bucket in pack(tensors, self._dtype))
+        return _Weights(version, buckets)
+
+    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
+        """See `RolloutEngine`; a replaced engine gets the adapter too."""
+        self._deaths = 0
+        on_cpu = {key: tensor.cpu() for key, tensor in tensors.items()}
+        self._adapter = _Adapter(name, on_cpu, config)
+        self._call_all("set_adapter", self._adapter)
+
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        """See `RolloutEngine`; a replaced engine gets the schedule too."""
+        self._deaths = 0
+        self._schedule = schedule
+        self._call_all("set_schedule", schedule)
+
+    def release(self) -> None:
+        """Does nothing: the engines share no GPU with the trainer."""
+
+    def resume(self) -> None:
+        """Does nothing, as `release`."""
+
+    def close(self) -> None:
+        """End all engines, and Ray if it was started here."""
+        if self._broadcast:
+            self._broadcast.stop([])
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if self._owns_ray:
+            ray.shutdown()
+
+    def _start(self, slot: int) -> Any:
+        model_path, schedule, server_args = self._start_args
+        if server_args.get("random_seed") is not None:
+            # With one seed, all engines would answer the same prompt with the same samples.
+            server_args = server_args | {"random_seed": server_args["random_seed"] + slot}
+        # Without CPUs of its own, an actor cannot wait for ever on a small machine.
+        # Any: Ray's handles are typed as if calls through them were plain attributes.
+        actor: Any = ray.remote(_EngineActor).options(
+            num_cpus=0, num_gpus=self._num_gpus, scheduling_strategy="SPREAD"
+        )
+        return actor.remote(model_path, schedule, server_args, self._environment)
+
+    def _try_broadcast(self, step: Literal["start", "send"], *arguments: Any) -> bool:
+        """Whether the engines took part; if not, the object store has to do for this update."""
+        if self._broadcast is None:
+            return False
+        deaths = self._deaths
+        try:
+            getattr(self._broadcast, step)(self._actors, *arguments)
+        except BroadcastTimeout:
+            # Engines that wait in NCCL answer nothing any more.
+            raise
+        except (RayActorError, RuntimeError):
+            self._broadcast.stop(self._actors)
+            self._call_all("ready")
+            if self._deaths == deaths:
+                raise
+            return False
+        return True
+
+    def _call_all(self, method: str, *arguments: Any) -> None:
+        """Have every engine do it at the same time; a replaced engine has no need to."""
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        for slot, call in enumerate(calls):
+            try:
+                ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+            except _DEATH as error:
+                self._replace(slot, error)
+
+    def _replace(self, slot: int, error: Exception) -> None:
+        self._deaths += 1
+        reason = _reason(error)
+        # Its other processes would keep their GPUs.
+        ray.kill(self._actors[slot])
+        if self._broadcast:
+            self._broadcast.stop(self._actors)
+        if self._deaths > MAX_DEATHS:
+            raise EngineDied(
+                f"{self._deaths} rollout engines died within one rollout or update, the last one in"
+                f" slot {slot}: {reason} Look at Ray's logs of its worker for the cause."
+            ) from error
+        logger.warning("rollout engine %d died (%s); starting another", slot, reason)
+        self._actors[slot] = self._start(slot)
+        self._pids[slot] = self._await_start(self._actors[slot])
+
+    def _await_start(self, actor: Any) -> int:
+        """The process id of an actor, once its engine has what the others have."""
+        try:
+            pid: int
+            pid, self._dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
+            if self._weights is None and self._latest is not None:
+                self._weights = self._put(self._latest.tensors, self._latest.version)
+            for method, what in (
+                ("load", self._weights),
+                ("set_adapter", self._adapter),
+                ("set_schedule", self._schedule),
+            ):
+                if what is not None:
+                    ray.get(getattr(actor, method).remote(what))
+            return pid
+        except GetTimeoutError:
+            raise EngineDied(
+                f"a rollout engine did not start within {START_TIMEOUT_S:.0f} s: Ray has no machine"
+                " with enough free GPUs for it (see `ray status`), or it is still loading"
+            ) from None
+        except _DEATH as error:
+            raise EngineDied(f"a rollout engine did not start: {error}") from error
+
+
+def _start_ray() -> None:
+    # Ray gives its processes half a minute, which is too short where cores are busy.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    # And its workers a low priority, at which engines starve beside a trainer on the same cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(include_dashboard=False, log_to_driver=False)
+
+
+def _fork_engines_on_cpu() -> None:
+    """Let engines of this process start in a second instead of half a minute, without a GPU.
+
+    SGLang starts its processes by spawn, and each imports SGLang anew; forked ones share what this
+    process has imported. Only for processes in which torch has not computed anything yet: a forked
+    child hangs in its first parallel region if the parent has started OpenMP threads.
+    """
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
+    from sglang.srt.models import registry  # noqa: F401
+
+    configure = engine._set_envs_and_config
+
+    def then_fork(server_args: Any) -> None:
+        configure(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = then_fork
+
+
+def _reason(error: Exception) -> str:
+    """What an engine died of, without Ray's ids and tracebacks, which come first."""
+    text = str(getattr(error, "cause", error)).strip() or repr(error)
+    return text.splitlines()[-1]
+
+
+def _gpus_per_engine(count: int, ranks: int) -> int:
+    available = int(ray.cluster_resources().get("GPU", 0))
+    if not available and not torch.cuda.is_available():
+        return 0
+    if count * ranks > available:
+        raise ValueError(
+            f"num_engines={count} with {ranks} GPUs each: Ray has {available} GPUs; lower"
+            " num_engines or tp_size, or add machines"
+        )
+    return ranks
+
+
+def _stored(bucket: Bucket) -> _StoredBucket:
+    return _StoredBucket(bucket.names, bucket.shapes, bucket.dtype, bucket.data.cpu().numpy())
+
+
+def _fetch(reference: "ray.ObjectRef") -> Bucket:
+    stored = ray.get(reference)
+    # A copy, because the store's memory is read-only and SGLang's processes share what they get.
+    return Bucket(
+        stored.names, stored.shapes, stored.dtype, torch.from_numpy(np.array(stored.data))
+    )

@@ -1,0 +1,172 @@
+"""Weights from the trainer to all engines at once: NCCL between GPUs, gloo between CPUs.
+
+In: packed weights on the trainer's device. Out: the same bucket, loaded by every engine.
+"""
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+
+from sparrow_sglang.rl.engines.buckets import Bucket
+from sparrow_sglang.rl.engines.engine import EngineDied
+
+LIMIT_S = 180.0
+"""For all engines to join, and for one bucket to be sent and loaded; the first one includes the
+set-up of NCCL's connections."""
+
+_END_S = 10.0
+
+
+class BroadcastTimeout(EngineDied):
+    """The trainer and the engines did not reach each other in time; they may wait for ever."""
+
+
+class WeightBroadcast:
+    """The process group of the trainer, rank 0, and all engines' ranks after it.
+
+    If a step raises, call `stop`: an engine is gone, or the machines do not reach each other.
+    """
+
+    def __init__(self, ranks_per_engine: int) -> None:
+        self._ranks = ranks_per_engine
+        self._name = ""
+        self._group: Any = None
+
+    def start(self, actors: list[Any]) -> None:
+        """Make the group if there is none.
+
+        Raises:
+            BroadcastTimeout: not all have joined within `LIMIT_S`.
+        """
+        if self._group is not None:
+            return
+        self._name = f"sparrow-weights-{uuid.uuid4().hex[:8]}"
+        address, port = ray.util.get_node_ip_address(), _free_port()
+        world = 1 + len(actors) * self._ranks
+        deadline = time.monotonic() + LIMIT_S
+        joined = [
+            actor.join.remote(address, port, 1 + slot * self._ranks, world, self._name)
+            for slot, actor in enumerate(actors)
+        ]
+        # In a thread, as it waits for an engine that dies meanwhile until the limit is reached.
+        own = _in_background(lambda: _join(address, port, world, self._name))
+        what = f"joining the weight broadcast at {address}:{port}"
+        _require_all(joined, deadline, what)
+        self._group = _require(own, deadline, what)
+
+    def send(self, actors: list[Any], bucket: Bucket, version: str) -> None:
+        """Broadcast one bucket and wait until all engines have loaded it.
+
+        Raises:
+            BroadcastTimeout: it has not arrived everywhere within `LIMIT_S`.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        layout = Bucket(bucket.names, bucket.shapes, bucket.dtype, torch.empty(0))
+        deadline = time.monotonic() + LIMIT_S
+        received = [actor.receive.remote(layout, self._name, version) for actor in actors]
+        data, group = bucket.data.to(device), self._group
+        # In a thread, as NCCL connects within this call, and waits for an engine that is dead.
+        sent = _in_background(lambda: _send(data, group))
+        what = f"sending {data.nbytes / 2**20:.0f} MiB of weights by broadcast"
+        _require_all(received, deadline, what)
+        _require(sent, deadline, what)
+
+    def stop(self, actors: list[Any]) -> None:
+        """Give up the group; `start` makes another."""
+        if not self._name:
+            return
+        for actor in actors:
+            actor.leave.remote(self._name)
+        self._name = ""
+        if self._group is not None:
+            group, self._group = self._group, None
+            # Not for longer, as NCCL's end waits for a call that is stuck in it.
+            wait([_in_background(lambda: _destroy(group))], _END_S)
+
+
+def _join(address: str, port: int, world: int, name: str) -> Any:
+    from sglang.srt.utils import init_custom_process_group
+
+    return init_custom_process_group(
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{address}:{port}",
+        timeout=timedelta(seconds=LIMIT_S),
+        world_size=world,
+        rank=0,
+        group_name=name,
+    )
+
+
+def _send(data: torch.Tensor, group: Any) -> None:
+    torch.distributed.broadcast(data, src=0, group=group)
+    if data.is_cuda:
+        # The memory may be used again once this returns.
+        torch.cuda.current_stream(data.device).synchronize()
+
+
+def _destroy(group: Any) -> None:
+    if torch.cuda.is_available():
+        # NCCL's orderly end may wait for the ranks that are gone.
+        torch.distributed.distributed_c10d._abort_process_group(group)
+    else:
+        torch.distributed.destroy_process_group(group)
+
+
+def _in_background(call: Callable[[], Any]) -> "Future[Any]":
+    """The result of `call` to be, from a thread that does not keep the process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="sparrow-weights", daemon=True).start()
+    return future
+
+
+def _require_all(answers: Sequence[Any], deadline: float, what: str) -> None:
+    """Wait for engines' answers; raises the first error among them as soon as it is there."""
+    waiting = list(answers)
+    while waiting:
+        done, waiting = ray.wait(
+            waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+        )
+        if not done:
+            missing = [slot for slot, answer in enumerate(answers) if answer in waiting]
+            raise _too_late(what, f"engines {', '.join(map(str, missing))} of {len(answers)}")
+        ray.get(done)
+
+
+def _require(future: "Future[Any]", deadline: float, what: str) -> Any:
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        if future.done():
+            raise
+        raise _too_late(what, "the trainer") from None
+
+
+def _too_late(what: str, who: str) -> BroadcastTimeout:
+    return BroadcastTimeout(
+        f"{what} was not done within {LIMIT_S:.0f} s, {who} did not get through: check that this"
+        " machine and the engines' reach each other on all ports, that NCCL_SOCKET_IFNAME names the"
+        " right network and every NCCL_* variable is the same on all of them (NCCL_DEBUG=INFO says"
+        ' what NCCL waits for); or set [engine] transfer = "object_store"'
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,422 @@
+"""The trained model: dense log-probs of responses, and the optimiser's step.
+
+In: sequences of prompt and response token ids, and a loss in their log-probs. Out: log-probs, and
+weights for the rollout engines. Sequences are packed into micro-batches without padding; each
+attends to itself only, by full causal attention.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparrow_sglang.mismatch.acceptance import acceptance_rate
+from sparrow_sglang.models import model_folder
+from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.policy.chunked_logprobs import (
+    CHUNK_ELEMENTS,
+    product,
+    token_logprobs,
+    token_logprobs_and_entropies,
+)
+from sparrow_sglang.rl.policy.packed_attention import causal_attention, like_lengths
+from sparrow_sglang.rl.policy.packing import Packed, lay_out, pack
+from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule, sparse_attention
+from sparrow_sglang.schedule import BudgetSchedule
+
+logger = logging.getLogger(__name__)
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(log-probs [n] with gradient, indices [n] of these tokens among all response tokens of the
+batch, sequences one after the other, both on the policy's device) -> scalar; losses add up."""
+
+_ATTENTION = "sparrow_packed"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimiser step: summed loss, gradient norm before clipping, micro-batches.
+
+    No step was `taken` if the norm is not finite.
+    """
+
+    loss: float
+    grad_norm: float
+    micro_batches: int
+
+    @property
+    def taken(self) -> bool:
+        return isfinite(self.grad_norm)
+
+
+class DensePolicy:
+    """A transformers causal language model under AdamW with a constant learning rate.
+
+    Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU; of
+    weights in bfloat16 the optimiser keeps an fp32 copy that it updates and rounds from, and the
+    gradients of micro-batches are added up in fp32. `skipped_in_a_row` counts the latest optimiser
+    steps that were not taken because their gradient was not finite.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ModelConfig,
+        optimiser: OptimiserConfig,
+        device: str | torch.device,
+    ) -> None:
+        """Takes over `model`. Raises `ValueError` on architectures it would compute wrongly."""
+        _check_supported(model)
+        self.device = torch.device(device)
+        # Of nn.Module, because transformers' wrapper of it hides its signature.
+        nn.Module.to(model, device=self.device, dtype=getattr(torch, config.dtype))
+        self.model = model
+        self.model.set_attn_implementation(_ATTENTION)
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._micro_batch_tokens = config.micro_batch_tokens
+        self._grad_clip = optimiser.grad_clip
+        # Before anything else is put into the model, such as an adapter.
+        self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self._params = [p for _, p in self._named]
+        self._masters = (
+            self._params
+            if config.dtype == "float32"
+            else [nn.Parameter(p.detach().float()) for p in self._params]
+        )
+        self._optimiser = _adamw(self._masters, optimiser, self.device)
+        self.skipped_in_a_row = 0
+        if self._masters is not self._params:
+            for master, parameter in zip(self._masters, self._params, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+
+    @classmethod
+    def load(
+        cls, config: ModelConfig, optimiser: OptimiserConfig, device: str | torch.device
+    ) -> "DensePolicy":
+        """The policy from the checkpoint that `config.path` names."""
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder(config.path), dtype=getattr(torch, config.dtype)
+        )
+        return cls(model, config, optimiser, device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of matrix products, in which the weights are served and exported."""
+        dtype: torch.dtype = self.model.dtype
+        return torch.bfloat16 if self.device.type == "cuda" else dtype
+
+    @torch.no_grad()
+    def score(
+        self,
+        sequences: Sequence[TokenSequence],
+        temperature: float = 1.0,
+        schedule: BudgetSchedule | None = None,
+    ) -> list[torch.Tensor]:
+        """Log-probs of each response's tokens: fp32 [T] per sequence, on the CPU.
+
+        Dense ones, or those of the distribution that a server with `schedule` samples from.
+        """
+        return self.score_with_entropy(sequences, temperature, schedule)[0]
+
+    @torch.no_grad()
+    def score_with_entropy(
+        self,
+        sequences: Sequence[TokenSequence],
+        temperature: float = 1.0,
+        schedule: BudgetSchedule | None = None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What `score` gives, and the entropies in nats of the distributions that these tokens were
+        drawn from, at the same temperature: fp32 [T] per sequence, on the CPU."""
+        self.model.eval()
+        counts = [len(response) for _, response in sequences]
+        logprobs, entropies = torch.empty(sum(counts)), torch.empty(sum(counts))
+        for packed in self.micro_batches(sequences):
+            rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
+            where = packed.where.cpu()
+            part, entropy = token_logprobs_and_entropies(
+                self.hidden(packed, rule), self.head, packed.targets, temperature
+            )
+            logprobs[where], entropies[where] = part.cpu(), entropy.cpu()
+        return list(logprobs.split(counts)), list(entropies.split(counts))
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The vocabulary projection, [V, H]."""
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def acceptance(
+        self,
+        sequences: Sequence[TokenSequence],
+        schedule: BudgetSchedule,
+        adapted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        temperature: float = 1.0,
+    ) -> list[np.ndarray]:
+        """Exact acceptance rates of each response's tokens: float64 [T] per sequence.
+
+        Both distributions come from this model at `temperature`: the dense one, and the one that a
+        server with `schedule` samples from. `adapted` is open while the latter is computed.
+        """
+        self.model.eval()
+        rates = torch.empty(sum(len(response) for _, response in sequences))
+        for packed in self.micro_batches(sequences):
+            rule = SparseRule(schedule, packed.prompt_lengths)
+            with adapted():
+                sparse = self.hidden(packed, rule)
+            alpha = acceptance_between(sparse, self.hidden(packed), self.head, temperature)
+            rates[packed.where.cpu()] = alpha.cpu()
+        counts = [len(response) for _, response in sequences]
+        return [part.double().numpy() for part in rates.split(counts)]
+
+    def loss_step(
+        self, sequences: Sequence[TokenSequence], loss: Loss, temperature: float = 1.0
+    ) -> StepResult:
+        """Gradient of the summed micro-batch losses, clipped, then one optimiser step.
+
+        A gradient that is not finite is logged, and weights and optimiser stay as they are.
+        """
+        self.model.train()
+        # A loss that raised in an earlier call has left its gradients behind.
+        self.model.zero_grad()
+        self._optimiser.zero_grad()
+        total, count = 0.0, 0
+        for packed in self.micro_batches(sequences):
+            logprobs = token_logprobs(self.hidden(packed), self.head, packed.targets, temperature)
+            part = loss(logprobs, packed.where)
+            part.backward()
+            total, count = total + float(part.detach()), count + 1
+        return StepResult(total, self._step(), count)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights under their checkpoint names, tied ones once; views that a step changes."""
+        for name, parameter in self._named:
+            yield name, parameter.detach()
+
+    def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The fp32 weights that the optimiser updates, under the same names."""
+        for (name, _), master in zip(self._named, self._masters, strict=True):
+            yield name, master.detach()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No gradients for the policy's own weights."""
+        for parameter in self._params:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in self._params:
+                parameter.requires_grad_(True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, the fp32 weights that the optimiser updates, optimiser, and the model's dtype."""
+        return {
+            "model": {
+                _own_name(name): value
+                for name, value in self.model.state_dict().items()
+                if not _is_adapters(name)
+            },
+            "masters": [master.detach() for master in self._masters],
+            "optimiser": self._optimiser.state_dict(),
+            "dtype": str(self.model.dtype),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, for which "model" is not needed: its weights are the
+        fp32 ones, rounded. Raises `ValueError` if `dtype` was another then."""
+        if state["dtype"] != str(self.model.dtype):
+            raise ValueError(
+                f"the checkpoint was written with another model.dtype than {self.model.dtype}:"
+                " set it back, or start without --resume"
+            )
+        with torch.no_grad():
+            for master, saved in zip(self._masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self._round_masters()
+        self._optimiser.load_state_dict(state["optimiser"])
+
+    def _step(self) -> float:
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._grad_clip))
+        if isfinite(norm):
+            self._optimiser.step()
+            self._round_masters()
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped_in_a_row += 1
+            logger.warning("the policy's gradient norm is %s: no step was taken with it", norm)
+        self._optimiser.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        if self._masters is not self._params:
+            for master, parameter in zip(self._masters, self._params, strict=True):
+                parameter.copy_(master)
+
+    def hidden(self, packed: Packed, rule: SparseRule | None = None) -> torch.Tensor:
+        """Last hidden states that predict the targets: [n, H]; by full attention or by `rule`."""
+        on_gpu = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+            hidden = self.model.base_model(
+                input_ids=packed.tokens[None],
+                position_ids=packed.positions[None],
+                use_cache=False,
+                sequence_lengths=packed.lengths,
+                sparse_rule=rule,
+                selections=Selections() if self._runs_twice() else None,
+            ).last_hidden_state[0]
+        hidden = hidden[packed.predictors]
+        return hidden.bfloat16() if on_gpu else hidden
+
+    def _runs_twice(self) -> bool:
+        """Whether gradient checkpointing will repeat a forward pass that begins now."""
+        checkpointing: bool = self.model.is_gradient_checkpointing
+        return checkpointing and self.model.training and torch.is_grad_enabled()
+
+    def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
+        for index, (prompt, response) in enumerate(sequences):
+            if not len(prompt) or not len(response):
+                raise ValueError(
+                    f"sequences[{index}] has {len(prompt)} prompt and {len(response)} response"
+                    " tokens: expected at least one of each"
+                )
+        lengths = [len(prompt) + len(response) for prompt, response in sequences]
+        starts = np.cumsum([0, *(len(response) for _, response in sequences)])
+        for members in pack(lengths, self._micro_batch_tokens):
+            chosen = [sequences[i] for i in members]
+            where = [np.arange(starts[i], starts[i + 1]) for i in members]
+            yield lay_out(chosen, np.concatenate(where), self.device)
+
+
+def acceptance_between(
+    sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Exact acceptance rates, fp32 [n], of the distributions that last hidden states [n, H] give.
+
+    `head` is the vocabulary projection of both, [V, H]; its products are taken in chunks.
+    """
+    projection = head.to(dense.dtype).t()
+    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+    parts = [
+        acceptance_rate(product(left, projection), product(right, projection), temperature)
+        for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _attend_within_sequences(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    sequence_lengths: Sequence[int],
+    sparse_rule: SparseRule | None = None,
+    selections: Selections | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of each sequence to itself over [1, heads, T, head_dim]: causal, or by the rule."""
+    ends = np.cumsum([0, *sequence_lengths]).tolist()
+    spans = list(pairwise(ends))
+    if sparse_rule is not None and module.layer_idx in sparse_rule.schedule.dense_layers:
+        sparse_rule = None
+    runs = like_lengths(sequence_lengths)
+    if sparse_rule is not None and query.device.type == "cpu":
+        # Padding would only add to the work.
+        runs = [(index, index + 1) for index in range(len(spans))]
+    parts = []
+    for first, last in runs:
+        run = spans[first:last]
+        if sparse_rule is None:
+            parts.append(causal_attention(query, key, value, run, scaling))
+        else:
+            prompts = sparse_rule.prompt_lengths[first:last]
+            inputs = (query, key, value, run, prompts, sparse_rule, scaling)
+            if selections is None:
+                parts.append(sparse_attention(*inputs))
+            else:
+                once = partial(selections.once, (module.layer_idx, first))
+                parts.append(sparse_attention(*inputs, once))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend_within_sequences)
+
+
+def _add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
+    """Move the gradient of a micro-batch into the fp32 sum of `master`.
+
+    Summed in bf16, whose 8 bits hold no addend below a 256th of the sum, many micro-batches would
+    lose most of their share.
+    """
+    assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def _is_adapters(name: str) -> bool:
+    """Whether a weight belongs to a PEFT LoRA layer, by PEFT's naming."""
+    return ".lora_" in name
+
+
+def _own_name(name: str) -> str:
+    """The name that a weight had before PEFT wrapped its layer."""
+    return name.replace(".base_layer.", ".")
+
+
+def _check_supported(model: PreTrainedModel) -> None:
+    """Refuse what plain causal attention and a plain projection would compute wrongly."""
+    config = model.config
+    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    wrong = [f"layers of type {kind}" for kind in sorted(layers)]
+    if not layers and getattr(config, "sliding_window", None):
+        used = getattr(config, "use_sliding_window", True)
+        wrong += [f"sliding_window={config.sliding_window}"] if used else []
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        wrong += [f"{name}={getattr(config, name)}"] if getattr(config, name, None) else []
+    for name in ("logits_scaling", "logit_scale"):
+        wrong += [name] if getattr(config, name, 1.0) not in (None, 1.0) else []
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        wrong.append("a bias of the vocabulary projection")
+    if wrong:
+        raise ValueError(
+            f"model of type {config.model_type} has {', '.join(wrong)}: expected full causal"
+            " attention and a plain vocabulary projection, such as Llama, Qwen2 and Qwen3 have"
+        )
+
+
+def _adamw(
+    parameters: Sequence[nn.Parameter], settings: OptimiserConfig, device: torch.device
+) -> torch.optim.AdamW:
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim <= 1]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=settings.betas,
+        fused=device.type == "cuda",
+    )

@@ -1,0 +1,237 @@
+"""The sparse actor's law in the trainer: the server's own rule for every generated position.
+
+In: queries, keys and values of packed sequences, a schedule. Out: attention that is dense for the
+prompts and reads the budget's pages for the rest. Pages are selected exactly as
+`sparrow_sglang.attention_backends.reference` defines it; the selection is treated as constant, so
+gradients flow through the attention over the chosen pages only.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparrow_sglang.attention_backends.reference import kept_pages, page_landmarks
+from sparrow_sglang.rl.policy.packed_attention import causal_attention, padding
+from sparrow_sglang.rl.policy.selected_attention import BLOCK, attend_by_blocks, block_mask
+from sparrow_sglang.schedule import BudgetSchedule
+
+SCORES_AT_ONCE = 1 << 23
+"""Pages are ranked for about so many pairs of position and page at a time, to bound the memory."""
+
+MASK_ROWS = 512
+"""Positions that share one mask where attention is computed in plain torch."""
+
+# Not cuDNN, which torch 2.11 takes by default on an H100 or H200: with a mask of some widths its
+# backward pass gives NaN (github.com/pytorch/pytorch/issues/196678).
+_TRUSTED_WITH_MASKS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@dataclass(frozen=True)
+class SparseRule:
+    """Which positions decode sparsely: those after `prompt_lengths` [S], under `schedule`."""
+
+    schedule: BudgetSchedule
+    prompt_lengths: tuple[int, ...]
+    _read: dict[torch.device, torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def pages_read(self, held: int, device: torch.device) -> torch.Tensor:
+        """Pages that a sparse layer reads of 0, 1, ... `held` pages or more: int64, by that count.
+
+        The schedule is asked once for all layers, as 32K positions are too many for each.
+        """
+        known = self._read.get(device)
+        if known is None or len(known) <= held:
+            size = self.schedule.page_size
+            counts = [self.schedule.num_selected_pages(n * size) for n in range(held + 1)]
+            known = self._read[device] = torch.tensor(counts, device=device)
+        return known
+
+
+class Selections:
+    """Pages chosen in one forward pass that gradient checkpointing will run a second time."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[Hashable, Any] = {}
+
+    def once(self, place: Hashable, choose: Callable[[], Any]) -> Any:
+        """What `choose` gives at this place of the model; the second time, the same as the first.
+
+        It is forgotten then, as nothing asks a third time.
+        """
+        if place in self._chosen:
+            return self._chosen.pop(place)
+        chosen = self._chosen[place] = choose()
+        return chosen
+
+
+def sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    prompt_lengths: Sequence[int],
+    rule: SparseRule,
+    scaling: float | None,
+    once: Callable[[Callable[[], Any]], Any] = lambda choose: choose(),
+) -> torch.Tensor:
+    """Attention of S sequences, the `spans` (first, end) of a pack, as their server has it.
+
+    `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D], all after RoPE. Positions of the
+    prompt attend to everything before them; a later position t attends at sequence length t + 1 to
+    the pages that the schedule's budget allows then. Returns [1, Hq, n, D], the spans' tokens one
+    after the other. Under autocast all is rounded first, landmarks included, as the server's are.
+    `once` is asked for the selection, and may remember what it was.
+    """
+    device = query.device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    always_dense = rule.schedule.first_sparse_length() - 1
+    lengths = [end - first for first, end in spans]
+    if max(lengths) <= always_dense:
+        return causal_attention(query, key, value, spans, scaling)
+    # A last position within the budget attends to everything under the rule too.
+    late = tuple(
+        (min(max(prompt, always_dense), length - 1), length)
+        for prompt, length in zip(prompt_lengths, lengths, strict=True)
+    )
+    cuts = [first + start for (first, _), (start, _) in zip(spans, late, strict=True)]
+    early = [(first, cut) for (first, _), cut in zip(spans, cuts, strict=True)]
+    dense = causal_attention(query, key, value, early, scaling)
+    whole = padding(tuple(spans), device)
+    rest = padding(tuple((cut, end) for cut, (_, end) in zip(cuts, spans, strict=True)), device)
+    rows, keys = rest.pad(query), whole.pad(key)
+    values = whole.pad(value)
+    positions, page_size = padding(late, device).source, rule.schedule.page_size
+    by_rows = _by_rows(rows)
+
+    def choose() -> Any:
+        selection = selected_pages(rows.detach(), keys.detach(), late, rule)
+        if by_rows:
+            return list(selection)
+        group = rows.shape[1] // keys.shape[1]
+        return block_mask(selection, positions, keys.shape[2], page_size, group)
+
+    # Scores are fp32 products, which autocast would round.
+    with torch.autocast(device.type, enabled=False):
+        chosen = once(choose)
+        if by_rows:
+            out = attend_by_rows(rows, keys, values, chosen, positions, page_size, scaling)
+        else:
+            out = attend_by_blocks(rows, keys, values, chosen, scaling)
+    parts = torch.cat([dense, rest.unpad(out)], dim=2)
+    return parts.index_select(2, _in_order(late, device))
+
+
+def attend_by_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    selection: Iterable[torch.Tensor],
+    positions: torch.Tensor,
+    page_size: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """`attend_by_blocks` in plain torch; keeps a mask of [S, Hq, R, T] for the backward pass.
+
+    `selection` and `positions` are as of `block_mask`.
+    """
+    group = query.shape[1] // key.shape[1]
+    parts, first = [], 0
+    # One mask for all positions would cover the half of the tokens that are after them.
+    for kept in (rows for chunk in selection for rows in chunk.split(MASK_ROWS, 2)):
+        last = first + kept.shape[2]
+        end = min(kept.shape[3] * page_size, key.shape[2])
+        token = torch.arange(end, device=query.device)
+        causal = token <= positions[:, None, first:last, None]
+        mask = kept.repeat_interleave(page_size, -1)[..., :end] & causal
+        with sdpa_kernel(_TRUSTED_WITH_MASKS):
+            parts.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, first:last],
+                    key[:, :, :end],
+                    value[:, :, :end],
+                    attn_mask=mask.repeat_interleave(group, 1),
+                    scale=scaling,
+                    enable_gqa=group > 1,
+                )
+            )
+        first = last
+    return torch.cat(parts, dim=2)
+
+
+def selected_pages(
+    query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...], rule: SparseRule
+) -> Iterator[torch.Tensor]:
+    """Pages that the positions `late` (start, end) of each of S sequences attend to.
+
+    `query` is [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Gives bool
+    [S, Hkv, rows, pages until the last of these rows], some rows at a time, in whole blocks of
+    `attend_by_blocks` but for the last; each position is a request of its own length to
+    `kept_pages`.
+    """
+    schedule = rule.schedule
+    count, heads, length, _ = key.shape
+    landmarks = _landmarks(key, schedule.page_size)
+    positions = padding(late, query.device).source
+    read = rule.pages_read(schedule.num_pages(length), query.device)
+    rows = _rows_at_once(count * heads * schedule.num_pages(length))
+    for first in range(0, query.shape[2], rows):
+        last = min(first + rows, query.shape[2])
+        end = min(max(start for start, _ in late) + last, length)
+        group_query = query[:, :, first:last].float().unflatten(1, (heads, -1)).mean(2)
+        scores = group_query @ landmarks[:, :, : end // schedule.page_size].transpose(2, 3)
+        # A page that is still partial at the end is the last one, and always kept.
+        held = schedule.num_pages(end)
+        scores = F.pad(scores, (0, held - scores.shape[-1])).transpose(1, 2).flatten(0, 1)
+        pages = (positions[:, first:last] // schedule.page_size + 1).flatten()
+        kept = kept_pages(
+            scores,
+            pages,
+            read[pages],
+            schedule.num_selected_pages(end),
+            schedule.sink_pages,
+            schedule.recent_pages,
+        )
+        yield kept.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _by_rows(query: torch.Tensor) -> bool:
+    # Of so few rows a mask is small, and a kernel for a single block would be compiled besides.
+    return query.device.type == "cpu" or query.shape[2] <= BLOCK
+
+
+def _rows_at_once(scores_of_row: int) -> int:
+    return max(1, SCORES_AT_ONCE // (scores_of_row * BLOCK)) * BLOCK
+
+
+def _landmarks(key: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[S, Hkv, full pages, D] fp32, rounded to the dtype in which the server stores them."""
+    count, heads, length, dim = key.shape
+    full = length // page_size
+    pages = key[:, :, : full * page_size].transpose(1, 2).reshape(-1, page_size, heads, dim)
+    return page_landmarks(pages).float().unflatten(0, (count, full)).transpose(1, 2)
+
+
+# As `padding`: every layer asks.
+@lru_cache(maxsize=64)
+def _in_order(late: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Where each sequence's tokens are if all that precede the late ones come first: [n]."""
+    dense, rest = 0, sum(start for start, _ in late)
+    parts = []
+    for start, end in late:
+        parts += [np.arange(dense, dense + start), np.arange(rest, rest + end - start)]
+        dense, rest = dense + start, rest + end - start
+    return torch.as_tensor(np.concatenate(parts), device=device)

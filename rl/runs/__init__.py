@@ -1,0 +1,1 @@
+"""A run on disk and while it lasts: set-up, checkpoints, logs, termination."""

@@ -1,0 +1,241 @@
+"""Checkpoints: written whole or not at all, and restored to the bit.
+
+A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
+is, in the dtype that the trainer computes in, `adapter/`, for PEFT and SGLang, if there is one,
+`training.pt` (the exact fp32 weights, optimisers, random states) and `state.json` (steps taken,
+configuration, schedule, metrics of the last step). It is written under another name, flushed to
+the disk and then renamed.
+"""
+
+import copy
+import fcntl
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.distill import SparseAdapter
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.runs.log import METRICS_FILE
+
+_NAME = re.compile(r"step-(\d{6,})")
+_PARTIAL = ".partial"
+# What may differ between a checkpoint and the run that resumes it; anything else would make the
+# steps before and after those of two different runs.
+_FREE = ("run_dir", "steps", "engine", "mismatch", "checkpoint", "logging", "evaluation")
+
+
+class CheckpointError(ValueError):
+    """A run cannot begin or go on in a folder; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint says besides weights: steps taken, schedule in force, metrics of the last
+    step, where the run stands on its ladder of schedules."""
+
+    step: int = 0
+    schedule: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ladder: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def owned(run_dir: Path) -> Iterator[None]:
+    """Make the folder and keep other processes out of it.
+
+    Raises `CheckpointError` if another process trains in it, `ConfigError` if it cannot be made.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(run_dir / ".lock", "w")
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={str(run_dir)!r}: cannot be written ({error.strerror or error})"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(
+                f"run_dir={str(run_dir)!r}: another process is training there; stop it, or use"
+                " another folder"
+            ) from None
+        yield
+
+
+class Checkpoints:
+    """The checkpoints of one run, of which the newest `keep` stay."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self._folder = run_dir / "checkpoints"
+        self._keep = keep
+
+    def newest(self) -> Path | None:
+        """The checkpoint with the most steps, or None."""
+        return next(reversed(self._complete()), None)
+
+    def begin(self, config: TrainConfig, resume: bool) -> Path | None:
+        """The checkpoint to go on from, None for a run that starts from the beginning.
+
+        Raises `CheckpointError` if there is a run that is not to be resumed, or that was trained
+        with other settings.
+        """
+        self._clean()
+        newest = self.newest()
+        if not resume:
+            # Empty where a run ended before its first step, of a wrong engine argument say.
+            metrics = config.run_dir / METRICS_FILE
+            if newest or (metrics.exists() and metrics.stat().st_size):
+                raise CheckpointError(
+                    f"run_dir={str(config.run_dir)!r} holds a run already: resume it, with --resume"
+                    " or resume=True, or use another folder"
+                )
+            return None
+        if newest is not None:
+            _check_resumable(newest, config)
+        return newest
+
+    def save(
+        self,
+        policy: DensePolicy,
+        tokenizer: Any,
+        config: TrainConfig,
+        state: State,
+        adapter: SparseAdapter | None = None,
+    ) -> Path:
+        """Write a checkpoint, replace one of the same step, and delete the oldest.
+
+        Raises `OSError` if the disk does not take it; the older ones are still there then.
+        """
+        self._folder.mkdir(exist_ok=True)
+        self._clean()
+        target = self._folder / f"step-{state.step:06d}"
+        draft = target.with_name(target.name + _PARTIAL)
+        training = policy.state_dict()
+        _export(policy, training.pop("model"), draft / "model")
+        tokenizer.save_pretrained(draft / "model")
+        training["random"] = _random_states()
+        if adapter is not None:
+            adapter.save(draft / "adapter")
+            training["adapter"] = adapter.state_dict()
+        torch.save(training, draft / "training.pt")
+        fields = {
+            "step": state.step,
+            "schedule": state.schedule,
+            "metrics": dict(state.metrics),
+            "ladder": dict(state.ladder),
+            "config": config.model_dump(mode="json"),
+        }
+        (draft / "state.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
+        _flush(draft)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(draft, target)
+        _flush_entry(self._folder)
+        for old in self._complete()[: -self._keep]:
+            shutil.rmtree(old)
+        return target
+
+    def restore(
+        self, folder: Path, policy: DensePolicy, adapter: SparseAdapter | None = None
+    ) -> State:
+        """Put policy, adapter, their optimisers and the random states back to what was saved."""
+        fields = json.loads((folder / "state.json").read_text("utf-8"))
+        # Written by ourselves, and pickled Python objects are among the random states.
+        training = torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
+        policy.load_state_dict(training)
+        if adapter is not None:
+            adapter.load_state_dict(training["adapter"])
+        _set_random_states(training["random"])
+        return State(fields["step"], fields["schedule"], fields["metrics"], fields["ladder"])
+
+    def _clean(self) -> None:
+        """Delete what a killed run has left half written."""
+        for partial in self._folder.glob(f"*{_PARTIAL}"):
+            shutil.rmtree(partial)
+
+    def _complete(self) -> list[Path]:
+        found = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _export(policy: DensePolicy, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write `weights` and their config in the compute dtype.
+
+    In fp32 they would be served in another arithmetic than they were trained in: SGLang serves fp32
+    checkpoints as float16.
+    """
+    dtype = policy.compute_dtype
+    # Tied weights share their memory, by which they are known to be one.
+    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    exported: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        place = value.data_ptr(), value.shape
+        if place not in cast:
+            cast[place] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)
+        exported[name] = cast[place]
+    policy.model.save_pretrained(folder, state_dict=exported)
+    config = copy.deepcopy(policy.model.config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def _check_resumable(folder: Path, config: TrainConfig) -> None:
+    saved = json.loads((folder / "state.json").read_text("utf-8"))["config"]
+    for key, before, now in _differences(saved, config.model_dump(mode="json")):
+        if key.split(".")[0] not in _FREE:
+            raise CheckpointError(
+                f"{key}={now!r}: the run in {folder.parents[1]} was trained with {before!r}; set it"
+                f" back, or use another run_dir. Free to change are {', '.join(_FREE[1:])}"
+            )
+
+
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield prefix + key, old, new
+
+
+def _random_states() -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state()}
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return states | {"torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _flush(folder: Path) -> None:
+    """Have the disk hold all files under `folder` before anything refers to them."""
+    for path in [*folder.rglob("*"), folder]:
+        _flush_entry(path)
+
+
+def _flush_entry(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

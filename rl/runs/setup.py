@@ -1,0 +1,168 @@
+"""What a run needs before it loads weights: tokenizer, prompts, schedule; all of it checked.
+
+In: a configuration. Out: a `Setup`, or one error that names the setting.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from sparrow_sglang.config import AUTO, ConfigError
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem
+from sparrow_sglang.plugin.engine_arguments import unknown_argument
+from sparrow_sglang.rl.config import EngineConfig, TrainConfig
+from sparrow_sglang.rl.rollout import DENSE
+from sparrow_sglang.rl.runs.log import check_logging
+from sparrow_sglang.rl.tasks import Task, chat_render, load_task
+from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
+
+PAGE_SIZE = 16
+
+_OWN_SETTINGS = {
+    "model_path": "model.path",
+    "attention_backend": "engine.schedule",
+    "sparrow_schedule": "engine.schedule",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What `prepare` has found.
+
+    `train` and `heldout` hold no prompt that is too long; `left_out` counts those that were.
+    `schedules` is the ladder, from `engine.schedule` on, and empty for dense rollouts. `engine` is
+    the configured one with the schedule named that "auto" stands for. `notes` are what the run
+    should say at its start.
+    """
+
+    model_path: str
+    tokenizer: Any
+    task: Task
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
+    left_out: int
+    schedules: tuple[BudgetSchedule, ...]
+    engine: EngineConfig
+    notes: tuple[str, ...]
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Everything that can be checked in seconds.
+
+    Raises:
+        ConfigError, ScheduleError, ModelError: something that `config` names is not there, is
+            wrong or does not fit the rest; the message says which, and what is allowed.
+    """
+    check_logging(config.logging)
+    model_path = model_folder(config.model.path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        model_config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={config.model.path!r}: {model_problem(model_path, error)}, or"
+            f' "{EMBEDDED_MODEL_NAME}"'
+        ) from None
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"model.path={config.model.path!r}: its tokenizer has no chat template, by which tasks"
+            " render their prompts; put a chat_template.jinja into the folder"
+        )
+    schedules = _schedules(config, model_config)
+    if config.distill.enabled and not schedules:
+        raise ConfigError(
+            "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
+            " already; expected a sparse schedule, or false"
+        )
+    task = load_task(config.task, chat_render(tokenizer))
+    train, heldout = (
+        tuple(p for p in prompts if len(p.input_ids) <= config.rollout.max_prompt_tokens)
+        for prompts in (task.train, task.heldout)
+    )
+    for name, kept in (("training", train), ("held-out", heldout)):
+        if not kept:
+            raise ConfigError(
+                f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: no {name} prompt of"
+                f" task {config.task.name!r} is that short; expected a higher limit"
+            )
+    _check_server_args(config.engine)
+    _check_temperature(config.rollout.temperature)
+    _check_context(config, model_config)
+    left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
+    engine = config.engine
+    if engine.schedule == AUTO:
+        # By name, or SPARROW_SCHEDULE in the environment would give the engine another one.
+        engine = engine.model_copy(update={"schedule": schedules[0].name})
+    notes = tuple(
+        f"schedule {schedule.name}: {schedule.calibration(model_config)}"
+        for schedule in schedules
+        if schedule.is_foreign(model_config)
+    )
+    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedules, engine, notes)
+
+
+def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
+    engine, ladder = config.engine, config.ladder
+    if ladder.schedules and (engine.schedule == DENSE or config.mismatch.sequences == 0):
+        raise ConfigError(
+            f"ladder.schedules={list(ladder.schedules)} needs tails to follow: expected a sparse"
+            f" engine.schedule, not {engine.schedule!r}, and mismatch.sequences above 0, not"
+            f" {config.mismatch.sequences}"
+        )
+    if engine.schedule == DENSE:
+        return ()
+    page_size = engine.server_args.get("page_size", PAGE_SIZE)
+    if engine.schedule == AUTO:
+        first = schedule_for_model(model_config, page_size)
+    else:
+        first = load_schedule(engine.schedule, page_size)
+    rest = [load_schedule(name, page_size) for name in ladder.schedules]
+    for schedule in rest:
+        for field in ("sink_pages", "recent_pages", "dense_layers"):
+            if getattr(schedule, field) != getattr(first, field):
+                raise ConfigError(
+                    f"ladder.schedules: {schedule.name!r} has {field}={getattr(schedule, field)},"
+                    f" {first.name!r} has {getattr(first, field)}: expected the same, as a running"
+                    " engine cannot change it"
+                )
+    return (first, *rest)
+
+
+def _check_server_args(engine: EngineConfig) -> None:
+    for name in engine.server_args:
+        if name == "attention_backend" and engine.schedule == DENSE:
+            continue
+        if name in _OWN_SETTINGS:
+            raise ConfigError(
+                f"engine.server_args.{name} is not set there: set {_OWN_SETTINGS[name]} instead"
+            )
+    if problem := unknown_argument(engine.server_args):
+        raise ConfigError(f"engine.server_args.{problem}")
+
+
+def _check_temperature(temperature: float) -> None:
+    # As SGLang reads it; the processes of an engine inherit it.
+    untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
+    if untempered and temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature={temperature:g} with SGLANG_RETURN_ORIGINAL_LOGPROB set: SGLang"
+            " records log-probs at temperature 1 then; expected that variable unset, or temperature"
+            " 1"
+        )
+
+
+def _check_context(config: TrainConfig, model_config: Any) -> None:
+    context = config.engine.server_args.get("context_length") or getattr(
+        model_config, "max_position_embeddings", None
+    )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    # SGLang keeps one token of the context to itself.
+    if context is not None and longest >= context:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and"
+            f" max_new_tokens={config.rollout.max_new_tokens} make {longest} tokens: the model's"
+            f" context is {context}; expected less than that together"
+        )

@@ -1,0 +1,1 @@
+"""Prompts in, a schedule file with its evidence out."""

@@ -1,0 +1,190 @@
+"""From measured acceptance rates to a schedule: tail per budget and bin, the cheapest that holds.
+
+In: tokens with their acceptance rate, measured under fixed budgets. Out: tails with confidence
+intervals, and one budget per position bin with the reason for it. Pure arithmetic.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
+
+CONFIDENCE = 0.95
+
+
+class CalibrationError(ValueError):
+    """Calibration cannot go on; the message says what is wrong, what is allowed and what is kept.
+
+    What was measured before is never lost by it.
+    """
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Sparsely decoded tokens of one generation.
+
+    `cached` int64 [T] is the number of cached tokens that the step attended to, which is what a
+    schedule goes by; `rates` float64 [T] are the steps' acceptance rates.
+    """
+
+    prompt: str
+    cached: NDArray[np.int64]
+    rates: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The budget of one bin, and why.
+
+    `basis` is "measured", "dense" (no measured budget holds, or a bin's whole length fits into the
+    budget: nothing is left out) or "extrapolated" (no budget has enough tokens here). `needed` is
+    the bin's own need, `budget` the same after making the schedule monotone. `evidence` is the tail
+    measured at `budget`, if there is one.
+    """
+
+    bin: int
+    budget: int
+    needed: int
+    basis: Literal["measured", "dense", "extrapolated"]
+    evidence: BinTail | None
+
+
+def bin_tails(
+    generations: Sequence[Tokens],
+    bin_tokens: int,
+    page_size: int,
+    percentile: float = TAIL_PERCENTILE,
+) -> dict[int, BinTail]:
+    """Tail of the acceptance rate per bin of the schedule, over the given tokens.
+
+    A token belongs to the bin that a schedule with `bin_tokens` puts its step into: that of
+    ceil(cached / page_size) pages. All generations of a prompt count as one cluster.
+    """
+    statistics = TailStatistics(bin_tokens)
+    for tokens in generations:
+        pages = -(-tokens.cached // page_size)
+        statistics.add(tokens.prompt, pages * page_size, tokens.rates)
+    return {tail.bin: tail for tail in statistics.bins(percentile, CONFIDENCE)}
+
+
+def is_filled(tail: BinTail | None, min_tokens: int) -> bool:
+    """Whether a bin has enough tokens, from more than one cluster of prompts, to be judged."""
+    return tail is not None and tail.tokens >= min_tokens and tail.tail_low is not None
+
+
+def holds(tail: BinTail, target: float) -> bool:
+    """Whether even the lower end of the tail's confidence interval reaches the target.
+
+    The cheapest of many noisy point estimates would be one that was lucky more often than not.
+    """
+    return tail.tail_low is not None and tail.tail_low >= target
+
+
+def choose(
+    tails: Mapping[int, Mapping[int, BinTail]],
+    target: float,
+    num_bins: int,
+    bin_tokens: int,
+    min_tokens: int,
+) -> list[Choice]:
+    """Per bin the cheapest budget that holds the target as do all above it, made monotone.
+
+    `tails` is budget -> bin -> tail. In a bin where budgets were measured and none holds, the
+    budget is the end of the bin, with which every step in it is dense. A bin without enough tokens
+    takes the need of the next filled one, as needs grow with length; beyond the last filled bin,
+    its need grown in proportion to the length. Raises `CalibrationError` if no bin is filled, and
+    on a target outside (0, 1).
+    """
+    if not 0 < target < 1:
+        raise CalibrationError(f"target={target}: expected a tail between 0 and 1, e.g. 0.86")
+    needed = {
+        index: need
+        for index in range(num_bins)
+        if (need := _need(tails, index, target, bin_tokens, min_tokens)) is not None
+    }
+    if not needed:
+        most = max((tail.tokens for bins in tails.values() for tail in bins.values()), default=0)
+        raise CalibrationError(
+            f"no bin has enough tokens: the fullest has {most} at one budget, expected at least"
+            f" {min_tokens} from two prompts or more; add --samples or prompts, or lower"
+            " --min-tokens"
+        )
+    page = np.gcd.reduce([bin_tokens, *tails])
+    choices: list[Choice] = []
+    budget = 0
+    for index in range(num_bins):
+        own = needed.get(index)
+        if own is None:
+            own = _extrapolate(needed, index, int(page))
+        budget = max(budget, own)
+        evidence = tails.get(budget, {}).get(index)
+        basis: Literal["measured", "dense", "extrapolated"] = "measured"
+        if index not in needed:
+            basis = "extrapolated"
+        elif budget >= (index + 1) * bin_tokens:
+            basis = "dense"
+        choices.append(Choice(index, budget, own, basis, evidence))
+    return choices
+
+
+def closest(
+    tails: Mapping[int, Mapping[int, BinTail]],
+    index: int,
+    target: float,
+    bin_tokens: int,
+    min_tokens: int,
+) -> tuple[int, BinTail] | None:
+    """The budget that came closest to the target in bin `index`, with its tail there.
+
+    None where a budget is chosen or none can be judged. `tails` is budget -> bin -> tail, as for
+    `choose`. Of budgets that hold although a larger one does not, none is taken for close.
+    """
+    end = (index + 1) * bin_tokens
+    if _need(tails, index, target, bin_tokens, min_tokens) != end:
+        return None
+    missed = [
+        (budget, bins[index])
+        for budget, bins in tails.items()
+        if budget < end
+        and is_filled(bins.get(index), min_tokens)
+        and not holds(bins[index], target)
+    ]
+    return max(missed, key=lambda pair: (pair[1].tail_low, pair[0]), default=None)
+
+
+def _need(
+    tails: Mapping[int, Mapping[int, BinTail]],
+    index: int,
+    target: float,
+    bin_tokens: int,
+    min_tokens: int,
+) -> int | None:
+    """Cheapest budget that holds in this bin, as do all above it; None if none is filled.
+
+    Far below what a model needs it repeats itself, and both laws agree on how that goes on.
+    """
+    filled = {
+        budget: bins[index]
+        for budget, bins in tails.items()
+        if is_filled(bins.get(index), min_tokens)
+    }
+    if not filled:
+        return None
+    need = (index + 1) * bin_tokens
+    for budget in sorted((each for each in filled if each < need), reverse=True):
+        if not holds(filled[budget], target):
+            break
+        need = min(need, budget)
+    return need
+
+
+def _extrapolate(needed: Mapping[int, int], index: int, page: int) -> int:
+    later = [filled for filled in needed if filled > index]
+    if later:
+        return needed[min(later)]
+    last = max(needed)
+    return -(-needed[last] * (index + 1) // ((last + 1) * page)) * page

@@ -1,0 +1,64 @@
+"""An SGLang engine of a calibration's own, whose death is an error and not the end of the process.
+
+In: a model and SGLang's arguments. Out: a running `sglang.Engine`, gone afterwards.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.plugin.refusals import BACKEND
+
+
+@contextmanager
+def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
+    """An engine with sparse decode that takes token ids. Raises `CalibrationError` if none starts.
+
+    Without a GPU it computes in float32, the fast path of most CPUs, with room for two sequences of
+    full length.
+    """
+    import sglang
+    import torch
+
+    defaults: dict[str, Any] = {
+        "attention_backend": BACKEND,
+        "skip_tokenizer_init": True,
+        "log_level": "error",
+        "custom_sigquit_handler": _raise_failed_start,
+        # A prefill pass replayed from a graph would not say how it compares (0.5.17).
+        "disable_prefill_cuda_graph": True,
+    }
+    if not torch.cuda.is_available():
+        room = 2 * int(engine_args.get("context_length", 4096))
+        defaults |= {"dtype": "float32", "max_total_tokens": room}
+    try:
+        engine = sglang.Engine(model_path=model_path, **(defaults | engine_args))
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        raise CalibrationError(f"the engine does not start: {error}") from error
+    try:
+        stop_waiting_when_it_dies(engine)
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def stop_waiting_when_it_dies(engine: Any) -> None:
+    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies.
+
+    SGLang's own handler kills this process without a word (0.5.17).
+    """
+    from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+    class StopLoop(SignalHandler):
+        def running_phase_sigquit_handler(
+            self, signum: int | None = None, frame: FrameType | None = None
+        ) -> None:
+            engine.loop.stop()
+
+    engine.tokenizer_manager.signal_handler_class = StopLoop
+
+
+def _raise_failed_start(signum: int, frame: FrameType | None) -> None:
+    raise RuntimeError("a process of it failed; its traceback is above")

@@ -1,0 +1,149 @@
+"""Acceptance rates of fresh sparse generations, unit by unit, into a work folder.
+
+In: prompts and arms, each a way to decode sparsely. Out: the acceptance rate of every token that
+was decoded sparsely. A unit of work is one sample of one prompt under one arm.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparrow_sglang.calibration.choice import CalibrationError, Tokens
+from sparrow_sglang.calibration.prompts import Prompt
+from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.plugin.exact_acceptance import comparing_request, exact_rates, record_into
+from sparrow_sglang.schedule import BudgetSchedule
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode: `options` are the request's options for sparrow, `schedule` its effect."""
+
+    schedule: BudgetSchedule
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One generation: sample `sample` of `prompt` under `arm`, of at most `new_tokens` tokens."""
+
+    number: int
+    prompt: Prompt
+    arm: Arm
+    sample: int
+    new_tokens: int
+
+
+def fixed_arm(tokens: int, page_size: int) -> Arm:
+    """A fixed budget, asked for per request, so that all budgets run in one batch."""
+    return Arm(BudgetSchedule.fixed(tokens, page_size), {"kv_budget_tokens": tokens})
+
+
+def schedule_arm(schedule: BudgetSchedule) -> Arm:
+    """A schedule that the server has loaded under its name."""
+    return Arm(schedule, {"schedule": schedule.name})
+
+
+def units_of_work(
+    prompts: Sequence[Prompt], arms: Sequence[Arm], samples: int, new_tokens: int, context: int
+) -> list[Unit]:
+    """All units, those of a prompt together, so that they share its prefix.
+
+    The first token comes out of prefill and a step whose cache fits into the budget is dense: a
+    unit without a sparse step would say nothing about its arm, and is left out.
+    """
+    units: list[Unit] = []
+    for prompt in prompts:
+        length = len(prompt.input_ids)
+        # A sequence that fills the context could be generated, but not be scored.
+        room = min(new_tokens, context - 1 - length)
+        steps = range(length + 1, length + room)
+        for arm in arms:
+            if any(_is_sparse(arm.schedule, cached) for cached in steps):
+                units += [Unit(len(units) + i, prompt, arm, i, room) for i in range(samples)]
+    return units
+
+
+def measure(
+    target: Any,
+    units: Sequence[Unit],
+    work: WorkFolder,
+    batch: int,
+    progress: Callable[[int], object],
+) -> None:
+    """Measure the units that `work` does not hold yet, `batch` at a time.
+
+    `target` is an `sglang.Engine` that records at least `batch` generations. `progress` is told the
+    number of units after each batch. Raises `CalibrationError` if the server dies or refuses, or
+    the disk is full; every batch before is kept.
+    """
+    done = work.load().keys()
+    open_units = [unit for unit in units if unit.number not in done]
+    progress(len(units) - len(open_units))
+    for start in range(0, len(open_units), batch):
+        group = open_units[start : start + batch]
+        try:
+            measured = _measure_batch(target, group)
+        # An engine whose loop was stopped because a process of it died is no EndpointError.
+        except RuntimeError as error:
+            finished = len(units) - len(open_units) + start
+            raise CalibrationError(
+                f"the engine failed ({error}); {finished} of {len(units)} generations are kept in"
+                f" {work.path}: repeat the command to go on from there"
+            ) from error
+        work.add(measured)
+        progress(len(group))
+
+
+def tokens_by_arm(units: Sequence[Unit], work: WorkFolder) -> dict[str, list[Tokens]]:
+    """Everything measured so far, by the name of the arm's schedule."""
+    measured = work.load()
+    found: dict[str, list[Tokens]] = {unit.arm.schedule.name: [] for unit in units}
+    for unit in units:
+        if (row := measured.get(unit.number)) is not None:
+            found[unit.arm.schedule.name].append(Tokens(unit.prompt.name, row.cached, row.rates))
+    return found
+
+
+def _measure_batch(target: Any, units: Sequence[Unit]) -> list[UnitTokens]:
+    endpoint = connect(target)
+    answers = endpoint.generate([_request(unit, slot) for slot, unit in enumerate(units)])
+    # A namespace of its own, so that a response is not found in the prefix cache.
+    namespace = f"sparrow-calibration-{uuid.uuid4().hex}"
+    compared = endpoint.generate(
+        [
+            comparing_request(slot, unit.prompt.input_ids, answer["output_ids"], namespace)
+            for slot, (unit, answer) in enumerate(zip(units, answers, strict=True))
+        ]
+    )
+    measured = []
+    for unit, answer in zip(units, compared, strict=True):
+        rates = exact_rates(answer)
+        # The step that gives the token after n others attends to n cached tokens.
+        cached = len(unit.prompt.input_ids) + 1 + np.arange(len(rates))
+        sparse = np.array([_is_sparse(unit.arm.schedule, int(n)) for n in cached], dtype=bool)
+        measured.append(UnitTokens(unit.number, cached[sparse], rates[sparse]))
+    return measured
+
+
+def _request(unit: Unit, slot: int) -> dict[str, Any]:
+    prompt = list(unit.prompt.input_ids)
+    return {
+        "input_ids": prompt,
+        "sampling_params": {
+            # Untruncated, as the acceptance rate is one of whole distributions.
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_new_tokens": unit.new_tokens,
+            "custom_params": {"sparrow": unit.arm.options} | record_into(slot, len(prompt)),
+        },
+    }
+
+
+def _is_sparse(schedule: BudgetSchedule, cached: int) -> bool:
+    return schedule.num_pages(cached) > schedule.num_selected_pages(cached)

@@ -1,0 +1,177 @@
+"""Prompts of a calibration: from a JSONL file, or a built-in set that reaches every bin.
+
+In: a file or nothing. Out: token ids with a name each, checked against the model's context.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sparrow_sglang.calibration.choice import CalibrationError
+
+Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
+"""A text, or chat messages through the model's template, to token ids."""
+
+# The token out of prefill, one decoded sparsely, and the one that SGLang wants left when it scores.
+NEEDED_ROOM = 3
+
+QUESTIONS = (
+    "Explain the most important rule of the text above to a beginner, with a small example.",
+    "Write a short program that uses what the text above describes, then explain each line.",
+    "Summarise the text above in a few paragraphs, in the order in which it says things.",
+    "Which mistakes will a beginner make with what the text above describes, and why?",
+    "Write an exam of five questions about the text above, each with its answer.",
+    "What in the text above would surprise somebody who knows another language, and why?",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap."""
+
+    name: str
+    input_ids: tuple[int, ...]
+
+
+def tokenizer_of(model_path: str) -> Tokenize:
+    """The model's own tokenizer and chat template, loaded at the first use."""
+    loaded: list[Any] = []
+
+    def tokenize(text: str | list[dict[str, Any]]) -> list[int]:
+        if not loaded:
+            from transformers import AutoTokenizer
+
+            loaded.append(AutoTokenizer.from_pretrained(model_path))
+        if isinstance(text, str):
+            return list(loaded[0](text)["input_ids"])
+        ids = loaded[0].apply_chat_template(
+            text, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)
+
+    return tokenize
+
+
+def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
+    """Prompts of a JSONL file, one `{"prompt": text}`, `{"messages": [...]}` or
+    `{"input_ids": [...]}` a line.
+
+    Raises `CalibrationError`, naming the line, on an empty file, a line of another form and a
+    prompt that leaves no room for a token in `context`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(
+            f"--prompts {path}: cannot be read ({error}); expected a JSONL file of prompts"
+        ) from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        ids = _prompt_ids(line, f"{path}:{number}", tokenize)
+        if len(ids) + NEEDED_ROOM > context:
+            raise CalibrationError(
+                f"{path}:{number}: the prompt has {len(ids)} tokens, which leaves no room in the"
+                f" model's context of {context}: expected at most {context - NEEDED_ROOM}"
+            )
+        prompts.append(Prompt(f"{number}-{_digest(ids)[:8]}", tuple(ids)))
+    if not prompts:
+        raise CalibrationError(
+            f'--prompts {path}: holds no prompts; expected one per line, e.g. {{"prompt": "..."}}'
+        )
+    return prompts
+
+
+def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        row = None
+    fields = row if isinstance(row, dict) else {}
+    text, messages, ids = (fields.get(key) for key in ("prompt", "messages", "input_ids"))
+    found: list[int] = []
+    if isinstance(text, str) and text:
+        found = tokenize(text)
+    elif isinstance(messages, list) and all(isinstance(entry, dict) for entry in messages):
+        found = tokenize(messages) if messages else []
+    elif isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
+        found = ids
+    if not found:
+        raise CalibrationError(
+            f'{where}: {line.strip()[:60]!r} is no prompt; expected {{"prompt": text}},'
+            ' {"messages": [...]} or {"input_ids": [numbers]}, with at least one token'
+        )
+    return found
+
+
+def builtin_prompts(
+    tokenize: Tokenize,
+    context: int,
+    bin_tokens: int,
+    new_tokens: int,
+    per_bin: int,
+    part: Literal["calibration", "check"],
+    seed: int = 0,
+) -> list[Prompt]:
+    """Questions about slices of Python's reference, `per_bin` prompts for each bin of the context.
+
+    Lengths are spread evenly over a bin, so that its first and its last positions are both
+    measured. The two parts read different topics and hence share no text. Raises
+    `CalibrationError` if the context is too short for a question.
+    """
+    corpus = _corpus(part)
+    chars_per_token = len(corpus) / len(tokenize(corpus))
+    draw = random.Random(f"{part}-{seed}")
+    frame = len(tokenize(_messages("", QUESTIONS[0])))
+    prompts = []
+    for start in range(0, context, bin_tokens):
+        end = min(start + bin_tokens, context - new_tokens)
+        for i in range(per_bin if end > start else 0):
+            length = start + (end - start) * i // per_bin
+            if length <= frame:
+                continue
+            chars = round((length - frame) * chars_per_token)
+            ids = tokenize(_messages(_slice(corpus, chars, draw), draw.choice(QUESTIONS)))
+            while len(ids) > end:
+                chars = chars * end // (len(ids) + 16)
+                ids = tokenize(_messages(_slice(corpus, chars, draw), draw.choice(QUESTIONS)))
+            prompts.append(Prompt(f"builtin-{_digest(ids)[:12]}", tuple(ids)))
+    if not prompts:
+        raise CalibrationError(
+            f"the model's context of {context} tokens is too short for the built-in prompts:"
+            f" expected more than {frame + new_tokens}; pass --prompts, or fewer --new-tokens"
+        )
+    return prompts
+
+
+def _slice(corpus: str, chars: int, draw: random.Random) -> str:
+    """`chars` characters from a random place on, from the start again after the end."""
+    offset = draw.randrange(len(corpus))
+    return (corpus * (2 + chars // len(corpus)))[offset : offset + chars]
+
+
+def _messages(text: str, question: str) -> list[dict[str, Any]]:
+    content = f"Here is a part of the Python language reference.\n\n{text}\n\n{question}"
+    return [{"role": "user", "content": content}]
+
+
+def _corpus(part: str) -> str:
+    from pydoc_data.topics import topics
+
+    remainder = ("calibration", "check").index(part)
+    return "\n\n".join(topics[name].strip() for name in sorted(topics)[remainder::2])
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over names and token ids, in order."""
+    content = json.dumps([[prompt.name, prompt.input_ids] for prompt in prompts])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()

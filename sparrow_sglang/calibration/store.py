@@ -1,0 +1,127 @@
+"""The work folder of a calibration: what was asked for, and every batch that was measured.
+
+A batch is a Parquet file that appears whole or not at all, so a killed run goes on where it
+stopped. The folder belongs to one set of settings and is refused for another.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow_sglang.calibration.choice import CalibrationError
+
+SETTINGS = "settings.json"
+_BATCHES = "batch-*.parquet"
+_UNITS_KEY = b"sparrow_units"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnitTokens:
+    """The sparsely decoded tokens of one unit of work; arrays [T] as in `Tokens`."""
+
+    unit: int
+    cached: NDArray[np.int64]
+    rates: NDArray[np.float64]
+
+
+class WorkFolder:
+    """Finished units of work on disk, under the settings that they were made with."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        """Open or make the folder.
+
+        Raises `CalibrationError` if it holds other settings or cannot be written.
+        """
+        self.path = path
+        target = path / SETTINGS
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            found = json.loads(target.read_text("utf-8")) if target.exists() else None
+        except (OSError, ValueError) as error:
+            raise CalibrationError(
+                f"--work {path}: cannot be used ({error}); expected a new folder or one that an"
+                " earlier run of the same command made"
+            ) from None
+        if found is None:
+            text = json.dumps(settings, indent=1) + "\n"
+            self._write(target, lambda draft: draft.write_text(text, "utf-8"))
+            return
+        wanted = json.loads(json.dumps(settings))
+        for key in sorted(wanted.keys() | found.keys()):
+            if wanted.get(key) != found.get(key):
+                raise CalibrationError(
+                    f"--work {path}: its measurements were made with {key}={_short(found.get(key))}"
+                    f" and this run has {_short(wanted.get(key))}: expected equal settings; name"
+                    " another folder, or repeat the command that made this one"
+                )
+
+    def load(self) -> dict[int, UnitTokens]:
+        """All finished units by number. A damaged file is left out with a warning."""
+        import pyarrow
+
+        units: dict[int, UnitTokens] = {}
+        for path in sorted(self.path.glob(_BATCHES)):
+            try:
+                units |= {unit.unit: unit for unit in _read_batch(path)}
+            except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
+                logger.warning("%s is damaged and will be measured again (%s)", path, error)
+        return units
+
+    def add(self, units: Sequence[UnitTokens]) -> None:
+        """Append a batch, durable when this returns. Raises `CalibrationError` on a full disk."""
+        import pyarrow
+        from pyarrow import parquet
+
+        columns = {
+            "unit": np.concatenate([np.full(len(u.cached), u.unit, np.int32) for u in units]),
+            "cached": np.concatenate([u.cached.astype(np.int32) for u in units]),
+            "rate": np.concatenate([u.rates.astype(np.float32) for u in units]),
+        }
+        numbers = json.dumps([u.unit for u in units]).encode()
+        table = pyarrow.table(columns).replace_schema_metadata({_UNITS_KEY: numbers})
+        target = self.path / f"batch-{units[0].unit:08d}.parquet"
+        self._write(target, lambda draft: parquet.write_table(table, draft))
+
+    def _write(self, target: Path, fill: Callable[[Path], Any]) -> None:
+        draft = target.with_suffix(".draft")
+        try:
+            fill(draft)
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(draft, target)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise CalibrationError(
+                f"--work {self.path}: cannot write {target.name} ({error.strerror or error}); what"
+                " was measured before is kept: make room and repeat the command"
+            ) from None
+
+
+def _read_batch(path: Path) -> list[UnitTokens]:
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    numbers = json.loads(table.schema.metadata[_UNITS_KEY])
+    unit, cached, rates = (table[name].to_numpy() for name in ("unit", "cached", "rate"))
+    return [
+        UnitTokens(
+            number,
+            cached[unit == number].astype(np.int64),
+            rates[unit == number].astype(np.float64),
+        )
+        for number in numbers
+    ]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,119 @@
+"""Acceptance and tail statistics of a batch of rollouts, for loops that are not ours.
+
+In: sequences, and what the sampler recorded of them. Out: the estimated mean of the acceptance
+rate, and where top-k lists were recorded, bounds of it with their tails per position bin.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sparrow_sglang.client.scoring import (
+    TOP_K,
+    DenseScores,
+    Sequences,
+    SparseScores,
+    recorded_scores,
+    score_dense,
+)
+from sparrow_sglang.mismatch.acceptance import (
+    AcceptanceBounds,
+    SampledMean,
+    acceptance_bounds,
+    mean_acceptance_from_samples,
+)
+from sparrow_sglang.mismatch.tail import BIN_TOKENS, TailStatistics
+
+
+@dataclass(frozen=True)
+class BatchAcceptance:
+    """How far the rollouts of a batch are from what the dense policy would have sampled.
+
+    Attributes:
+        mean: estimate of the mean acceptance rate over all tokens; unbiased if they were sampled
+            at temperature 1 without truncation.
+        dense: dense scores of each response, in the order of the sequences.
+        bounds: of the acceptance rate of each token, [T] per sequence; None without top-k lists.
+        lower: tails of the lower bounds per position bin; None without top-k lists.
+        upper: as `lower`, of the upper bounds. The true tail of a bin lies between the two.
+    """
+
+    mean: SampledMean
+    dense: list[DenseScores]
+    bounds: list[AcceptanceBounds] | None
+    lower: TailStatistics | None
+    upper: TailStatistics | None
+
+
+def measure_acceptance(
+    target: Any,
+    sequences: Sequences,
+    rollouts: Sequence[Mapping[str, Any] | SparseScores | ArrayLike],
+    *,
+    bin_tokens: int = BIN_TOKENS,
+    lora_path: str | None = None,
+    api_key: str | None = None,
+) -> BatchAcceptance:
+    """Score `sequences` densely on the server that sampled them, and compare.
+
+    Call it before the weights change. Tokens of equal prompts count as one group where intervals
+    are estimated, as samples of one prompt resemble each other.
+
+    Args:
+        target: an `sglang.Engine` or a server's base URL.
+        sequences: pairs of prompt ids and response ids, neither empty.
+        rollouts: per sequence, what its sampler recorded at temperature 1 without truncation: the
+            answer of `Engine.generate` or /generate to a request with `return_logprob` and
+            `top_logprobs_num=20`; `SparseScores`; or, for the mean only, the log-probs [T] of the
+            response's tokens. One kind in one call.
+        bin_tokens: positions per bin of the tails, prompt included.
+        lora_path: adapter to score with; None is the base model, which is what a rollout under a
+            DistillSparse adapter is compared with.
+        api_key: the server's --api-key, if it has one.
+
+    Raises:
+        ValueError: lengths that differ, or what `score_dense` and `acceptance_bounds` refuse.
+        EndpointError: the server refuses a sequence or is gone.
+    """
+    if len(rollouts) != len(sequences) or not len(sequences):
+        raise ValueError(
+            f"{len(sequences)} sequences and {len(rollouts)} rollouts: expected one rollout per"
+            " sequence, and at least one"
+        )
+    recorded = [_recorded(rollout) for rollout in rollouts]
+    sampled = [np.asarray(getattr(one, "logprobs", one), dtype=np.float64) for one in recorded]
+    for index, (logprobs, (_, response)) in enumerate(zip(sampled, sequences, strict=True)):
+        if logprobs.shape != (len(response),):
+            raise ValueError(
+                f"rollouts[{index}] has log-probs {logprobs.shape}: expected one for each of the"
+                f" {len(response)} tokens of its response"
+            )
+    listed = [one for one in recorded if isinstance(one, SparseScores)]
+    if listed and len(listed) < len(recorded):
+        raise ValueError(
+            f"{len(listed)} of {len(recorded)} rollouts have top-k lists: expected all or none"
+        )
+    dense = score_dense(target, sequences, TOP_K, lora_path, api_key=api_key)
+    mean = mean_acceptance_from_samples(
+        np.concatenate(sampled), np.concatenate([scores.logprobs for scores in dense])
+    )
+    if not listed:
+        return BatchAcceptance(mean, dense, None, None, None)
+    bounds = [
+        acceptance_bounds(one.top_ids, one.top_logprobs, other.top_ids, other.top_logprobs)
+        for one, other in zip(listed, dense, strict=True)
+    ]
+    lower, upper = TailStatistics(bin_tokens), TailStatistics(bin_tokens)
+    for (prompt, response), found in zip(sequences, bounds, strict=True):
+        group = ",".join(map(str, prompt))
+        positions = np.arange(len(prompt), len(prompt) + len(response))
+        lower.add(group, positions, found.lower)
+        upper.add(group, positions, found.upper)
+    return BatchAcceptance(mean, dense, bounds, lower, upper)
+
+
+def _recorded(rollout: Mapping[str, Any] | SparseScores | ArrayLike) -> SparseScores | ArrayLike:
+    return recorded_scores(rollout) if isinstance(rollout, Mapping) else rollout

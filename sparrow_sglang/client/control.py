@@ -1,0 +1,50 @@
+"""Read and switch the KV budget schedule of a running engine or server.
+
+In: an `sglang.Engine` or a server's base URL. Over HTTP this is GET and POST /sparrow/schedule.
+"""
+
+import os
+from typing import Any
+
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.schedule import BudgetSchedule
+
+
+def get_schedule(target: Any, *, api_key: str | None = None) -> BudgetSchedule:
+    """The schedule in force.
+
+    Args:
+        target: an `sglang.Engine` or a server's base URL.
+        api_key: the server's --admin-api-key, or else --api-key, if it has one.
+
+    Raises:
+        EndpointError: the server is gone, or serves without this backend.
+    """
+    answer = connect(target, api_key).call_sparrow("schedule")
+    return BudgetSchedule(**answer["schedule"])
+
+
+def set_schedule(
+    target: Any, schedule: BudgetSchedule | str, *, api_key: str | None = None
+) -> BudgetSchedule:
+    """Put another schedule in force, without a restart, and return the previous one.
+
+    Running requests are waited for and new ones are held back meanwhile; then the prefix cache is
+    emptied. A schedule that was loaded under the same name is replaced.
+
+    Args:
+        target: an `sglang.Engine` or a server's base URL.
+        schedule: a schedule; or a name that the server has loaded, a shipped name, fixed-<tokens>,
+            or the path of a .json file on this machine. Its page size, sinks, recent pages and
+            dense layers must be those of the schedule that the server was started with.
+        api_key: as in `get_schedule`.
+
+    Raises:
+        ScheduleError: the file cannot be read or holds no schedule.
+        EndpointError: the server refused, for the reason that the message gives, or is gone.
+    """
+    if isinstance(schedule, str) and (schedule.endswith(".json") or os.sep in schedule):
+        schedule = BudgetSchedule.from_json(schedule)
+    wanted = schedule if isinstance(schedule, str) else schedule.model_dump(mode="json")
+    answer = connect(target, api_key).call_sparrow("schedule", schedule=wanted)
+    return BudgetSchedule(**answer["previous"])

@@ -1,0 +1,1 @@
+"""The command `sparrow`, one file a verb: parse, call, print."""

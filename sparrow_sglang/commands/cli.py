@@ -1,0 +1,180 @@
+"""The command `sparrow`: parse, call, print."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from sparrow_sglang.command_line import OneLineParser
+from sparrow_sglang.commands import calibrate, doctor, plan, serve, train
+from sparrow_sglang.commands import report as report
+from sparrow_sglang.models import ModelError
+
+DESCRIPTION = """\
+Sparse decode for stock SGLang: while generating, each token reads a budget of KV pages that grows
+with the length of the sequence, instead of all of them.
+"""
+
+EPILOG = """\
+examples:
+  sparrow doctor                                   is this machine ready?
+  sparrow serve                                    a server with the small model that comes along
+  sparrow serve --model-path Qwen/Qwen3-4B         a server with your model
+  sparrow plan --model-path Qwen/Qwen3-4B          what would it save? (no GPU needed)
+  sparrow bench step                               what does it save, measured on this GPU?
+  sparrow calibrate --model-path M --target 0.86   which budget does your model need?
+  sparrow train examples/story_smollm2.toml        GRPO from sparse rollouts
+  sparrow report runs/story                        one HTML page from what the others have written
+
+sparrow COMMAND --help says more about a command.
+"""
+
+DOCTOR_HELP = """\
+Check whether sparse decode works here, in the order in which a server would stumble: versions,
+entry points, environment, plugin, platform, model, schedule. One line per check; exit code 1 if one
+failed. Takes the flags of `sparrow serve`, and loads no weights.
+"""
+
+DOCTOR_EPILOG = """\
+examples:
+  sparrow doctor
+  sparrow doctor --model-path Qwen/Qwen3-4B
+  sparrow doctor --model-path Qwen/Qwen3-4B --sparrow-schedule my-schedule.json --page-size 32
+"""
+
+BENCH_HELP = """\
+Measure on this machine's NVIDIA GPU. Nothing is downloaded: weights and KV are random, in the
+shapes of Qwen3-1.7B to 14B. Results go to a JSON file, with device, versions and commit.
+
+  step      a whole decode step of SGLang, dense and sparse, for chosen batches and lengths;
+            minutes per model, nearly the whole GPU
+  kernels   the kernels of one layer against the memory bandwidth, and other libraries beside them
+  rollout   a rollout's response lengths replayed to the last sequence, sparse and dense: tokens/s,
+            and how they develop; minutes
+  serving   SGLang's bench_serving against a sparse and a dense server in turn
+
+rollout and serving also take a model of yours, with --model-path, and then need no GPU.
+"""
+
+BENCH_EPILOG = """\
+examples, as they were run for docs/benchmarks.md (which lists every command):
+  sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 16x8192 16x496 \\
+      --engine-args '{"disable_prefill_cuda_graph": true}'
+  sparrow bench step --models qwen3-1.7b --schedules fixed-1024 --repeats 2 \\
+      --cases 16x32768 16x24576 16x16384 8x32768 16x8000 \\
+      --engine-args '{"disable_prefill_cuda_graph": true}'
+  sparrow bench kernels --out kernels.json
+
+16x32768 means 16 sequences of 32768 cached tokens each. sparrow bench step --help lists the
+options, and so for the others.
+"""
+
+BENCHMARKS = ("step", "kernels", "rollout", "serving")
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(
+        prog="sparrow", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw
+    )
+    parser.add_argument("--version", action="version", version=version("sparrow-sglang"))
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("serve", help="start an OpenAI-compatible server", add_help=False)
+    commands.add_parser(
+        "doctor",
+        help="check machine, SGLang, plugin and model",
+        usage="sparrow doctor [--model-path MODEL] [SGLang flags ...]",
+        description=DOCTOR_HELP,
+        epilog=DOCTOR_EPILOG,
+        formatter_class=raw,
+    )
+    plan.add_parser(commands)
+    calibrate.add_parser(commands)
+    train.add_parser(commands)
+    report.add_parser(commands)
+    bench = commands.add_parser(
+        "bench",
+        help="measure steps, kernels, rollouts and servers on this GPU",
+        usage=f"sparrow bench {{{','.join(BENCHMARKS)}}} [options ...]",
+        description=BENCH_HELP,
+        epilog=BENCH_EPILOG,
+        formatter_class=raw,
+    )
+    bench.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, 1 if it failed, 2 if the command line is wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # SGLang's modules warn, when imported, of everything that this machine does not have.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+    # serve and doctor hand their flags to SGLang, which alone knows them; bench to a benchmark.
+    if words[:1] == ["serve"]:
+        return _serve(words[1:])
+    if words[:1] == ["doctor"] and not {"-h", "--help"} & set(words):
+        return _doctor(words[1:])
+    if words[:1] == ["bench"] and words[1:2] and words[1] in BENCHMARKS:
+        return _bench(words[1], words[2:])
+    parser = _parser()
+    args = parser.parse_args(words)
+    if args.command not in ("plan", "calibrate", "train", "report"):
+        parser.error(f"{' '.join(words)}: expected the same without --")
+    return _run(args)
+
+
+def _serve(argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(serve.HELP, end="")
+        return 0
+    try:
+        if "--help-all" in argv:
+            serve.print_all_flags()
+        else:
+            serve.serve(argv)
+    except serve.ServeError as error:
+        print(f"sparrow serve: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    found: set[str] = set()
+    for check in doctor.examine(argv):
+        print(f"{check.status:<5} {check.name:<12} {check.detail}", flush=True)
+        found.add(check.status)
+    if "FAIL" in found:
+        print("Something is in the way; see FAIL above.")
+    else:
+        print("It works, but see WARN above." if "WARN" in found else "All good.")
+    return int("FAIL" in found)
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        code: int = args.run(args)
+    except (ValueError, ModelError) as error:
+        print(f"sparrow {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"sparrow {args.command}: stopped", file=sys.stderr)
+        return 130
+    return code
+
+
+def _bench(benchmark: str, argv: Sequence[str]) -> int:
+    # Late, as they import torch, the kernels Triton too.
+    if benchmark == "kernels":
+        from sparrow_sglang.benchmarks.kernels import kernels
+
+        return kernels.main(argv)
+    from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
+    from sparrow_sglang.benchmarks.steps import decode_step
+
+    run = {"step": decode_step.main, "rollout": rollout_replay.main, "serving": serving.main}
+    return run[benchmark](argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""`sparrow doctor`: does sparse decode work with this machine, this SGLang and this model?
+
+In: the command line of a server. Out: one `Check` after the other, each with what was found and, if
+it failed, what to do. SGLang only logs what goes wrong in a plugin, so somebody has to look.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING, NamedTuple
+
+from sparrow_sglang.attention_backends.kernel_limits import describe_fit, kernel_problems
+from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
+from sparrow_sglang.models import ModelError
+from sparrow_sglang.plugin.refusals import (
+    BACKEND,
+    SUPPORTED_SGLANG,
+    UnsupportedError,
+    uses_sparrow,
+)
+from sparrow_sglang.schedule import ScheduleError
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+ENTRY_POINTS = {"sglang.srt.plugins": "sparrow", "sglang.srt.platforms": "sparrow_cpu"}
+VARIABLES = (
+    "SGLANG_PLUGINS",
+    "SGLANG_PLATFORM",
+    "SGLANG_USE_CPU_ENGINE",
+    SCHEDULE_VARIABLE,
+    CONFIG_VARIABLE,
+    "SPARROW_CACHE",
+)
+
+
+class Check(NamedTuple):
+    """One line of the report; `status` is ok, FAIL, WARN or note."""
+
+    status: str
+    name: str
+    detail: str
+
+
+def examine(argv: Sequence[str]) -> Iterator[Check]:
+    """Checks in the order in which a server would stumble; `argv` is that of `sparrow serve`."""
+    sglang = _check_sglang()
+    yield sglang
+    yield _check_packages()
+    yield from _check_entry_points()
+    yield _check_environment()
+    if sglang.status == "FAIL":
+        return
+    plugin = _check_plugin()
+    yield plugin
+    yield _check_platform()
+    if plugin.status == "FAIL":
+        yield Check("note", "model", "not checked, because the plugin did not load")
+        return
+    yield from _check_model(argv)
+
+
+def _check_sglang() -> Check:
+    found = _version("sglang")
+    if found == SUPPORTED_SGLANG:
+        return Check("ok", "SGLang", found)
+    fix = f"pip install sglang=={SUPPORTED_SGLANG}"
+    return Check("FAIL", "SGLang", f"{found}; made for {SUPPORTED_SGLANG}: {fix}")
+
+
+def _check_packages() -> Check:
+    names = ("sparrow-sglang", "torch", "transformers", "triton", "flashinfer-python")
+    return Check("ok", "packages", ", ".join(f"{name} {_version(name)}" for name in names))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _check_entry_points() -> Iterator[Check]:
+    for group, name in ENTRY_POINTS.items():
+        found = [entry.value for entry in entry_points(group=group) if entry.name == name]
+        if found:
+            yield Check("ok", "entry point", f"{group}: {name} = {found[0]}")
+        else:
+            fix = "install the package (pip install sparrow-sglang), a checkout alone has none"
+            yield Check("FAIL", "entry point", f"{group}: no {name}; {fix}")
+
+
+def _check_environment() -> Check:
+    values = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    names = [name.strip() for name in values.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if names and not set(ENTRY_POINTS.values()) <= set(names):
+        wanted = ",".join(ENTRY_POINTS.values())
+        detail = f"SGLANG_PLUGINS={','.join(names)} leaves sparrow out: unset it, or add {wanted}"
+        return Check("FAIL", "environment", detail)
+    listed = ", ".join(f"{name}={value}" for name, value in values.items())
+    return Check("ok", "environment", listed or f"none of {', '.join(VARIABLES)} is set")
+
+
+def _check_plugin() -> Check:
+    from sglang.srt.plugins import load_plugins
+
+    from sparrow_sglang.plugin import registration as plugin
+
+    load_plugins()
+    try:
+        plugin.require_registration()
+    except RuntimeError as error:
+        return Check("FAIL", "plugin", str(error))
+    return Check("ok", "plugin", f"attention backend {BACKEND!r} registered, all hooks in effect")
+
+
+def _check_platform() -> Check:
+    import torch
+    from sglang.srt.platforms import current_platform
+
+    kind = type(current_platform).__name__
+    if torch.cuda.is_available():
+        return Check("ok", "platform", f"{torch.cuda.get_device_name()} ({kind})")
+    if kind == "SparrowCpuPlatform":
+        return Check("ok", "platform", f"CPU, {torch.get_num_threads()} threads ({kind})")
+    fix = "sparse decode needs an NVIDIA GPU, or a machine without accelerator"
+    return Check("FAIL", "platform", f"{kind} on {current_platform.device_type}: {fix}")
+
+
+def _check_model(argv: Sequence[str]) -> Iterator[Check]:
+    from sparrow_sglang.commands.serve import ServeError, parse_server_args
+    from sparrow_sglang.plugin.registration import start_up_line
+    from sparrow_sglang.plugin.server_args import resolve_schedules
+
+    try:
+        # SGLang's own start-up messages would drown the report.
+        server_args = parse_server_args([*argv, "--log-level", "error"])
+    except UnsupportedError as error:
+        yield Check("FAIL", "model", str(error))
+        return
+    except (ScheduleError, ConfigError) as error:
+        yield Check("ok", "model", "nothing in the way of sparse decode")
+        yield Check("FAIL", "schedule", str(error))
+        return
+    except (ServeError, ValueError, RuntimeError, OSError) as error:
+        missing = isinstance(error.__cause__, ModelError)
+        yield Check("note" if missing else "FAIL", "model", str(error))
+        return
+    if not uses_sparrow(server_args):
+        detail = f"--attention-backend {server_args.attention_backend} decodes densely"
+        yield Check("note", "model", detail)
+        return
+    model_config = server_args.get_model_config()
+    hf_config = model_config.hf_config
+    architecture = " ".join(hf_config.architectures or ["unknown"])
+    yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
+    yield _check_kernels(server_args, model_config)
+    loaded, source = resolve_schedules(server_args, hf_config)
+    detail = start_up_line(loaded, source, hf_config)
+    if any(schedule.is_foreign(hf_config) for schedule in loaded.named):
+        yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
+    else:
+        yield Check("ok", "schedule", detail)
+
+
+def _check_kernels(server_args: "ServerArgs", model_config: "ModelConfig") -> Check:
+    """On a GPU the model has passed already, or its arguments would have been refused."""
+    problems = kernel_problems(server_args, model_config)
+    if server_args.device != "cuda":
+        here = f"plain torch on {server_args.device}"
+        if problems:
+            return Check("note", "kernels", f"{here}; a GPU would refuse: {'; '.join(problems)}")
+        return Check("ok", "kernels", f"{here}; a GPU would take the model, too")
+    return Check("ok", "kernels", describe_fit(server_args, model_config))

@@ -1,0 +1,190 @@
+"""`sparrow plan`: where the time of a decode step goes, and what a schedule is expected to save.
+
+In: a model's config.json, a schedule, lengths, a GPU or its intensity, measured steps if there are
+any. Out: a few tables as text. Needs no GPU and imports neither torch nor SGLang.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.config import AUTO
+from sparrow_sglang.models import model_problem
+from sparrow_sglang.planning.cost_model import GPUS, Hardware, ModelShape
+from sparrow_sglang.planning.response_lengths import read_lengths
+from sparrow_sglang.planning.step_time import MeasuredStep
+from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
+
+_HUB_TIMEOUT_S = 10.0
+
+
+class PlanError(ValueError):
+    """A plan cannot be made; the message names the option or file and what is allowed."""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add `plan` to the subparsers of `sparrow`; `run` handles what it parses."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="predict from the model's shapes what a schedule saves (no GPU needed)",
+        description="Predict from a model's shapes where the time of a decode step goes and how"
+        " much faster rollouts become under a schedule. Answers at once and needs no GPU.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--model-path", required=True, help="folder with a config.json, or the name of a HF model"
+    )
+    parser.add_argument(
+        "--schedule",
+        default=AUTO,
+        help="shipped name, path to a .json file, fixed-<tokens>, or the model's own (auto)",
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="for named and fixed schedules")
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument("--length", type=int, nargs="+", help="generated tokens, one row each")
+    lengths.add_argument(
+        "--lengths-file",
+        type=Path,
+        help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234}',
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="tokens before the first")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=8,
+        help="generations per prompt: the paper's formula shares the prompt's KV among them",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=16, help="sequences that decode together on one GPU"
+    )
+    hardware = parser.add_mutually_exclusive_group()
+    hardware.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="its data sheet")
+    hardware.add_argument("--intensity", type=float, help="FLOPs per byte of another device")
+    parser.add_argument(
+        "--measured", type=Path, help="JSON of measured steps (of `sparrow bench`) to fit"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Raises `ValueError` (a `PlanError`, `ScheduleError` or `CostModelError`)."""
+    print(render(make_plan(args)))
+    return 0
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Read and check everything that the parsed options name."""
+    for option in ("prompt_tokens", "samples", "batch"):
+        if getattr(args, option) < 1:
+            raise PlanError(
+                f"--{option.replace('_', '-')}={getattr(args, option)}: expected 1 or more"
+            )
+    if args.intensity is not None and not 0 < args.intensity < float("inf"):
+        raise PlanError(f"--intensity={args.intensity}: expected FLOPs per byte, e.g. 206 (H200)")
+    model, config = _read_config(args.model_path)
+    shape = ModelShape.from_config(config)
+    if args.lengths_file is not None:
+        lengths = sorted(read_lengths(args.lengths_file))
+    else:
+        room = config.get("max_position_embeddings", 2**30) - args.prompt_tokens
+        fitting = [length for length in DEFAULT_LENGTHS if length <= room]
+        lengths = sorted(args.length or fitting or [max(1, room)])
+    if lengths[0] < 1:
+        raise PlanError(f"length {lengths[0]}: expected 1 or more generated tokens")
+    schedule = _read_schedule(args.schedule, config, args.page_size)
+    return Plan(
+        model=model,
+        shape=shape,
+        schedule=schedule,
+        calibration=schedule.calibration(config),
+        hardware=GPUS[args.gpu] if args.intensity is None else Hardware("", args.intensity, 1.0),
+        lengths=tuple(lengths),
+        expected=args.lengths_file is not None,
+        prompt_tokens=args.prompt_tokens,
+        samples=args.samples,
+        batch=args.batch,
+        measured=_read_measured(args.measured, model, shape) if args.measured else (),
+    )
+
+
+def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
+    """A short name of the model and the fields of its config.json."""
+    path = Path(model_path)
+    if path.is_dir():
+        name, path = path.resolve().name, path / "config.json"
+    elif path.exists():
+        name = path.resolve().parent.name
+    else:
+        name, path = path.name, _hub_config(model_path)
+    config = _read_json(path, "--model-path")
+    if not isinstance(config, dict):
+        raise PlanError(f"{path}: holds a {type(config).__name__}; expected a JSON object")
+    return name, config
+
+
+def _hub_config(model: str) -> Path:
+    """config.json of a Hugging Face model, from the local cache or else from the hub."""
+    import httpx
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+        # hf_hub_download retries for half a minute before it says that there is no connection.
+        httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+        return Path(hf_hub_download(model, "config.json"))
+    except (HFValidationError, HfHubHTTPError, OSError, httpx.TransportError) as error:
+        raise PlanError(f"--model-path {model}: {model_problem(model, error)}") from None
+
+
+def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:
+    if spec == AUTO:
+        return schedule_for_model(config, page_size)
+    # A file brings its own page size, and no server is there yet that could contradict it.
+    if spec.endswith(".json"):
+        return BudgetSchedule.from_json(spec)
+    return load_schedule(spec, page_size)
+
+
+def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredStep, ...]:
+    """Rows of this model; all rows if none names a model."""
+    content = _read_json(path, "--measured")
+    rows = content.get("rows") if isinstance(content, dict) else content
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
+        raise PlanError(
+            f'{path}: holds no rows; expected {{"rows": [...]}} as `sparrow bench` writes, or a'
+            " JSON list of rows"
+        )
+    models = sorted({str(row["model"]) for row in rows if "model" in row})
+    if models:
+        rows = [row for row in rows if str(row.get("model", "")).lower() == model.lower()]
+    if not rows:
+        raise PlanError(
+            f"{path}: no row is of the model {model!r}; it measures {', '.join(models)}; expected"
+            " rows of the model of --model-path"
+        )
+    return tuple(MeasuredStep.from_row(row, shape) for row in rows)
+
+
+def _read_json(path: Path, option: str) -> Any:
+    try:
+        return json.loads(_read_text(path, option))
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path}: not JSON ({error}); expected a JSON file for {option}") from None
+
+
+def _read_text(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise PlanError(f"{path}: not UTF-8 text; expected a text file for {option}") from None
+    except OSError as error:
+        raise PlanError(
+            f"{path}: cannot be read ({error.strerror}); expected a file for {option}"
+        ) from None

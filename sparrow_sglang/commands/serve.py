@@ -1,0 +1,173 @@
+"""`sparrow serve`: SGLang's own launcher with our defaults; every SGLang flag passes through.
+
+In: the command line after `serve`. Out: a running server, or one error that says what to change.
+SGLang is imported inside functions, because that takes some ten seconds and `--help` should not.
+"""
+
+import argparse
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from sparrow_sglang.models import (
+    EMBEDDED_MODEL_NAME,
+    ModelError,
+    embedded_model,
+    model_problem,
+)
+from sparrow_sglang.plugin.refusals import BACKEND, version_problems
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+MODEL_FLAGS = ("--model-path", "--model")
+
+HELP = """\
+usage: sparrow serve [--model-path MODEL] [--sparrow-schedule SCHEDULE] [SGLang flags ...]
+
+Start an OpenAI-compatible SGLang server that decodes sparsely.
+
+Prompts are read in full. While generating, every new token reads only a budget of the cached
+tokens: the first and the last pages, and between them the pages that matter most for this token.
+The budget grows with the length of the sequence, as a schedule says. Short sequences fit into the
+budget and are decoded as always.
+
+examples:
+  sparrow serve
+      the small model that comes along (SmolLM2-135M), also without a GPU
+  sparrow serve --model-path Qwen/Qwen3-4B
+      your model; the shipped schedule that was calibrated for it is found by itself
+  sparrow serve --model-path Qwen/Qwen3-4B --sparrow-schedule fixed-4096 --port 8000
+      the same budget of 4096 tokens at every length, and an SGLang flag
+
+what sparrow sets, unless you do:
+  --attention-backend sparrow    sparse decode
+  --model-path smollm2-135m      the small model, converted at the first start (half a minute)
+  --page-size 16                 tokens per page
+
+All flags of SGLang work unchanged: sparrow serve --help-all lists them.
+Does your model work? sparrow doctor --model-path MODEL
+"""
+
+
+class ServeError(ValueError):
+    """The server cannot be started as asked; the message says what to change."""
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Run a server until it is stopped. Raises `ServeError` before it starts, if it cannot."""
+    try:
+        server_args = parse_server_args(argv)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ServeError(str(error)) from error
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def print_all_flags() -> None:
+    """Print the help of SGLang's own parser, our flag among its own."""
+    _sglang_parser().print_help()
+
+
+def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
+    """SGLang's ServerArgs for this command line and our defaults, checked by SGLang and by us.
+
+    Raises:
+        ServeError: another SGLang than the supported one, an unknown flag, a wrong value, a file
+            that cannot be read, or a model that is neither a folder nor on the hub.
+        ValueError, RuntimeError, OSError: what SGLang or the plugin refuses.
+    """
+    for problem in version_problems():
+        raise ServeError(problem)
+    parser = _sglang_parser()
+    full = with_defaults(_with_config_file(argv, parser))
+    model_path = parser.parse_args(full).model_path
+    from sglang.srt.server_args import prepare_server_args
+
+    try:
+        return prepare_server_args(full)
+    except OSError as error:
+        if Path(model_path, "config.json").exists():
+            raise
+        problem = model_problem(model_path, error)
+        raise ServeError(f"{MODEL_FLAGS[0]} {model_path}: {problem}") from error
+
+
+def with_defaults(argv: Sequence[str]) -> list[str]:
+    """`argv` with our defaults in front, where the user's flags override them.
+
+    `smollm2-135m` as a model's name becomes the folder of the embedded model, which is converted
+    if need be.
+    """
+    given = list(argv)
+    if given and not given[0].startswith("-"):
+        given.insert(0, MODEL_FLAGS[0])
+    if not any(word.partition("=")[0] in MODEL_FLAGS for word in given):
+        given = [MODEL_FLAGS[0], EMBEDDED_MODEL_NAME, *given]
+    resolved = [_resolve_name(given, i) for i in range(len(given))]
+    defaults = ["--attention-backend", BACKEND]
+    if resolved != given:
+        # Clients then ask for the model by its name and not by a path in somebody's cache.
+        defaults += ["--served-model-name", EMBEDDED_MODEL_NAME]
+    return defaults + resolved
+
+
+def _resolve_name(argv: Sequence[str], i: int) -> str:
+    flag, equals, value = argv[i].partition("=")
+    if flag in MODEL_FLAGS and equals and value == EMBEDDED_MODEL_NAME:
+        return f"{flag}={_embedded()}"
+    if i and argv[i - 1] in MODEL_FLAGS and argv[i] == EMBEDDED_MODEL_NAME:
+        return _embedded()
+    return argv[i]
+
+
+def _embedded() -> str:
+    try:
+        return str(embedded_model())
+    except ModelError as error:
+        raise ServeError(str(error)) from error
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """SGLang has hundreds of flags: its usage text would bury the error."""
+
+    def error(self, message: str) -> NoReturn:
+        near = ""
+        unknown, _, words = message.partition("unrecognized arguments: ")
+        if not unknown and words:
+            flag = words.split()[0].partition("=")[0]
+            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            near = f" (did you mean {close[0]}?)" if close else ""
+        raise ServeError(f"{message}{near}; sparrow serve --help-all lists the flags")
+
+
+def _sglang_parser() -> argparse.ArgumentParser:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = _OneLineParser(prog="sparrow serve")
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def _with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """`argv` with the flags of a --config file put in front of the user's own.
+
+    SGLang would do so too, but in front of our defaults, which would then override the file.
+    """
+    if "--config" not in argv:
+        return list(argv)
+    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+    try:
+        return ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+    except ValueError as error:
+        raise ServeError(f"--config: {error}") from error

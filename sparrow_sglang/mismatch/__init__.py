@@ -1,0 +1,1 @@
+"""Acceptance rates and their tails; pure arithmetic."""

@@ -1,0 +1,234 @@
+"""How far the sparse actor's next-token distribution is from the dense policy's.
+
+In: logits, top-k lists or sampled log-probs of the same tokens on both sides. Out: acceptance
+rates, bounds on them, the mean that sampled tokens estimate; and, from `tail`, the tail statistics
+over tokens. Imports torch only where a function needs it, SGLang never.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sparrow_sglang.mismatch.tail import BetaFit, BinTail, TailStatistics, fit_tail_beta
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AcceptanceBounds",
+    "BetaFit",
+    "BinTail",
+    "SampledMean",
+    "TailStatistics",
+    "acceptance_bounds",
+    "acceptance_rate",
+    "fit_tail_beta",
+    "mean_acceptance_from_samples",
+]
+
+_ROWS = 1024
+_PAIRS = 2**22
+
+
+class AcceptanceBounds(NamedTuple):
+    """Lower and upper bound of the acceptance rate per position, both float64 [T]."""
+
+    lower: NDArray[np.float64]
+    upper: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SampledMean:
+    """Estimate of the *mean* acceptance rate from sampled tokens; holds no tail percentile."""
+
+    mean: float
+    standard_error: float
+    tokens: int
+
+
+def acceptance_rate(
+    sparse_logits: "torch.Tensor",
+    dense_logits: "torch.Tensor",
+    temperature: float = 1.0,
+    vocab_chunk: int = 16384,
+) -> "torch.Tensor":
+    """Exact acceptance rate per position, sum over v of min(p_sparse(v), p_dense(v)).
+
+    Both logits are [T, V] on one device, of any floating dtype; the result is fp32 [T] in [0, 1].
+    Computes in fp32 over blocks of at most 1,024 positions by `vocab_chunk` tokens, so that no
+    further [T, V] tensor comes into being. Logits of -inf count as probability 0. No gradient.
+    Raises `ValueError` on shapes that differ, a temperature of 0 or below, and logits with NaN.
+    """
+    import torch
+
+    if sparse_logits.ndim != 2 or sparse_logits.shape != dense_logits.shape:
+        raise ValueError(
+            f"sparse_logits {tuple(sparse_logits.shape)} and dense_logits"
+            f" {tuple(dense_logits.shape)}: expected the same shape [tokens, vocabulary] for both"
+        )
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature}: expected a number above 0, the one that was sampled with"
+        )
+    tokens, vocab = sparse_logits.shape
+    alpha = torch.empty(tokens, dtype=torch.float32, device=sparse_logits.device)
+    with torch.no_grad():
+        for start in range(0, tokens, _ROWS):
+            rows = slice(start, start + _ROWS)
+            sparse, dense = sparse_logits[rows], dense_logits[rows]
+            chunks = [slice(i, i + vocab_chunk) for i in range(0, vocab, vocab_chunk)]
+            sparse_top = sparse.amax(1, keepdim=True).float()
+            dense_top = dense.amax(1, keepdim=True).float()
+            sparse_norm = _log_normaliser(sparse, sparse_top, chunks, temperature)
+            dense_norm = _log_normaliser(dense, dense_top, chunks, temperature)
+            overlap = torch.zeros_like(sparse_norm)
+            for chunk in chunks:
+                log_sparse = (sparse[:, chunk].float() - sparse_top) / temperature - sparse_norm
+                log_dense = (dense[:, chunk].float() - dense_top) / temperature - dense_norm
+                overlap += torch.minimum(log_sparse, log_dense).exp().sum(1, keepdim=True)
+            alpha[rows] = overlap.squeeze(1)
+    if torch.isnan(alpha).any():
+        raise ValueError(
+            "the logits hold NaN or +inf, or a position without any finite logit: expected finite"
+            " numbers or -inf; look for the overflow in the model that produced them"
+        )
+    # The two normalisers round, so that equal distributions would reach 1 + 1e-7.
+    return alpha.clamp_(max=1.0)
+
+
+def acceptance_bounds(
+    sparse_ids: ArrayLike,
+    sparse_logprobs: ArrayLike,
+    dense_ids: ArrayLike,
+    dense_logprobs: ArrayLike,
+    vocab_size: int | None = None,
+) -> AcceptanceBounds:
+    """What the most likely tokens of each side say about the acceptance rate.
+
+    Ids and natural log-probs are [T, k]; k may differ between the sides. Each list must hold the k
+    *most likely* tokens: a sampled token appended to it would make the upper bound wrong. Both
+    sides at the sampling temperature and untruncated.
+
+    The lower bound counts the tokens in both lists. For the upper bound, let rest be the mass
+    outside a list and floor its smallest listed probability, which no unlisted token exceeds. A
+    token that only one list names adds at most min(its probability, the other side's floor), all
+    of them together at most the other side's rest; tokens in neither list add at most what either
+    rest has left, and at most the smaller floor each. With `vocab_size` their number is known.
+    No smaller bound holds for all distributions that have these lists.
+
+    Raises `ValueError` on shapes that do not fit and on an id that a list names twice.
+    """
+    sparse = _as_lists("sparse", sparse_ids, sparse_logprobs)
+    dense = _as_lists("dense", dense_ids, dense_logprobs)
+    if len(sparse[0]) != len(dense[0]):
+        raise ValueError(
+            f"sparse lists cover {len(sparse[0])} positions, dense lists {len(dense[0])}: expected"
+            " the same positions on both sides"
+        )
+    lower, upper = np.empty(len(sparse[0])), np.empty(len(sparse[0]))
+    rows = max(1, _PAIRS // (sparse[0].shape[1] * dense[0].shape[1]))
+    for start in range(0, len(lower), rows):
+        block = slice(start, start + rows)
+        lower[block], upper[block] = _bounds_of_block(
+            sparse[0][block], sparse[1][block], dense[0][block], dense[1][block], vocab_size
+        )
+    return AcceptanceBounds(lower, upper)
+
+
+def mean_acceptance_from_samples(
+    sparse_logprobs: ArrayLike, dense_logprobs: ArrayLike
+) -> SampledMean:
+    """Unbiased estimate of the mean acceptance rate: mean of min(1, p_dense / p_sparse).
+
+    Log-probs [T] of the sampled tokens on both sides; the tokens must have been drawn from
+    p_sparse itself, without top-p or top-k truncation. One token's ratio is not its acceptance
+    rate, and the ratios' 5th percentile is not the tail percentile (it lies far below), so none is
+    returned. The standard error takes tokens as independent. Raises `ValueError` on no tokens.
+    """
+    sparse = np.asarray(sparse_logprobs, dtype=np.float64)
+    dense = np.asarray(dense_logprobs, dtype=np.float64)
+    if sparse.ndim != 1 or sparse.shape != dense.shape or not sparse.size:
+        raise ValueError(
+            f"sparse_logprobs {sparse.shape} and dense_logprobs {dense.shape}: expected one"
+            " log-prob per sampled token on each side, and at least one token"
+        )
+    if not np.isfinite(sparse).all() or np.isnan(dense).any():
+        raise ValueError(
+            "sparse_logprobs or dense_logprobs hold NaN or an infinity: expected finite log-probs"
+            " (-inf only on the dense side); a sampled token has a probability above 0"
+        )
+    ratio = np.exp(np.minimum(dense - sparse, 0.0))
+    spread = float(ratio.std(ddof=1)) if ratio.size > 1 else float("inf")
+    return SampledMean(float(ratio.mean()), spread / ratio.size**0.5, ratio.size)
+
+
+def _log_normaliser(
+    logits: "torch.Tensor", top: "torch.Tensor", chunks: list[slice], temperature: float
+) -> "torch.Tensor":
+    """log sum exp((logits - top) / temperature) per row, [T, 1] fp32.
+
+    Relative to the row's largest logit `top`, so that large logits cost no precision.
+    """
+    import torch
+
+    total = torch.zeros_like(top)
+    for chunk in chunks:
+        scaled = (logits[:, chunk].float() - top) / temperature
+        total += scaled.exp().sum(1, keepdim=True)
+    return total.log()
+
+
+def _as_lists(
+    side: str, ids: ArrayLike, logprobs: ArrayLike
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Ids and probabilities of one side, checked."""
+    tokens = np.asarray(ids, dtype=np.int64)
+    probs = np.exp(np.asarray(logprobs, dtype=np.float64))
+    if tokens.ndim != 2 or tokens.shape != probs.shape or not tokens.shape[1]:
+        raise ValueError(
+            f"{side}_ids {tokens.shape} and {side}_logprobs {probs.shape}: expected the same shape"
+            " [tokens, k] for both, with k of at least 1"
+        )
+    # A probability of 1 may round to a log-prob just above 0.
+    if not (probs <= 1 + 1e-3).all():
+        raise ValueError(
+            f"{side}_logprobs hold NaN or a value above 0 (largest {np.nanmax(np.log(probs)):.3g}):"
+            " expected natural log-probs; pass log-softmax outputs, not logits"
+        )
+    ordered = np.sort(tokens, axis=1)
+    repeated = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
+    if repeated.size:
+        raise ValueError(
+            f"{side}_ids[{repeated[0]}] names a token twice: expected distinct ids, the most likely"
+            " ones; leave the sampled token out of the list"
+        )
+    return tokens, probs
+
+
+def _bounds_of_block(
+    sparse_ids: NDArray[np.int64],
+    sparse: NDArray[np.float64],
+    dense_ids: NDArray[np.int64],
+    dense: NDArray[np.float64],
+    vocab_size: int | None,
+) -> AcceptanceBounds:
+    same = sparse_ids[:, :, None] == dense_ids[:, None, :]
+    matched = np.minimum(sparse[:, :, None], dense[:, None, :])
+    lower = np.where(same, matched, 0.0).sum(axis=(1, 2))
+
+    sparse_rest = np.maximum(0.0, 1.0 - sparse.sum(axis=1))
+    dense_rest = np.maximum(0.0, 1.0 - dense.sum(axis=1))
+    sparse_floor, dense_floor = sparse.min(axis=1), dense.min(axis=1)
+    only_sparse = np.where(same.any(axis=2), 0.0, np.minimum(sparse, dense_floor[:, None]))
+    only_dense = np.where(same.any(axis=1), 0.0, np.minimum(dense, sparse_floor[:, None]))
+    from_sparse = np.minimum(only_sparse.sum(axis=1), dense_rest)
+    from_dense = np.minimum(only_dense.sum(axis=1), sparse_rest)
+    extra = np.minimum(from_dense + dense_rest, from_sparse + sparse_rest)
+    if vocab_size is not None:
+        listed = sparse.shape[1] + dense.shape[1] - same.sum(axis=(1, 2))
+        unlisted = np.maximum(0, vocab_size - listed)
+        floor = np.minimum(sparse_floor, dense_floor)
+        extra = np.minimum(extra, from_sparse + from_dense + unlisted * floor)
+    return AcceptanceBounds(np.minimum(lower, 1.0), np.minimum(lower + extra, 1.0))

@@ -1,0 +1,117 @@
+"""Measured decode steps as bytes over bandwidth plus a constant.
+
+In: rows of measured steps (`sparrow bench` writes them). Out: a least-squares fit with its
+residuals. Imports neither torch nor SGLang.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparrow_sglang.planning.cost_model import CostModelError, ModelShape, StepCosts
+
+_DENSE_LAYERS = 2
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One decode step: what it had to read and how long it took."""
+
+    label: str
+    sparse: bool
+    bytes: float
+    step_ms: float
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], shape: ModelShape) -> "MeasuredStep":
+        """From a row with `step_ms` and either `bytes` or `batch` and `cached_tokens`.
+
+        `cached_tokens` and, for a sparse step, `budget_tokens` are sums over the batch. Without
+        `bytes`, two dense layers and pages of 16 are taken unless the row has `dense_layers` (a
+        number) and `page_size`. Raises `CostModelError` on a missing or impossible value.
+        """
+        budget = row.get("budget_tokens")
+        sparse = budget is not None or row.get("schedule") is not None
+        if "bytes" in row:
+            size = _positive(row, "bytes")
+        elif sparse and budget is None:
+            raise CostModelError(
+                "a sparse row has neither bytes nor budget_tokens: expected one of them, the bytes"
+                " that the step reads or the tokens read per sparse layer, summed over the batch"
+            )
+        else:
+            size = _bytes_of_row(row, shape)
+        label = " ".join(str(row[key]) for key in ("backend", "case") if key in row)
+        fallback = f"batch {row.get('batch', '?')}, {row.get('cached_tokens', '?')} cached"
+        return cls(label or fallback, sparse, size, _positive(row, "step_ms"))
+
+
+@dataclass(frozen=True)
+class StepTimeFit:
+    """step_ms = bytes / bytes_per_s + constant_ms; residuals (measured - fitted) in input order."""
+
+    bytes_per_s: float
+    constant_ms: float
+    residuals_ms: tuple[float, ...]
+
+    def step_ms(self, size: float) -> float:
+        """Milliseconds of a step that reads `size` bytes."""
+        return size / self.bytes_per_s * 1e3 + self.constant_ms
+
+    def rollout_ms(self, costs: StepCosts, tokens: float, batch: float) -> float:
+        """Milliseconds for `tokens` decoded tokens whose `costs` are summed, in full batches."""
+        return float(costs.bytes) / self.bytes_per_s * 1e3 + self.constant_ms * tokens / batch
+
+
+def fit_step_time(steps: Sequence[MeasuredStep]) -> StepTimeFit:
+    """Least squares over all `steps`.
+
+    Raises `CostModelError` if they hold fewer than two different sizes, or if larger steps are not
+    slower.
+    """
+    sizes = np.array([step.bytes for step in steps])
+    times = np.array([step.step_ms for step in steps])
+    if np.unique(sizes).size < 2:
+        raise CostModelError(
+            f"{len(steps)} measured steps hold {np.unique(sizes).size} different sizes: expected at"
+            " least two (another length or batch), or bandwidth and constant cannot be told apart"
+        )
+    # Centred, as bytes near 1e10 beside a column of ones would cost half of the digits.
+    centre = sizes.mean()
+    slope = float((sizes - centre) @ times / ((sizes - centre) ** 2).sum())
+    if slope <= 0:
+        raise CostModelError(
+            "the measured steps do not get slower with their bytes: expected step_ms to grow;"
+            " measure longer sequences or larger batches, where reading dominates"
+        )
+    constant = float(times.mean() - slope * centre)
+    residuals = times - (slope * sizes + constant)
+    return StepTimeFit(1e3 / slope, constant, tuple(residuals.tolist()))
+
+
+def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
+    batch, cached = _positive(row, "batch"), _positive(row, "cached_tokens")
+    weights = 2.0 * shape.parameters
+    per_layer = 2 * shape.kv_width / shape.num_layers
+    if row.get("budget_tokens") is None:
+        return weights + shape.num_layers * per_layer * cached
+    budget = min(_positive(row, "budget_tokens"), cached)
+    dense_layers = int(row.get("dense_layers", _DENSE_LAYERS))
+    sparse_layers = shape.num_layers - dense_layers
+    # Steps that read everything do not score; the three kept pages per sequence never do.
+    pages = cached / row.get("page_size", _PAGE_SIZE) - 3 * batch if budget < cached else 0.0
+    kv = per_layer * (dense_layers * cached + sparse_layers * budget)
+    return weights + kv + per_layer / 2 * sparse_layers * max(0.0, pages)
+
+
+def _positive(row: Mapping[str, Any], key: str) -> float:
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
+        raise CostModelError(
+            f"{key}={value!r} in a measured step: expected a number above 0; rows need step_ms and"
+            " either bytes, or batch and cached_tokens (with budget_tokens if sparse)"
+        )
+    return float(value)

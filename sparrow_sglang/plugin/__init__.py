@@ -1,0 +1,1 @@
+"""Everything that runs inside SGLang's processes: registration, hooks, refusals, control."""

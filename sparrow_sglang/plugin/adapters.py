@@ -1,0 +1,312 @@
+"""The server's side of pushing an adapter: it is checked first, then replaces the one of its name.
+
+In: the factors and the config of a LoRA adapter, as PEFT names them. Out: the adapter, loaded by
+SGLang under that name, with nothing of the former one in the prefix cache.
+
+SGLang 0.5.17 looks at the factors' shapes at the first request that uses them, where a wrong one
+ends the scheduler, and does without what it does not know of a config. So both are checked here.
+"""
+
+import asyncio
+import base64
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.plugin.control_channel import ControlError, answers, idle, tell_schedulers
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+_LIMITS = "adapter_limits"
+_LOADED = "adapter_loaded"
+_DROP = "adapter_drop"
+_SHAPES = "sparrow_module_shapes"
+# As schedules are called, and with the slashes of the hub.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+# Projections that the model computes as one; SGLang 0.5.17 wants factors of the first and the last.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Larger factors and scales make log-probs of NaN, which end SGLang's sampler and so the scheduler.
+_MAX_FACTOR = 1000.0
+_MAX_ALPHA = 10_000.0
+# What SGLang would leave out without a word, and the values that leave nothing out.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "bias": (None, "none"),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+}
+
+
+async def load_serialised(
+    manager: "TokenizerManager", name: str, config: Mapping[str, Any], tensors: str
+) -> dict[str, Any]:
+    """As `load_adapter`, with the factors as a safetensors file in base64; returns the name.
+
+    Raises:
+        ControlError: see `load_adapter`; or the file cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        factors = await asyncio.to_thread(lambda: load(base64.b64decode(tensors, validate=True)))
+    except KeyError as error:
+        raise ControlError(
+            f"tensors are of dtype {quoted(error.args[0])}: expected one that torch has, such as"
+            " BF16 or F32"
+        ) from None
+    except (SafetensorError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ControlError(
+            f"tensors cannot be read ({cut(str(error))}): expected a safetensors file in base64"
+        ) from None
+    await load_adapter(manager, name, config, factors)
+    return {"name": name}
+
+
+async def load_adapter(
+    manager: "TokenizerManager",
+    name: str,
+    config: Mapping[str, Any],
+    tensors: "Mapping[str, torch.Tensor]",
+) -> None:
+    """Load a LoRA adapter in place of the one of that name, while no request runs.
+
+    The tensors are copied: SGLang keeps what it is given, and an optimiser step changes it.
+
+    Args:
+        name: what requests call it (`lora_path`, or `model` in the OpenAI routes).
+        config: PEFT's adapter_config.json.
+        tensors: lora_A [r, in] and lora_B [out, r] of each module under PEFT's names.
+
+    Raises:
+        ControlError: LoRA is off, or name, config or a tensor does not fit this server, and the
+            adapter of that name is as it was; or requests are paused; or SGLang refused.
+    """
+    if not manager.server_args.enable_lora:
+        raise ControlError("LoRA is off: start the server with --enable-lora")
+    if manager.server_args.dp_size > 1 and not manager.server_args.enable_dp_attention:
+        raise ControlError(
+            f"dp_size={manager.server_args.dp_size}: SGLang loads adapters at run time only with"
+            " --dp-size 1 or --enable-dp-attention"
+        )
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ControlError(
+            f"name={quoted(name)}: expected a string of 1 to 64 letters, digits, '.', '_', '/' and"
+            " '-', such as 'math'"
+        )
+    # The same on every rank, as all are started with the same arguments.
+    limits = next(iter((await tell_schedulers(manager, _LIMITS, {})).values()))
+    rank = _checked_rank(config, limits["max_rank"])
+    shapes = await asyncio.to_thread(_module_shapes, manager)
+    modules = await asyncio.to_thread(_checked_modules, tensors, rank, shapes)
+    _require_servable(modules, config, limits["modules"])
+    async with idle(manager, f"adapter {name!r} was not loaded"):
+        # SGLang fails without the type, which PEFT always writes.
+        fields = {"peft_type": "LORA", **config}
+        await _replace(manager, name, fields, _completed(tensors, shapes))
+
+
+async def _replace(
+    manager: "TokenizerManager",
+    name: str,
+    config: dict[str, Any],
+    tensors: "Mapping[str, torch.Tensor]",
+) -> None:
+    from sglang.srt.managers.io_struct import (
+        LoadLoRAAdapterFromTensorsReqInput,
+        UnloadLoRAAdapterReqInput,
+    )
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    former = name in manager.lora_registry.get_all_adapters()
+    if former:
+        # SGLang refuses to load a name that it has.
+        gone = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)
+        if not gone.success:
+            raise ControlError(f"adapter {name!r} was not replaced: {gone.error_message}")
+    payload = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    request = LoadLoRAAdapterFromTensorsReqInput(
+        lora_name=name,
+        config_dict=config,
+        serialized_named_tensors=[
+            MultiprocessingSerializer.serialize(payload) for _ in range(manager.server_args.tp_size)
+        ],
+    )
+    try:
+        loaded = await manager.load_lora_adapter_from_tensors(request, None)
+        if not loaded.success:
+            raise ControlError(str(loaded.error_message))
+        # SGLang hears of one tensor-parallel rank only (0.5.17).
+        await tell_schedulers(manager, _LOADED, {"lora_id": request.lora_id})
+    except ControlError as error:
+        await _drop(manager, name, request.lora_id)
+        state = "; the former one is unloaded" if former else ""
+        raise ControlError(f"SGLang did not take adapter {name!r}{state}: {error}") from None
+
+
+async def _drop(manager: "TokenizerManager", name: str, lora_id: str | None) -> None:
+    """Take an adapter that some ranks have not loaded away from those that have."""
+    if name in manager.lora_registry.get_all_adapters():
+        await manager.lora_registry.unregister(name)
+        manager.lora_ref_cache.pop(name, None)
+    await tell_schedulers(manager, _DROP, {"lora_id": lora_id})
+
+
+@answers(_LOADED)
+def _require_loaded(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["lora_id"] not in _lora_manager(scheduler).lora_refs:
+        raise ControlError("the adapter was not loaded")
+    return {}
+
+
+@answers(_DROP)
+def _drop_here(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    # SGLang asserts that what it unloads is there.
+    lora_manager = _lora_manager(scheduler)
+    loaded = lora_manager.lora_refs.get(fields["lora_id"])
+    if loaded is not None:
+        lora_manager.unload_lora_adapter(loaded)
+    return {}
+
+
+def _lora_manager(scheduler: "Scheduler") -> Any:
+    return scheduler.tp_worker.model_runner.lora_manager
+
+
+@answers(_LIMITS)
+def _limits(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    """In a scheduler: the memory set aside for adapters, fixed when the server started."""
+    pool = _lora_manager(scheduler).memory_pool
+    return {"max_rank": pool.max_lora_rank, "modules": sorted(pool.target_modules)}
+
+
+def _checked_rank(config: Any, max_rank: int) -> int:
+    if not isinstance(config, Mapping):
+        raise ControlError(
+            f"config is a {type(config).__name__}: expected the fields of adapter_config.json"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+        raise ControlError(f"config: peft_type={quoted(config['peft_type'])}: expected 'LORA'")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= max_rank:
+        raise ControlError(
+            f"config: r={quoted(rank)}: expected a whole number from 1 to {max_rank}, the server's"
+            " --max-lora-rank"
+        )
+    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    # False for NaN, too.
+    if not (is_number and abs(cast(float, alpha)) <= _MAX_ALPHA):
+        raise ControlError(
+            f"config: lora_alpha={quoted(alpha)}: expected a number of at most {_MAX_ALPHA:g} in"
+            " size"
+        )
+    for key, allowed in _UNSUPPORTED.items():
+        if config.get(key) not in allowed:
+            raise ControlError(
+                f"config: {key}={quoted(config[key])}: SGLang cannot serve it, expected"
+                f" {allowed[-1]!r}; merge the adapter into the weights instead"
+            )
+    return rank
+
+
+def _checked_modules(
+    tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Mapping[str, tuple[int, int]]
+) -> set[str]:
+    """Last parts of the names of the modules that `tensors` are factors of; all shapes fit."""
+    seen: dict[str, set[str]] = {}
+    for key, tensor in tensors.items():
+        named = _FACTOR.fullmatch(key)
+        if named is None or named[1] not in shapes:
+            raise ControlError(
+                f"tensors[{quoted(key)}] belongs to no linear module of the model: expected PEFT's"
+                " names, such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+            )
+        module, side = named[1], named[2]
+        out_features, in_features = shapes[module]
+        expected = (rank, in_features) if side == "A" else (out_features, rank)
+        if tuple(tensor.shape) != expected or not tensor.is_floating_point():
+            raise ControlError(
+                f"tensors[{quoted(key)}] is {tensor.dtype} {list(tensor.shape)}: expected"
+                f" floating-point numbers {list(expected)}"
+            )
+        if not bool((tensor.float().abs() <= _MAX_FACTOR).all()):
+            raise ControlError(
+                f"tensors[{quoted(key)}] holds NaN, or numbers above {_MAX_FACTOR:g} in size:"
+                " expected smaller ones, or the model would compute NaN"
+            )
+        seen.setdefault(module, set()).add(side)
+    halves = [module for module, sides in seen.items() if len(sides) == 1]
+    if halves or not seen:
+        raise ControlError(
+            f"tensors hold one factor only of {cut(halves[0])}: expected lora_A and lora_B"
+            if halves
+            else "tensors are empty: expected lora_A and lora_B of at least one module"
+        )
+    return {module.rpartition(".")[2] for module in seen}
+
+
+def _completed(
+    tensors: "Mapping[str, torch.Tensor]", shapes: Mapping[str, tuple[int, int]]
+) -> "dict[str, torch.Tensor]":
+    """With factors of zeros for projections without any that are fused with some that have them."""
+    whole = dict(tensors)
+    for key, tensor in tensors.items():
+        named = _FACTOR.fullmatch(key)
+        assert named is not None, "the names have been checked"
+        parent, _, own = named[1].rpartition(".")
+        for other in (name for group in _FUSED if own in group for name in group):
+            module = f"{parent}.{other}"
+            if module in shapes and (sibling := key.replace(f".{own}.", f".{other}.")) not in whole:
+                rows = tensor.shape[0] if named[2] == "A" else shapes[module][0]
+                whole[sibling] = tensor.new_zeros(rows, tensor.shape[1])
+    return whole
+
+
+def _require_servable(modules: set[str], config: Mapping[str, Any], served: list[str]) -> None:
+    from sglang.srt.lora.utils import get_normalized_target_modules
+
+    wanted = config.get("target_modules")
+    listed = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(listed, (list, tuple, set)) or not all(isinstance(m, str) for m in listed):
+        raise ControlError(
+            f"config: target_modules={quoted(wanted)}: expected a string or a list of strings"
+        )
+    named = wanted if isinstance(wanted, str) else sorted({*modules, *listed})
+    try:
+        found = get_normalized_target_modules(named) | get_normalized_target_modules(modules)
+    except ValueError as error:
+        raise ControlError(
+            f"config: target_modules={quoted(wanted)}: {cut(str(error))}; expected some of"
+            f" {', '.join(served)}"
+        ) from None
+    extra = sorted(found - {"all"} - set(served))
+    if extra or not wanted:
+        raise ControlError(
+            f"config: target_modules={quoted(wanted)}: expected modules that the server has"
+            f" room for (--lora-target-modules), {', '.join(served)}"
+        )
+
+
+def _module_shapes(manager: Any) -> dict[str, tuple[int, int]]:
+    """[out, in] of the model's linear modules by the names that PEFT gives them."""
+    known: dict[str, tuple[int, int]] | None = getattr(manager, _SHAPES, None)
+    if known is None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(manager.model_config.hf_config)
+        known = {
+            name: (module.out_features, module.in_features)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        setattr(manager, _SHAPES, known)
+    return known

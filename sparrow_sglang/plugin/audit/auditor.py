@@ -1,0 +1,348 @@
+"""The audit of a running server: some finished requests are scored again densely on that server.
+
+In: requests on their way to the scheduler and its answers on their way back, in the process that
+holds SGLang's TokenizerManager. Out: rows in the mismatch log, statistics in the report. What users
+get back is not touched.
+
+A request is audited if it is sampled at temperature 1 without top-p, top-k, min-p, penalties, logit
+bias or grammar, under the active schedule: only then are the log-probs that the sampler saw those
+of the sparse distribution itself. Others are counted as skipped.
+"""
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparrow_sglang.client.scoring import TOP_K, dense_scores, scoring_request
+from sparrow_sglang.mismatch.acceptance import acceptance_bounds
+from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows
+from sparrow_sglang.plugin.audit.requests import (
+    AuditQueue,
+    RecordedRequest,
+    ask_for_logprobs,
+    generates,
+    is_auditable,
+    prompt_of,
+)
+from sparrow_sglang.plugin.audit.statistics import AuditReport
+from sparrow_sglang.plugin.control_channel import is_idle
+from sparrow_sglang.schedule import BudgetSchedule
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import BatchStrOutput, TokenizedGenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+BUSY_SHARE = 0.02
+"""While users' requests run, at most this share of the tokens they took is prefilled for audits."""
+
+_POLL_S = 0.2
+_PUBLISH_S = 5.0
+# An abort takes effect after the scheduler's current step, which may be a long chunk of a prefill.
+_ABORT_S = 10.0
+_IDLE_S = 10.0
+# A paused scheduler that is not idle will not become so.
+_PAUSED_IDLE_S = 1.0
+
+logger = logging.getLogger("sparrow_sglang")
+
+
+class Auditor:
+    """Chooses requests, records what the sampler saw, scores them again when there is room.
+
+    Room is when nobody else's request runs, or within BUSY_SHARE of the tokens that users' requests
+    took; one request at a time, of the lowest priority where priorities are on. What does not fit
+    is dropped and counted. `rate`, the share of auditable requests, may be set at any time.
+
+    No score starts while generation is paused, while memory is released, or within `held_back`.
+
+    Everything runs on the event loop of SGLang's TokenizerManager except numpy and the log.
+    """
+
+    def __init__(
+        self,
+        manager: "TokenizerManager",
+        rate: float,
+        schedule: BudgetSchedule,
+        log: MismatchLog | None,
+    ) -> None:
+        self.report = AuditReport(schedule, manager.server_args.enable_metrics)
+        self.released: set[str] = set()
+        """Tags of the memory that is released now."""
+        self._manager = manager
+        self.rate = rate
+        self._log = log
+        self._top_k = min(TOP_K, manager.model_config.vocab_size)
+        self._draw = random.Random()
+        self._namespace = f"sparrow-audit-{uuid.uuid4().hex}"
+        self._prompt_tokens: dict[str, int] = {}
+        self._queue = AuditQueue(self.report.requests)
+        self._allowance = 0.0
+        self._holds = 0
+        self._published = 0.0
+        self._audited_since = False
+        self._worker: asyncio.Task[None] | None = None
+        # The score that is under way, its request's id once the scheduler has it, and whether it
+        # has been told to end.
+        self._score: asyncio.Task[bool] | None = None
+        self._sent: str | None = None
+        self._ending = False
+
+    def sees(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
+        """Requests on their way to the scheduler; chosen ones will carry log-probs back."""
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.get_running_loop().create_task(self._work())
+        self._follow_schedule()
+        for request in requests:
+            if request.extra_key == self._namespace:
+                self._sent = request.rid
+                continue
+            self._prompt_tokens[request.rid] = len(request.input_ids or ())
+            parameters = getattr(request, "sampling_params", None)
+            # SGLang's own health checks, and scores, are nothing that could be audited.
+            health_check = not self._manager.rid_to_state[request.rid].obj.log_metrics
+            if health_check or not generates(parameters):
+                continue
+            if not is_auditable(request):
+                self.report.requests["skipped"] += 1
+            elif self._draw.random() < self.rate:
+                self._record(request)
+
+    def receives(self, answers: "BatchStrOutput") -> None:
+        """Answers on their way to the users; takes off what only the audit asked for."""
+        for index, rid in enumerate(answers.rids):
+            self._queue.record(rid, answers, index)
+            reason = answers.finished_reasons[index]
+            prompt_tokens = self._prompt_tokens.pop(rid, None) if reason is not None else None
+            if reason is None or prompt_tokens is None:
+                continue
+            served = prompt_tokens + answers.completion_tokens[index]
+            room = self._allowance + BUSY_SHARE * served
+            self._allowance = min(room, self._manager.context_len)
+            self._queue.finish(rid, complete=reason.get("type") != "abort")
+
+    @asynccontextmanager
+    async def held_back(self) -> AsyncIterator[None]:
+        """Within, no score runs or starts, and the scheduler is done with the last one.
+
+        A score under way is aborted and starts anew later. Waits at most _ABORT_S and _IDLE_S.
+        """
+        self._holds += 1
+        try:
+            await self._end_score()
+            await self._wait_until_idle()
+            yield
+        finally:
+            self._holds -= 1
+
+    @asynccontextmanager
+    async def held_back_for_new_weights(self) -> AsyncIterator[None]:
+        """As `held_back`; moreover, nothing that old weights have generated is scored later."""
+        self._queue.clear()
+        try:
+            async with self.held_back():
+                yield
+        finally:
+            self._queue.clear()
+
+    async def _end_score(self) -> None:
+        score = self._score
+        if score is None:
+            return
+        self._ending = True
+        if self._sent is not None:
+            self._manager.abort_request(self._sent)
+            await asyncio.wait({score}, timeout=_ABORT_S)
+        # Before it is sent it may wait for a lock that the caller holds.
+        score.cancel()
+        await asyncio.wait({score})
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until the scheduler has left the step of what it answered last.
+
+        SGLang's scheduler ends itself if it is still busy with that when it is to flush its cache
+        after an update, or to release memory. Users' requests are their senders' business.
+        """
+        limit_s = _PAUSED_IDLE_S if self._manager.is_pause else _IDLE_S
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            self._forget_vanished()
+            if self._prompt_tokens or await is_idle(self._manager):
+                return
+            await asyncio.sleep(_POLL_S / 10)
+
+    async def finish(self, wait_s: float = 0.0) -> dict[str, Any]:
+        """The report so far, after waiting at most `wait_s` for requests under way; flushes."""
+        deadline = time.monotonic() + wait_s
+        while not self._queue.is_empty:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(_POLL_S / 10)
+        if self._log is not None:
+            await self._write(self._log.flush)
+        return await asyncio.to_thread(self.report.publish)
+
+    def _record(self, request: "TokenizedGenerateReqInput") -> None:
+        state = self._manager.rid_to_state[request.rid]
+        recorded = RecordedRequest(
+            request_id=request.rid,
+            prompt=prompt_of(request),
+            lora_path=getattr(state.obj, "lora_path", None),
+            lora_id=request.lora_id,
+            user_top_k=request.top_logprobs_num if request.return_logprob else 0,
+            top_k=self._top_k,
+        )
+        if self._queue.start(recorded):
+            # The user's own request object stays as it is, and SGLang builds the answer from that.
+            ask_for_logprobs(request, self._top_k)
+
+    def _follow_schedule(self) -> None:
+        """If another schedule has become active, statistics start anew."""
+        loaded = getattr(self._manager, "sparrow_loaded", None)
+        if loaded is not None and loaded.in_force != self.report.schedule:
+            self._queue.clear()
+            self.report.start(loaded.in_force)
+
+    async def _work(self) -> None:
+        while self.rate:
+            self._forget_vanished()
+            self._follow_schedule()
+            states = self._manager.rid_to_state
+            self.report.publish_load(
+                prompt_tokens + len(states[rid].output_ids)
+                for rid, prompt_tokens in self._prompt_tokens.items()
+            )
+            if self._log is not None and self._log.is_due():
+                await self._write(self._log.flush)
+            # Confidence intervals take a moment of this process' time, which users share.
+            if self._audited_since and time.monotonic() - self._published > _PUBLISH_S:
+                self._audited_since = False
+                await asyncio.to_thread(self.report.publish)
+                self._published = time.monotonic()
+            if self._may_start():
+                await self._audit(self._queue.take())
+            else:
+                await asyncio.sleep(_POLL_S)
+
+    def _may_start(self) -> bool:
+        if self._holds or self.released or self._manager.is_pause:
+            return False
+        return self._queue.first is not None and self._has_room(self._queue.first)
+
+    async def _audit(self, recorded: RecordedRequest) -> None:
+        """Score one request that was taken from the queue, and count what became of it."""
+        self._ending, self._sent = False, None
+        score = self._score = asyncio.create_task(self._enter_score(recorded))
+        await asyncio.wait({score})
+        self._score = None
+        outcomes = self.report.requests
+        error = None if score.cancelled() else score.exception()
+        if not score.cancelled() and error is None and score.result():
+            outcomes["audited"] += 1
+            self._audited_since = True
+        elif recorded.lost:
+            outcomes["dropped"] += 1
+        elif self._ending:
+            self._queue.put_back()
+        else:
+            # Whatever is wrong with one request, the server's users and the next must not suffer.
+            outcomes["failed"] += 1
+            logger.warning("audit of request %s failed: %s", recorded.request_id, error)
+        self._queue.done()
+
+    def _has_room(self, recorded: RecordedRequest) -> bool:
+        tokens = recorded.held_tokens
+        if self._prompt_tokens and tokens > self._allowance:
+            return False
+        self._allowance = max(0.0, self._allowance - tokens)
+        return True
+
+    def _forget_vanished(self) -> None:
+        """Requests that were aborted before they produced anything send no answer."""
+        for rid in [rid for rid in self._prompt_tokens if rid not in self._manager.rid_to_state]:
+            del self._prompt_tokens[rid]
+            self._queue.finish(rid, complete=False)
+
+    async def _enter_score(self, recorded: RecordedRequest) -> bool:
+        """Score one request again and enter it everywhere, unless it is lost meanwhile.
+
+        Returns whether it was entered; not so if it was aborted. Raises whatever SGLang refuses
+        the request with.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        # A generation may fill the context, and the scheduler takes prompts a few tokens shorter.
+        room = self._manager.max_req_input_len - 1 - len(recorded.prompt)
+        response = list(recorded.tokens[: max(room, 0)])
+        if not response:
+            recorded.lost = True
+            return False
+        fields = scoring_request(
+            recorded.prompt, response, self._top_k, self._namespace, recorded.lora_path
+        )
+        request = GenerateReqInput(**fields, priority=self._lowest_priority(), no_logs=True)
+        # To its end, where SGLang gives back the lock that its weight updates wait for.
+        answers = [answer async for answer in self._manager.generate_request(request, None)]
+        if answers[-1]["meta_info"]["finish_reason"]["type"] == "abort":
+            # By `_end_score`, or by a user who aborts everything.
+            self._ending = True
+            return False
+        if request.lora_id != recorded.lora_id:
+            recorded.lost = True
+        rows = await asyncio.to_thread(self._measured, recorded, response, answers[-1])
+        if recorded.lost:
+            return False
+        self.report.add(rows)
+        if self._log is not None:
+            self._log.append(rows)
+        return True
+
+    def _measured(
+        self, recorded: RecordedRequest, response: list[int], answer: Mapping[str, Any]
+    ) -> TokenRows:
+        sparse = recorded.scores(len(response))
+        dense = dense_scores(answer, response)
+        alpha = acceptance_bounds(
+            sparse.top_ids,
+            sparse.top_logprobs,
+            dense.top_ids,
+            dense.top_logprobs,
+            self._manager.model_config.vocab_size,
+        )
+        schedule = self.report.schedule
+        first = len(recorded.prompt)
+        lengths = range(first, first + len(response))
+        return TokenRows(
+            request_id=recorded.request_id,
+            position=np.array(lengths),
+            token_id=np.array(response),
+            kv_budget_tokens=np.array([schedule.kv_budget_tokens(length) for length in lengths]),
+            sparse_logprob=sparse.logprobs,
+            dense_logprob=dense.logprobs,
+            alpha_lower=alpha.lower,
+            alpha_upper=alpha.upper,
+        )
+
+    async def _write(self, flush: Any) -> None:
+        try:
+            await asyncio.to_thread(flush)
+        except OSError as error:
+            self.rate = 0.0
+            self._log = None
+            logger.error(
+                "mismatch log: %s; the audit is off from now on, the server goes on. Make room and"
+                " restart the server to audit again",
+                error,
+            )
+
+    def _lowest_priority(self) -> int | None:
+        if not self._manager.enable_priority_scheduling:
+            return None
+        low_first = self._manager.server_args.schedule_low_priority_values_first
+        return 2**31 - 1 if low_first else -(2**31)

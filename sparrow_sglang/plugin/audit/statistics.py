@@ -1,0 +1,149 @@
+"""What an audited server says about its mismatch: tail statistics, Prometheus gauges, one warning.
+
+In: acceptance bounds of audited tokens, lengths of the running requests. Out: gauges on SGLang's
+/metrics, a summary, and a warning per position bin whose tail falls below the schedule's target.
+"""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from sparrow_sglang.mismatch.tail import BIN_TOKENS, BinTail, TailStatistics
+from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
+from sparrow_sglang.schedule import BudgetSchedule
+
+WELL_FILLED_TOKENS = 2000
+"""Tokens from which on a bin's tail is worth a warning: 100 of them lie below the percentile."""
+
+_RESAMPLES = 200
+_GAUGES = {
+    "sparrow:acceptance_tail": ("5th percentile of the acceptance rate", ("bin", "bound")),
+    "sparrow:acceptance_mean": ("Mean acceptance rate", ("bin", "bound")),
+    "sparrow:audited_tokens": ("Tokens scored again densely", ("bin",)),
+    "sparrow:audit_requests": ("Finished requests by what the audit did with them", ("outcome",)),
+    "sparrow:kv_budget_tokens": ("KV budget in force at the start of the bin", ("bin",)),
+    "sparrow:kv_tokens_held": ("KV tokens of the running requests", ()),
+    "sparrow:kv_tokens_read": ("KV tokens that a sparse layer reads of them in one step", ()),
+}
+
+logger = logging.getLogger("sparrow_sglang")
+
+
+class AuditReport:
+    """Counts what one server's audit found under one schedule at a time.
+
+    Bins are the schedule's own, or of 2,000 tokens under a fixed budget. Both bounds are kept,
+    because the acceptance rate itself cannot be known from top-k lists: the tail lies between them.
+    """
+
+    def __init__(self, schedule: BudgetSchedule, gauges: bool) -> None:
+        """`gauges`: publish to Prometheus."""
+        self._gauges = _prometheus_gauges() if gauges else {}
+        self.requests: Counter[str] = Counter()
+        self.start(schedule)
+
+    def start(self, schedule: BudgetSchedule) -> None:
+        """Count anew, for `schedule`."""
+        self.schedule = schedule
+        fixed = len(schedule.budget_tokens) == 1
+        bin_tokens = BIN_TOKENS if fixed else schedule.bin_tokens
+        self._bounds = {
+            "lower": TailStatistics(bin_tokens),
+            "upper": TailStatistics(bin_tokens),
+        }
+        self._warned: set[int] = set()
+        for gauge in self._gauges.values():
+            if gauge._labelnames and "bin" in gauge._labelnames:
+                gauge.clear()
+        for index in range(len(schedule.budget_tokens)):
+            budget = schedule.kv_budget_tokens(max(1, index * schedule.bin_tokens))
+            self._set("sparrow:kv_budget_tokens", budget, bin=index)
+
+    def add(self, rows: TokenRows) -> None:
+        """Count the tokens of one request."""
+        self._bounds["lower"].add(rows.request_id, rows.position, rows.alpha_lower)
+        self._bounds["upper"].add(rows.request_id, rows.position, rows.alpha_upper)
+
+    def publish(self) -> dict[str, Any]:
+        """Bring the gauges up to date, and warn of bins that have fallen below the target.
+
+        Returns what the gauges say, with confidence intervals: requests by outcome, and per bound
+        the bins, as JSON values.
+        """
+        requests = dict(self.requests)
+        bins = {
+            bound: statistics.bins(resamples=_RESAMPLES)
+            for bound, statistics in self._bounds.items()
+        }
+        for bound, tails in bins.items():
+            for found in tails:
+                self._set("sparrow:acceptance_tail", found.tail, bin=found.bin, bound=bound)
+                self._set("sparrow:acceptance_mean", found.mean, bin=found.bin, bound=bound)
+                self._set("sparrow:audited_tokens", found.tokens, bin=found.bin)
+        # Last, so that who sees a request counted sees its tokens, too.
+        for outcome, count in requests.items():
+            self._set("sparrow:audit_requests", count, outcome=outcome)
+        for upper in bins["upper"]:
+            self._warn_below_target(upper)
+        return {
+            "schedule": self.schedule.name,
+            "requests": requests,
+            "bins": {bound: [vars(found) for found in tails] for bound, tails in bins.items()},
+        }
+
+    def publish_load(self, lengths: Iterable[int]) -> None:
+        """KV tokens held and read of running requests of these lengths in tokens."""
+        if not self._gauges:
+            return
+        held = read = 0
+        for length in lengths:
+            held += length
+            read += min(length, self.schedule.kv_budget_tokens(length))
+        self._set("sparrow:kv_tokens_held", held)
+        self._set("sparrow:kv_tokens_read", read)
+
+    def _warn_below_target(self, upper: BinTail) -> None:
+        """Only the upper bound proves a tail too low; a loose lower bound would cry wolf."""
+        target = self.schedule.tail_target
+        if target is None or upper.tail >= target or upper.bin in self._warned:
+            return
+        # Chance alone takes half of the bins that just hold the target below it for a while.
+        if upper.tokens < WELL_FILLED_TOKENS or upper.tail_high is None:
+            return
+        if upper.tail_high < target:
+            self._warned.add(upper.bin)
+            logger.warning(
+                "mismatch: at positions %d to %d the 5th percentile of the acceptance rate is at"
+                " most %.3f (95 %% interval %.3f to %.3f, %d tokens), below the %.2f that schedule"
+                " %s was made for; calibrate it for this model and these prompts",
+                upper.first_position,
+                upper.end_position - 1,
+                upper.tail,
+                upper.tail_low,
+                upper.tail_high,
+                upper.tokens,
+                target,
+                self.schedule.name,
+            )
+
+    def _set(self, name: str, value: float, **labels: Any) -> None:
+        gauge = self._gauges.get(name)
+        if gauge is not None:
+            (gauge.labels(**labels) if labels else gauge).set(value)
+
+
+@functools.cache
+def _prometheus_gauges() -> dict[str, Any]:
+    """One set per process, as a name may be registered once.
+
+    prometheus_client looks for its folder of shared values when it is imported, and SGLang names
+    the folder only while it starts.
+    """
+    from prometheus_client import Gauge
+
+    return {
+        name: Gauge(name, help, labels, multiprocess_mode="mostrecent")
+        for name, (help, labels) in _GAUGES.items()
+    }

@@ -1,0 +1,234 @@
+"""The server's side of run-time control: the schedule can be switched, landmarks be checked.
+
+Calls are coroutines on SGLang's tokenizer manager, `sparrow_<name>`; the HTTP route of a call is
+/sparrow/<name>, see `sparrow_sglang.plugin.routes`.
+"""
+
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sparrow_sglang.json_values import quoted
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.plugin import control_channel, request_hooks
+from sparrow_sglang.plugin import scheduler_hooks as hooks
+from sparrow_sglang.plugin.adapters import load_serialised
+from sparrow_sglang.plugin.announce import announce, describe
+from sparrow_sglang.plugin.control_channel import (
+    ControlError,
+    RanksDisagreeError,
+    answers,
+    idle,
+    rank_name,
+    tell_schedulers,
+)
+from sparrow_sglang.plugin.refusals import uses_sparrow
+from sparrow_sglang.plugin.routes import add_routes
+from sparrow_sglang.plugin.scheduler_hooks import Hook
+from sparrow_sglang.plugin.server_args import FIELD, resolve_schedules
+from sparrow_sglang.schedule import (
+    FIXED_NAME,
+    BudgetSchedule,
+    ScheduleError,
+    known_schedules,
+    load_schedule,
+    shipped_schedule,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+_CALL = "schedule"
+_CHECK = "landmarks"
+
+
+def offer_control(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook: what the launching process must know to check requests and to switch.
+
+    Checked with 0.5.17, where the tokenizer manager is made once per server, after the HTTP app.
+    """
+    if not uses_sparrow(manager.server_args):
+        return
+    control: Any = manager
+    control.sparrow_loaded, _ = resolve_schedules(
+        manager.server_args, manager.model_config.hf_config
+    )
+    control.sparrow_schedule = partial(schedule, manager)
+    control.sparrow_landmarks = partial(landmarks, manager)
+    control.sparrow_adapter = partial(load_serialised, manager)
+    http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if http_server is not None:
+        add_routes(http_server.app)
+
+
+async def schedule(
+    manager: "TokenizerManager", schedule: Mapping[str, Any] | str | None = None
+) -> dict[str, Any]:
+    """Read the schedule in force, or put another one in force, while no request runs.
+
+    Args:
+        schedule: the fields of a `BudgetSchedule`, the name of a loaded or shipped one, or
+            fixed-<tokens>; None to read only.
+
+    Returns:
+        `schedule`, the fields of what is in force now; `previous`, of what was before; `loaded`,
+        the names that requests may use.
+
+    Raises:
+        ScheduleError: the schedule is unknown, wrong or does not fit this server.
+        ControlError: requests are paused, or a scheduler refused; all keep what they had.
+        RanksDisagreeError: the schedulers hold different schedules.
+    """
+    control: Any = manager
+    previous: LoadedSchedules = control.sparrow_loaded
+    if schedule is None:
+        await _require_agreement(manager, previous)
+        return _answer(previous, previous)
+    wanted = _wanted(schedule, previous)
+    loaded = previous.with_in_force(wanted)
+    async with idle(manager, "the schedule was not switched"):
+        # Switches may have followed each other while this one waited.
+        previous = control.sparrow_loaded
+        loaded = previous.with_in_force(wanted)
+        await _switch_all(manager, previous, loaded)
+        control.sparrow_loaded = loaded
+        manager.record_config_updates("sparrow", **{FIELD: ",".join(loaded.names)})
+    return _answer(loaded, previous)
+
+
+async def landmarks(manager: "TokenizerManager") -> dict[str, Any]:
+    """Recompute every landmark in use and compare, while no request runs; a debugging aid.
+
+    Returns:
+        `pages`, the number of pages whose landmarks are right.
+
+    Raises:
+        ControlError: a landmark is wrong; the message names the first one.
+    """
+    async with manager.is_pause_cond:
+        paused = manager.is_pause
+    async with nullcontext() if paused else manager.model_update_lock.writer_lock:
+        held = await tell_schedulers(manager, _CHECK, {})
+    return {"pages": sum(answer["pages"] for answer in held.values())}
+
+
+async def _switch_all(
+    manager: "TokenizerManager", previous: LoadedSchedules, loaded: LoadedSchedules
+) -> None:
+    """Have every scheduler hold `loaded`, or all of them `previous`.
+
+    Raises:
+        ControlError: a scheduler refused, and all hold `previous`.
+        RanksDisagreeError: some could not go back.
+    """
+    try:
+        await tell_schedulers(manager, _CALL, _fields(loaded))
+        await _require_agreement(manager, loaded)
+    except ControlError as refusal:
+        try:
+            await tell_schedulers(manager, _CALL, _fields(previous))
+            await _require_agreement(manager, previous)
+        except ControlError as stuck:
+            raise RanksDisagreeError(
+                f"the schedule was not switched on every rank ({refusal}), and not all could go"
+                f" back ({stuck}): set a schedule again, or restart the server"
+            ) from None
+        raise ControlError(f"the schedule was not switched: {refusal}") from None
+
+
+async def _require_agreement(manager: "TokenizerManager", expected: LoadedSchedules) -> None:
+    """Raise `RanksDisagreeError` unless every scheduler holds what requests are checked against."""
+    held = await tell_schedulers(manager, _CALL, {})
+    if any(answer != _fields(expected) for answer in held.values()):
+        ranks = [f"{rank}: {answer['in_force']['name']}" for rank, answer in sorted(held.items())]
+        raise RanksDisagreeError(
+            f"ranks hold different schedules ({'; '.join(ranks)}), expected"
+            f" {expected.in_force.name}: set a schedule again, or restart the server"
+        )
+
+
+def _answer(loaded: LoadedSchedules, previous: LoadedSchedules) -> dict[str, Any]:
+    return {
+        "schedule": loaded.in_force.model_dump(mode="json"),
+        "previous": previous.in_force.model_dump(mode="json"),
+        "loaded": list(loaded.names),
+    }
+
+
+def _fields(loaded: LoadedSchedules) -> dict[str, Any]:
+    return {
+        "in_force": loaded.in_force.model_dump(mode="json"),
+        "named": [schedule.model_dump(mode="json") for schedule in loaded.named],
+    }
+
+
+@answers(_CHECK)
+def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    from sparrow_sglang.attention_backends.landmark_check import check_landmarks, live_pages
+
+    check_landmarks(scheduler)
+    return {"pages": len(live_pages(scheduler))}
+
+
+@answers(_CALL)
+def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    """In a scheduler: hold what the message says, if it does, then say what is held."""
+    budgets = hooks.budgets_in_use()
+    if fields:
+        loaded = LoadedSchedules(
+            in_force=BudgetSchedule(**fields["in_force"]),
+            named=tuple(BudgetSchedule(**schedule) for schedule in fields["named"]),
+        )
+        if loaded != budgets.loaded:
+            _load(scheduler, loaded)
+    return _fields(budgets.loaded)
+
+
+def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
+    budgets = hooks.budgets_in_use()
+    previous = budgets.loaded.in_force
+    if not scheduler.flush_cache(empty_cache=False):
+        raise ControlError("requests are running")
+    budgets.load(loaded)
+    announce(
+        f"{rank_name(scheduler)}: schedule {previous.name} is replaced, prefix cache empty:"
+        f" {describe(loaded.in_force, 'set_schedule', scheduler.model_config.hf_config)}"
+    )
+
+
+def _wanted(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
+    if isinstance(schedule, Mapping):
+        return _of_its_own_name(BudgetSchedule(**schedule))
+    if schedule in loaded.names:
+        return loaded.get(schedule)
+    if isinstance(schedule, str) and (FIXED_NAME.fullmatch(schedule) or _is_shipped(schedule)):
+        return load_schedule(schedule, loaded.in_force.page_size)
+    raise ScheduleError(
+        f"schedule={quoted(schedule, 60)} is not known to this server: expected the fields of a"
+        f" schedule as a JSON object, fixed-<tokens>, or one of"
+        f" {', '.join(dict.fromkeys([*loaded.names, *known_schedules()]))}"
+    )
+
+
+def _is_shipped(name: str) -> bool:
+    return name in known_schedules()
+
+
+def _of_its_own_name(schedule: BudgetSchedule) -> BudgetSchedule:
+    """`schedule`, unless it would pass for the shipped one of its name."""
+    if _is_shipped(schedule.name) and schedule != shipped_schedule(schedule.name):
+        raise ScheduleError(
+            f"name={schedule.name!r}: the shipped schedule of that name has other fields: expected"
+            " another name, or the name alone"
+        )
+    return schedule
+
+
+HOOKS = (
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", offer_control, "AFTER"),
+    *control_channel.HOOKS,
+    *request_hooks.HOOKS,
+)

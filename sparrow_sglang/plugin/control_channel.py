@@ -1,0 +1,204 @@
+"""A call from the launching process to every scheduler and back, over SGLang's control messages.
+
+In: the name of a call and JSON fields. Out: one JSON answer per data-parallel rank, or refusals.
+"""
+
+import reprlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sparrow_sglang.plugin.scheduler_hooks import Hook
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+Answer = Callable[["Scheduler", dict[str, Any]], dict[str, Any]]
+
+_PREFIX = "sparrow_"
+_IDLE = "idle"
+_IDLE_TIMEOUT_S = 30.0
+# A pause that aborts the requests returns before the scheduler has left its last step.
+_PAUSED_TIMEOUT_S = 1.0
+
+_answers: dict[str, Answer] = {}
+
+
+class ControlError(ValueError):
+    """The server cannot do now what it was asked for; the message says why."""
+
+
+class RanksDisagreeError(ControlError):
+    """Ranks of the server are in different states; the message says which, and the remedy."""
+
+
+def answers(call: str) -> Callable[[Answer], Answer]:
+    """Have the decorated function answer `call` in every scheduler.
+
+    It gets the scheduler and the call's fields; an exception of it refuses the call.
+    """
+
+    def register(answer: Answer) -> Answer:
+        _answers[_PREFIX + call] = answer
+        return answer
+
+    return register
+
+
+async def tell_schedulers(
+    manager: "TokenizerManager", call: str, fields: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Make every scheduler answer `call`.
+
+    Returns:
+        The answer of each data-parallel rank under its name, see `rank_name`; the tensor-parallel
+        ranks of each have given the same.
+
+    Raises:
+        ControlError: schedulers refused, for the reasons that the message gives. Others may have
+            done what they were asked for.
+    """
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    outputs = await manager.dumper_control(
+        DumperControlReqInput(method=_PREFIX + call, body=fields)
+    )
+    refusals = [output.error for output in outputs if not output.success]
+    if refusals:
+        raise ControlError("; ".join(sorted(refusals)))
+    said = (output.response[0] for output in outputs)
+    return {one["rank"]: one["answer"] for one in said}
+
+
+async def is_idle(manager: "TokenizerManager") -> bool:
+    """Whether no scheduler holds a request, nor is in the step that ended its last one."""
+    try:
+        await tell_schedulers(manager, _IDLE, {})
+    except ControlError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def idle(manager: "TokenizerManager", undone: str) -> AsyncIterator[None]:
+    """Within, no request runs, new ones are held back, and the prefix cache is empty.
+
+    As SGLang's own weight updates do, waits for the running requests. `undone` begins the error.
+
+    Raises:
+        ControlError: requests are paused and keep their KV, or SGLang remained busy.
+    """
+    async with manager.is_pause_cond:
+        paused = manager.is_pause
+    # Paused requests would never give the lock back.
+    async with nullcontext() if paused else manager.model_update_lock.writer_lock:
+        if not await _flushed(manager, _PAUSED_TIMEOUT_S if paused else _IDLE_TIMEOUT_S):
+            reason = "generation is paused with requests" if paused else "requests are running"
+            raise ControlError(f"{undone}: {reason}; abort them or let them finish")
+        yield
+
+
+async def _flushed(manager: "TokenizerManager", timeout_s: float) -> bool:
+    """Whether the prefix cache of every rank is empty.
+
+    SGLang's own `flush_cache` says what the first data-parallel rank answered (0.5.17).
+    """
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    manager.auto_create_handle_loop()
+    control: Any = manager
+    outputs = await control.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
+    return all(output.success for output in outputs)
+
+
+@answers(_IDLE)
+def _require_idle(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    if not scheduler.is_fully_idle():
+        raise ControlError("requests are running")
+    return {}
+
+
+def answer_control(
+    original: Callable[..., None], scheduler: "Scheduler", message: "DumperControlReqInput"
+) -> None:
+    """AROUND hook: take our messages out of a channel that carries JSON to every scheduler.
+
+    SGLang's channel for settings carries numbers only. Checked with 0.5.17, where all ranks of a
+    replica handle a message at the same point between two steps, and one of them answers.
+    """
+    answer = _answers.get(message.method)
+    if answer is None:
+        return original(scheduler, message)
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    outcome = _agreed(scheduler, _outcome(answer, scheduler, message.body))
+    output = DumperControlReqOutput(
+        success=outcome.error is None,
+        response=[{"rank": outcome.rank, "answer": outcome.answer}],
+        error=outcome.error or "",
+    )
+    scheduler.ipc_channels.send_to_tokenizer.send_output(output, message)
+    return None
+
+
+def rank_name(scheduler: "Scheduler") -> str:
+    """Which scheduler of the server this is, such as `dp rank 1, tp rank 0`."""
+    replica = _replica(scheduler)
+    tp_rank = f"tp rank {scheduler.ps.attn_tp_rank}"
+    return tp_rank if replica is None else f"dp rank {replica}, {tp_rank}"
+
+
+def _replica(scheduler: "Scheduler") -> int | None:
+    """Its data-parallel rank, be it a server or its attention that is replicated; None if alone."""
+    ps = scheduler.ps
+    rank: int | None = ps.attn_dp_rank if ps.attn_dp_size > 1 else ps.dp_rank
+    return rank
+
+
+class _Outcome(NamedTuple):
+    """What one scheduler says to a call: its name, and an answer unless there is an error."""
+
+    rank: str
+    answer: dict[str, Any]
+    error: str | None = None
+
+
+def _outcome(answer: Answer, scheduler: "Scheduler", fields: dict[str, Any]) -> _Outcome:
+    rank = rank_name(scheduler)
+    try:
+        return _Outcome(rank, answer(scheduler, fields))
+    except Exception as error:
+        # Whatever it is, the caller must hear of it: it waits for an answer.
+        return _Outcome(rank, {}, str(error) or type(error).__name__)
+
+
+def _agreed(scheduler: "Scheduler", own: _Outcome) -> _Outcome:
+    """The outcome of all tensor-parallel ranks of a replica: one that fails fails the call."""
+    ps = scheduler.ps
+    outcomes: list[Any] = [own]
+    if ps.attn_tp_size > 1:
+        import torch
+
+        outcomes = [None] * ps.attn_tp_size
+        torch.distributed.all_gather_object(outcomes, own, group=scheduler.attn_tp_cpu_group)
+    failed = [one for one in outcomes if one.error is not None]
+    if not failed:
+        if all(one.answer == own.answer for one in outcomes):
+            return own
+        return own._replace(
+            error=f"tensor-parallel ranks differ: {'; '.join(map(_shown, outcomes))}"
+        )
+    alone = _replica(scheduler) is None and len(outcomes) == 1
+    said = "; ".join(one.error if alone else f"{one.rank}: {one.error}" for one in failed)
+    return own._replace(error=said)
+
+
+def _shown(outcome: _Outcome) -> str:
+    return f"{outcome.rank}: {reprlib.repr(outcome.answer)}"
+
+
+HOOKS = (
+    Hook("sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", answer_control, "AROUND"),
+)

@@ -1,0 +1,1 @@
+"""SGLang on a machine without an accelerator, in plain torch."""

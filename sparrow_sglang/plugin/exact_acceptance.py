@@ -1,0 +1,243 @@
+"""Exact acceptance rates of sparse generations, computed in the server that makes them.
+
+The rate of a token needs both whole distributions. Lists of the likeliest tokens bound it, which is
+enough for a model that is sure of itself; where a model spreads its probability over thousands of
+tokens, the bounds say nothing. So the server keeps the last hidden state of every decode step of a
+generation, prefills the same tokens again, densely, and compares what the output layer makes of
+both. Only the rates leave the device.
+
+A server records if it is started within `recording`; requests name the slot that they record into
+or are compared with. Costs one copy of [batch, hidden size] per decode step, captured in its CUDA
+graph, and slots x steps x hidden size numbers of memory.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow_sglang.mismatch.acceptance import acceptance_rate
+from sparrow_sglang.plugin.scheduler_hooks import Hook, budgets_in_use
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+_VARIABLE = "SPARROW_RECORD"
+_RECORD = "sparrow_record"
+_COMPARE = "sparrow_compare"
+_RATES = "sparrow_acceptance"
+_ROWS = 256
+
+Place = tuple[int, int]
+"""Slot, and the number of prompt tokens before the response."""
+
+
+@contextmanager
+def recording(slots: int, steps: int) -> Iterator[None]:
+    """Engines started meanwhile record up to `steps` decode steps of `slots` generations."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = f"{slots}x{steps}"
+    try:
+        yield
+    finally:
+        os.environ.pop(_VARIABLE)
+        if before is not None:
+            os.environ[_VARIABLE] = before
+
+
+def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:
+    """`custom_params` of a generation whose steps are to be kept in `slot`."""
+    return {_RECORD: [slot, prompt_tokens]}
+
+
+def comparing_request(
+    slot: int, prompt: Sequence[int], response: Sequence[int], namespace: str
+) -> dict[str, Any]:
+    """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads.
+
+    It must follow the generation that recorded into `slot`, before another does. `namespace` must
+    be one in which no sparse decode has written KV.
+    """
+    return {
+        "input_ids": [int(token) for token in (*prompt, *response)],
+        "sampling_params": {
+            # One token, as SGLang hands on what a forward pass says about a request with its token.
+            "max_new_tokens": 1,
+            "custom_params": {_COMPARE: [slot, len(prompt)]},
+        },
+        # Or a cached prefix might hold tokens of the response, which are to be computed.
+        "return_logprob": True,
+        "logprob_start_len": len(prompt) - 1,
+        "extra_key": namespace,
+        "log_metrics": False,
+    }
+
+
+def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Acceptance rates of all response tokens but the first, [T - 1], from the answer to a
+    `comparing_request`. The first comes out of prefill.
+
+    Raises `ValueError` if the server does not record.
+    """
+    found = answer["meta_info"].get(_RATES)
+    if not found or found[0] is None:
+        raise ValueError("the server records nothing: expected one started within `recording`")
+    return np.array(found[0], dtype=np.float64)
+
+
+class StepRecord:
+    """Last hidden states of decode steps, by slot and step; lives in a scheduler."""
+
+    def __init__(
+        self, slots: int, steps: int, rows: int, hidden_size: int, dtype: Any, device: Any
+    ) -> None:
+        """`rows` is the size of SGLang's token table."""
+        import torch
+
+        self._steps = steps
+        self._nowhere = slots * steps
+        # Forward passes run in inference mode, other writers do not.
+        with torch.inference_mode(False):
+            self._states = torch.zeros(slots * steps + 1, hidden_size, dtype=dtype, device=device)
+            self._rates = torch.zeros(slots, steps, device=device)
+            self._places = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
+
+    def assign(self, rows: Sequence[int], places: Sequence[Place | None]) -> None:
+        """Which slot the requests in these rows of the token table record into, None for none."""
+        import torch
+
+        index = torch.tensor(rows, device=self._places.device)
+        values = torch.tensor([place or (-1, -1) for place in places], device=self._places.device)
+        self._places[index] = values
+
+    def keep(self, hidden: "torch.Tensor", rows: "torch.Tensor", lengths: "torch.Tensor") -> None:
+        """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B].
+
+        Reads and writes at fixed addresses, so that it can be part of a CUDA graph.
+        """
+        import torch
+
+        slot, prompt = self._places[rows.long()].unbind(-1)
+        step = lengths - prompt
+        wanted = (slot >= 0) & (step >= 0) & (step < self._steps)
+        self._states[torch.where(wanted, slot * self._steps + step, self._nowhere)] = hidden
+
+    def compare(
+        self,
+        hidden: "torch.Tensor",
+        prefix: int,
+        place: Place,
+        logits: "Callable[[torch.Tensor], torch.Tensor]",
+    ) -> list[float]:
+        """Rates of response tokens 1 to T - 1 of one request, of which these states were computed.
+
+        `hidden` is [C, H], of the positions from `prefix` on; rates of earlier chunks are kept.
+        """
+        slot, prompt = place
+        end = prefix + len(hidden)
+        last = min(end, prompt + self._steps - 1)
+        for start in range(max(prefix, prompt), last, _ROWS):
+            stop = min(start + _ROWS, last)
+            # The state at position p gives the token after it, as the step with p + 1 cached does.
+            steps = slice(start + 1 - prompt, stop + 1 - prompt)
+            sparse = self._states[slot * self._steps + steps.start :][: stop - start]
+            dense = hidden[start - prefix : stop - prefix]
+            self._rates[slot, steps] = acceptance_rate(logits(sparse), logits(dense))
+        rates: list[float] = self._rates[slot, 1 : max(1, end - prompt)].tolist()
+        return rates
+
+
+class _Process:
+    """What this process records; None where it does not."""
+
+    record: StepRecord | None = None
+    compared: dict[str, Place] = {}
+    """Requests of the latest prefill pass that are to be compared, by their ids."""
+
+
+def remember_places(
+    forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook: which slots the requests of a prefill record into or are compared with.
+
+    Checked with 0.5.17; see `hooks.remember_options`.
+    """
+    if _VARIABLE not in os.environ or not forward_batch.forward_mode.is_extend():
+        return
+    model = batch.model_config
+    _the_record(model.hidden_size, model.dtype, batch.device).assign(
+        [req.req_pool_idx for req in batch.reqs], [_place(req, _RECORD) for req in batch.reqs]
+    )
+    # By id, as the pass is run with a copy of `forward_batch`.
+    places = {req.rid: _place(req, _COMPARE) for req in batch.reqs}
+    _Process.compared = {rid: place for rid, place in places.items() if place is not None}
+
+
+def keep_or_compare(
+    original: "Callable[..., LogitsProcessorOutput]",
+    processor: "LogitsProcessor",
+    input_ids: "torch.Tensor",
+    hidden_states: "torch.Tensor",
+    lm_head: Any,
+    batch: "ForwardBatch",
+    *args: Any,
+    **kwargs: Any,
+) -> "LogitsProcessorOutput":
+    """AROUND hook: the one place that sees the last hidden states of every forward pass.
+
+    Checked with 0.5.17, where decode passes run through here while their CUDA graph is captured,
+    after passes to warm up, and `customized_info` has one entry per request.
+    """
+    if _VARIABLE not in os.environ:
+        return original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
+    record = _the_record(hidden_states.shape[1], hidden_states.dtype, hidden_states.device)
+    if batch.forward_mode.is_decode():
+        record.keep(hidden_states, batch.req_pool_indices, batch.seq_lens)
+    output = original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
+    if batch.forward_mode.is_extend() and _Process.compared:
+        from sglang.srt.layers.logits_processor import LogitsMetadata
+
+        metadata = LogitsMetadata.from_forward_batch(batch)
+
+        def logits(states: "torch.Tensor") -> "torch.Tensor":
+            return processor._get_logits(states, lm_head, metadata, use_logits_buffer=False)
+
+        rates: list[list[float] | None] = []
+        start = 0
+        lengths = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
+        for rid, (prefix, count) in zip(batch.rids, lengths, strict=True):
+            place = _Process.compared.get(rid)
+            part = hidden_states[start : start + count]
+            rates.append(record.compare(part, prefix, place, logits) if place else None)
+            start += count
+        output.customized_info = {**(output.customized_info or {}), _RATES: rates}
+    return output
+
+
+def _the_record(hidden_size: int, dtype: Any, device: Any) -> StepRecord:
+    if _Process.record is None:
+        slots, steps = map(int, os.environ[_VARIABLE].split("x"))
+        rows = budgets_in_use().tensors.options.shape[0]
+        _Process.record = StepRecord(slots, steps, rows, hidden_size, dtype, device)
+    return _Process.record
+
+
+def _place(request: Any, key: str) -> Place | None:
+    given = (request.sampling_params.custom_params or {}).get(key)
+    return None if given is None else (int(given[0]), int(given[1]))
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        remember_places,
+        "AFTER",
+    ),
+    Hook("sglang.srt.layers.logits_processor.LogitsProcessor.forward", keep_or_compare, "AROUND"),
+)

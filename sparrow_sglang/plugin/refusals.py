@@ -1,0 +1,228 @@
+"""What the backend cannot run with, and why: every combination that would decode wrongly.
+
+In: SGLang's ServerArgs, its ModelConfig, its model runner; all are only read. Out: one sentence per
+problem, naming field, value, reason and remedy.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sparrow_sglang.plugin.attention_layers import layer_problems
+from sparrow_sglang.schedule import PAGE_SIZES
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+BACKEND = "sparrow"
+SUPPORTED_SGLANG = "0.5.17"
+
+_PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
+_NO_CHECKS = "nobody would check what requests ask for, nor report what was read"
+_OTHER_LAYOUT = "the backend reads SGLang's own token pool in NHD layout"
+
+
+class UnsupportedError(ValueError):
+    """The backend cannot run here; the message lists every problem found."""
+
+
+class _Rule(NamedTuple):
+    field: str
+    refused: Callable[[Any], bool]
+    why: str
+    fix: str
+
+
+def _flag(field: str, why: str) -> _Rule:
+    return _Rule(field, bool, why, f"remove --{field.replace('_', '-')}")
+
+
+_RULES = (
+    _Rule(
+        "page_size",
+        lambda value: value is not None and value not in PAGE_SIZES,
+        f"expected one of {PAGE_SIZES}",
+        "pass --page-size 16, or leave it out",
+    ),
+    _flag("speculative_algorithm", "verification decodes several tokens at once, densely"),
+    _flag("enable_hierarchical_cache", f"HiCache: {_PAST_THE_BACKEND}"),
+    _flag("hicache_storage_backend", f"HiCache: {_PAST_THE_BACKEND}"),
+    _flag("enable_lmcache", _PAST_THE_BACKEND),
+    _flag("enable_flexkv", _PAST_THE_BACKEND),
+    _Rule(
+        "disaggregation_mode",
+        lambda value: value != "null",
+        f"prefill-decode disaggregation: {_PAST_THE_BACKEND}",
+        "remove --disaggregation-mode",
+    ),
+    _flag("enable_mixed_chunk", "decode tokens of a mixed batch would be decoded densely"),
+    _flag("enable_unified_memory", _OTHER_LAYOUT),
+    _flag("enable_page_major_kv_layout", _OTHER_LAYOUT),
+    _flag("enable_hisparse", "another sparse attention would own the KV pool"),
+    _flag("enable_two_batch_overlap", "one decode plan is held at a time"),
+    _flag("enable_pdmux", "one decode plan is held at a time"),
+    _flag(
+        "enable_torch_compile",
+        "it would compile the decode step's kernels, which write landmarks in place, with the model"
+        " around them; nobody has shown that right",
+    ),
+    _flag("dllm_algorithm", "a diffusion model does not decode token by token"),
+    _flag("enable_streaming_session", "a session would keep sparsely written KV as its prefix"),
+    _flag("use_ray", "SGLang's Ray schedulers load no plugins"),
+    _Rule(
+        "tokenizer_worker_num",
+        lambda value: value > 1,
+        f"SGLang's tokenizer workers load no plugins: {_NO_CHECKS}",
+        "pass --tokenizer-worker-num 1",
+    ),
+    _flag("smg_grpc_mode", _NO_CHECKS),
+    _flag("grpc_mode", _NO_CHECKS),
+    _Rule(
+        "sparrow_audit_rate",
+        lambda value: not 0 <= value <= 1,
+        "expected the share of requests to audit, from 0 to 1",
+        "pass --sparrow-audit-rate 0.01",
+    ),
+    _Rule("dcp_size", lambda value: value > 1, "KV is split by position", "pass --dcp-size 1"),
+    _Rule(
+        "attn_cp_size", lambda value: value > 1, "KV is split by position", "pass --attn-cp-size 1"
+    ),
+    _Rule(
+        "cuda_graph_backend_prefill",
+        lambda value: value == "full",
+        "landmarks of a prefill are written outside the graph",
+        "pass --cuda-graph-backend-prefill breakable, or leave it out",
+    ),
+    _Rule(
+        "kv_cache_dtype",
+        lambda value: value not in ("auto", "bf16", "bfloat16"),
+        "landmarks need an unquantised KV cache",
+        "pass --kv-cache-dtype auto",
+    ),
+)
+_ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": f"it replaces SGLang's tokenizer manager: {_NO_CHECKS}",
+    "SGLANG_USE_HND_KVCACHE": _OTHER_LAYOUT,
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "landmarks are sized before graphs are captured",
+}
+
+
+def uses_sparrow(server_args: "ServerArgs") -> bool:
+    """Whether prefill, decode or both are asked for from this backend."""
+    return BACKEND in server_args.get_attention_backends()
+
+
+def version_problems() -> list[str]:
+    """Whether the installed SGLang is another one than the hooks were checked with."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        found = "of an unknown version"
+    if found == SUPPORTED_SGLANG:
+        return []
+    return [
+        f"SGLang {found}: expected {SUPPORTED_SGLANG}, as the hooks into another version could take"
+        f" no or a wrong effect; pip install sglang=={SUPPORTED_SGLANG}"
+    ]
+
+
+def server_problems(server_args: "ServerArgs") -> list[str]:
+    """Problems that the arguments alone show; works before and after SGLang resolves them.
+
+    In another version than the supported one that is the only problem, as the rest goes by the
+    fields of that version.
+    """
+    if wrong_version := version_problems():
+        return wrong_version
+    from sglang.srt.environ import envs
+
+    problems = []
+    prefill, decode = server_args.get_attention_backends()
+    if prefill != decode:
+        problems.append(
+            f"prefill attention backend {prefill!r}, decode attention backend {decode!r}: prefill"
+            f" writes the landmarks that decode reads, so both must be {BACKEND!r}; pass"
+            f" --attention-backend {BACKEND} and neither --prefill-attention-backend nor"
+            " --decode-attention-backend"
+        )
+    for rule in _RULES:
+        value = getattr(server_args, rule.field)
+        if rule.refused(value):
+            problems.append(f"{rule.field}={value!r}: {rule.why}; {rule.fix}")
+    if server_args.sparrow_audit_log is not None and not server_args.sparrow_audit_rate:
+        problems.append(
+            f"sparrow_audit_log={server_args.sparrow_audit_log!r}: nothing is audited, so nothing"
+            " would be logged; pass --sparrow-audit-rate 0.01, or remove --sparrow-audit-log"
+        )
+    # Text or a mapping until SGLang has parsed it.
+    graphs = getattr(server_args.cuda_graph_config, "prefill", None)
+    if graphs is not None and graphs.backend == "full":
+        problems.append("cuda_graph_config[prefill].backend='full': use breakable or disabled")
+    for variable, why in _ENVIRONMENT.items():
+        if getattr(envs, variable).get():
+            problems.append(f"{variable}=1: {why}; unset it")
+    return problems
+
+
+def model_problems(model_config: "ModelConfig") -> list[str]:
+    """Properties of the model, as SGLang reads its config, that the backend cannot serve."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import is_minimax_sparse
+
+    text = model_config.hf_text_config
+    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
+    other_kinds = sorted(kinds - {"full_attention"})
+    found = {
+        "multi-head latent attention (MLA): there are no keys per head": (
+            model_config.attention_arch.name == "MLA"
+        ),
+        "sliding-window or hybrid attention: its layers do not all keep the whole KV": (
+            model_config.is_hybrid_swa
+            or bool(other_kinds)
+            or model_config.attention_chunk_size is not None
+            or mambaish_config(model_config) is not None
+        ),
+        "encoder-decoder: cross-attention has no budget": model_config.is_encoder_decoder,
+        "not a generative model: nothing is decoded": not model_config.is_generation,
+        "attention sinks": model_config.has_attention_sinks,
+        "keys and values of different width": model_config.has_asymmetric_kv,
+        "soft-capped attention scores": bool(getattr(text, "attn_logit_softcapping", None)),
+        "dual chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
+        "sparse attention of its own": is_minimax_sparse(model_config.hf_config),
+    }
+    model = " ".join(model_config.hf_config.architectures or ["this model"])
+    kinds_text = f" (layer_types: {', '.join(other_kinds)})" if other_kinds else ""
+    return [
+        f"model {model}: {what}{kinds_text if what.startswith('sliding') else ''}; choose another"
+        " --attention-backend for it"
+        for what, present in found.items()
+        if present
+    ]
+
+
+def runner_problems(runner: "ModelRunner") -> list[str]:
+    """Properties that show only once the model is loaded and its KV pool allocated."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    problems = []
+    if runner.is_draft_worker:
+        problems.append("this is the draft model of speculative decoding")
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        problems.append(f"KV pool {type(pool).__name__}: {_OTHER_LAYOUT}")
+    if runner.kv_cache_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        problems.append(
+            f"KV cache of dtype {runner.kv_cache_dtype}: landmarks need bfloat16, float16 or"
+            " float32; pass --kv-cache-dtype bf16"
+        )
+    return problems + layer_problems(runner.model)
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise `UnsupportedError` if there are any problems."""
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise UnsupportedError(f"attention backend {BACKEND!r} cannot run here:\n{listed}")

@@ -1,0 +1,198 @@
+"""Where SGLang is changed for the backend `sparrow`, in the form of hooks of its plugin framework.
+
+Each hook says why it is needed and which version of SGLang it was checked with. They do nothing in
+a process whose attention backend is another one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sparrow_sglang.plugin.refusals import uses_sparrow
+from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.requests import option_or_default
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sparrow_sglang.attention_backends.metadata import BudgetTable
+
+
+class Hook(NamedTuple):
+    """One hook into SGLang; `kind` is the name of a HookType."""
+
+    target: str
+    function: Callable[..., Any]
+    kind: str
+
+
+class _Process:
+    """What this process decodes by; None in every other process, and until the backend exists."""
+
+    budgets: "BudgetTable | None" = None
+
+
+def decode_by(budgets: "BudgetTable") -> None:
+    """Tell the hooks that this process decodes sparsely by `budgets`."""
+    _Process.budgets = budgets
+
+
+def budgets_in_use() -> "BudgetTable":
+    """The tables that this process decodes by; only a scheduler with this backend has them."""
+    assert _Process.budgets is not None, "the attention backend has not been built in this process"
+    return _Process.budgets
+
+
+def remember_options(
+    forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook: what the requests of a prefill ask for must be on the device when they decode.
+
+    The row of the token table is all that a step, replayed from a CUDA graph, knows of a request.
+    It is given away before the first prefill pass, also after a retraction.
+
+    Checked with 0.5.17, where `init_new` runs on the stream of the forward pass that it prepares.
+    """
+    budgets = _Process.budgets
+    if budgets is None or not forward_batch.forward_mode.is_extend():
+        return
+    budgets.set_options(
+        [req.req_pool_idx for req in batch.reqs],
+        [
+            option_or_default(req.sampling_params.custom_params, budgets.loaded)
+            for req in batch.reqs
+        ],
+    )
+
+
+def keep_sparse_kv_private(
+    req: "Req", tree_cache: "BasePrefixCache", is_insert: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """BEFORE hook: KV written while decoding sparsely must not become another request's prefix.
+
+    A finished request hands prompt and output to the prefix tree. KV of output tokens has seen only
+    part of the context, so a later request would silently inherit the mismatch. The prompt's pages
+    enter the tree after prefill, and stay; where the request ends at its prefill they enter here.
+
+    Checked with 0.5.17. Other ways into the tree: `cache_unfinished_req` runs after prefill only,
+    over tokens that were prefilled (re-prefilled ones of a retracted request included); retraction
+    and aborted chunks pass is_insert=False; `strip_thinking_cache` inserts less; streaming
+    sessions, HiCache, disaggregation, diffusion models are refused at start-up.
+    """
+    budgets = _Process.budgets
+    if budgets is None or not is_insert:
+        return None
+    option = option_or_default(req.sampling_params.custom_params, budgets.loaded)
+    first_sparse_length = option.first_sparse_length(budgets.loaded)
+    cached_tokens = req.kv_committed_len
+    decoded = cached_tokens > len(req.origin_input_ids)
+    if not decoded or first_sparse_length is None or cached_tokens < first_sparse_length:
+        return None
+    _cache_prefilled(req, tree_cache)
+    return (req, tree_cache), {"is_insert": False}
+
+
+def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
+    """Put the whole pages of what was prefilled into the prefix tree, unless they are in it.
+
+    SGLang 0.5.17 does so after prefill unless the request has finished there. Under the overlap
+    scheduler such a request counts as decoded, as its first decode step runs already.
+    """
+    from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
+
+    whole_pages = req.extend_range.end // tree_cache.page_size * tree_cache.page_size
+    # What `strip_thinking_cache` frees beyond the committed length must not be in the tree.
+    if req.cache_protected_len < whole_pages <= req.effective_kv_committed_len():
+        maybe_cache_unfinished_req(req, tree_cache)
+
+
+def reserve_landmarks(
+    bytes_per_token: int, configurator: Any, kvc: "KVCacheConfigurator", num_layers: int
+) -> int | None:
+    """AFTER hook: the KV pool takes all memory it may, so count a token's share of landmarks too.
+
+    Checked with 0.5.17, where the result is the size of one token in the KV pool, in bytes.
+    """
+    if not uses_sparrow(kvc.server_args):
+        return None
+    from sglang.srt.runtime_context import get_parallel
+
+    schedule, _ = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
+    layers = set(range(kvc.layer_info.start_layer, kvc.layer_info.end_layer))
+    landmark_bytes = (
+        len(layers - set(schedule.dense_layers))
+        * kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
+        * kvc.model_config.head_dim
+        * kvc.kv_cache_dtype.itemsize
+    )
+    return bytes_per_token + -(-landmark_bytes // schedule.page_size)
+
+
+def reserve_decode_buffers(
+    available_bytes: int, kvc: "KVCacheConfigurator", pre_model_load_memory: float
+) -> int | None:
+    """AFTER hook: the buffers of the decode step are allocated after the KV pool, so leave room.
+
+    They are as large as the largest batch times the longest sequence: half a GiB for 512 requests
+    of 256K tokens and 8 KV heads. An upper limit, as the number of requests is not known yet.
+
+    Checked with 0.5.17, where the result is what the KV pool may take of the GPU, in bytes.
+    """
+    if kvc.device != "cuda" or kvc.is_draft_worker or not uses_sparrow(kvc.server_args):
+        return None
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.utils.common import get_cuda_graph_max_batch_size
+
+    from sparrow_sglang.attention_backends.decode_buffers import (
+        EAGER_ROWS,
+        DecodeShape,
+        buffer_bytes,
+    )
+
+    server_args = kvc.server_args
+    graphs = server_args.cuda_graph_config.decode
+    rows = EAGER_ROWS if graphs.backend == "disabled" else graphs.max_bs
+    if server_args.max_running_requests is not None:
+        requests = server_args.max_running_requests // kvc.ps.attn_dp_size
+        rows = min(rows, get_cuda_graph_max_batch_size(server_args, requests))
+    schedule, _ = resolve_schedule(server_args, kvc.model_config.hf_config)
+    shape = DecodeShape.of_model(schedule, kvc.model_config, get_parallel().attn_tp_size)
+    return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))
+
+
+def offer_landmark_check(result: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook: `Engine.collective_rpc("sparrow_check_landmarks")`, a debugging aid.
+
+    Checked with 0.5.17, where an RPC calls the scheduler's attribute of that name and hands its
+    exception to the caller.
+    """
+    if _Process.budgets is not None:
+        from sparrow_sglang.attention_backends.landmark_check import check_landmarks
+
+        scheduler.sparrow_check_landmarks = partial(check_landmarks, scheduler)
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        remember_options,
+        "AFTER",
+    ),
+    Hook("sglang.srt.mem_cache.common.release_kv_cache", keep_sparse_kv_private, "BEFORE"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", offer_landmark_check, "AFTER"),
+    Hook(
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        reserve_landmarks,
+        "AFTER",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        reserve_decode_buffers,
+        "AFTER",
+    ),
+)

@@ -1,0 +1,260 @@
+"""Adds our choice, fields and checks to SGLang's `ServerArgs`, in place.
+
+Frameworks build argument parsers and `ServerArgs` in processes that have only imported SGLang, so
+this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`.
+"""
+
+import dataclasses
+import functools
+import importlib.abc
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
+from sparrow_sglang.config import AUTO, SparrowConfig
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.plugin.refusals import (
+    BACKEND,
+    model_problems,
+    refuse,
+    server_problems,
+    uses_sparrow,
+    version_problems,
+)
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+PLUGIN_NAME = "sparrow"
+FIELD = "sparrow_schedule"
+AUDIT_RATE_FIELD = "sparrow_audit_rate"
+AUDIT_LOG_FIELD = "sparrow_audit_log"
+DEFAULT_PAGE_SIZE = 16
+
+_MODULE = "sglang.srt.server_args"
+_MARK = "_sparrow_installed"
+
+
+class _Field(NamedTuple):
+    """A field of `ServerArgs`: its type, its default and the help of its flag."""
+
+    kind: Any
+    default: Any
+    help: str
+
+
+FIELDS = {
+    FIELD: _Field(
+        str | None,
+        None,
+        "KV budget schedule of the attention backend 'sparrow': a shipped name, a path to a .json"
+        " file, or fixed-<tokens>. Of several, separated by commas, the first is in force and the"
+        " others are loaded for requests that ask for them. Default: the shipped schedule that fits"
+        " the model.",
+    ),
+    AUDIT_RATE_FIELD: _Field(
+        float,
+        0.0,
+        "Share of finished requests that the attention backend 'sparrow' scores again densely, to"
+        " measure the mismatch; 0 to 1.",
+    ),
+    AUDIT_LOG_FIELD: _Field(
+        str | None,
+        None,
+        "Folder in which the attention backend 'sparrow' logs the mismatch of audited requests.",
+    ),
+}
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetSchedule, str]:
+    """The schedule in force at start-up and where it comes from; raises as `resolve_schedules`."""
+    loaded, source = resolve_schedules(server_args, hf_config)
+    return loaded.in_force, source
+
+
+def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[LoadedSchedules, str]:
+    """The schedules to load, the first of them in force, and where they come from.
+
+    Raises:
+        ConfigError, ScheduleError: nothing usable is configured; both are ValueErrors.
+    """
+    config, source = SparrowConfig.resolve(getattr(server_args, FIELD), hf_config)
+    page_size = server_args.page_size
+    schedules = [
+        schedule_for_model(hf_config, page_size) if name == AUTO else load_schedule(name, page_size)
+        for name in config.schedules
+    ]
+    return LoadedSchedules.of(schedules), source
+
+
+def install() -> None:
+    """Teach the `ServerArgs` class our backend and fields; does nothing the second time.
+
+    Raises:
+        RuntimeError: this SGLang's ServerArgs is no dataclass (checked with 0.5.17).
+    """
+    from sglang.srt import server_args as module
+
+    cls: Any = module.ServerArgs
+    if getattr(cls, _MARK, False):
+        return
+    if not dataclasses.is_dataclass(cls):
+        raise RuntimeError("sglang.srt.server_args.ServerArgs is no dataclass: need sglang 0.5.17")
+    module.add_attention_backend_choices([BACKEND])
+    _add_fields(cls)
+    _check_around_post_init(cls)
+    _check_model_config(cls)
+    setattr(cls, _MARK, True)
+
+
+def install_on_import() -> None:
+    """`install` now, or as soon as something imports SGLang's server_args."""
+    module = sys.modules.get(_MODULE)
+    if hasattr(module, "ServerArgs"):
+        _install_or_log()
+    elif not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PostImportFinder())
+
+
+class _PostImportFinder(importlib.abc.MetaPathFinder):
+    """Runs `install` once, right after SGLang's server_args has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                sys.modules[_MODULE] = module
+                _install_or_log()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _install_or_log() -> None:
+    try:
+        install()
+    except Exception:
+        # People who do not use the backend must still be able to import SGLang. Those who do get
+        # this error from `plugin.register`, which installs again, and then from the backend.
+        if wrong_version := version_problems():
+            logger.warning("sparrow-sglang leaves this SGLang alone: %s", *wrong_version)
+        else:
+            logger.exception("sparrow-sglang could not add its arguments to SGLang's ServerArgs")
+
+
+def _add_fields(cls: Any) -> None:
+    """Fields as the dataclass decorator would have made them, at the end and keyword-only."""
+    from sglang.srt.arg_groups import arg_utils
+
+    for name, (kind, default, text) in FIELDS.items():
+        annotation = Annotated[kind, text, arg_utils.NS("exec.attention")]  # type: ignore[valid-type]
+        field: Any = dataclasses.field(default=default)
+        field.name, field.type, field.kw_only = name, annotation, True
+        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
+        cls.__annotations__[name] = annotation
+        setattr(cls, name, default)
+        cls.__dataclass_fields__[name] = field
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, field in FIELDS.items():
+            object.__setattr__(self, name, kwargs.pop(name, field.default))
+        original(self, *args, **kwargs)
+
+    cls.__init__ = __init__
+    # Both are memoised per class and may have been asked before.
+    arg_utils.namespace_of.cache_clear()
+    arg_utils.resolvable_fields.cache_clear()
+
+
+def _check_around_post_init(cls: Any) -> None:
+    """Refuse early, in the process that builds the engine and before anything is loaded."""
+    original = cls.__post_init__
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        wanted = uses_sparrow(self)
+        if wanted:
+            _require_plugin()
+            refuse(server_problems(self))
+            if self.page_size is None:
+                # SGLang's own default is 1; landmarks need pages.
+                self.page_size = DEFAULT_PAGE_SIZE
+        original(self)
+        if wanted:
+            _check_resolved(self)
+        else:
+            _refuse_unused_schedule(self)
+
+    cls.__post_init__ = __post_init__
+
+
+def _check_model_config(cls: Any) -> None:
+    """Refuse a model as soon as SGLang has read its config, before SGLang adapts itself to it."""
+    original = cls.get_model_config
+
+    @functools.wraps(original)
+    def get_model_config(self: Any) -> Any:
+        first = "model_config" not in vars(self)
+        model_config = original(self)
+        if first and uses_sparrow(self):
+            refuse(model_problems(model_config))
+        return model_config
+
+    cls.get_model_config = get_model_config
+
+
+def _check_resolved(server_args: "ServerArgs") -> None:
+    # SGLang may have replaced the backend for this model, or set other fields.
+    refuse(server_problems(server_args))
+    # Absent where SGLang itself has not read the model's config (dummy and remote models).
+    model_config = vars(server_args).get("model_config")
+    if model_config is not None:
+        if server_args.device == "cuda":
+            refuse(kernel_problems(server_args, model_config))
+        resolve_schedules(server_args, model_config.hf_config)
+
+
+def _require_plugin() -> None:
+    """Without the plugin the scheduler would only say that the backend's name is unknown."""
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
+        raise RuntimeError(
+            f"SGLANG_PLUGINS={allowed!r} keeps SGLang from loading the attention backend"
+            f" {BACKEND!r}: add {PLUGIN_NAME} to it, or unset it"
+        )
+
+
+def _refuse_unused_schedule(server_args: "ServerArgs") -> None:
+    given = {
+        f"{name}={getattr(server_args, name)!r}": getattr(server_args, name) != field.default
+        for name, field in FIELDS.items()
+    } | {
+        'json_model_override_args has the key "sparrow"': "sparrow"
+        in json.loads(server_args.json_model_override_args or "{}"),
+    }
+    for what, present in given.items():
+        if present:
+            raise ValueError(
+                f"{what}, but attention_backend={server_args.attention_backend!r} would decode"
+                f" densely: pass --attention-backend {BACKEND}, or leave this out"
+            )
