@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.mismatch.tail import TailStatistics
+from sparrow_sglang.plugin.audit import hooks as audit_hooks
 from sparrow_sglang.plugin.audit.hooks import _Scheduler, top_logprobs_of_some
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
 from sparrow_sglang.plugin.audit.statistics import AuditReport
-from sparrow_sglang.plugin.registration.audit import hooks as audit_hooks
 
 pytestmark = pytest.mark.server
 

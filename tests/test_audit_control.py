@@ -12,8 +12,8 @@ import pytest
 from engines import random_prompt
 from servers import start_server
 
+from sparrow_sglang.plugin.audit import hooks as audit_hooks
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, read_mismatch_log
-from sparrow_sglang.plugin.registration.audit import hooks as audit_hooks
 
 pytestmark = pytest.mark.server
 

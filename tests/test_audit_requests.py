@@ -12,8 +12,8 @@ from engines import random_prompt, start_engine
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.client.scoring import TOP_K
+from sparrow_sglang.plugin.audit import requests as audit_requests
 from sparrow_sglang.plugin.audit.requests import MAX_TOKENS, RecordedRequest
-from sparrow_sglang.plugin.registration.audit import requests as audit_requests
 
 SECONDS = 20.0
 NEW_TOKENS = 60

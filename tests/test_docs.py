@@ -25,7 +25,7 @@ import sparrow_sglang
 from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
 from sparrow_sglang.benchmarks.steps import decode_step
 from sparrow_sglang.commands import cli
-from sparrow_sglang.plugin.registration.audit import statistics as audit_report
+from sparrow_sglang.plugin.audit import statistics as audit_report
 from sparrow_sglang.plugin.server_args import FIELDS
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.tasks import load_task

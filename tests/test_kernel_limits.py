@@ -129,7 +129,11 @@ def test_doctor_says_what_a_gpu_would_say(tmp_path):
         assert "\n" not in check.detail
         return check
 
-    assert kernels(head_dim=64) == ("note", "kernels", "plain torch on cpu; a GPU would take it")
+    assert kernels(head_dim=64) == (
+        "ok",
+        "kernels",
+        "plain torch on cpu; a GPU would take the model, too",
+    )
     assert "a GPU would refuse: model LlamaForCausalLM: head_dim=48" in kernels(head_dim=48).detail
 
 

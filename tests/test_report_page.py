@@ -106,8 +106,8 @@ def test_what_is_drawn(browser: Any, page_file: Path, size: tuple[int, int], sch
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
     charts = page.evaluate(LOOK)
-    # A run's eight, two of a calibration, two checks, two of steps, three of a rollout.
-    assert len(charts) == 17
+    # A run's nine, two of a calibration, two checks, two of steps, three of a rollout.
+    assert len(charts) == 18
     for chart in charts:
         title = chart["title"]
         assert chart["box"]["width"] > 250 and chart["box"]["height"] > 150, title

@@ -209,8 +209,11 @@ def test_wrong_tests_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    # Whatever other tests have made of handlers and levels.
+    monkeypatch.setattr(code.logger, "warning", lambda text, *args: said.append(text % args))
     monkeypatch.setattr("sparrow_sglang.rl.tasks.sandbox.shutil.which", no_bubblewrap)
     # Refused before its files are looked at.
     with pytest.raises(ConfigError, match="task.options.sandbox='bubblewrap'") as caught:
@@ -218,7 +221,7 @@ def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox
     assert "\n" not in str(caught.value) and 'sandbox = "weak"' in str(caught.value)
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
     task = load("code", path, options={"sandbox": "weak"})
-    assert all(weakness in caplog.text for weakness in weaknesses())
+    assert all(weakness in said[0] for weakness in weaknesses())
     assert code.reward(task.train[0], "```python\nprint(2 * int(input()))\n```") == 1.0
     with pytest.raises(ConfigError, match="task.options.sandbox='none': .*'bubblewrap' or 'weak'"):
         load("code", path, options={"sandbox": "none"})

@@ -14,6 +14,7 @@ from sparrow_sglang.plugin import control as server_control
 from sparrow_sglang.plugin import exact_acceptance, server_args
 from sparrow_sglang.plugin import scheduler_hooks as hooks
 from sparrow_sglang.plugin.announce import announce, describe
+from sparrow_sglang.plugin.audit import hooks as audit_hooks
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     model_problems,
@@ -22,7 +23,6 @@ from sparrow_sglang.plugin.refusals import (
     server_problems,
     version_problems,
 )
-from sparrow_sglang.plugin.registration.audit import hooks as audit_hooks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
