@@ -236,7 +236,10 @@ def test_tables_of_training_steps_and_audits(tmp_path: Path) -> None:
         "| qwen3-4b | fixed-1024 | 1.0% | 512 × 1024 | 1,100 | 1,092 | 0.75% | H200 | 1 |",
     ]
     start = "`python -m sparrow_sglang.benchmarks."
-    assert f"{start}train_memory --tokens 32768`" in text and f"{start}audit_overhead`" in text
+    assert (
+        f"{start}training.train_memory --tokens 32768`" in text
+        and f"{start}rollouts.audit_overhead`" in text
+    )
 
 
 def test_tables_of_what_an_adapter_gains_and_costs(tmp_path: Path) -> None:

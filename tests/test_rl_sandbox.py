@@ -13,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparrow_sglang.rl.tasks import sandbox_cgroup
-from sparrow_sglang.rl.tasks.code import reward
-from sparrow_sglang.rl.tasks.confine import ARCHITECTURES, CLONE, DENIED
-from sparrow_sglang.rl.tasks.rewards import RewardPool
-from sparrow_sglang.rl.tasks.sandbox import (
+from sparrow_sglang.rl.sandbox import cgroup as sandbox_cgroup
+from sparrow_sglang.rl.sandbox.confine import ARCHITECTURES, CLONE, DENIED
+from sparrow_sglang.rl.sandbox.run import (
     FIRST_UID,
     KINDS,
     NUM_UIDS,
@@ -30,6 +28,8 @@ from sparrow_sglang.rl.tasks.sandbox import (
     sandbox_problem,
     weaknesses,
 )
+from sparrow_sglang.rl.tasks.code import reward
+from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 PATIENT = Limits(wall_clock_s=20.0)
@@ -456,7 +456,7 @@ def test_a_control_group_is_made_where_controllers_are_handed_on(
 def test_without_bubblewrap_programs_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparrow_sglang.rl.tasks.sandbox.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("sparrow_sglang.rl.sandbox.run.shutil.which", lambda *_, **__: None)
     with pytest.raises(SandboxError, match="bwrap is not installed") as caught:
         check_sandbox("bubblewrap")
     message = str(caught.value)

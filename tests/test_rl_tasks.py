@@ -12,8 +12,8 @@ import pytest
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.sandbox.run import KINDS, Kind, sandbox_problem, weaknesses
 from sparrow_sglang.rl.tasks import TASKS, Task, chat_render, code, load_task, math, story
-from sparrow_sglang.rl.tasks.sandbox import KINDS, Kind, sandbox_problem, weaknesses
 from sparrow_sglang.rl.types import Prompt
 
 WHICH = shutil.which
@@ -214,7 +214,7 @@ def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox
     said: list[str] = []
     # Whatever other tests have made of handlers and levels.
     monkeypatch.setattr(code.logger, "warning", lambda text, *args: said.append(text % args))
-    monkeypatch.setattr("sparrow_sglang.rl.tasks.sandbox.shutil.which", no_bubblewrap)
+    monkeypatch.setattr("sparrow_sglang.rl.sandbox.run.shutil.which", no_bubblewrap)
     # Refused before its files are looked at.
     with pytest.raises(ConfigError, match="task.options.sandbox='bubblewrap'") as caught:
         load("code", tmp_path / "not-there.jsonl")

@@ -31,7 +31,7 @@ from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 # Named in full because each (model, backend) starts it again, however it was started itself.
 MODULE = "sparrow_sglang.benchmarks.steps.decode_step"
-MODELS = Path(__file__).parent / "models"
+MODELS = Path(__file__).parents[1] / "models"
 SHORT, LONG = 16, 144
 PAGE_SIZE = 16
 CONTEXT = 40960

@@ -26,7 +26,7 @@ from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, load_schedule
 
-MODELS = Path(__file__).parent / "models"
+MODELS = Path(__file__).parents[1] / "models"
 PAGE_SIZE = 16
 PROMPT_TOKENS = 64
 CHECKED_TOKENS = 1024

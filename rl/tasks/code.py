@@ -12,6 +12,14 @@ from pydantic import Field
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.sandbox.run import (
+    Kind,
+    Limits,
+    SandboxError,
+    check_sandbox,
+    run_python,
+    weaknesses,
+)
 from sparrow_sglang.rl.tasks.base import (
     FileOptions,
     Render,
@@ -19,14 +27,6 @@ from sparrow_sglang.rl.tasks.base import (
     load_files,
     parse_options,
     require,
-)
-from sparrow_sglang.rl.tasks.sandbox import (
-    Kind,
-    Limits,
-    SandboxError,
-    check_sandbox,
-    run_python,
-    weaknesses,
 )
 from sparrow_sglang.rl.types import Prompt
 

@@ -1,7 +1,7 @@
 """Runs one untrusted command under limits and leaves nothing of it behind; a program of its own.
 
 In: a JSON object on stdin, see `Order`. Out: one JSON object on stdout, see `main`.
-`sparrow_sglang.rl.tasks.sandbox` starts it, so that whatever happens to the reward worker, somebody
+`sparrow_sglang.rl.sandbox.run` starts it, so that whatever happens to the reward worker, somebody
 cleans up.
 """
 
@@ -21,9 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from sparrow_sglang.rl.tasks.confine import install_filter, libc, restrict_files, system_call_filter
-from sparrow_sglang.rl.tasks.sandbox_cgroup import ControlGroup
-from sparrow_sglang.rl.tasks.sandbox_usage import (
+from sparrow_sglang.rl.sandbox.cgroup import ControlGroup
+from sparrow_sglang.rl.sandbox.confine import (
+    install_filter,
+    libc,
+    restrict_files,
+    system_call_filter,
+)
+from sparrow_sglang.rl.sandbox.usage import (
     descendants,
     folder_usage,
     resident_bytes,

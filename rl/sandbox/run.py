@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from sparrow_sglang.rl.tasks.confine import ARCHITECTURES, landlock_version
-from sparrow_sglang.rl.tasks.sandbox_cgroup import usable_parent
-from sparrow_sglang.rl.tasks.sandbox_supervisor import BOX, FILTER_FD, PROGRAM, PROGRAM_FD, Order
+from sparrow_sglang.rl.sandbox.cgroup import usable_parent
+from sparrow_sglang.rl.sandbox.confine import ARCHITECTURES, landlock_version
+from sparrow_sglang.rl.sandbox.supervisor import BOX, FILTER_FD, PROGRAM, PROGRAM_FD, Order
 
 Kind = Literal["bubblewrap", "weak"]
 KINDS: tuple[Kind, ...] = ("bubblewrap", "weak")
@@ -92,7 +92,7 @@ def run_python(
     """
     order = _order(source, stdin, limits or Limits(), kind)
     # Not the caller's folder on the module path, which might hold files of the same names.
-    command = [sys.executable, "-P", "-m", "sparrow_sglang.rl.tasks.sandbox_supervisor"]
+    command = [sys.executable, "-P", "-m", "sparrow_sglang.rl.sandbox.supervisor"]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

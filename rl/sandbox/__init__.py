@@ -1,0 +1,1 @@
+"""Programs that nobody trusts, run in a container or confined, within limits."""
