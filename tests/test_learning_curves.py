@@ -90,9 +90,10 @@ def test_sigterm_writes_what_the_runs_have_measured_so_far(
 def test_runs_are_spread_over_the_gpus(plans, tmp_path, monkeypatch) -> None:
     """With something in place of the trainer that says where it is, and waits to be seen."""
     package = tmp_path / "modules" / "sparrow_sglang"
-    package.mkdir(parents=True)
+    (package / "commands").mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "cli.py").write_text(
+    (package / "commands" / "__init__.py").touch()
+    (package / "commands" / "cli.py").write_text(
         "import os, pathlib, sys, time, tomllib\n"
         "run = pathlib.Path(tomllib.loads(pathlib.Path(sys.argv[2]).read_text())['run_dir'])\n"
         "(run / 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
