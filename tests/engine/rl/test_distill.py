@@ -1,0 +1,353 @@
+"""DistillSparse: divergences against float64 loops, and what an adapter step moves."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from engines import import_for_fork, random_prompt
+from peft import PeftModel
+from scipy.special import log_softmax
+from test_rl_engine import SERVER_ARGS
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.rl import distill
+from sparrow_sglang.rl.advantages import Advantages
+from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.distill import (
+    ADAPTER,
+    PolicyTerm,
+    SparseAdapter,
+    exact_kl,
+    lora_arguments,
+    top_k_kl,
+)
+from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.policy import sparse_policy
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.schedule import BudgetSchedule
+
+SCHEDULE = BudgetSchedule.fixed(48)
+SEQUENCES = [
+    (random_prompt(1, 20), random_prompt(2, 150)),
+    (random_prompt(3, 120), random_prompt(4, 60)),
+]
+
+
+def new_policy(path: str, dtype: str = "float32") -> DensePolicy:
+    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimiserConfig(lr=1e-3), "cpu")
+
+
+def settings(**fields) -> DistillConfig:
+    return DistillConfig(enabled=True, rank=4, alpha=8, lr=3e-3, **fields)
+
+
+def test_divergences_equal_loops_over_the_tokens():
+    draw = np.random.default_rng(0)
+    sparse, dense = 3 * draw.standard_normal((2, 5, 40))
+    p, q = log_softmax(sparse, axis=1), log_softmax(dense, axis=1)
+    exact, listed = [], []
+    for a, b in zip(p, q, strict=True):
+        exact.append(sum(np.exp(a[i]) * (a[i] - b[i]) for i in range(40)))
+        union = set(np.argsort(-a)[:6]) | set(np.argsort(-b)[:6])
+        rest = [sum(np.exp(side[i]) for i in range(40) if i not in union) for side in (a, b)]
+        known = sum(np.exp(a[i]) * (a[i] - b[i]) for i in union)
+        listed.append(known + rest[0] * np.log(rest[0] / rest[1]))
+    left, right = torch.tensor(sparse), torch.tensor(dense)
+    np.testing.assert_allclose(exact_kl(left, right), exact, rtol=1e-10)
+    np.testing.assert_allclose(top_k_kl(left, right, 6), listed, rtol=1e-10)
+    np.testing.assert_allclose(top_k_kl(left, right, 40), exact, atol=1e-4)
+    assert (top_k_kl(left, right, 6) <= exact_kl(left, right)).all()
+    assert torch.autograd.gradcheck(lambda x: top_k_kl(x, right, 6), left.requires_grad_())
+
+
+@pytest.mark.parametrize("loss", ["top_k", "exact"])
+def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeypatch, loss):
+    policy = new_policy(sharp_llama)
+    untouched = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(loss=loss))
+    before = policy.acceptance(SEQUENCES, SCHEDULE, adapter.worn)
+    for rates, plain in zip(before, policy.acceptance(SEQUENCES, SCHEDULE), strict=True):
+        np.testing.assert_array_equal(rates, plain)
+    divergences = [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]]
+    # As few rows of logits at a time as a long sequence has.
+    monkeypatch.setattr(distill, "CHUNK_ELEMENTS", 256 * 50)
+    divergences += [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"] for _ in range(30)]
+    assert divergences[-1] < 0.5 * divergences[0]
+    after = policy.acceptance(SEQUENCES, SCHEDULE, adapter.worn)
+    tails = [np.quantile(np.concatenate(rates), 0.05) for rates in (before, after)]
+    assert tails[1] > tails[0] + 0.05
+    # The dense law and the policy's weights are what they were, bit for bit.
+    expected, found = untouched.state_dict()["model"], policy.state_dict()["model"]
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for one, other in zip(policy.score(SEQUENCES), untouched.score(SEQUENCES), strict=True):
+        assert torch.equal(one, other)
+    # And the policy can still be trained, without the adapter.
+    before = [value.clone() for value in adapter.tensors().values()]
+    for trained in (policy, untouched):
+        trained.loss_step(SEQUENCES, lambda logprobs, where: -logprobs.mean())
+    expected, found = untouched.state_dict()["model"], policy.state_dict()["model"]
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert all(map(torch.equal, before, adapter.tensors().values()))
+
+
+def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama, monkeypatch):
+    chosen = []
+    choose = sparse_policy.selected_pages
+    monkeypatch.setattr(
+        sparse_policy, "selected_pages", lambda *args: chosen.append(args) or choose(*args)
+    )
+    adapters = {}
+    for checkpointing in (True, False):
+        model = ModelConfig(path=sharp_llama, gradient_checkpointing=checkpointing)
+        policy = DensePolicy.load(model, OptimiserConfig(), "cpu")
+        torch.manual_seed(0)
+        adapter = SparseAdapter(policy, settings())
+        chosen.clear()
+        # By the second, pages are others: what was chosen for the first has been forgotten.
+        metrics = [adapter.step(SEQUENCES, SCHEDULE) for _ in range(2)]
+        adapters[checkpointing] = (metrics, len(chosen), adapter.tensors())
+    repeated, once = adapters.values()
+    assert repeated[:2] == once[:2]
+    for name, tensor in once[2].items():
+        assert torch.equal(repeated[2][name], tensor)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_adapter_as_it_is(sharp_llama, monkeypatch):
+    said: list[str] = []
+    adapter = SparseAdapter(new_policy(sharp_llama), settings())
+    adapter.step(SEQUENCES, SCHEDULE)
+    before = copy.deepcopy(adapter.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "top_k_kl", lambda sparse, dense, k: (sparse * torch.nan).sum(-1))
+        # Whatever other tests have made of handlers and levels.
+        patch.setattr(distill.logger, "warning", lambda text, *args: said.append(text % args))
+        metrics = adapter.step(SEQUENCES, SCHEDULE)
+    assert not np.isfinite(metrics["sparrow/distill_grad_norm"])
+    assert said == ["the adapter's gradient norm is nan: no step was taken with it"]
+    for one, other in zip(adapter.state_dict()["params"], before["params"], strict=True):
+        assert torch.equal(one, other)
+    # Nor does anything of it reach the next step.
+    metrics = adapter.step(SEQUENCES, SCHEDULE)
+    assert 0 < metrics["sparrow/distill_grad_norm"] < np.inf
+    assert all(tensor.isfinite().all() for tensor in adapter.state_dict()["params"])
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mask", "sequence"])
+def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, correction):
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(policy_loss=0.5))
+    sequences = [*SEQUENCES, (random_prompt(5, 90), random_prompt(6, 30))]
+    lengths = [len(response) for _, response in sequences]
+    law = torch.cat(policy.score(sequences, schedule=SCHEDULE)).double().numpy()
+    draw = np.random.default_rng(0)
+    recorded = law + 0.5 * draw.standard_normal(len(law))
+    advantages = np.repeat([1.5, -0.5, -1.0], lengths)
+    ratio = np.exp(law - recorded)
+    sums = np.add.reduceat(law - recorded, np.cumsum([0, *lengths[:-1]]))
+    means = np.exp(sums / lengths)
+    weights = {
+        "none": np.ones(len(law)),
+        "tis": np.minimum(ratio, 2.0),
+        "mask": np.where((ratio >= 0.5) & (ratio <= 5.0), ratio, 0.0),
+        "sequence": np.repeat(np.minimum(means, 2.0), lengths),
+    }[correction]
+    term = PolicyTerm(
+        torch.tensor(recorded, dtype=torch.float32),
+        torch.tensor(advantages, dtype=torch.float32),
+        AlgorithmConfig(correction=correction),
+    )
+    # The gradient in a log-prob is -weight x advantage / tokens: that of REINFORCE.
+    logprobs = torch.tensor(law, dtype=torch.float32, requires_grad=True)
+    second = slice(lengths[0], lengths[0] + lengths[1])
+    part = term.loss(logprobs[second], torch.arange(len(law))[second], lengths[1:2])
+    part.backward()
+    expected = np.zeros(len(law))
+    expected[second] = (-weights * advantages / len(law))[second]
+    np.testing.assert_allclose(logprobs.grad, expected, atol=1e-7, rtol=1e-4)
+    # And a step sums it over micro-batches, beside the divergence.
+    metrics = adapter.step(sequences, SCHEDULE, term)
+    loss = (-weights * advantages).mean()
+    assert metrics["sparrow/distill_pg_loss"] == pytest.approx(loss, abs=1e-4)
+    plain = SparseAdapter(new_policy(sharp_llama), settings())
+    same = plain.step(sequences, SCHEDULE)
+    assert "sparrow/distill_pg_loss" not in same
+    assert metrics["sparrow/distill_kl"] == pytest.approx(same["sparrow/distill_kl"], rel=1e-5)
+    moved = zip(adapter.tensors().values(), plain.tensors().values(), strict=True)
+    assert any(not torch.equal(one, other) for one, other in moved)
+
+
+def test_the_policy_loss_makes_rewarded_responses_likelier(sharp_llama):
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(policy_loss=10.0))
+
+    def means() -> list[float]:
+        with adapter.worn():
+            return [float(x.mean()) for x in policy.score(SEQUENCES, schedule=SCHEDULE)]
+
+    before = means()
+    for _ in range(5):
+        law = torch.cat(policy.score(SEQUENCES, schedule=SCHEDULE))
+        advantages = torch.tensor([1.0] * 150 + [-1.0] * 60)
+        adapter.step(SEQUENCES, SCHEDULE, PolicyTerm(law, advantages, AlgorithmConfig()))
+    after = means()
+    assert after[0] > before[0] + 0.05 and after[1] < before[1] - 0.05
+
+
+def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
+    lengths = [3, 1, 4, 2, 5]
+    groups = []
+    for index, length in enumerate(lengths):
+        prompt = Prompt(f"{index}", "test", (index + 1,))
+        # Log-probs and advantages that say which response, and which of its tokens, they are of.
+        logprobs = -index - np.arange(length) / 10
+        rollout = Rollout(
+            f"{index}", 0, (index + 1,), (9,) * length, logprobs, "stop", "0", "fixed-48", ""
+        )
+        groups.append(Group(prompt, (rollout,)))
+    values = tuple(np.array([float(index)]) for index in range(5))
+    batch = Batch.of(groups, Advantages(values, (True, False, True, False, True)))
+    part = batch.spread(3)
+    chosen = [rollout.prompt_ids[0] - 1 for rollout in part.rollouts]
+    assert chosen == [0, 1, 3] and part.lengths == [3, 1, 2]
+    assert part.sequences == [batch.sequences[index] for index in chosen]
+    assert part.advantages.tolist() == [0, 0, 0, 1, 3, 3]
+    torch.testing.assert_close(part.rollout_logprobs, torch.tensor([0, -0.1, -0.2, -1, -3, -3.1]))
+    assert part.group.tolist() == chosen and part.in_loss.tolist() == [True, False, False]
+    assert batch.spread(9).sequences == batch.sequences
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_and_saved_adapters_are_peft(sharp_llama, tmp_path, dtype):
+    policy = new_policy(sharp_llama, dtype)
+    adapter = SparseAdapter(policy, settings())
+    for _ in range(3):
+        adapter.step(SEQUENCES, SCHEDULE)
+    adapter.save(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
+    if dtype == "bfloat16":
+        # The policy's fp32 weights are those that it rounded on the way in.
+        for weight in base.parameters():
+            weight.data = weight.data.bfloat16().float()
+    expected = PeftModel.from_pretrained(base, str(tmp_path)).merge_and_unload().state_dict()
+    merged = dict(adapter.merged_weights())
+    changed = [name for name in merged if name.endswith(("q_proj.weight", "o_proj.weight"))]
+    assert len(changed) == 8
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight.float(), expected[name], atol=1e-6, rtol=1e-6)
+    for name in changed:
+        assert merged[name].dtype == torch.float32
+        assert not torch.equal(merged[name], dict(policy.named_masters())[name])
+
+
+def test_a_restored_adapter_goes_on_to_the_bit(sharp_llama):
+    first, second = (SparseAdapter(new_policy(sharp_llama), settings()) for _ in range(2))
+    first.step(SEQUENCES, SCHEDULE)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for adapter in (first, second):
+        adapter.step(SEQUENCES, SCHEDULE)
+    pairs = zip(first.tensors().items(), second.tensors().items(), strict=True)
+    assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs)
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory) -> BudgetSchedule:
+    return BudgetSchedule(
+        name="grows", page_size=16, bin_tokens=64, budget_tokens=(48, 64, 80), dense_layers=(0,)
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama, growing, tmp_path_factory):
+    import_for_fork()
+    path = tmp_path_factory.mktemp("schedule") / "grows.json"
+    growing.save(path)
+    arguments = SERVER_ARGS | lora_arguments(settings(delivery="lora"))
+    engine = LocalEngine(sharp_llama, str(path), **arguments)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_a_step_lowers_the_divergence_at_its_temperature(sharp_llama, temperature):
+    """As whole distributions of two stock forwards have it, one of them with the sparse rule."""
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(loss="exact"))
+    logits = {"sparse": [], "dense": []}
+    for packed in policy.micro_batches(SEQUENCES):
+        rule = SparseRule(SCHEDULE, packed.prompt_lengths)
+        with torch.no_grad():
+            for name, given in (("sparse", rule), ("dense", None)):
+                logits[name].append((policy.hidden(packed, given) @ policy.head.t()).double())
+    p, q = (
+        log_softmax(torch.cat(logits[name]).numpy() / temperature, axis=1)
+        for name in ("sparse", "dense")
+    )
+    metrics = adapter.step(SEQUENCES, SCHEDULE, temperature=temperature)
+    expected = (np.exp(p) * (p - q)).sum(1).mean()
+    assert metrics["sparrow/distill_kl"] == pytest.approx(expected, rel=1e-3)
+    rates = np.concatenate(
+        new_policy(sharp_llama).acceptance(SEQUENCES, SCHEDULE, temperature=temperature)
+    )
+    alpha = np.minimum(np.exp(p), np.exp(q)).sum(1)
+    np.testing.assert_allclose(np.sort(rates), np.sort(alpha), atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_the_server_records_the_tempered_sparse_distribution(
+    engine, growing, sharp_llama, temperature
+):
+    policy = new_policy(sharp_llama)
+    engine.update_weights(policy.named_weights(), "tempered")
+    prompts = [Prompt("a", "test", tuple(random_prompt(5, 65)))]
+    (group,) = engine.generate(prompts, 4, Sampling(90, temperature))
+    sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in group.rollouts]
+    recorded = np.concatenate([rollout.logprobs for rollout in group.rollouts])
+    scores = {t: torch.cat(policy.score(sequences, t, growing)).numpy() for t in (1.0, temperature)}
+    np.testing.assert_allclose(recorded, scores[temperature], atol=2e-4)
+    assert np.abs(recorded - scores[1.0]).max() > 0.1
+
+
+@pytest.mark.parametrize("delivery", ["none", "lora", "merged"])
+def test_the_server_samples_from_the_trainers_sparse_law(engine, growing, sharp_llama, delivery):
+    """Prompts end and responses begin around every edge of a page and of a bin."""
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings())
+    for _ in range(3):
+        adapter.step(SEQUENCES, growing)
+    prompts = [
+        Prompt(f"{n}", "test", tuple(random_prompt(n, n))) for n in (1, 47, 48, 49, 63, 64, 65, 127)
+    ]
+    weights = adapter.merged_weights() if delivery == "merged" else policy.named_weights()
+    engine.update_weights(weights, delivery)
+    name = None
+    if delivery == "lora":
+        name = ADAPTER
+        # Twice, as a step does that comes after another.
+        engine.set_adapter(
+            ADAPTER,
+            SparseAdapter(new_policy(sharp_llama), settings()).tensors(),
+            adapter.lora_config(),
+        )
+        engine.set_adapter(ADAPTER, adapter.tensors(), adapter.lora_config())
+    groups = engine.generate(prompts, 2, Sampling(max_new_tokens=90, adapter=name))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
+    recorded = np.concatenate([rollout.logprobs for rollout in rollouts])
+    plain = torch.cat(policy.score(sequences, schedule=growing)).numpy()
+    with adapter.worn():
+        worn = torch.cat(policy.score(sequences, schedule=growing)).numpy()
+    expected, other = (plain, worn) if delivery == "none" else (worn, plain)
+    np.testing.assert_allclose(recorded, expected, atol=1e-4)
+    assert np.abs(recorded - other).max() > 0.01
+    # Evaluation is dense and without the adapter, whether or not one is loaded.
+    if delivery != "merged":
+        (group,) = engine.generate(prompts[-1:], 1, Sampling(max_new_tokens=40, dense=True))
+        (rollout,) = group.rollouts
+        (law,) = policy.score([(rollout.prompt_ids, rollout.response_ids)])
+        np.testing.assert_allclose(rollout.logprobs, law.numpy(), atol=1e-4)

@@ -1,0 +1,28 @@
+"""A whole training run whose adapter learns from rewards, too."""
+
+import numpy as np
+from ascii_task import rows
+from test_rl_trainer import model, ready, settings  # noqa: F401
+
+from sparrow_sglang.rl import trainer
+
+
+def test_the_actors_own_policy_loss_is_weighed_by_its_own_law(model, tmp_path):  # noqa: F811
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-48",
+        steps=2,
+        optimiser={"lr": 1e-9},
+        distill={"enabled": True, "rank": 4, "lr": 1e-2, "sequences": 16, "policy_loss": 1.0},
+        evaluation={"every_steps": 0},
+    )
+    trainer.train(config)
+    for row in rows(config.run_dir):
+        # Every response is 60 tokens long, and a group's advantages sum to 0: so does the loss, but
+        # only if each token is weighed by 1, the ratio of a law to itself. The dense law's ratios
+        # are far from that.
+        assert abs(row["sparrow/distill_pg_loss"]) < 1e-4
+        assert row["rollout_corr/rollout_is_std"] > 0.01
+        assert np.isfinite(row["sparrow/distill_grad_norm"])
+        assert row["sparrow/distill_grad_norm"] > 0

@@ -1,0 +1,237 @@
+"""The rollout engine in this process: what it records, and whose weights it samples from."""
+
+import math
+import os
+import signal
+
+import engines
+import numpy as np
+import pytest
+import torch
+from oracle import ContractModel
+from test_sparse_decode import FP32, SCHEDULE, tokens
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.client.scoring import score_dense
+from sparrow_sglang.rl.engines.buckets import pack
+from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.rollout import RolloutError, Sampling, group_request, to_group
+from sparrow_sglang.rl.types import Prompt
+
+PROMPTS = [Prompt(f"p{i}", "test", tuple(tokens(i, 70 + 9 * i))) for i in range(3)]
+SAMPLING = Sampling(max_new_tokens=60)
+# Reads every page of the tests' sequences, so that sparse decode is dense decode.
+ALL = "fixed-4096"
+SERVER_ARGS = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_total_tokens": 8192,
+    "max_running_requests": 8,
+    "random_seed": 0,
+}
+
+
+def local_engine(model: str, schedule: str) -> LocalEngine:
+    engines.import_for_fork()
+    return LocalEngine(model, schedule, **SERVER_ARGS)
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama):
+    engine = local_engine(sharp_llama, ALL)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def model(sharp_llama):
+    return AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarray:
+    ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+    start = len(rollout.prompt_ids)
+    logits = model(ids).logits[0, start - 1 : -1].double() / temperature
+    law = torch.log_softmax(logits, dim=-1)
+    return law.gather(1, ids[0, start:, None])[:, 0].numpy()
+
+
+def error(model, groups) -> float:
+    """Largest difference of a recorded log-prob from the transformers model's."""
+    return max(
+        np.abs(rollout.logprobs - transformers_logprobs(model, rollout)).max()
+        for group in groups
+        for rollout in group.rollouts
+    )
+
+
+def test_groups_come_in_the_order_of_the_prompts_and_are_complete(engine) -> None:
+    groups = engine.generate(PROMPTS, 3, SAMPLING)
+    assert [group.prompt for group in groups] == PROMPTS
+    for group in groups:
+        assert [rollout.sample for rollout in group.rollouts] == [0, 1, 2]
+        assert len({rollout.response_ids for rollout in group.rollouts}) == 3
+        for rollout in group.rollouts:
+            assert rollout.prompt_ids == group.prompt.input_ids
+            assert (len(rollout.response_ids), rollout.finish_reason) == (60, "length")
+            assert (rollout.schedule, rollout.weight_version) == (ALL, "default")
+
+
+def test_recorded_logprobs_are_the_dense_ones_when_every_page_is_read(engine, model) -> None:
+    groups = engine.generate(PROMPTS, 2, SAMPLING)
+    assert error(model, groups) < FP32
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    dense = score_dense(
+        engine.engine, [(list(r.prompt_ids), list(r.response_ids)) for r in rollouts]
+    )
+    for rollout, scores in zip(rollouts, dense, strict=True):
+        np.testing.assert_allclose(rollout.logprobs, scores.logprobs, atol=FP32)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.5])
+def test_recorded_logprobs_are_those_at_the_sampling_temperature(engine, model, temperature):
+    groups = engine.generate(PROMPTS, 2, Sampling(60, temperature))
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        expected = transformers_logprobs(model, rollout, temperature)
+        # Logits differ by as much as at temperature 1, and are divided.
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32 / min(1, temperature))
+        untempered = transformers_logprobs(model, rollout)
+        assert np.abs(rollout.logprobs - untempered).max() > 100 * FP32
+
+
+def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model, sharp_llama):
+    changed = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.mul_(1 + 0.3 * torch.randn_like(weight))
+    try:
+        # The prompts are in the prefix cache now, with the old weights' KV.
+        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.update_weights(changed.state_dict().items(), "7")
+        groups = engine.generate(PROMPTS, 2, SAMPLING)
+        assert {r.weight_version for group in groups for r in group.rollouts} == {"7"}
+        assert error(changed, groups) < FP32
+        assert error(model, groups) > 100 * FP32
+    finally:
+        engine.update_weights(model.state_dict().items(), "8")
+    assert error(model, engine.generate(PROMPTS, 2, SAMPLING)) < FP32
+
+
+def test_an_update_may_follow_an_abandoned_rollout(engine, model) -> None:
+    groups = engine.stream(PROMPTS * 4, 2, Sampling(max_new_tokens=200))
+    next(groups)
+    groups.close()
+    engine.update_weights(model.state_dict().items(), "9")
+    assert error(model, engine.generate(PROMPTS, 1, SAMPLING)) < FP32
+
+
+def test_after_a_failed_update_nothing_is_generated_until_a_good_one(engine, model) -> None:
+    name, weight = next(iter(model.state_dict().items()))
+    with pytest.raises(ZeroDivisionError):
+        engine.update_weights(((name, weight * (1 / i)) for i in (1, 0)), "bad")
+    with pytest.raises(RuntimeError, match="call update_weights first"):
+        engine.generate(PROMPTS, 1, SAMPLING)
+    engine.update_weights(model.state_dict().items(), "10")
+    assert error(model, engine.generate(PROMPTS, 1, SAMPLING)) < FP32
+
+
+def test_memory_that_is_not_saved_keeps_its_weights(engine, model) -> None:
+    engine.release()
+    engine.resume()
+    assert error(model, engine.generate(PROMPTS, 1, SAMPLING)) < FP32
+
+
+@pytest.fixture(scope="module")
+def sparse_engine(sharp_llama, tmp_path_factory):
+    path = tmp_path_factory.mktemp("schedule") / "test.json"
+    SCHEDULE.save(path)
+    engine = local_engine(sharp_llama, str(path))
+    yield engine
+    engine.close()
+
+
+def test_sparse_rollouts_record_the_sparse_law(sparse_engine, sharp_llama, model) -> None:
+    groups = sparse_engine.generate(PROMPTS[:1], 2, SAMPLING)
+    oracle = ContractModel(sharp_llama, SCHEDULE)
+    for rollout in groups[0].rollouts:
+        assert rollout.schedule == SCHEDULE.name
+        law = oracle.log_probs(list(rollout.prompt_ids), list(rollout.response_ids))
+        picked = law[range(len(rollout.response_ids)), list(rollout.response_ids)]
+        np.testing.assert_allclose(rollout.logprobs, picked, atol=FP32)
+    assert error(model, groups) > 10 * FP32
+
+
+def test_a_dead_scheduler_ends_the_rollout_with_the_reason(sharp_llama) -> None:
+    engine = local_engine(sharp_llama, "dense")
+    try:
+        groups = engine.stream(PROMPTS * 20, 4, Sampling(max_new_tokens=800))
+        os.kill(engine.engine.get_all_child_pids()[0], signal.SIGKILL)
+        with pytest.raises(EngineDied, match="died"):
+            list(groups)
+    finally:
+        engine.close()
+
+
+def answer(ids: list[int], **meta) -> dict:
+    logprobs = [(-1.0, token, None) for token in ids]
+    base = {
+        "output_token_logprobs": logprobs,
+        "completion_tokens": len(ids),
+        "finish_reason": {"type": "length", "length": 2},
+        "weight_version": "3",
+    }
+    return {"meta_info": base | meta}
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"weight_version": "2"}, "weight_version='2': expected '3'"),
+        ({"finish_reason": {"type": "abort", "message": "gone"}}, "'abort': gone"),
+        ({"completion_tokens": 5}, "2 log-probs for 5 tokens"),
+        ({"output_token_logprobs": [], "completion_tokens": 0}, "0 tokens"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_refused(meta, message) -> None:
+    sampling = Sampling(max_new_tokens=2)
+    good = answer([5, 6])
+    group = to_group(PROMPTS[0], [good], sampling, "3", "dense")
+    assert group.rollouts[0].response_ids == (5, 6)
+    with pytest.raises(RolloutError, match=message):
+        to_group(PROMPTS[0], [good, answer([5, 6], **meta)], sampling, "3", "dense")
+
+
+def test_a_response_cut_short_by_a_small_pool_is_refused() -> None:
+    with pytest.raises(RolloutError, match="max_total_tokens"):
+        to_group(PROMPTS[0], [answer([5, 6])], Sampling(max_new_tokens=3), "3", "dense")
+
+
+def test_requests_leave_no_truncation_to_the_checkpoint() -> None:
+    law = group_request(PROMPTS[0], 2, SAMPLING)["sampling_params"]
+    assert len(law) == 2
+    expected = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    assert {key: law[0][key] for key in expected} == expected
+
+
+def test_buckets_hold_every_tensor_once_and_bound_the_memory() -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.randn(1).bfloat16(),
+        "d": torch.randn(40, 2),
+        "e": torch.randn(2, 2).t(),
+    }
+    found = {}
+    for bucket in pack(tensors.items(), bucket_bytes=100):
+        assert bucket.data.numel() <= 100 or len(bucket.names) == 1
+        start = 0
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+            size = math.prod(shape) * bucket.dtype.itemsize
+            found[name] = bucket.data[start : start + size].view(bucket.dtype).view(shape)
+            start += size
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)

@@ -1,0 +1,355 @@
+"""Rollout engines as Ray actors: whose weights they sample from, and what happens when they die."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from multiprocessing import forkserver
+from types import SimpleNamespace
+from unittest import mock
+
+import ascii_task
+import psutil
+import pytest
+import ray
+import torch
+from ascii_task import rows
+from engines import kill, unused_model_files
+from test_rl_engine import ALL, FP32, PROMPTS, SERVER_ARGS, error
+from test_rl_trainer import settings
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.rl import train
+from sparrow_sglang.rl.config import EngineConfig
+from sparrow_sglang.rl.engines import ray_engines, weight_broadcast
+from sparrow_sglang.rl.engines.buckets import Weights, pack
+from sparrow_sglang.rl.engines.engine import EngineDied
+from sparrow_sglang.rl.engines.ray_engines import RayEngines
+from sparrow_sglang.rl.engines.weight_broadcast import WeightBroadcast
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.tasks import TASKS
+
+MARK = "SPARROW_TEST_CLUSTER"
+ENVIRONMENT = {
+    MARK: str(os.getpid()),
+    # Ray's half a minute is too short while another test file keeps the cores busy.
+    "RAY_raylet_start_wait_time_s": "120",
+    # And at the priority of Ray's workers, engines start when the other tests are through.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+}
+SAMPLING = Sampling(max_new_tokens=20)
+# Long enough to be interrupted: each engine samples 12 groups in turns of 8 sequences.
+MANY = PROMPTS * 8
+LONG = Sampling(max_new_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    disabled = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
+    # It stays for the tests after these, so it must not carry the mark.
+    forkserver.ensure_running()
+    with mock.patch.dict(os.environ, ENVIRONMENT | disabled):
+        try:
+            _start_ray()
+            yield
+        finally:
+            ray.shutdown()
+            left = wait_until(lambda: not marked_processes())
+            kill(marked_processes())
+            assert left, "processes of Ray or of an engine outlived ray.shutdown()"
+
+
+def _start_ray() -> None:
+    try:
+        ray.init(
+            "local",
+            # Of CPUs, Ray would start as many workers in advance; the engines need none.
+            num_cpus=1,
+            # Not there, but shared out as if: a replacement needs that of the dead engine.
+            num_gpus=2,
+            object_store_memory=100 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+        )
+    except Exception as error:
+        # Of no kind in particular where one of Ray's own processes does not come up.
+        pytest.skip(f"Ray itself does not start on this machine: {error}")
+
+
+def marked_processes() -> list[psutil.Process]:
+    """Processes that the cluster has started, those whose parents have died included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == str(os.getpid()):
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, monkeypatch):
+    """As with the engine in this process: each step samples from the weights of the last one."""
+    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+    model = ascii_task.save_model_of_bytes(tmp_path / "model")
+    base = settings(model, tmp_path / "run", "dense", steps=3, evaluation={"every_steps": 0})
+    arguments = base.engine.server_args | {"sleep_on_idle": True}
+    config = base.model_copy(
+        update={
+            "engine": EngineConfig(
+                kind="ray", num_engines=2, schedule="dense", server_args=arguments
+            )
+        }
+    )
+    stream, killed = RayEngines.stream, []
+
+    def doomed(engines, prompts, *request):
+        if killed or engines._weights.version != "1":
+            yield from stream(engines, prompts, *request)
+            return
+        before = engines.pids
+        killed.extend(family(before[0]))
+        # It stands still, so that it surely owes all of its share when it dies.
+        killed[0].suspend()
+        positions = []
+        for position, group in stream(engines, prompts, *request):
+            positions.append(position)
+            yield position, group
+            if len(positions) == 1:
+                os.kill(before[0], signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):
+                    killed[0].resume()
+        assert sorted(positions) == list(range(len(prompts)))
+        assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
+        # What held the memory of the dead engine is gone with it.
+        assert wait_until(lambda: not any(process.is_running() for process in killed))
+
+    monkeypatch.setattr(RayEngines, "stream", doomed)
+    train(config)
+    assert killed
+    found = rows(config.run_dir)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert max(row["training/rollout_probs_diff_max"] for row in found) < FP32
+    assert all(row["response_length/mean"] == 60 for row in found)
+    assert found[0]["actor/grad_norm"] > 0
+
+
+@pytest.fixture(scope="module")
+def engines(cluster, sharp_llama) -> Iterator[RayEngines]:
+    # Idle schedulers would take the cores from the engine that is starting.
+    arguments = SERVER_ARGS | {"sleep_on_idle": True}
+    engines = RayEngines(2, sharp_llama, ALL, transfer="broadcast", **arguments)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="module")
+def model(sharp_llama):
+    return AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def changed(sharp_llama):
+    """A model whose weights are not those of the checkpoint that every engine starts from."""
+    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 0.3 * torch.randn_like(weight))
+    return model
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """An actor's process and those of its SGLang engine, its scheduler first."""
+    actor = psutil.Process(pid)
+    children = actor.children(recursive=True)
+    return sorted(children, key=lambda child: "scheduler" not in child.name()) + [actor]
+
+
+@contextmanager
+def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+def bucket_of(model):
+    (bucket,) = pack(model.state_dict().items())
+    return bucket
+
+
+def require_complete(groups, prompts, n: int, sampling: Sampling, version: str) -> None:
+    assert [group.prompt for group in groups] == list(prompts)
+    for group in groups:
+        assert [rollout.sample for rollout in group.rollouts] == list(range(n))
+        for rollout in group.rollouts:
+            assert rollout.prompt_ids == group.prompt.input_ids
+            assert len(rollout.response_ids) == sampling.max_new_tokens
+            assert (rollout.weight_version, rollout.schedule) == (version, ALL)
+
+
+def require_from_both(engines, model, version: str) -> None:
+    """Groups are complete, and while one engine stands still the other gives exactly its half."""
+    prompts = PROMPTS * 2
+    with stopped(family(engines.pids[1])):
+        groups = engines.stream(prompts, 2, SAMPLING)
+        first = [next(groups) for _ in range(3)]
+    rest = list(groups)
+    assert sorted(position for position, _ in first) == [0, 2, 4]
+    assert sorted(position for position, _ in rest) == [1, 3, 5]
+    found = dict(first + rest)
+    ordered = [found[position] for position in range(6)]
+    require_complete(ordered, prompts, 2, SAMPLING, version)
+    # Of one engine alone, so that no error can hide behind the other's.
+    for half in (first, rest):
+        assert error(model, [group for _, group in half]) < FP32
+
+
+def test_engines_with_one_seed_sample_independently(engines) -> None:
+    """First, while both have drawn equally often."""
+    groups = engines.generate(PROMPTS[:1] * 2, 1, SAMPLING)
+    assert groups[0].rollouts[0].response_ids != groups[1].rollouts[0].response_ids
+
+
+def test_each_engine_samples_its_share_of_the_checkpoint(engines, model) -> None:
+    require_from_both(engines, model, "default")
+    greedy = Sampling(max_new_tokens=20, temperature=0)
+    groups = engines.generate(PROMPTS, 1, greedy)
+    require_complete(groups, PROMPTS, 1, greedy, "default")
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        ids = torch.tensor([prompt.input_ids])
+        expected = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+        assert group.rollouts[0].response_ids == tuple(expected.tolist())
+
+
+def test_after_an_update_both_engines_sample_from_the_new_weights(engines, model, changed) -> None:
+    engines.update_weights(changed.state_dict().items(), "1")
+    require_from_both(engines, changed, "1")
+    assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) > 100 * FP32
+
+
+def test_an_engine_that_dies_during_an_update_is_replaced(engines, model) -> None:
+    before = engines.pids
+    scheduler = family(before[1])[0]
+
+    def tensors():
+        yield from model.state_dict().items()
+        if scheduler.is_running():
+            scheduler.kill()
+
+    engines.update_weights(Weights(tensors), "2")
+    assert engines.pids[0] == before[0] and engines.pids[1] != before[1]
+    require_from_both(engines, model, "2")
+
+
+def test_replaced_engines_take_part_in_the_next_update(engines, changed) -> None:
+    before = engines.pids
+    engines.update_weights(changed.state_dict().items(), "3")
+    assert engines.pids == before
+    require_from_both(engines, changed, "3")
+
+
+def test_a_broadcast_leaves_nothing_in_the_object_store(engines, model, monkeypatch) -> None:
+    """Until an engine is replaced, which gets the weights that the others have."""
+    stored = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
+    engines.update_weights(Weights(lambda: model.state_dict().items()), "4")
+    assert not stored
+    before = engines.pids
+    victim = family(before[0])[0]
+    stream = engines.stream(MANY, 2, SAMPLING)
+    first = next(stream)
+    victim.kill()
+    groups = dict([first, *stream])
+    assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
+    require_complete([groups[i] for i in range(len(MANY))], MANY, 2, SAMPLING, "4")
+    assert len(stored) == 1
+    require_from_both(engines, model, "4")
+
+
+def test_weights_travel_in_the_dtype_that_engines_compute_in(engines, changed, monkeypatch) -> None:
+    assert engines._dtype is torch.float32
+    monkeypatch.setattr(engines, "_dtype", torch.bfloat16)
+    sent = []
+    send = WeightBroadcast.send
+    monkeypatch.setattr(
+        WeightBroadcast, "send", lambda *args: sent.append(args[2].dtype) or send(*args)
+    )
+    engines.update_weights(changed.state_dict().items(), "5")
+    assert set(sent) == {torch.bfloat16}
+    rounded = deepcopy(changed)
+    with torch.no_grad():
+        for weight in rounded.parameters():
+            weight.copy_(weight.bfloat16())
+    require_from_both(engines, rounded, "5")
+
+
+def test_an_engine_that_does_not_receive_ends_the_run_with_what_to_check(
+    engines, model, monkeypatch
+) -> None:
+    monkeypatch.setattr(weight_broadcast, "LIMIT_S", 2.0)
+    with stopped(family(engines.pids[1])[:1]):
+        with pytest.raises(EngineDied, match="engines 1 of 2.*NCCL_SOCKET_IFNAME.*object_store"):
+            engines._broadcast.send(engines._actors, bucket_of(model), "6")
+    engines.update_weights(model.state_dict().items(), "6")
+    require_from_both(engines, model, "6")
+
+
+def test_engines_that_do_not_join_end_the_run_with_what_to_check(cluster, monkeypatch) -> None:
+    monkeypatch.setattr(weight_broadcast, "LIMIT_S", 1.0)
+
+    @ray.remote(num_cpus=0)
+    def never() -> None:
+        time.sleep(5)
+
+    actor = SimpleNamespace(join=SimpleNamespace(remote=lambda *_: never.remote()))
+    with pytest.raises(EngineDied, match="joining .* within 1 s, engines 0 of 1 did not"):
+        WeightBroadcast(1).start([actor])
+
+
+def test_after_a_failed_update_nothing_is_sampled_until_a_good_one(engines, model) -> None:
+    name, weight = next(iter(model.state_dict().items()))
+    with pytest.raises(ZeroDivisionError):
+        engines.update_weights(((name, weight * (1 / i)) for i in (1, 0)), "bad")
+    with pytest.raises(RuntimeError, match="call update_weights first"):
+        engines.generate(PROMPTS, 1, SAMPLING)
+    engines.update_weights(model.state_dict().items(), "7")
+    assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) < FP32
+
+
+def test_too_many_deaths_stop_the_run_with_the_reason(engines, monkeypatch) -> None:
+    """Last, since an engine is missing afterwards."""
+    monkeypatch.setattr(ray_engines, "MAX_DEATHS", 0)
+    victims = family(engines.pids[1])
+    stream = engines.stream(MANY, 4, LONG)
+    next(stream)
+    victims[0].kill()
+    reason = rf"slot 1: process {victims[0].pid} of the SGLang engine died"
+    with pytest.raises(EngineDied, match=reason):
+        list(stream)
+    assert wait_until(lambda: not any(process.is_running() for process in victims))
+
+
+def test_more_gpus_than_ray_has_are_refused(cluster) -> None:
+    with pytest.raises(ValueError, match="num_engines=3 with 1 GPUs each: Ray has 2 GPUs"):
+        RayEngines(3, "unused")
+    # It was not started by the engines, so it is not theirs to end.
+    assert ray.is_initialized()

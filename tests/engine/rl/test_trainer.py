@@ -1,0 +1,396 @@
+"""Whole training runs with real engines: what they learn, log and leave behind when killed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import forkserver
+from pathlib import Path
+
+import ascii_task
+import numpy as np
+import pytest
+import torch
+from ascii_task import rows
+from engines import import_for_fork
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.commands.cli import main
+from sparrow_sglang.rl import trainer
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.runs import run
+from sparrow_sglang.rl.runs.checkpoint import CheckpointError, owned
+from sparrow_sglang.rl.runs.record import RUN_FILE, read_starts
+from sparrow_sglang.rl.runs.setup import prepare
+from sparrow_sglang.rl.tasks import TASKS
+
+# Larger than any other difference between SGLang's arithmetic and transformers' in 32 bits.
+FP32 = 2e-4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(autouse=True)
+def ready(monkeypatch) -> None:
+    import_for_fork()
+    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+
+
+def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfig:
+    fields = {
+        "run_dir": run_dir,
+        "steps": 6,
+        "task": {"name": ascii_task.NAME, "reward_workers": 1},
+        "model": {"path": model, "gradient_checkpointing": False},
+        "engine": {
+            "schedule": schedule,
+            "server_args": {
+                "max_total_tokens": 8192,
+                "max_running_requests": 16,
+                # It wants an end-of-text token, which this tokenizer does not have.
+                "grammar_backend": "none",
+            },
+        },
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": 60,
+        },
+        "optimiser": {"lr": 5e-3},
+        "mismatch": {"sequences": 16},
+        "evaluation": {"every_steps": 3},
+    }
+    return TrainConfig.parse(fields | sections)
+
+
+@pytest.mark.parametrize("schedule", ["dense", "fixed-48"])
+def test_a_run_learns_and_says_what_it_saw(model, tmp_path, schedule):
+    config = settings(model, tmp_path / "run", schedule)
+    folder = trainer.train(config)
+    found = rows(config.run_dir)
+    assert [row["step"] for row in found] == list(range(7))
+    passed = [row["eval/pass_rate"] for row in found if "eval/pass_rate" in row]
+    assert len(passed) == 3
+    assert passed[0] < 0.65 and passed[-1] > passed[0] + 0.15
+    steps = found[:6]
+    assert steps[-1]["critic/score/mean"] > steps[0]["critic/score/mean"] + 0.15
+    assert all(row["response_length/mean"] == 60 for row in steps)
+    differences = [row["training/rollout_probs_diff_max"] for row in steps]
+    if schedule == "dense":
+        # The engine samples from the weights of each step, the last as well as the first.
+        assert max(differences) < FP32
+        assert not any("sparrow/accept_p05" in row for row in steps)
+        assert all(row["sparrow/kv_tokens_read"] == row["sparrow/kv_tokens_held"] for row in steps)
+    else:
+        assert differences[0] > 10 * FP32
+        for row in steps:
+            assert 0 < row["sparrow/accept_p05"] <= row["sparrow/accept_mean"] <= 1
+            # From the engine's samples, and from whole distributions in the trainer.
+            estimate = row["sparrow/accept_mean_estimate"]
+            assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
+            assert row["sparrow/kv_tokens_read"] < 48 < row["sparrow/kv_tokens_held"]
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert any(not torch.equal(trained[name], start[name]) for name in start)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload()
+    logged = [event.value for event in events.Scalars("critic/score/mean")]
+    np.testing.assert_allclose(logged, [row["critic/score/mean"] for row in steps], rtol=1e-6)
+
+
+@pytest.mark.parametrize("truncated", ["mask", "penalty"])
+def test_truncated_responses_teach_nothing_or_cost_the_reward(model, tmp_path, truncated):
+    # The model of bytes never stops, so that every response is cut.
+    config = settings(model, tmp_path / "run", "dense", steps=1, evaluation={"every_steps": 0})
+    rollout = config.rollout.model_copy(update={"truncated": truncated})
+    trainer.train(config.model_copy(update={"rollout": rollout}))
+    (row,) = rows(config.run_dir)
+    assert row["response_length/clip_ratio"] == 1.0
+    assert row["actor/optimiser_steps"] == 0.0
+    if truncated == "penalty":
+        assert row["critic/score/max"] == 0.0 and row["sparrow/zero_std_fraction"] == 1.0
+    else:
+        assert row["critic/score/max"] > 0.0 and row["sparrow/zero_std_fraction"] < 1.0
+
+
+@pytest.mark.parametrize("delivery", ["merged", "lora"])
+def test_rollouts_wear_the_adapter_and_evaluation_does_not(model, tmp_path, delivery):
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-48",
+        steps=4,
+        optimiser={"lr": 1e-9},
+        distill={"enabled": True, "rank": 4, "lr": 1e-2, "sequences": 16, "delivery": delivery},
+        evaluation={"every_steps": 4, "temperature": 0.0},
+    )
+    folder = trainer.train(config)
+    found = rows(config.run_dir)
+    steps = found[:4]
+    # So large a learning rate moves the adapter far away, where another law would be noticed.
+    assert min(row["sparrow/accept_p05"] for row in steps) < steps[0]["sparrow/accept_p05"] - 0.1
+    for row in steps:
+        # The engine's law is that of the adapted model in the trainer.
+        estimate = row["sparrow/accept_mean_estimate"]
+        assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
+    # Greedy answers of a policy that has hardly moved, however much the adapter has.
+    assert found[0]["eval/pass_rate"] == found[4]["eval/pass_rate"]
+    assert (folder / "adapter" / "adapter_config.json").exists()
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert trained.keys() == start.keys()
+    assert all(torch.allclose(trained[name], start[name], atol=1e-6) for name in start)
+
+
+def test_bolder_schedules_follow_the_tails(model, tmp_path):
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-80",
+        steps=3,
+        ladder={"schedules": ["fixed-48"], "target": 0.5, "patience": 2, "min_tokens": 100},
+        evaluation={"every_steps": 0},
+    )
+    folder = trainer.train(config)
+    found = rows(config.run_dir)
+    assert [row["sparrow/kv_tokens_read"] > 48 for row in found] == [True, True, False]
+    for row in found:
+        # Measured by the schedule that the engine has really used.
+        estimate = row["sparrow/accept_mean_estimate"]
+        assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.02)
+    (event,) = map(json.loads, (config.run_dir / "events.jsonl").read_text().splitlines())
+    assert (event["step"], event["before"], event["after"]) == (1, "fixed-80", "fixed-48")
+    assert event["tails"]["0"] == pytest.approx(found[1]["sparrow/accept_p05"], abs=0.01)
+    assert json.loads((folder / "state.json").read_text())["ladder"]["rung"] == 1
+
+
+def end_of_run(config: TrainConfig, doom: Callable[[pytest.MonkeyPatch], None]) -> int:
+    """Exit code of a forked process that trains, and that `doom` has prepared to be hit."""
+
+    def run() -> None:
+        # It must not use the fork server of its parent, whose child that is.
+        forkserver._forkserver.__init__()
+        with pytest.MonkeyPatch.context() as patch:
+            doom(patch)
+            trainer.train(config)
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join(120)
+    if child.exitcode is None:
+        child.kill()
+    return child.exitcode
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def during_rollout(monkeypatch, signum: int = signal.SIGKILL) -> None:
+    generate = LocalEngine.generate
+
+    def doomed(engine, prompts, n, sampling):
+        if engine._version == "1":
+            threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
+        return generate(engine, prompts, n, sampling)
+
+    monkeypatch.setattr(LocalEngine, "generate", doomed)
+
+
+def during_the_update(monkeypatch) -> None:
+    step = torch.optim.AdamW.step
+
+    def doomed(optimiser, *args):
+        result = step(optimiser, *args)
+        if max(state["step"] for state in optimiser.state.values()) == 2:
+            die()
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", doomed)
+
+
+def during_the_checkpoint(monkeypatch) -> None:
+    save = torch.save
+
+    def doomed(state, path):
+        save(state, path)
+        if "step-000002" in str(path):
+            os.truncate(path, os.path.getsize(path) // 2)
+            die()
+
+    monkeypatch.setattr(torch, "save", doomed)
+
+
+@pytest.mark.parametrize(
+    ("doom", "kept"), [(during_rollout, 1), (during_the_update, 1), (during_the_checkpoint, 1)]
+)
+def test_a_killed_run_goes_on_where_it_was(model, tmp_path, doom, kept):
+    """Nothing is lost but the step in flight; the next one is the same."""
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-48",
+        steps=3,
+        checkpoint={"every_steps": 1},
+        evaluation={"every_steps": 0},
+    )
+
+    assert end_of_run(config, doom) == -signal.SIGKILL
+    names = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-??????"))
+    assert names == [f"step-{kept:06d}"]
+    before = rows(config.run_dir)
+    with pytest.raises(CheckpointError, match="holds a run already: resume it"):
+        trainer.train(config)
+    used: list[list[str]] = []
+
+    def order(*args) -> list:
+        prompts = prompts_of_step(*args)
+        used.append([prompt.id for prompt in prompts])
+        return prompts
+
+    prompts_of_step = trainer.prompts_of_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "prompts_of_step", order)
+        folder = trainer.train(config, resume=True)
+    # Five steps of four prompts go through all twenty.
+    assert len(used) == 3 - kept
+    first = prompts_of_step(ascii_task.load(config.task, lambda _: (1,)).train, 4, 0, config.seed)
+    assert not {prompt.id for prompt in first} & {name for names in used for name in names}
+    after = rows(config.run_dir)
+    assert [row["step"] for row in after] == [0, 1, 2]
+    starts = read_starts(config.run_dir / RUN_FILE)
+    assert [start["step"] for start in starts] == [0, kept]
+    assert starts[0]["config"] == config.model_dump(mode="json")
+    assert after[:kept] == before[:kept]
+    assert folder.name == "step-000003"
+    state = torch.load(folder / "training.pt", weights_only=False)["optimiser"]["state"]
+    assert {int(entry["step"]) for entry in state.values()} == {3}
+    assert not list((config.run_dir / "checkpoints").glob("*.partial"))
+
+
+def ask_during_the_update(monkeypatch) -> None:
+    step = torch.optim.AdamW.step
+
+    def asked(optimiser, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(optimiser, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", asked)
+
+
+def test_sigterm_lets_the_update_end_and_its_row_be_written(model, tmp_path):
+    config = settings(model, tmp_path / "run", "fixed-48", steps=3, evaluation={"every_steps": 0})
+
+    assert end_of_run(config, ask_during_the_update) == 128 + signal.SIGTERM
+    assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["step-000001"]
+    assert [row["step"] for row in rows(config.run_dir)] == [0]
+
+
+def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-48",
+        steps=3,
+        checkpoint={"every_steps": 0},
+        evaluation={"every_steps": 0},
+    )
+
+    assert (
+        end_of_run(config, partial(during_rollout, signum=signal.SIGTERM)) == 128 + signal.SIGTERM
+    )
+    (folder,) = (config.run_dir / "checkpoints").iterdir()
+    assert folder.name == "step-000001"
+    changed = config.model_copy(
+        update={"optimiser": config.optimiser.model_copy(update={"lr": 1e-5})}
+    )
+    with pytest.raises(CheckpointError, match=r"optimiser.lr=1e-05: the run in .* with 0.005"):
+        trainer.train(changed, resume=True)
+    with owned(config.run_dir), pytest.raises(CheckpointError, match="another process is training"):
+        trainer.train(config, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('model = { path = "/nowhere" }', "model.path='/nowhere': no such folder; expected"),
+        ('engine = { schedule = "fixed-50" }', "schedule fixed-50: "),
+        ("rollout = { max_prompt_tokens = 3 }", "rollout.max_prompt_tokens=3: no training prompt"),
+        ("rollout = { max_new_tokens = 9999 }", "max_new_tokens=9999 make"),
+        (
+            'engine = { schedule = "dense" }\ndistill = { enabled = true }',
+            "distill.enabled=true with engine.schedule='dense'",
+        ),
+        (
+            'engine = { schedule = "dense" }\nladder = { schedules = ["fixed-48"] }',
+            "ladder.schedules=['fixed-48'] needs tails to follow: expected a sparse",
+        ),
+        (
+            'engine = { schedule = "fixed-48", server_args = { page_sise = 16 } }',
+            "engine.server_args.page_sise is no argument of SGLang: did you mean 'page_size'",
+        ),
+        (
+            'engine = { server_args = { attention_backend = "fa3" }, schedule = "fixed-48" }',
+            "engine.server_args.attention_backend is not set there: set engine.schedule instead",
+        ),
+        ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
+        ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
+        ("rollout = { temperature = 0 }", "rollout.temperature=0 is not allowed: Input should be"),
+    ],
+)
+def test_wrong_settings_are_one_line_before_anything_is_written(
+    model, tmp_path, capsys, text, message
+):
+    lines = {
+        "run_dir": f'run_dir = "{tmp_path}/run"',
+        "task": 'task = { name = "ascii" }',
+        "model": f'model = {{ path = "{model}" }}',
+        "engine": 'engine = { schedule = "fixed-48" }',
+        text.split()[0]: text,
+    }
+    path = tmp_path / "run.toml"
+    path.write_text("\n".join(lines.values()))
+    assert main(["train", str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("sparrow train: error: ") and message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkeypatch):
+    """An engine that is left to find its schedule takes it from the environment first."""
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-4096")
+    found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
+    assert found.engine.schedule == found.schedules[0].name == "smollm2-135m-0.86"
+
+
+def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
+    model, tmp_path, monkeypatch, capsys
+):
+    def no_engine(*args):
+        raise EngineDied("not started")
+
+    monkeypatch.setattr(run, "open_engine", no_engine)
+    for schedule, said in [
+        ("qwen3-8b-0.86", "schedule qwen3-8b-0.86: calibrated for Qwen3-8B, not for this model"),
+        ("fixed-48", ""),
+    ]:
+        with pytest.raises(EngineDied):
+            trainer.train(settings(model, tmp_path / schedule, schedule))
+        out = capsys.readouterr()
+        found = [line for line in (out.out + out.err).splitlines() if "calibrated" in line]
+        assert found == [said] * bool(said)
+
+
+def test_dense_rollouts_may_name_what_they_attend_with(tmp_path):
+    engine = {"schedule": "dense", "server_args": {"attention_backend": "torch_native"}}
+    found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}, engine=engine))
+    assert found.schedules == () and found.engine.server_args == engine["server_args"]

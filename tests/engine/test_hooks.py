@@ -1,0 +1,78 @@
+"""What the backend's hooks change in SGLang, and that they leave other backends alone."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import flush, start_engine
+
+PROMPT = random.Random(0).choices(range(3, 256), k=150)
+
+
+class TestPrefixTree:
+    """KV of generated tokens enters the tree exactly when it is certain to be dense."""
+
+    def hits(self, engine, first: list[int], new_tokens: int) -> int:
+        """Tokens found in the cache by a second turn that begins with the whole first turn."""
+        flush(engine)
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens}
+        output = engine.generate(input_ids=first, sampling_params=sampling)
+        turn = first + output["output_ids"] + [7] * 20
+        again = engine.generate(input_ids=turn, sampling_params={"max_new_tokens": 1})
+        return again["meta_info"]["cached_tokens"]
+
+    def test_sparse_turn_leaves_its_prompt_only(self, sharp_llama):
+        with start_engine(
+            sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64"
+        ) as engine:
+            # Sparse from 65 tokens on. 40 + 24 tokens stay below, so their KV is dense.
+            assert self.hits(engine, PROMPT[:40], 24) == 64
+            # 40 + 26 do not: the prompt's two whole pages stay.
+            assert self.hits(engine, PROMPT[:40], 26) == 32
+            assert self.hits(engine, PROMPT, 40) == 144
+            # Nothing is decoded in a prefill-only request, however long.
+            assert self.hits(engine, PROMPT, 0) == 144
+
+    def test_other_backends_share_what_they_generate(self, sharp_llama):
+        with start_engine(sharp_llama, attention_backend="torch_native", page_size=16) as engine:
+            assert self.hits(engine, PROMPT, 40) == 176
+
+
+class TestLandmarkMemory:
+    @pytest.fixture
+    def reserved(self, monkeypatch):
+        from sglang.srt import runtime_context
+
+        from sparrow_sglang.plugin import scheduler_hooks as hooks
+
+        monkeypatch.setattr(
+            runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2)
+        )
+
+        def per_token(backend: str, start: int, end: int, page_size: int) -> int | None:
+            kvc = SimpleNamespace(
+                server_args=SimpleNamespace(
+                    get_attention_backends=lambda: (backend, backend),
+                    sparrow_schedule="fixed-512",
+                    page_size=page_size,
+                ),
+                model_config=SimpleNamespace(
+                    hf_config=None, head_dim=64, get_num_kv_heads=lambda tp_size: 8 // tp_size
+                ),
+                layer_info=SimpleNamespace(start_layer=start, end_layer=end),
+                kv_cache_dtype=torch.bfloat16,
+            )
+            return hooks.reserve_landmarks(100_000, None, kvc, end - start)
+
+        return per_token
+
+    def test_bytes_per_token(self, reserved):
+        # A landmark is 4 heads x 64 x 2 bytes = 512 bytes per page and layer, 32 per token.
+        assert reserved("sparrow", 0, 10, 16) == 100_000 + 8 * 32
+        # A later pipeline stage has no dense layers; at page size 64 a landmark serves 64 tokens.
+        assert reserved("sparrow", 10, 20, 16) == 100_000 + 10 * 32
+        assert reserved("sparrow", 0, 10, 64) == 100_000 + 8 * 8
+
+    def test_other_backends_reserve_nothing(self, reserved):
+        assert reserved("flashinfer", 0, 10, 16) is None

@@ -1,0 +1,313 @@
+"""Stock SGLang on the CPU platform, against transformers and peft."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from engines import NUM_LAYERS, VOCAB_SIZE, flush, save_tiny_model, start_engine
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.plugin import platform
+
+PAGE = 16
+CHUNK = 64
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(1000 * length + seed).choices(range(3, VOCAB_SIZE), k=length)
+
+
+def reference(path: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+
+
+@torch.no_grad()
+def log_probs(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    """Log-probs [L, V] of the token after each of `tokens`."""
+    return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def generate(engine, prompts: list[list[int]], new_tokens: int = 12, **request) -> list[dict]:
+    return engine.generate(
+        input_ids=prompts,
+        sampling_params={"temperature": 0, "max_new_tokens": new_tokens},
+        return_logprob=True,
+        **request,
+    )
+
+
+def assert_greedy(model: torch.nn.Module, tokens: list[int], output: dict) -> None:
+    """`output` is the greedy continuation of `tokens` under `model`, with its log-probs."""
+    answer = output["output_ids"]
+    expected = log_probs(model, tokens + answer)[len(tokens) - 1 : -1]
+    got = torch.tensor([value for value, *_ in output["meta_info"]["output_token_logprobs"]])
+    chosen = expected[range(len(answer)), answer]
+    torch.testing.assert_close(got.double(), chosen, atol=1e-4, rtol=0)
+    torch.testing.assert_close(chosen, expected.max(-1).values, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def dense_model(sharp_llama):
+    return reference(sharp_llama)
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama):
+    with start_engine(sharp_llama, page_size=PAGE, chunked_prefill_size=CHUNK) as engine:
+        yield engine
+
+
+class TestActivate:
+    """Which machines get the platform. SGLang's argument class is not under test here."""
+
+    @pytest.fixture(autouse=True)
+    def plain_cpu(self, monkeypatch):
+        monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+        monkeypatch.setattr(platform.server_args, "install_on_import", lambda: None)
+        for device in (torch.cuda, torch.xpu, torch.backends.mps):
+            monkeypatch.setattr(device, "is_available", lambda: False)
+        monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: None)
+
+    def test_a_machine_without_accelerator(self):
+        assert platform.activate() == "sparrow_sglang.plugin.cpu.platform:SparrowCpuPlatform"
+
+    @pytest.mark.parametrize("device", ["cuda", "xpu", "backends.mps"])
+    def test_declines_next_to_an_accelerator(self, monkeypatch, device):
+        monkeypatch.setattr(f"torch.{device}.is_available", lambda: True)
+        assert platform.activate() is None
+
+    @pytest.mark.parametrize("package", ["torch_npu", "habana_frameworks", "torch_musa"])
+    def test_declines_where_torch_learns_of_the_device_later(self, monkeypatch, package):
+        monkeypatch.setattr(
+            platform.importlib.util, "find_spec", lambda name: package if name == package else None
+        )
+        assert platform.activate() is None
+
+    def test_declines_when_the_user_asks_for_sglangs_cpu_engine(self, monkeypatch):
+        monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        assert platform.activate() is None
+
+
+class TestAllocator:
+    """Slots must be those of SGLang's own loop over requests."""
+
+    @pytest.fixture
+    def allocators(self):
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+        from sparrow_sglang.plugin.cpu.allocator import TorchPagedAllocator
+
+        arguments = (40 * PAGE, PAGE, torch.float32, "cpu", None, False)
+        return TorchPagedAllocator(*arguments), PagedTokenToKVPoolAllocator(*arguments)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_extend(self, allocators, seed):
+        from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
+
+        ours, stock = allocators
+        draw = random.Random(seed)
+        edges = [0, 1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 1, 3 * PAGE]
+        prefix = torch.tensor([draw.choice(edges) for _ in range(4)])
+        total = prefix + torch.tensor([draw.randint(1, 3 * PAGE) for _ in range(4)])
+        # The prefixes' pages are 100, 200, ...: none that could be handed out again.
+        last = torch.where(prefix > 0, (torch.arange(4) + 1) * 100 * PAGE + prefix - 1, -1)
+        count = int((total - prefix).sum())
+        expected = torch.empty(count, dtype=torch.int64)
+        alloc_extend_naive(prefix, total, last, stock.free_pages, expected, PAGE, "cpu")
+        got = ours.alloc_extend(prefix, prefix, total, total, last, count)
+        assert got.tolist() == expected.tolist()
+        used = {slot // PAGE for slot in got.tolist()} & set(range(1, 41))
+        assert ours.free_pages.tolist() == [page for page in range(1, 41) if page not in used]
+
+    def test_decode(self, allocators):
+        ours, _ = allocators
+        lengths = torch.tensor([PAGE, PAGE + 1, 2 * PAGE + 2])
+        slots = ours.alloc_decode(lengths, lengths, torch.tensor([1614, 3215, 4801]))
+        # Within page 100; at the start of the first free page; within page 300.
+        assert slots.tolist() == [1615, 1 * PAGE, 4802]
+
+    def test_none_when_pages_run_out(self, allocators):
+        ours, _ = allocators
+        lengths = torch.tensor([41 * PAGE])
+        zero = torch.zeros(1, dtype=torch.int64)
+        assert ours.alloc_extend(zero, zero, lengths, lengths, zero - 1, 41 * PAGE) is None
+        assert ours.available_size() == 40 * PAGE
+
+
+def test_defaults(engine):
+    info = engine.get_server_info()
+    assert info["attention_backend"] == "torch_native"
+    assert info["device"] == "cpu"
+    assert info["lora_backend"] == "torch_native"
+    assert info["disable_overlap_schedule"] is False
+    assert info["disable_radix_cache"] is False
+
+
+def test_batch_of_chunked_and_whole_prompts(engine, dense_model):
+    prompts = [prompt(n) for n in (3, PAGE, PAGE + 1, CHUNK, CHUNK + 1, 200)]
+    for tokens, output in zip(prompts, generate(engine, prompts), strict=True):
+        assert_greedy(dense_model, tokens, output)
+
+
+def test_prompt_log_probs(engine, dense_model):
+    tokens = prompt(150)
+    [output] = generate(engine, [tokens], 0, logprob_start_len=0, top_logprobs_num=5)
+    expected = log_probs(dense_model, tokens)
+    got = output["meta_info"]["input_token_logprobs"]
+    assert [token for _, token, _ in got] == tokens
+    chosen = expected[range(149), tokens[1:]]
+    torch.testing.assert_close(
+        torch.tensor([value for value, *_ in got[1:]]).double(), chosen, atol=1e-4, rtol=0
+    )
+    top = output["meta_info"]["input_top_logprobs"][-1]
+    best = expected[148].topk(5)
+    assert [token for _, token, _ in top] == best.indices.tolist()
+
+
+def test_radix_cache_hits_in_whole_pages(engine, dense_model):
+    flush(engine)
+    tokens = prompt(100)
+    branch = tokens[:40] + prompt(50, seed=1)
+    hits = []
+    for request in (tokens, tokens, branch):
+        [output] = generate(engine, [request])
+        hits.append(output["meta_info"]["cached_tokens"])
+        assert_greedy(dense_model, request, output)
+    # 96 = 6 whole pages of 99 tokens (one token is always computed); 32 = 2 of the shared 40.
+    assert hits == [0, 96, 32]
+
+
+def test_abort(engine, dense_model):
+    async def run_and_abort() -> dict:
+        stream = await engine.async_generate(
+            input_ids=prompt(20),
+            sampling_params={"max_new_tokens": 4000, "ignore_eos": True},
+            rid="to-be-aborted",
+            stream=True,
+        )
+        async for output in stream:
+            if output["meta_info"]["completion_tokens"] >= 3:
+                engine.tokenizer_manager.abort_request("to-be-aborted")
+        return output
+
+    output = engine.loop.run_until_complete(run_and_abort())
+    assert output["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 3 <= output["meta_info"]["completion_tokens"] < 4000
+    tokens = prompt(30, seed=2)
+    assert_greedy(dense_model, tokens, generate(engine, [tokens])[0])
+
+
+def test_retraction_and_eviction(sharp_llama, dense_model):
+    """Six requests of 60 + 100 tokens in a pool of 512: some have to be retracted and resumed."""
+    prompts = [prompt(60, seed) for seed in range(6)]
+    with start_engine(sharp_llama, page_size=PAGE, max_total_tokens=512) as small:
+        for tokens, output in zip(prompts, generate(small, prompts, 100), strict=True):
+            assert output["meta_info"]["completion_tokens"] == 100
+            assert_greedy(dense_model, tokens, output)
+
+
+def test_update_weights_from_tensor(sharp_llama, tmp_path):
+    other = reference(save_tiny_model(tmp_path, seed=1, spread=0.15))
+    tokens = prompt(70)
+    with start_engine(sharp_llama, page_size=PAGE) as engine:
+        before = generate(engine, [tokens])[0]["output_ids"]
+        flush(engine)
+        engine.update_weights_from_tensor(
+            [(name, weight.float()) for name, weight in other.state_dict().items()]
+        )
+        [output] = generate(engine, [tokens])
+    assert output["meta_info"]["cached_tokens"] == 0
+    assert output["output_ids"] != before
+    assert_greedy(other, tokens, output)
+
+
+@pytest.fixture(scope="module")
+def adapter(sharp_llama, tmp_path_factory) -> str:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    adapted = get_peft_model(model, config)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    folder = tmp_path_factory.mktemp("adapter")
+    adapted.save_pretrained(folder)
+    return str(folder)
+
+
+def test_lora_load_generate_unload(sharp_llama, dense_model, adapter):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    adapted = PeftModel.from_pretrained(reference(sharp_llama), adapter).double()
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}
+    tensors = load_file(Path(adapter) / "adapter_model.safetensors")
+    assert len(tensors) == 4 * NUM_LAYERS
+    tokens = prompt(90)
+    with start_engine(
+        sharp_llama,
+        page_size=PAGE,
+        enable_lora=True,
+        max_lora_rank=4,
+        lora_target_modules=["q_proj", "v_proj"],
+    ) as engine:
+        assert engine.load_lora_adapter("disk", adapter).success
+        assert engine.load_lora_adapter_from_tensors("memory", tensors, config).success
+        batch = generate(engine, [tokens] * 3, lora_path=["disk", None, "memory"])
+        assert_greedy(adapted, tokens, batch[0])
+        assert_greedy(dense_model, tokens, batch[1])
+        assert_greedy(adapted, tokens, batch[2])
+        assert batch[0]["output_ids"] != batch[1]["output_ids"]
+        # The base model's prefix is not the adapter's.
+        again = generate(engine, [tokens] * 2, lora_path=["disk", None])
+        assert [output["meta_info"]["cached_tokens"] for output in again] == [80, 80]
+        assert_greedy(adapted, tokens, again[0])
+        unloaded = engine.unload_lora_adapter("memory")
+        assert unloaded.success
+        assert list(unloaded.loaded_adapters) == ["disk"]
+        with pytest.raises(ValueError, match="memory"):
+            generate(engine, [tokens], lora_path=["memory"])
+        assert_greedy(dense_model, tokens, generate(engine, [tokens])[0])
+
+
+def test_grammar(tmp_path):
+    """Constrained decoding on the backend that is the default here."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(tmp_path)
+    end = fast.eos_token_id
+    save_tiny_model(tmp_path, spread=0.15, vocab_size=end + 1, eos_token_id=end)
+    with start_engine(str(tmp_path), page_size=PAGE, skip_tokenizer_init=False) as engine:
+        output = engine.generate(
+            prompt="Answer.", sampling_params={"regex": "(yes|no){3}", "max_new_tokens": 20}
+        )
+    assert re.fullmatch("(yes|no){3}", output["text"])
+    assert output["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_two_ranks(tmp_path):
+    path = save_tiny_model(
+        tmp_path, spread=0.15, num_attention_heads=8, num_key_value_heads=2, hidden_size=128
+    )
+    tokens = prompt(90)
+    with start_engine(path, page_size=PAGE, tp_size=2) as engine:
+        [output] = generate(engine, [tokens])
+    assert_greedy(reference(path), tokens, output)
+
+
+def test_sglang_uses_the_platform():
+    from sglang.srt.platforms import current_platform
+
+    from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
+
+    assert isinstance(current_platform, SparrowCpuPlatform)

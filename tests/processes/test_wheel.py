@@ -1,0 +1,124 @@
+"""The wheel and the sdist hold everything, and what the wheel installs runs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FOLDERS = {
+    "sparrow_sglang": "sparrow_sglang",
+    "attention_backends": "sparrow_sglang/attention_backends",
+    "benchmarks": "sparrow_sglang/benchmarks",
+    "rl": "sparrow_sglang/rl",
+}
+CALLED = """
+import sparrow_sglang
+from sparrow_sglang.report.page import render
+from sparrow_sglang.schedule import load_schedule
+print(sparrow_sglang.__file__)
+print(load_schedule("qwen3-4b-0.86", 16).kv_budget_tokens(1))
+print("<html" in render("nothing", [], []))
+for name in sparrow_sglang.__all__:
+    getattr(sparrow_sglang, name)
+"""
+
+
+def run(*command: str | Path, **options: Any) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=120, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def uv() -> str:
+    """As tools/bootstrap.sh has noted it, or from the path."""
+    noted = Path(sys.prefix) / ".uv"
+    # Relative to the repository if the script has installed it there.
+    found = shutil.which(ROOT / noted.read_text().strip() if noted.exists() else "uv")
+    if found is None:
+        pytest.skip("uv is not installed")
+    return found
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of wheel and sdist; the wheel is built from the sdist."""
+    # Of a copy, as setuptools leaves build folders in the tree.
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    # With the setuptools that is installed here, so that nothing is downloaded.
+    options = ("--offline", "--no-build-isolation", "--python", sys.executable)
+    out = source / "dist"
+    run(uv(), "build", *options, "--out-dir", out, source, cwd=source)
+    return out
+
+
+def shipped() -> set[str]:
+    """Every module and every data file that code reads, by its path in the repository."""
+    wanted = ("*.py", "schedules/*.json", "report/*.j2", "models/*/config.json", "py.typed")
+    return {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for pattern in wanted
+        for path in (ROOT / folder).rglob(pattern)
+    }
+
+
+def only(folder: Path, pattern: str) -> Path:
+    [path] = folder.glob(pattern)
+    return path
+
+
+def test_the_wheel_holds_everything_and_nothing_else(dist: Path) -> None:
+    with zipfile.ZipFile(only(dist, "*.whl")) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    expected = set()
+    for path in shipped():
+        top, _, rest = path.partition("/")
+        expected.add(f"{FOLDERS[top]}/{rest}")
+    assert names == expected
+    assert len([name for name in names if name.startswith("sparrow_sglang/schedules/q")]) == 20
+
+
+def test_the_sdist_holds_everything(dist: Path) -> None:
+    with tarfile.open(only(dist, "*.tar.gz")) as sdist:
+        names = {"/".join(PurePosixPath(name).parts[1:]) for name in sdist.getnames()}
+    assert shipped() | {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+def test_what_the_wheel_installs_runs(dist: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    options = ("--offline", "--no-deps", "--python", sys.executable, "--target", target)
+    run(uv(), "pip", "install", *options, only(dist, "*.whl"))
+    # Its dependencies come from this environment, everything of ours from the wheel.
+    here = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(target)}}
+    place, budget, page = run(sys.executable, "-c", CALLED, **here).split()
+    assert Path(place).is_relative_to(target)
+    assert (budget, page) == ("512", "True")
+    said = run(sys.executable, target / "bin" / "sparrow", "--version", **here)
+    assert said.strip() == PROJECT["version"]
+
+
+def test_the_version_stands_in_one_place() -> None:
+    version = PROJECT["version"]
+    repeated = re.compile(rf"(?<![\d.]){re.escape(version)}(?![\d.])")
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert [path for path in sources if repeated.search(path.read_text())] == []
+    newest = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == version

@@ -1,0 +1,130 @@
+"""Pushing adapters to a running engine, against the checkpoints that PEFT merges them to."""
+
+import pytest
+import torch
+from adapted_models import RANK, save_adapter
+from engines import random_prompt, start_engine
+from oracle import ContractModel
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from sparrow_sglang import push_adapter
+from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.schedule import BudgetSchedule
+
+FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
+SCHEDULE = BudgetSchedule.fixed(64)
+PROMPT = random_prompt(0, 90)
+SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama):
+    with start_engine(
+        sharp_llama,
+        attention_backend="sparrow",
+        sparrow_schedule=SCHEDULE.name,
+        enable_lora=True,
+        max_lora_rank=8,
+        lora_target_modules=list(SERVED),
+        max_loras_per_batch=3,
+        lora_backend="torch_native",
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def saved(sharp_llama, tmp_path_factory):
+    """Folders of adapters and merged checkpoints; SGLang itself does not load the second."""
+    modules = {"all": SERVED, "some": ("q_proj", "up_proj")}
+    return {
+        name: save_adapter(sharp_llama, tmp_path_factory.mktemp(name), seed, modules[name])
+        for seed, name in enumerate(modules)
+    }
+
+
+def generate(engine, name: str | None) -> dict:
+    return engine.generate(
+        input_ids=PROMPT,
+        sampling_params={"temperature": 0, "max_new_tokens": 30, "ignore_eos": True},
+        return_logprob=True,
+        lora_path=name,
+    )
+
+
+def assert_law(output: dict, model: str) -> None:
+    """The log-probs are those of `model`, decoded sparsely."""
+    ids = output["output_ids"]
+    law = ContractModel(model, SCHEDULE).log_probs(PROMPT, ids)
+    got = torch.tensor([value for value, *_ in output["meta_info"]["output_token_logprobs"]])
+    expected = law.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+    torch.testing.assert_close(got.double(), expected, atol=FP32, rtol=0)
+
+
+def test_a_pushed_adapter_is_the_merged_model_and_replaces_the_former(engine, saved, sharp_llama):
+    folder, merged = saved["all"]
+    push_adapter(engine, "mine", folder)
+    assert_law(generate(engine, "mine"), merged)
+    # As a training loop has it: PEFT's config, and tensors that change after the call.
+    folder, merged = saved["some"]
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    config = LoraConfig(r=RANK, lora_alpha=8, target_modules=["q_proj", "up_proj"])
+    push_adapter(engine, "mine", tensors, config.to_dict())
+    for tensor in tensors.values():
+        tensor.zero_()
+    output = generate(engine, "mine")
+    assert output["meta_info"]["cached_tokens"] == 0
+    assert_law(output, merged)
+    assert_law(generate(engine, None), sharp_llama)
+
+
+def test_what_does_not_fit_is_refused_and_the_former_stays(engine, saved):
+    folder, merged = saved["some"]
+    push_adapter(engine, "mine", folder)
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
+    key = next(name for name in tensors if "q_proj.lora_A" in name)
+    only_a = {name: tensor for name, tensor in tensors.items() if "lora_A" in name}
+    for wrong, fields, reason in [
+        (tensors, config | {"r": 9}, "r=9: expected a whole number from 1 to 8"),
+        (tensors, config | {"lora_alpha": None}, "lora_alpha=None: expected a number"),
+        (tensors, config | {"use_dora": True}, "use_dora=True: SGLang cannot serve it"),
+        (tensors, config | {"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
+        (tensors, config | {"peft_type": "IA3"}, "peft_type='IA3': expected 'LORA'"),
+        (tensors, config | {"target_modules": ["lm_head"]}, "target_modules=.*has room for"),
+        (tensors | {key: tensors[key][:, :-1]}, config, r"\[4, 143\]: expected .* \[4, 144\]"),
+        (tensors | {"q_proj": tensors[key]}, config, "'q_proj'.* belongs to no linear module"),
+        (only_a, config, "one factor only"),
+        # The sampler, and with it the scheduler, ends at log-probs of NaN.
+        (tensors | {key: tensors[key] * float("nan")}, config, "holds NaN, or numbers above 1000"),
+        (tensors | {key: tensors[key] + 1e38}, config, "holds NaN, or numbers above 1000"),
+        (tensors, config | {"lora_alpha": 1e5}, "lora_alpha=100000.0: expected a number of at m"),
+        ({}, config, "tensors are empty"),
+    ]:
+        with pytest.raises(EndpointError, match=reason):
+            push_adapter(engine, "mine", wrong, fields)
+    with pytest.raises(EndpointError, match="name='a:b': expected a string of 1 to 64 letters"):
+        push_adapter(engine, "a:b", folder)
+    assert_law(generate(engine, "mine"), merged)
+
+
+def test_wrong_arguments(engine, saved, tmp_path):
+    folder, _ = saved["some"]
+    with pytest.raises(ValueError, match="config=None: expected the fields"):
+        push_adapter(engine, "mine", {})
+    with pytest.raises(ValueError, match="config is given beside a folder"):
+        push_adapter(engine, "mine", folder, {})
+    with pytest.raises(ValueError, match="config cannot be sent .* expected JSON values"):
+        push_adapter(engine, "mine", {}, {"r": object()})
+    with pytest.raises(ValueError, match=r"cannot be read .* adapter_model.safetensors"):
+        push_adapter(engine, "mine", tmp_path)
+
+
+def test_an_engine_without_lora_says_so(sharp_llama, saved):
+    with (
+        start_engine(
+            sharp_llama, attention_backend="sparrow", sparrow_schedule=SCHEDULE.name
+        ) as plain,
+        pytest.raises(EndpointError, match="LoRA is off: start the server with --enable-lora"),
+    ):
+        push_adapter(plain, "mine", saved["some"][0])

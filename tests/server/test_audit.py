@@ -1,0 +1,255 @@
+"""The audit of a running server: what it measures, and that users do not notice."""
+
+import logging
+import re
+import shutil
+import time
+from functools import partial
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from engines import SCHEDULE, random_prompt, start_engine
+from servers import start_server
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.mismatch.tail import TailStatistics
+from sparrow_sglang.plugin.audit import hooks as audit_hooks
+from sparrow_sglang.plugin.audit.hooks import _Scheduler, top_logprobs_of_some
+from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
+from sparrow_sglang.plugin.audit.statistics import AuditReport
+
+FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
+TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
+PLAIN = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def arguments(schedule_file) -> dict:
+    return {
+        "attention_backend": "sparrow",
+        "sparrow_schedule": schedule_file,
+        "sparrow_audit_rate": 1.0,
+        "chunked_prefill_size": 64,
+    }
+
+
+@pytest.fixture
+def warnings(caplog):
+    logger = logging.getLogger("sparrow_sglang")
+    logger.addHandler(caplog.handler)
+    # Engines set the level of the root logger, for good.
+    caplog.set_level(logging.WARNING, logger.name)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def gauges(url: str) -> dict[str, float]:
+    """`name{labels}` without the process id -> value, of this package's gauges."""
+    lines = httpx.get(f"{url}/metrics/", follow_redirects=True).text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("sparrow:")]
+    return {name: float(value) for name, value in pairs}
+
+
+def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
+    """Rows equal transformers, gauges equal rows, answers are what they are without the audit."""
+    log = tmp_path / "log"
+    # The server is forked from this process.
+    monkeypatch.setattr(audit_hooks, "MismatchLog", partial(MismatchLog, flush_s=0.5))
+    prompts = {60: random_prompt(1, 60), 130: random_prompt(2, 130)}
+    requests = [
+        {"input_ids": ids, "sampling_params": PLAIN, "rid": f"plain-{length}"}
+        for length, ids in prompts.items()
+    ]
+    wants_logprobs = {"return_logprob": True, "top_logprobs_num": 3}
+    asked = requests[0] | wants_logprobs | {"rid": "asked"}
+    not_audited = {"sampling_params": PLAIN | {"temperature": 0.9}}
+    with start_server(
+        sharp_llama, sparrow_audit_log=str(log), enable_metrics=True, **arguments
+    ) as url:
+        endpoint = connect(url)
+        answers = endpoint.generate([*requests, asked])
+        others = endpoint.generate(
+            [
+                requests[0] | not_audited | {"rid": "skipped-1"},
+                asked | not_audited | {"rid": "skipped-2"},
+            ]
+        )
+        deadline = time.monotonic() + 60
+        outcome = 'sparrow:audit_requests{outcome="audited"}'
+        while gauges(url).get(outcome) != 3 and time.monotonic() < deadline:
+            time.sleep(0.3)
+        while read_mismatch_log(log).num_rows < 300 and time.monotonic() < deadline:
+            time.sleep(0.3)
+        found = gauges(url)
+
+    for audited, other in ((answers[0], others[0]), (answers[2], others[1])):
+        assert audited.keys() == other.keys()
+        assert audited["meta_info"].keys() == other["meta_info"].keys()
+    assert "output_token_logprobs" not in answers[0]["meta_info"]
+    rows_of_k = answers[2]["meta_info"]["output_top_logprobs"]
+    assert len(rows_of_k) == 100 and {len(row) for row in rows_of_k} == {3}
+
+    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float64).eval()
+    table = read_mismatch_log(log).to_pandas()
+    assert set(table.request_id) == {"plain-60", "plain-130", "asked"}
+    for answer, ids in zip(answers, [prompts[60], prompts[130], prompts[60]], strict=True):
+        rows = table[table.request_id == answer["meta_info"]["id"]]
+        response = answer["output_ids"]
+        assert rows.token_id.tolist() == response
+        assert rows.position.tolist() == list(range(len(ids), len(ids) + 100))
+        with torch.no_grad():
+            dense = model(torch.tensor([ids + response])).logits[0].log_softmax(-1)
+        chosen = dense[len(ids) - 1 : -1][range(100), response].numpy()
+        np.testing.assert_allclose(rows.dense_logprob, chosen, atol=FP32)
+        assert np.abs(rows.sparse_logprob - chosen).max() > 100 * FP32
+        budgets = [SCHEDULE.kv_budget_tokens(length) for length in rows.position]
+        assert rows.kv_budget_tokens.tolist() == budgets
+        assert (rows.alpha_lower <= rows.alpha_upper).all()
+    told = [value for value, *_ in answers[2]["meta_info"]["output_token_logprobs"]]
+    asked_rows = table[table.request_id == "asked"]
+    np.testing.assert_allclose(asked_rows.sparse_logprob, told, atol=1e-6)
+
+    assert found['sparrow:audit_requests{outcome="skipped"}'] == 2
+    for index in range(4):
+        inside = table[table.position // 64 == index]
+        if not len(inside):
+            continue
+        assert found[f'sparrow:audited_tokens{{bin="{index}"}}'] == len(inside)
+        for bound in ("lower", "upper"):
+            labels = f'{{bin="{index}",bound="{bound}"}}'
+            values = np.sort(inside[f"alpha_{bound}"])
+            tail = values[int(np.ceil(0.05 * len(values))) - 1]
+            assert found[f"sparrow:acceptance_tail{labels}"] == pytest.approx(tail, abs=6e-4)
+            assert found[f"sparrow:acceptance_mean{labels}"] == pytest.approx(
+                values.mean(), abs=1e-4
+            )
+        assert found[f'sparrow:kv_budget_tokens{{bin="{index}"}}'] == SCHEDULE.budget_tokens[index]
+    assert found["sparrow:kv_tokens_held"] == found["sparrow:kv_tokens_read"] == 0
+
+
+def generate(engine, count: int = 1) -> None:
+    connect(engine).generate(
+        [{"input_ids": random_prompt(seed, 60), "sampling_params": PLAIN} for seed in range(count)]
+    )
+
+
+def test_new_weights_and_a_lost_log_folder(sharp_llama, arguments, tmp_path, warnings):
+    log = tmp_path / "log"
+    with start_engine(sharp_llama, sparrow_audit_log=str(log), **arguments) as engine:
+        endpoint = connect(engine)
+        generate(engine)
+        assert engine.update_weights_from_disk(sharp_llama)[0]
+        summary = endpoint.call_sparrow("audit", wait_s=20.0)
+        # Generated by the old weights: no score of the new ones may be compared with it.
+        assert summary["requests"].get("audited", 0) == 0
+        assert read_mismatch_log(log).num_rows == 0
+
+        generate(engine, 2)
+        summary = endpoint.call_sparrow("audit", wait_s=20.0)
+        assert summary["requests"]["audited"] == 2
+        assert read_mismatch_log(log).num_rows == 200
+
+        shutil.rmtree(log)
+        generate(engine)
+        endpoint.call_sparrow("audit", wait_s=20.0)
+        generate(engine, 2)
+        after = endpoint.call_sparrow("audit", wait_s=1.0)
+        assert after["requests"]["audited"] == 3
+    errors = [record for record in warnings.records if record.levelno == logging.ERROR]
+    # caplog sees a record twice where the logger also propagates.
+    assert len(set(map(id, errors))) == 1
+    assert "the audit is off from now on, the server goes on" in errors[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sparrow_audit_rate": 1.5}, "sparrow_audit_rate=1.5: expected the share of requests"),
+        ({"sparrow_audit_rate": -0.1}, "sparrow_audit_rate=-0.1: expected the share"),
+        ({"sparrow_audit_rate": 0.0, "sparrow_audit_log": "x"}, "nothing is audited"),
+        ({"attention_backend": "torch_native"}, "sparrow_audit_rate=1.0, but attention_backend="),
+    ],
+)
+def test_wrong_arguments_are_refused_at_start_up(sharp_llama, arguments, fields, message):
+    wrong = {**arguments, **fields}
+    if "attention_backend" in fields:
+        wrong.pop("sparrow_schedule")
+    with pytest.raises(ValueError, match=re.escape(message)), start_engine(sharp_llama, **wrong):
+        pass
+
+
+def token_rows(request: str, alpha: float, tokens: int = 100, first: int = 0) -> TokenRows:
+    return TokenRows(
+        request_id=request,
+        position=np.arange(first, first + tokens) % 64 + first,
+        token_id=np.zeros(tokens, dtype=int),
+        kv_budget_tokens=np.full(tokens, 64),
+        sparse_logprob=np.zeros(tokens),
+        dense_logprob=np.zeros(tokens),
+        alpha_lower=np.full(tokens, alpha - 0.1),
+        alpha_upper=np.full(tokens, alpha),
+    )
+
+
+def test_one_warning_per_bin_that_falls_below_the_target(warnings):
+    report = AuditReport(TARGETED, gauges=False)
+    for index in range(19):
+        report.add(token_rows(f"few-{index}", 0.5))
+    report.publish()
+    assert not warnings.records
+    for index in range(5):
+        report.add(token_rows(f"more-{index}", 0.5))
+    for index in range(40):
+        # The lower bound is below the target here, the upper one is not.
+        report.add(token_rows(f"good-{index}", 0.9, first=64))
+    report.publish()
+    found = report.publish()
+    messages = {id(record): record.getMessage() for record in warnings.records}
+    assert len(messages) == 1
+    assert "at positions 0 to 63 the 5th percentile" in next(iter(messages.values()))
+    assert "at most 0.500" in next(iter(messages.values()))
+    told = {
+        bound: [(row["bin"], row["tokens"], row["tail"], row["mean"]) for row in rows]
+        for bound, rows in found["bins"].items()
+    }
+    bins = [(0, 2400, 0.5), (1, 4000, 0.9)]
+    for bound, loose in (("upper", 0.0), ("lower", 0.1)):
+        exact = [(index, tokens, alpha - loose, alpha - loose) for index, tokens, alpha in bins]
+        assert told[bound] == [pytest.approx(row, abs=1e-9) for row in exact]
+
+
+def test_intervals_are_drawn_once_for_gauges_warnings_and_summary(monkeypatch):
+    """They take a moment of a process that users share."""
+    report = AuditReport(TARGETED, gauges=False)
+    report.add(token_rows("one", 0.9))
+    drawn = []
+    bins = TailStatistics.bins
+    monkeypatch.setattr(
+        TailStatistics, "bins", lambda self, **more: drawn.append(self) or bins(self, **more)
+    )
+    report.publish()
+    assert len(drawn) == len({id(statistics) for statistics in drawn}) == 2
+
+
+def test_only_the_rows_that_want_a_list_are_searched(monkeypatch):
+    from sglang.srt.layers.logprob_processor import get_top_logprobs
+
+    original = getattr(get_top_logprobs, "__wrapped__", get_top_logprobs)
+    logprobs = torch.randn(5, 50).log_softmax(-1)
+    wanted = [0, 20, 0, 3, 0]
+    expected = [
+        [part.tolist() for part in side] for side in original(logprobs, wanted, no_copy_to_cpu=True)
+    ]
+    monkeypatch.setattr(_Scheduler, "audited", True)
+    searched = []
+
+    def record(rows, *args, **kwargs):
+        searched.append(len(rows))
+        return original(rows, *args, **kwargs)
+
+    got = top_logprobs_of_some(record, logprobs, wanted, no_copy_to_cpu=True)
+    assert [[part.tolist() for part in side] for side in got] == expected
+    assert searched == [2]

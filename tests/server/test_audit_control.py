@@ -1,0 +1,165 @@
+"""An audited server can be paused, updated, flushed and emptied at any time, as any other can."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engines import random_prompt
+from servers import start_server
+
+from sparrow_sglang.plugin.audit import hooks as audit_hooks
+from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, read_mismatch_log
+
+CONTEXT = 640
+PLAIN = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
+# What is waited for takes about a second on an idle machine.
+SECONDS = 20.0
+
+
+class Server:
+    """The routes of a server that a training loop calls, and what its audit has logged."""
+
+    def __init__(self, url: str, model: str, log: Path) -> None:
+        self.url = url
+        self.model = model
+        self.log = log
+        self.sent = 0
+
+    def post(self, route: str, **fields: Any) -> httpx.Response:
+        answer = httpx.post(f"{self.url}/{route}", json=fields, timeout=SECONDS)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def names(self, count: int) -> list[str]:
+        """Ids of `count` further requests."""
+        first, self.sent = self.sent, self.sent + count
+        return [f"request-{index}-" for index in range(first, self.sent)]
+
+    def generate(self, length: int, count: int = 1, **more: Any) -> tuple[set[str], list[Any]]:
+        """Ids of requests with prompts of `length` tokens, and their answers."""
+        names = self.names(count)
+        fields = {"sampling_params": PLAIN, "rid": names} | more
+        prompts = [random_prompt(seed, length) for seed in range(count)]
+        return set(names), self.post("generate", input_ids=prompts, **fields).json()
+
+    def update_weights(self, **fields: Any) -> None:
+        answer = self.post("update_weights_from_disk", model_path=self.model, **fields).json()
+        assert answer["success"], answer
+
+    def audited(self) -> set[str]:
+        return set(read_mismatch_log(self.log)["request_id"].to_pylist())
+
+    def wait_for(self, names: set[str]) -> set[str]:
+        """What has been audited once `names` have."""
+        deadline = time.monotonic() + SECONDS
+        while not names <= (audited := self.audited()):
+            assert time.monotonic() < deadline, f"not audited: {sorted(names - audited)}"
+            time.sleep(0.05)
+        return audited
+
+    def wait_until_done(self) -> set[str]:
+        """What has been audited of all requests so far, which are scored in their order."""
+        return self.wait_for(self.generate(20)[0])
+
+
+@pytest.fixture(scope="module")
+def server(
+    sharp_llama: str, schedule_file: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("audit") / "log"
+    arguments = {
+        "attention_backend": "sparrow",
+        "sparrow_schedule": schedule_file,
+        "sparrow_audit_rate": 1.0,
+        "sparrow_audit_log": str(log),
+        "context_length": CONTEXT,
+        # A score is prefilled in many chunks, so that calls arrive while one runs.
+        "chunked_prefill_size": 16,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        # The server is forked from this process.
+        patch.setattr(audit_hooks, "MismatchLog", partial(MismatchLog, flush_s=0.1))
+        with start_server(sharp_llama, **arguments) as url:
+            yield Server(url, sharp_llama, log)
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+def test_pause_update_continue_answers_while_audits_are_queued(server: Server, mode: str) -> None:
+    old, _ = server.generate(400, count=6)
+    start = time.monotonic()
+    server.post("pause_generation", mode=mode)
+    # Longer than it takes an audit to look for its next request, and the log to be written.
+    time.sleep(1.0)
+    scored = server.audited()
+    server.update_weights()
+    server.post("continue_generation")
+    new, _ = server.generate(60, count=2)
+    assert time.monotonic() - start < SECONDS
+    # What old weights generated is scored no more.
+    assert server.wait_for(new) & old <= scored
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_request_outlives_the_pause_and_is_not_audited(server: Server, mode: str) -> None:
+    server.generate(400, count=3)
+    long = PLAIN | {"max_new_tokens": 400}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.generate, 60, sampling_params=long)
+        time.sleep(0.3)
+        server.post("pause_generation", mode=mode)
+        server.update_weights(flush_cache=False)
+        assert not running.done()
+        server.post("continue_generation")
+        names, answers = running.result(SECONDS)
+    assert answers[0]["meta_info"]["completion_tokens"] == 400
+    assert not names & server.wait_until_done()
+
+
+def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
+    names, _ = server.generate(300, count=4)
+    # Fails at once if anything runs, an audit for example.
+    server.post("flush_cache")
+    server.post("release_memory_occupation")
+    time.sleep(1.0)
+    released = server.audited()
+    assert not names <= released
+    time.sleep(0.5)
+    server.post("resume_memory_occupation", tags=["weights"])
+    time.sleep(0.5)
+    assert server.audited() == released
+    server.post("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+    # The weights are what they were, so what was generated before is scored after all.
+    server.wait_for(names)
+
+
+def test_a_request_without_a_length_is_audited_and_counts_as_running(server: Server) -> None:
+    to_the_end = PLAIN | {"max_new_tokens": None}
+    names, _ = server.generate(CONTEXT - 50, sampling_params=to_the_end)
+    server.wait_for(names)
+
+    fields = {"input_ids": random_prompt(0, 60), "sampling_params": to_the_end, "stream": True}
+    fields["rid"] = server.names(1)[0]
+    with httpx.stream("POST", f"{server.url}/generate", json=fields, timeout=SECONDS) as stream:
+        chunks = stream.iter_lines()
+        next(chunks)
+        names, _ = server.generate(100)
+        # A score would take the 160 tokens again; the share that it may take is far below them.
+        time.sleep(0.5)
+        assert not names & server.audited()
+        assert sum(line.startswith("data: ") for line in chunks) > 100
+    server.wait_for(names | {fields["rid"]})
+
+
+def test_a_start_of_logprobs_that_nobody_asked_for_stays_without_effect(server: Server) -> None:
+    server.generate(300)
+    asked: list[dict[str, Any]] = [{}, {"logprob_start_len": 0}, {"token_ids_logprob": [5]}]
+    found = [server.generate(300, **more) for more in asked]
+    cached = [answers[0]["meta_info"]["cached_tokens"] for _, answers in found]
+    assert cached == [cached[0]] * 3
+    assert cached[0] >= 256
+    server.wait_for(set().union(*(names for names, _ in found)))

@@ -1,0 +1,108 @@
+"""What an audit keeps of requests until it scores them: within bounds, and of one model only."""
+
+import sys
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import random_prompt, start_engine
+
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.client.scoring import TOP_K
+from sparrow_sglang.plugin.audit import requests as audit_requests
+from sparrow_sglang.plugin.audit.requests import MAX_TOKENS, RecordedRequest
+
+SECONDS = 20.0
+NEW_TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
+    arguments = {
+        "attention_backend": "sparrow",
+        "sparrow_schedule": schedule_file,
+        "sparrow_audit_rate": 1.0,
+        "chunked_prefill_size": 64,
+    }
+    with start_engine(sharp_llama, **arguments) as engine:
+        yield engine
+
+
+def requests(count: int, length: int, **more: Any) -> list[dict[str, Any]]:
+    parameters = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    return [
+        {"input_ids": random_prompt(seed, length), "sampling_params": parameters, **more}
+        for seed in range(count)
+    ]
+
+
+def outcomes(engine: Any) -> dict[str, int]:
+    """What has become of all requests so far, once no audit is left to do."""
+    found: dict[str, int] = connect(engine).call_sparrow("audit", wait_s=SECONDS)["requests"]
+    return {name: found.get(name, 0) for name in ("audited", "dropped", "skipped", "failed")}
+
+
+def since(before: dict[str, int], engine: Any) -> dict[str, int]:
+    return {name: count - before[name] for name, count in outcomes(engine).items()}
+
+
+def test_what_exceeds_the_tokens_that_are_kept_is_dropped(engine: Any, monkeypatch: Any) -> None:
+    """In the midst of a generation, without its user's notice; then there is room again."""
+    endpoint = connect(engine)
+    before = outcomes(engine)
+    # Prompts of all four fit, and answers of two.
+    monkeypatch.setattr(audit_requests, "MAX_TOKENS", 4 * 80 + 2 * NEW_TOKENS)
+    for _ in range(2):
+        for answer in endpoint.generate(requests(4, 80, return_logprob=True, top_logprobs_num=3)):
+            meta = answer["meta_info"]
+            assert [len(row) for row in meta["output_top_logprobs"]] == [3] * NEW_TOKENS
+            assert len(meta["output_token_logprobs"]) == NEW_TOKENS
+        found = since(before, engine)
+        assert found["dropped"] in (1, 2), found
+        assert found["audited"] == 4 - found["dropped"]
+        before = outcomes(engine)
+    monkeypatch.setattr(audit_requests, "MAX_TOKENS", 80 + NEW_TOKENS - 1)
+    endpoint.generate(requests(1, 80))
+    assert since(before, engine) == {"audited": 0, "dropped": 1, "skipped": 0, "failed": 0}
+
+
+def test_a_kept_token_takes_as_much_memory_as_is_said() -> None:
+    request = RecordedRequest("one", array("i"), None, None, 0, TOP_K)
+    answer: Any = SimpleNamespace(
+        output_token_logprobs_val=[[-0.5]],
+        output_token_logprobs_idx=[[7]],
+        output_top_logprobs_val=[[[-0.5 - rank for rank in range(TOP_K)]]],
+        output_top_logprobs_idx=[[list(range(TOP_K))]],
+    )
+    for _ in range(5000):
+        request.record(answer, 0)
+    assert request.held_tokens == 5000
+    arrays = (request.tokens, request.logprobs, request.top_ids, request.top_logprobs)
+    assert sum(map(sys.getsizeof, arrays)) / 5000 * MAX_TOKENS < 200e6
+
+
+def test_weights_change_at_once_after_answers_with_audits_queued(
+    engine: Any, sharp_llama: str
+) -> None:
+    """An update, and a check that may overwrite the weights, find the scheduler idle."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    endpoint = connect(engine)
+    before = outcomes(engine)
+    name = "model.norm.weight"
+    weight = torch.tensor(engine.get_weights_by_name(name, 100_000))
+    for _ in range(3):
+        endpoint.generate(requests(4, 400))
+        assert engine.update_weights_from_tensor([(name, weight)])[0]
+    endpoint.generate(requests(4, 400))
+    check = CheckWeightsReqInput(action="reset_tensors")
+    assert engine.loop.run_until_complete(engine.tokenizer_manager.check_weights(check))[0]
+    endpoint.generate(requests(4, 400))
+    assert engine.update_weights_from_disk(sharp_llama)[0]
+    found = since(before, engine)
+    assert found["audited"] + found["dropped"] == 20
+    # Of each four, one at most was scored before the weights changed.
+    assert found["audited"] <= 5

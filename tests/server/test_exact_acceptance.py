@@ -1,0 +1,97 @@
+"""Acceptance rates computed in the server, against transformers in float64 and the contract."""
+
+import os
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+from engines import SCHEDULE, random_prompt, start_engine
+from oracle import ContractModel
+
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.plugin.exact_acceptance import (
+    comparing_request,
+    exact_rates,
+    record_into,
+    recording,
+)
+
+SLOTS, STEPS = 6, 48
+
+
+@pytest.fixture(scope="module")
+def server_args(schedule_file) -> dict:
+    return {
+        "attention_backend": "sparrow",
+        "sparrow_schedule": schedule_file,
+        "chunked_prefill_size": 64,
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama, server_args):
+    with ExitStack() as stack:
+        with recording(SLOTS, STEPS):
+            engine = stack.enter_context(start_engine(sharp_llama, **server_args))
+        yield engine
+
+
+def measured(engine, prompts: list[list[int]], lengths: list[int], namespace: str) -> list:
+    """Responses and their rates, of sampled generations that run together."""
+    endpoint = connect(engine)
+    answers = endpoint.generate(
+        [
+            {
+                "input_ids": prompt,
+                "sampling_params": {
+                    "max_new_tokens": length,
+                    "ignore_eos": True,
+                    "custom_params": record_into(slot, len(prompt)),
+                },
+            }
+            for slot, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+    )
+    responses = [answer["output_ids"] for answer in answers]
+    requests = [
+        comparing_request(slot, prompt, response, namespace)
+        for slot, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+    ]
+    rates = [exact_rates(answer) for answer in endpoint.generate(requests)]
+    return list(zip(responses, rates, strict=True))
+
+
+def test_rates_equal_those_of_both_whole_distributions_in_float64(engine, sharp_llama) -> None:
+    sparse, dense = ContractModel(sharp_llama, SCHEDULE), ContractModel(sharp_llama)
+    # Either side of page and bin edges, over several prefill chunks; one prompt twice.
+    prompts = [random_prompt(i, n) for i, n in enumerate((47, 63, 64, 130, 201))]
+    prompts.append(prompts[3])
+    lengths = [48, 30, 17, 40, 48, 40]
+    low = 1.0
+    for namespace in ("cold", "warm"):
+        found = measured(engine, prompts, lengths, namespace)
+        for prompt, length, (response, rates) in zip(prompts, lengths, found, strict=True):
+            p, q = (torch.exp(m.log_probs(prompt, response)) for m in (sparse, dense))
+            expected = torch.minimum(p, q).sum(-1)[1:]
+            assert len(rates) == length - 1
+            np.testing.assert_allclose(rates, expected, atol=1e-4)
+            low = min(low, rates.min())
+    assert low < 0.9
+
+
+def test_a_slot_is_used_again(engine, sharp_llama) -> None:
+    prompt = random_prompt(9, 70)
+    (_, before), (_, beside) = measured(engine, [prompt, prompt], [10, 10], "a")
+    ((response, rates),) = measured(engine, [prompt], [12], "b")
+    assert len(before) == len(beside) == 9 and len(rates) == 11
+    sparse, dense = ContractModel(sharp_llama, SCHEDULE), ContractModel(sharp_llama)
+    p, q = (torch.exp(m.log_probs(prompt, response)) for m in (sparse, dense))
+    np.testing.assert_allclose(rates, torch.minimum(p, q).sum(-1)[1:], atol=1e-4)
+
+
+def test_a_server_that_does_not_record_is_an_error(sharp_llama, server_args) -> None:
+    assert "SPARROW_RECORD" not in os.environ
+    with start_engine(sharp_llama, **server_args) as engine:
+        with pytest.raises(ValueError, match="records nothing"):
+            measured(engine, [random_prompt(1, 70)], [4], "c")

@@ -1,0 +1,95 @@
+"""The Grafana dashboard asks for what a server with an audit really exports."""
+
+import json
+import re
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+from engines import random_prompt
+from servers import start_server
+
+from sparrow_sglang.client.endpoint import connect
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "openai_server" / "grafana.json"
+# Put on by Prometheus, which scrapes.
+SCRAPED_LABELS = {"instance"}
+
+
+def dashboard() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(DASHBOARD.read_text("utf-8"))
+    return content
+
+
+def queries() -> list[str]:
+    """PromQL of every panel, and of the variables."""
+    content = dashboard()
+    panels = [target["expr"] for panel in content["panels"] for target in panel["targets"]]
+    variables = content["templating"]["list"]
+    return panels + [each["definition"] for each in variables if "definition" in each]
+
+
+def exported(url: str) -> dict[str, dict[str, set[str]]]:
+    """Metric -> label -> values, as a scrape sees them."""
+    # prometheus_client could parse this, but a server forked from a process that has imported it
+    # does not export what its own processes count.
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for line in httpx.get(f"{url}/metrics/", follow_redirects=True).text.splitlines():
+        if line and not line.startswith("#"):
+            name, labels = re.match(r"([\w:]+)(?:\{(.*)\})? \S+$", line).groups()
+            for label, value in re.findall(r'(\w+)="([^"]*)"', labels or ""):
+                found[name][label].add(value)
+            found[name]
+    return found
+
+
+def test_every_metric_and_label_is_exported(sharp_llama: str) -> None:
+    arguments = {
+        "attention_backend": "sparrow",
+        "sparrow_schedule": "fixed-64",
+        "sparrow_audit_rate": 1.0,
+        "enable_metrics": True,
+    }
+    sampling = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
+    with start_server(sharp_llama, **arguments) as url:
+        connect(url).generate(
+            [{"input_ids": random_prompt(1, 100), "sampling_params": sampling, "stream": False}]
+        )
+        deadline = time.monotonic() + 60
+        # The tail is published once the request has been scored again.
+        while "sparrow:acceptance_tail" not in (found := exported(url)):
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+    names = {name for query in queries() for name in re.findall(r"\b(?:sparrow|sglang):\w+", query)}
+    # All of ours are on the dashboard, and nothing that is not exported.
+    assert {name for name in found if name.startswith("sparrow:")} <= names
+    assert names <= found.keys()
+    for query in queries():
+        for name, selectors in re.findall(r"((?:sparrow|sglang):\w+)\{([^}]*)\}", query):
+            for label, value in re.findall(r'(\w+)=~?"([^"]*)"', selectors):
+                if label not in SCRAPED_LABELS:
+                    assert value in found[name][label], (query, label)
+        for labels, inner in re.findall(r"by \((\w+)\) \(([^{]*)", query):
+            name = inner.rpartition("(")[2]
+            assert labels in found[name], query
+
+
+def test_panels_do_not_overlap_and_use_the_chosen_server() -> None:
+    content = dashboard()
+    places = set()
+    for panel in content["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert at["x"] + at["w"] <= 24 and not cells & places, panel["title"]
+        places |= cells
+        assert panel["datasource"]["uid"] == "${datasource}" and panel["description"]
+        for target in panel["targets"]:
+            metrics = re.findall(r"(?:sparrow|sglang):\w+", target["expr"])
+            assert target["expr"].count('{instance=~"$instance"') == len(metrics)
+    assert len({panel["id"] for panel in content["panels"]}) == len(content["panels"])

@@ -1,0 +1,328 @@
+"""The official `openai` client, unmodified, against a real server with the backend."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from adapted_models import save_adapter, save_model_of_words, token_ids, words
+from engines import random_prompt
+from oracle import ContractModel
+from servers import start_server
+
+from sparrow_sglang import measure_acceptance, push_adapter, score_dense
+from sparrow_sglang.client.control import get_schedule, set_schedule
+from sparrow_sglang.client.endpoint import EndpointError, connect
+from sparrow_sglang.schedule import BudgetSchedule
+
+FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
+NAME, KEY = "tiny", "secret"
+A, B = BudgetSchedule.fixed(64), BudgetSchedule.fixed(96)
+PROMPT = random_prompt(0, 100)
+TOKENS = 40
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
+WRONG = {"sparrow": {"schedule": "no-such"}}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server, and the checkpoints that its model names stand for."""
+
+    url: str
+    checkpoints: dict[str, str]
+
+    def client(self, api_key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=120)
+
+    def law(self, model: str, schedule: BudgetSchedule | None, ids: list[int]) -> torch.Tensor:
+        """Log-probs [T, V] of what follows PROMPT, decoded under `schedule` (None: densely)."""
+        return ContractModel(self.checkpoints[model], schedule).log_probs(PROMPT, ids)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[Served]:
+    model = save_model_of_words(tmp_path_factory.mktemp("words"))
+    adapters = {
+        name: save_adapter(model, tmp_path_factory.mktemp(name), seed, MODULES)
+        for seed, name in enumerate(("one", "two"))
+    }
+    with start_server(
+        model,
+        skip_tokenizer_init=False,
+        grammar_backend="none",
+        attention_backend="sparrow",
+        sparrow_schedule=f"{A.name},{B.name}",
+        served_model_name=NAME,
+        api_key=KEY,
+        enable_lora=True,
+        max_lora_rank=8,
+        lora_target_modules=list(MODULES),
+        max_loras_per_batch=3,
+        lora_backend="torch_native",
+    ) as url:
+        for name, (folder, _) in adapters.items():
+            push_adapter(url, name, folder, api_key=KEY)
+        merged = {f"{NAME}:{name}": path for name, (_, path) in adapters.items()}
+        yield Served(url, {NAME: model} | merged)
+
+
+def sparrow(**option) -> dict:
+    return {"custom_params": {"sparrow": option}, "ignore_eos": True}
+
+
+def assert_greedy(law: torch.Tensor, ids: list[int], logprobs: list[float]) -> None:
+    """Near-ties may fall either way, so a greedy token must be almost as likely as the best."""
+    chosen = law.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+    torch.testing.assert_close(torch.tensor(logprobs).double(), chosen, atol=FP32, rtol=0)
+    assert (law.max(-1).values - chosen).max() < 2 * FP32
+
+
+def complete(served: Served, **fields):
+    given = {"model": NAME, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+    return served.client().completions.create(**given | fields)
+
+
+def chat(served: Served, **fields):
+    messages = [{"role": "user", "content": words(PROMPT)}]
+    given = {"model": NAME, "messages": messages, "max_tokens": TOKENS, "temperature": 0}
+    return served.client().chat.completions.create(**given | fields)
+
+
+def test_text_completions(served):
+    answer = complete(served, logprobs=3, extra_body=sparrow(report=True))
+    [choice] = answer.choices
+    ids = token_ids(choice.text)
+    law = served.law(NAME, A, ids)
+    assert len(ids) == TOKENS and choice.finish_reason == "length"
+    assert_greedy(law, ids, choice.logprobs.token_logprobs)
+    for position, listed in enumerate(choice.logprobs.top_logprobs):
+        found = {token_ids(word)[0]: value for word, value in listed.items()}
+        best = law[position].topk(3).values
+        torch.testing.assert_close(
+            torch.tensor(sorted(found.values(), reverse=True)).double(), best, atol=FP32, rtol=0
+        )
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (100, TOKENS)
+    # Held at the first step: prompt and first token; read: 4 pages, of which the last is partial.
+    held = list(range(101, 140))
+    read = [48 + (length - 1) % 16 + 1 for length in held]
+    assert answer.metadata["weight_version"] == "default"
+    assert answer.metadata["sparrow"] == [
+        {
+            "schedule": A.name,
+            "kv_budget_tokens": None,
+            "decode_steps": 39,
+            "kv_tokens_held_mean": pytest.approx(sum(held) / 39),
+            "kv_tokens_read_mean": pytest.approx(sum(read) / 39),
+            "kv_tokens_held_last": 139,
+            "kv_tokens_read_last": read[-1],
+        }
+    ]
+    assert "sparrow" not in complete(served).metadata
+
+
+def test_chat_completions(served):
+    """The same tokens as a text completion of what the template makes of the messages."""
+    answer = chat(served, logprobs=True, top_logprobs=2, extra_body=sparrow(schedule=B.name))
+    [choice] = answer.choices
+    ids = token_ids(choice.message.content)
+    logprobs = [token.logprob for token in choice.logprobs.content]
+    assert_greedy(served.law(NAME, B, ids), ids, logprobs)
+    assert [token.token for token in choice.logprobs.content] == choice.message.content.split()
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_streams_carry_the_same_answer(served, kind):
+    asked = {"extra_body": sparrow(report=True, kv_budget_tokens=48)}
+    streaming = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    if kind == "chat":
+        whole = chat(served, **asked)
+        text = whole.choices[0].message.content
+        chunks = list(chat(served, **streaming))
+        parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    else:
+        whole = complete(served, **asked)
+        text = whole.choices[0].text
+        chunks = list(complete(served, **streaming))
+        parts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(parts) == text and len(parts) > TOKENS / 2
+    [usage] = [chunk.usage for chunk in chunks if chunk.usage]
+    assert usage.completion_tokens == TOKENS
+    assert chunks[-1].metadata == whole.metadata and chunks[-1].choices == []
+    assert whole.metadata["sparrow"][0]["kv_budget_tokens"] == 48
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_several_choices(served):
+    """Each sample of a prompt is one of the sparse law, and has a report of its own."""
+    fields = {"n": 3, "temperature": 1, "logprobs": 1, "extra_body": sparrow(report=True)}
+    answer = complete(served, **fields)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.text for choice in answer.choices}) == 3
+    for choice in answer.choices:
+        ids = token_ids(choice.text)
+        chosen = served.law(NAME, A, ids)[range(TOKENS), ids]
+        got = torch.tensor(choice.logprobs.token_logprobs).double()
+        torch.testing.assert_close(got, chosen, atol=FP32, rtol=0)
+    assert len(answer.metadata["sparrow"]) == 3
+    chunks = list(complete(served, stream=True, **fields))
+    assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1, 2}
+    assert chunks[-1].metadata == answer.metadata
+
+
+def test_stop_strings(served):
+    said = complete(served).choices[0].text.split()
+    stop = next(word for place, word in enumerate(said) if place > 5 and word not in said[:place])
+    place = said.index(stop)
+    for stream in (False, True):
+        answer = complete(served, stop=[stop], stream=stream)
+        answers = list(answer) if stream else [answer]
+        text = "".join(one.choices[0].text for one in answers if one.choices)
+        assert text.split() == said[:place]
+        assert answers[-1].choices[0].finish_reason == "stop"
+
+
+def test_adapters_are_models(served):
+    for model in (f"{NAME}:one", f"{NAME}:two"):
+        answer = complete(served, model=model, logprobs=1)
+        ids = token_ids(answer.choices[0].text)
+        law = served.law(model, A, ids)
+        assert_greedy(law, ids, answer.choices[0].logprobs.token_logprobs)
+        assert (law - served.law(NAME, A, ids)).abs().max() > 100 * FP32
+    with pytest.raises(openai.BadRequestError, match="never been loaded: three"):
+        complete(served, model=f"{NAME}:three")
+
+
+def test_a_mixed_batch_gives_each_request_what_it_gets_alone(served):
+    """Dense, two schedules and two adapters, at the same time, against each alone."""
+    cases = [
+        (NAME, {"dense": True}, None),
+        (NAME, {"schedule": A.name}, A),
+        (NAME, {"schedule": B.name}, B),
+        (f"{NAME}:one", {"schedule": B.name}, B),
+        (f"{NAME}:two", {"report": True}, A),
+        (f"{NAME}:two", {"dense": True}, None),
+    ]
+
+    async def together() -> list:
+        base_url = f"{served.url}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
+            return await asyncio.gather(
+                *(
+                    client.completions.create(
+                        model=model,
+                        prompt=PROMPT,
+                        max_tokens=TOKENS,
+                        temperature=0,
+                        logprobs=1,
+                        extra_body=sparrow(**option),
+                    )
+                    for model, option, _ in cases
+                )
+            )
+
+    curves = []
+    for (model, option, schedule), answer in zip(cases, asyncio.run(together()), strict=True):
+        got = answer.choices[0]
+        alone = complete(served, model=model, logprobs=1, extra_body=sparrow(**option)).choices[0]
+        assert got.text == alone.text
+        assert got.logprobs.token_logprobs == pytest.approx(alone.logprobs.token_logprobs, abs=FP32)
+        ids = token_ids(got.text)
+        assert_greedy(served.law(model, schedule, ids), ids, got.logprobs.token_logprobs)
+        curves.append(got.logprobs.token_logprobs)
+    # Six different answers, or nothing was told apart.
+    for one in range(len(curves)):
+        for other in range(one):
+            pairs = zip(curves[one], curves[other], strict=True)
+            assert max(abs(a - b) for a, b in pairs) > 10 * FP32, (cases[one], cases[other])
+
+
+def test_only_with_the_key(served):
+    with pytest.raises(openai.AuthenticationError):
+        served.client("wrong").completions.create(model=NAME, prompt=PROMPT)
+    with pytest.raises(openai.AuthenticationError):
+        served.client("wrong").models.list()
+    names = {model.id for model in served.client().models.list()}
+    assert names == {NAME, "one", "two"}
+    response = complete(served).choices[0].text
+    [scores] = score_dense(served.url, [(PROMPT, token_ids(response))], api_key=KEY)
+    law = served.law(NAME, None, token_ids(response))
+    chosen = law[range(TOKENS), token_ids(response)]
+    torch.testing.assert_close(torch.from_numpy(scores.logprobs), chosen, atol=FP32, rtol=0)
+
+
+def test_the_calls_of_this_package_take_the_key(served):
+    sampling = {"max_new_tokens": 20, "ignore_eos": True}
+    request = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    [answer] = connect(served.url, KEY).generate([request | {"top_logprobs_num": 20}])
+    sequences = [(PROMPT, answer["output_ids"])]
+    calls = (
+        partial(score_dense, served.url, sequences),
+        partial(measure_acceptance, served.url, sequences, [answer]),
+        partial(get_schedule, served.url),
+        partial(set_schedule, served.url, B),
+        partial(push_adapter, served.url, "three", {"x": torch.zeros(1)}, {"r": 1}),
+    )
+    for call in calls:
+        for keys in ({}, {"api_key": "wrong"}):
+            with pytest.raises(EndpointError, match="answered with 401: .*as api_key="):
+                call(**keys)
+    assert get_schedule(served.url, api_key=KEY) == A
+    assert set_schedule(served.url, B, api_key=KEY) == A
+    assert set_schedule(served.url, A, api_key=KEY) == B
+    found = measure_acceptance(served.url, sequences, [answer], api_key=KEY)
+    [scores] = score_dense(served.url, sequences, api_key=KEY)
+    np.testing.assert_allclose(found.dense[0].logprobs, scores.logprobs, atol=FP32)
+    assert found.lower.tokens() == found.upper.tokens() == {0: 20}
+
+
+def test_disconnecting_ends_the_request(served):
+    endpoint = connect(served.url, KEY)
+    for kind in (complete, chat):
+        with kind(served, max_tokens=3500, stream=True) as stream:
+            next(stream)
+            assert load(served)["num_running_reqs"] == 1
+        deadline = time.monotonic() + 20
+        while load(served)["num_running_reqs"]:
+            assert time.monotonic() < deadline, "the request still runs"
+            time.sleep(0.1)
+    # Succeeds only if no request holds KV; what is left is the prefix cache, which it empties.
+    endpoint.flush_cache()
+    assert load(served)["num_used_tokens"] == 0
+
+
+def load(served: Served) -> dict:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    found = httpx.get(f"{served.url}/v1/loads", headers=headers, timeout=30).json()
+    return found["loads"][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_option_is_refused_with_what_is_allowed(served, stream):
+    allowed = f"one of {A.name}, {B.name}"
+    for kind in (complete, chat):
+        with pytest.raises(openai.BadRequestError, match=allowed):
+            kind(served, stream=stream, extra_body={"custom_params": WRONG})
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 4, "custom_params": WRONG},
+        "stream": stream,
+    }
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=served.url, headers=headers, timeout=60) as client:
+        refused = client.post("/generate", json=body)
+        assert refused.status_code == 400
+        assert allowed in refused.json()["error"]["message"]
+        # What is right still streams, and a prompt that is too long is no stream either.
+        body["sampling_params"] = {"max_new_tokens": 4}
+        answer = client.post("/generate", json=body).text
+        assert ("data: {" in answer) is stream
+        # A busy server sends several tokens at once.
+        assert '"completion_tokens":4' in answer
+        long = client.post("/generate", json=body | {"input_ids": PROMPT * 60})
+        assert long.status_code == 400 and "6000 tokens" in long.json()["error"]["message"]

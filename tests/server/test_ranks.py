@@ -1,0 +1,236 @@
+"""Calls to a running engine of several ranks: all of them do it, or none."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from adapted_models import save_adapter
+from engines import random_prompt, save_tiny_model, start_engine
+
+from sparrow_sglang import push_adapter
+from sparrow_sglang.client.control import get_schedule, set_schedule
+from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.plugin import control as server_control
+from sparrow_sglang.plugin.control_channel import ControlError, idle, rank_name
+from sparrow_sglang.schedule import BudgetSchedule
+
+PROMPT = random_prompt(0, 100)
+TARGETS = ("q_proj", "v_proj")
+
+
+def schedule(name: str) -> BudgetSchedule:
+    return BudgetSchedule(**(BudgetSchedule.fixed(96).model_dump() | {"name": name}))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With heads for two tensor-parallel ranks."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
+    return save_tiny_model(tmp_path_factory.mktemp("two-ranks"), spread=0.15, **shape)
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[None]:
+    """Has schedulers, which are forked from this process, fail on some schedules.
+
+    fails-dp-rank-1 cannot be loaded on that rank; stays-dp-rank-1 cannot be loaded on the others,
+    and that rank does not give it up for what was there before. The adapter `fails` cannot be
+    loaded on tp rank 1.
+    """
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    load = server_control._load
+
+    def failing_load(scheduler: Any, loaded: Any) -> None:
+        fault, _, where = loaded.in_force.name.partition("-")
+        here = where.replace("-", " ") in rank_name(scheduler)
+        if fault in ("fails", "stays") and here == (fault == "fails"):
+            raise RuntimeError("out of memory")
+        held = server_control.hooks.budgets_in_use().loaded.in_force.name
+        if held.startswith("stays") and loaded.in_force.name == "fixed-64":
+            raise RuntimeError("cannot go back")
+        load(scheduler, loaded)
+
+    load_weights = LoRAManager.load_lora_weights_from_tensors
+
+    def failing_weights(manager: Any, lora_ref: Any, tensors: Any) -> None:
+        if lora_ref.lora_name == "fails" and manager.tp_rank == 1:
+            raise RuntimeError("out of memory")
+        load_weights(manager, lora_ref, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_control, "_load", failing_load)
+        patch.setattr(LoRAManager, "load_lora_weights_from_tensors", failing_weights)
+        yield
+
+
+@pytest.fixture(scope="module")
+def replicas(model: str, failing: None) -> Iterator[Any]:
+    with start_engine(
+        model, attention_backend="sparrow", sparrow_schedule="fixed-64,fixed-128", dp_size=2
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def halves(model: str, failing: None) -> Iterator[Any]:
+    with start_engine(
+        model,
+        attention_backend="sparrow",
+        sparrow_schedule="fixed-64",
+        tp_size=2,
+        enable_lora=True,
+        max_lora_rank=4,
+        lora_target_modules=list(TARGETS),
+    ) as engine:
+        yield engine
+
+
+def decoded_by(engine: Any, name: str, *ranks: int) -> None:
+    """Each data-parallel rank decodes by the schedule of this name, as its log-probs show."""
+    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+
+    def log_probs(rank: int, option: dict[str, Any]) -> list[float]:
+        answer = engine.generate(
+            input_ids=PROMPT,
+            sampling_params=sampling | {"custom_params": {"sparrow": option}},
+            return_logprob=True,
+            routed_dp_rank=rank,
+        )
+        assert answer["meta_info"]["dp_rank"] == rank
+        return [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
+
+    for rank in ranks:
+        found = log_probs(rank, {"report": True})
+        for other in ("fixed-64", "fixed-128"):
+            same = found == pytest.approx(log_probs(rank, {"schedule": other}), abs=1e-5)
+            assert same == (other == name), (rank, other)
+
+
+def test_every_replica_is_switched(replicas: Any) -> None:
+    decoded_by(replicas, "fixed-64", 0, 1)
+    assert set_schedule(replicas, "fixed-128").name == "fixed-64"
+    assert get_schedule(replicas).name == "fixed-128"
+    decoded_by(replicas, "fixed-128", 0, 1)
+    assert set_schedule(replicas, "fixed-64").name == "fixed-128"
+
+
+def test_a_paused_request_on_one_replica_keeps_all_from_switching(replicas: Any) -> None:
+    from sglang.srt.managers.io_struct import (
+        ContinueGenerationReqInput,
+        GenerateReqInput,
+        PauseGenerationReqInput,
+    )
+
+    manager = replicas.tokenizer_manager
+    sampling = {"max_new_tokens": 400, "ignore_eos": True}
+
+    async def switched_in_the_middle(rank: int) -> None:
+        request = GenerateReqInput(input_ids=PROMPT, sampling_params=sampling, routed_dp_rank=rank)
+        running = asyncio.ensure_future(anext(manager.generate_request(request, None)))
+        await asyncio.sleep(0.2)
+        assert not running.done()
+        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        with pytest.raises(ValueError, match="paused with requests"):
+            await manager.sparrow_schedule(schedule="fixed-128")
+        await manager.continue_generation(ContinueGenerationReqInput())
+        await running
+
+    for rank in (0, 1):
+        replicas.loop.run_until_complete(switched_in_the_middle(rank))
+        assert get_schedule(replicas).name == "fixed-64"
+    decoded_by(replicas, "fixed-64", 0, 1)
+
+
+@pytest.mark.parametrize("flushed", [(True, False), (False, True), (True, True)])
+def test_whichever_replica_answers_first_all_must_be_idle(flushed: tuple[bool, bool]) -> None:
+    """SGLang's own call hands on what the first one says, and an idle replica may be the first."""
+
+    class Manager:
+        is_pause = True
+        is_pause_cond = asyncio.Condition()
+
+        def auto_create_handle_loop(self) -> None: ...
+
+        async def flush_cache_communicator(self, request: Any) -> list[SimpleNamespace]:
+            return [SimpleNamespace(success=success) for success in flushed]
+
+        async def flush_cache(self, timeout_s: float) -> SimpleNamespace:
+            return (await self.flush_cache_communicator(None))[0]
+
+    async def entered() -> bool:
+        manager: Any = Manager()
+        async with idle(manager, "nothing was done"):
+            return True
+
+    if all(flushed):
+        assert asyncio.run(entered())
+    else:
+        with pytest.raises(ControlError, match="nothing was done: generation is paused"):
+            asyncio.run(entered())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_on_one_replica_is_rolled_back(replicas: Any, rank: int) -> None:
+    wrong = schedule(f"fails-dp-rank-{rank}")
+    reason = f"not switched: dp rank {rank}, tp rank 0: out of memory"
+    with pytest.raises(EndpointError, match=reason):
+        set_schedule(replicas, wrong)
+    assert get_schedule(replicas) == BudgetSchedule.fixed(64)
+    decoded_by(replicas, "fixed-64", 0, 1)
+    # Nor may requests name what no rank holds.
+    with pytest.raises(ValueError, match="one of fixed-64, fixed-128"):
+        replicas.generate(
+            input_ids=PROMPT,
+            sampling_params={"custom_params": {"sparrow": {"schedule": wrong.name}}},
+        )
+
+
+def test_replicas_that_disagree_are_reported_until_one_schedule_is_set(replicas: Any) -> None:
+    wrong = schedule("stays-dp-rank-1")
+    with pytest.raises(EndpointError, match="not all could go back .*dp rank 1, tp rank 0: cannot"):
+        set_schedule(replicas, wrong)
+    different = "different schedules .dp rank 0, tp rank 0: fixed-64; dp rank 1, tp rank 0: stays"
+    with pytest.raises(EndpointError, match=different):
+        get_schedule(replicas)
+    set_schedule(replicas, "fixed-128")
+    assert get_schedule(replicas).name == "fixed-128"
+    decoded_by(replicas, "fixed-128", 0, 1)
+    set_schedule(replicas, "fixed-64")
+
+
+def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
+    """SGLang hears of the first one only."""
+    with pytest.raises(EndpointError, match="not switched: tp rank 1: out of memory"):
+        set_schedule(halves, schedule("fails-tp-rank-1"))
+    assert get_schedule(halves) == BudgetSchedule.fixed(64)
+    assert set_schedule(halves, "fixed-128").name == "fixed-64"
+    assert get_schedule(halves).name == "fixed-128"
+
+
+def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
+    set_schedule(replicas, "fixed-64")
+    for rank in (0, 1):
+        replicas.generate(
+            input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, routed_dp_rank=rank
+        )
+    found = replicas.loop.run_until_complete(replicas.tokenizer_manager.sparrow_landmarks())
+    assert found == {"pages": 2 * (len(PROMPT) // 16)}
+
+
+def test_an_adapter_that_one_rank_has_not_loaded_is_on_none(
+    halves: Any, model: str, tmp_path: Path
+) -> None:
+    folder, _ = save_adapter(model, tmp_path, 1, TARGETS)
+    with pytest.raises(EndpointError, match="tp rank 1: the adapter was not loaded"):
+        push_adapter(halves, "fails", folder)
+    with pytest.raises(ValueError, match="fails"):
+        halves.generate(input_ids=PROMPT, lora_path="fails")
+    push_adapter(halves, "mine", folder)
+    answer = halves.generate(
+        input_ids=PROMPT, sampling_params={"max_new_tokens": 4}, lora_path="mine"
+    )
+    assert answer["meta_info"]["completion_tokens"] == 4

@@ -1,0 +1,247 @@
+"""What a request may ask for, by itself and mixed with others on one running engine."""
+
+import pytest
+import torch
+from contract import budget_pages
+from engines import flush, start_engine
+from oracle import ContractModel
+
+from sparrow_sglang.loaded_schedules import MAX_LOADED, LoadedSchedules
+from sparrow_sglang.requests import DEFAULT, RequestOption, RequestOptionError
+from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+
+PAGE = 16
+FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
+
+
+def schedule(name: str, *pages: int, **fields) -> BudgetSchedule:
+    budgets = tuple(count * PAGE for count in pages)
+    return BudgetSchedule(
+        **{"name": name, "page_size": PAGE, "bin_tokens": 64, "budget_tokens": budgets} | fields
+    )
+
+
+A, B = schedule("a", 4, 5, 5, 7), schedule("b", 6, 6, 8)
+LOADED = LoadedSchedules.of([A, B])
+# Budgets of A under a cap of 80 tokens, which binds in its last bin only.
+CAPPED = schedule("capped", 4, 5, 5, 5)
+OPTIONS = [None, {"dense": True}, {"schedule": "b"}, {"kv_budget_tokens": 80}, {"dense": False}]
+RULES = [A, None, B, CAPPED, A]
+REFUSED = [
+    {"dense": 1},
+    {"dense": True, "schedule": "b"},
+    {"schedule": "c"},
+    {"schedule": 3},
+    {"kv_budget_tokens": 32},
+    {"kv_budget_tokens": 100},
+    {"kv_budget_tokens": True},
+    {"kv_budget_tokens": "80"},
+    {"budget": 80},
+    {"report": 1},
+    {"report": True, "budget": 80},
+    {"report": True, "dense": True, "schedule": "b"},
+    {},
+    "dense",
+]
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 250, (count,), generator=generator).tolist()
+
+
+def sampling(option, new_tokens: int) -> dict:
+    params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return params if option is None else params | {"custom_params": {"sparrow": option}}
+
+
+class TestReading:
+    def test_none_is_the_default(self):
+        for params in (None, {}, {"thinking_budget": 3}, {"sparrow": None}):
+            assert RequestOption.read(params, LOADED) == DEFAULT
+
+    @pytest.mark.parametrize("given", REFUSED, ids=str)
+    def test_refused_with_what_is_allowed(self, given):
+        with pytest.raises(RequestOptionError) as error:
+            RequestOption.read({"sparrow": given}, LOADED)
+        message = str(error.value)
+        assert repr(given) in message
+        assert "one of a, b" in message and "a multiple of 16, at least 48" in message
+
+    @pytest.mark.parametrize("report", [True, False])
+    def test_a_report_may_stand_beside_each(self, report):
+        assert RequestOption.read({"sparrow": {"report": report}}, LOADED) == RequestOption(
+            report=report
+        )
+        for rule in ({"dense": True}, {"schedule": "b"}, {"kv_budget_tokens": 80}):
+            found = RequestOption.read({"sparrow": rule | {"report": report}}, LOADED)
+            assert found == RequestOption(**rule, report=report)
+
+    def test_first_sparse_length(self):
+        # a: four pages until four are held, then five; the sixth is left out, from token 81 on.
+        lengths = {
+            RequestOption(): 81,
+            RequestOption(dense=True): None,
+            RequestOption(schedule="b"): 97,
+            RequestOption(kv_budget_tokens=48): 49,
+            RequestOption(kv_budget_tokens=640): 81,
+        }
+        for option, length in lengths.items():
+            assert option.first_sparse_length(LOADED) == length, option
+
+
+class TestLoading:
+    @pytest.mark.parametrize(
+        ("other", "message"),
+        [
+            (schedule("b", 6, dense_layers=(0,)), r"b: dense_layers=\[0\] differs .* \[0, 1\]"),
+            (schedule("b", 6, sink_pages=2), "b: sink_pages=2 differs .* expected 1"),
+            (schedule("b", 6, recent_pages=1), "b: recent_pages=1 differs"),
+            (BudgetSchedule.fixed(512, 32), "fixed-512: page_size=32 differs"),
+            (schedule("a", 6), "'a' is named twice"),
+            (schedule("b", *[6] * 1025), "1025 bins: expected at most 1024"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, other, message):
+        with pytest.raises(ScheduleError, match=message):
+            LoadedSchedules.of([A, other])
+
+    def test_too_many(self):
+        with pytest.raises(ScheduleError, match="expected at most 14"):
+            LoadedSchedules.of([schedule(str(i), 6) for i in range(MAX_LOADED + 1)])
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("schedules")
+    paths = []
+    for one in (A, B):
+        paths.append(str(folder / f"{one.name}.json"))
+        one.save(paths[-1])
+    with start_engine(
+        sharp_llama,
+        attention_backend="sparrow",
+        sparrow_schedule=",".join(paths),
+        chunked_prefill_size=64,
+    ) as engine:
+        yield engine
+
+
+def generate(engine, prompts, options, lengths) -> list[tuple[list[int], torch.Tensor]]:
+    outputs = engine.generate(
+        input_ids=prompts,
+        sampling_params=[sampling(o, n) for o, n in zip(options, lengths, strict=True)],
+        return_logprob=True,
+    )
+    values = [output["meta_info"]["output_token_logprobs"] for output in outputs]
+    return [([t for _, t, _ in rows], torch.tensor([v for v, *_ in rows])) for rows in values]
+
+
+def test_a_mixed_batch_gives_each_request_its_own_rule(engine, sharp_llama):
+    """What the oracle says of its rule, and what it gets alone; long rows and short ones."""
+    prompts = [tokens(7, 170)] * len(OPTIONS) + [tokens(i, 20 + 9 * i) for i in range(3)]
+    options, rules = OPTIONS + OPTIONS[1:4], RULES + RULES[1:4]
+    lengths = [24, 30, 26, 40, 24, 60, 60, 60]
+    together = generate(engine, prompts, options, lengths)
+    oracles = {id(rule): ContractModel(sharp_llama, rule) for rule in (A, B, CAPPED, None)}
+    for prompt, rule, (ids, got) in zip(prompts, rules, together, strict=True):
+        expected = oracles[id(rule)].log_probs(prompt, ids)
+        chosen = expected.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+        torch.testing.assert_close(got.double(), chosen, atol=FP32, rtol=0)
+        assert (expected.max(-1).values - chosen).max() < 2 * FP32
+    for row in range(4):
+        [(ids, got)] = generate(engine, prompts[row : row + 1], options[row : row + 1], [24])
+        assert ids == together[row][0][:24]
+        torch.testing.assert_close(got, together[row][1][:24], atol=FP32, rtol=0)
+    # The rules really differ on this prompt, or nothing was tested above.
+    curves = [together[row][1][:24] for row in range(4)]
+    for one in range(4):
+        for other in range(one):
+            assert (curves[one] - curves[other]).abs().max() > 10 * FP32, (one, other)
+    torch.testing.assert_close(curves[0], together[4][1], atol=FP32, rtol=0)
+
+
+def test_a_row_of_the_token_table_forgets_its_last_request(engine):
+    """Rows are given to one request after the other, of which the last asks for nothing."""
+    prompt = tokens(7, 170)
+    plain = [generate(engine, [prompt], [None], [24])[0] for _ in range(2)]
+    for option in OPTIONS[1:4]:
+        generate(engine, [prompt] * 8, [option] * 8, [4] * 8)
+        [(ids, got)] = generate(engine, [prompt], [None], [24])
+        assert ids == plain[0][0]
+        torch.testing.assert_close(got, plain[0][1], atol=FP32, rtol=0)
+
+
+def test_sparse_kv_stays_private_under_every_option(engine):
+    """40 + 30 tokens: sparse under a cap of 48, dense under a (from 81 on) and in dense rows."""
+    prompt = tokens(5, 40)
+    cached = {}
+    for option, new_tokens in [({"kv_budget_tokens": 48}, 30), (None, 30), ({"dense": True}, 90)]:
+        flush(engine)
+        [(ids, _)] = generate(engine, [prompt], [option], [new_tokens])
+        again = engine.generate(
+            input_ids=prompt + ids + tokens(6, 20), sampling_params={"max_new_tokens": 1}
+        )
+        cached[str(option)] = again["meta_info"]["cached_tokens"]
+    # The last token's KV is never written, and whole pages count: 69 and 129 tokens.
+    assert list(cached.values()) == [32, 64, 128]
+
+
+def test_answers_say_what_was_read_to_those_who_ask(engine):
+    """Against the contract's budgets, step by step: 40 tokens after 70 and after 150."""
+    asked = [option | {"report": True} for option in ({}, *OPTIONS[1:4])] + [None]
+    lengths = (70, 150)
+    outputs = engine.generate(
+        input_ids=[tokens(1, length) for length in lengths for _ in asked],
+        sampling_params=[sampling(option, 40) for _ in lengths for option in asked],
+    )
+    rules = [A, None, B, CAPPED]
+    for place, length in enumerate(lengths):
+        answers = outputs[place * len(asked) : (place + 1) * len(asked)]
+        steps = range(length + 1, length + 40)
+        for rule, output in zip(rules, answers, strict=False):
+            read = [step if rule is None else step - PAGE * left_out(rule, step) for step in steps]
+            usage = output["meta_info"]["sparrow"]
+            assert usage["decode_steps"] == len(steps)
+            assert usage["kv_tokens_held_last"] == steps[-1]
+            assert usage["kv_tokens_read_last"] == read[-1]
+            assert usage["kv_tokens_held_mean"] == pytest.approx(sum(steps) / len(steps))
+            assert usage["kv_tokens_read_mean"] == pytest.approx(sum(read) / len(read))
+        named = [output["meta_info"]["sparrow"]["schedule"] for output in answers[:4]]
+        assert named == ["a", None, "b", "a"]
+        assert "sparrow" not in answers[4]["meta_info"]
+
+
+def left_out(rule: BudgetSchedule, length: int) -> int:
+    pages = -(-length // PAGE)
+    return max(0, pages - budget_pages(length, PAGE, rule.bin_tokens, rule.budget_tokens))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"input_ids": [5, 256]}, r"input_ids\[1\]=256: expected token ids .* from 0 to 255"),
+        ({"input_ids": [-1]}, r"input_ids\[0\]=-1: expected token ids"),
+        (
+            {"return_logprob": True, "top_logprobs_num": 257},
+            "top_logprobs_num=257: expected a whole number, 0 to 256",
+        ),
+        ({"sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens=1.5: Expected `int | null`"),
+        ({"sampling_params": {"n": 0}}, "n=0: expected a whole number of 1 or more"),
+        ({"sampling_params": {"stop_regex": "("}}, "the request cannot be read .*subpattern"),
+    ],
+    ids=str,
+)
+def test_what_would_end_the_scheduler_is_refused(engine, fields, reason):
+    right = {"input_ids": tokens(1, 20), "sampling_params": sampling(None, 4)}
+    with pytest.raises(ValueError, match=reason):
+        engine.generate(**right | fields)
+    assert engine.generate(**right)
+
+
+@pytest.mark.parametrize("given", REFUSED[:1] + REFUSED[2:3] + REFUSED[5:6], ids=str)
+def test_a_wrong_option_is_refused_and_the_engine_goes_on(engine, given):
+    with pytest.raises(ValueError, match="expected exactly one of") as error:
+        engine.generate(input_ids=tokens(1, 20), sampling_params=sampling(given, 4))
+    assert "a, b" in str(error.value)
+    assert engine.generate(input_ids=tokens(1, 20), sampling_params=sampling(None, 4))

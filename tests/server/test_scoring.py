@@ -1,0 +1,234 @@
+"""Dense re-scoring on the server that generated sparsely, against transformers."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from engines import random_prompt, start_engine
+from servers import start_server
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang import measure_acceptance
+from sparrow_sglang.client.endpoint import EndpointError, connect
+from sparrow_sglang.client.scoring import (
+    SparseScores,
+    dense_scores,
+    recorded_scores,
+    score_dense,
+    scoring_request,
+)
+from sparrow_sglang.mismatch.acceptance import acceptance_bounds, acceptance_rate
+from sparrow_sglang.requests import RequestOption
+
+FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
+# Four prefill chunks and more for the sequences below.
+CHUNK = 64
+
+
+def sample(target, prompts: list[list[int]], new_tokens: int, **fields) -> list[dict]:
+    return connect(target).generate(
+        [
+            {
+                "input_ids": ids,
+                "sampling_params": {
+                    "temperature": 1.0,
+                    "max_new_tokens": new_tokens,
+                    "ignore_eos": True,
+                },
+                "return_logprob": True,
+                "top_logprobs_num": 20,
+            }
+            | fields
+            for ids in prompts
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def arguments(schedule_file) -> dict:
+    return {
+        "attention_backend": "sparrow",
+        "sparrow_schedule": schedule_file,
+        "chunked_prefill_size": CHUNK,
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_llama, arguments):
+    with start_engine(sharp_llama, **arguments) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def log_probs(sharp_llama):
+    """Dense log-probs [T, V] of the tokens after a prompt, float64."""
+    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float64).eval()
+
+    @torch.no_grad()
+    def compute(ids: list[int], response: list[int]) -> torch.Tensor:
+        logits = model(torch.tensor([ids + response])).logits[0]
+        return logits.log_softmax(-1)[len(ids) - 1 : -1]
+
+    return compute
+
+
+def assert_dense(scores, expected: torch.Tensor, response: list[int]) -> None:
+    chosen = expected[range(len(response)), response]
+    np.testing.assert_allclose(scores.logprobs, chosen, atol=FP32)
+    top = expected.topk(scores.top_ids.shape[1])
+    np.testing.assert_allclose(scores.top_logprobs, top.values, atol=FP32)
+    # By log-prob, not by id: near-ties may swap places.
+    listed = expected.gather(1, torch.from_numpy(scores.top_ids))
+    np.testing.assert_allclose(scores.top_logprobs, listed, atol=FP32)
+
+
+def test_a_sparse_generation_is_scored_as_transformers_scores_it(engine, log_probs):
+    prompts = [random_prompt(seed, length) for seed, length in ((1, 20), (2, 90), (3, 130))]
+    answers = sample(engine, prompts, 150)
+    sequences = [(ids, answer["output_ids"]) for ids, answer in zip(prompts, answers, strict=True)]
+    cold = score_dense(engine, sequences)
+    warm = score_dense(engine, sequences)  # prompts, and now responses too, are in the prefix cache
+    for index, (ids, response) in enumerate(sequences):
+        expected = log_probs(ids, response)
+        assert_dense(cold[index], expected, response)
+        assert_dense(warm[index], expected, response)
+        recorded = recorded_scores(answers[index])
+        assert isinstance(recorded, SparseScores) and recorded.top_ids.shape == (150, 20)
+        chosen = expected[range(150), response].numpy()
+        # The first token comes from prefill; later ones must show that decode was sparse.
+        assert abs(recorded.logprobs[0] - chosen[0]) < FP32
+        assert np.abs(recorded.logprobs - chosen).max() > 100 * FP32
+
+
+def test_scores_give_bounds_that_bracket_the_acceptance_rate(engine, log_probs):
+    """Exact rates need whole distributions of both sides: here top-256 lists of 256 tokens."""
+    ids = random_prompt(4, 100)
+    answer = sample(engine, [ids], 80, top_logprobs_num=256)[0]
+    whole = recorded_scores(answer)
+    sparse = np.full((80, 256), -np.inf)
+    np.put_along_axis(sparse, whole.top_ids, whole.top_logprobs, axis=1)
+    exact = acceptance_rate(torch.from_numpy(sparse), log_probs(ids, answer["output_ids"]))
+    dense = score_dense(engine, [(ids, answer["output_ids"])])[0]
+    bounds = acceptance_bounds(
+        whole.top_ids[:, :20], whole.top_logprobs[:, :20], dense.top_ids, dense.top_logprobs, 256
+    )
+    assert (bounds.lower <= exact.numpy() + 1e-4).all()
+    assert (bounds.upper >= exact.numpy() - 1e-4).all()
+    assert exact.min() < 0.9
+
+
+def test_acceptance_of_a_batch(engine, log_probs):
+    """Against exact rates of the same tokens, from whole distributions of both sides."""
+    prompts = [random_prompt(seed, 100) for seed in (14, 15)]
+    answers = sample(engine, prompts, 60, top_logprobs_num=256)
+    sequences = [(ids, answer["output_ids"]) for ids, answer in zip(prompts, answers, strict=True)]
+    recorded = [recorded_scores(answer) for answer in answers]
+    exact, sampled = [], []
+    for (ids, response), whole in zip(sequences, recorded, strict=True):
+        sparse = np.full((60, 256), -np.inf)
+        np.put_along_axis(sparse, whole.top_ids, whole.top_logprobs, axis=1)
+        dense = log_probs(ids, response)
+        exact.append(acceptance_rate(torch.from_numpy(sparse), dense).numpy())
+        ratio = dense[range(60), response].numpy() - whole.logprobs
+        sampled.append(np.exp(np.minimum(ratio, 0)))
+    found = measure_acceptance(engine, sequences, answers, bin_tokens=128)
+    assert found.mean.mean == pytest.approx(np.concatenate(sampled).mean(), abs=1e-3)
+    for bounds, rates in zip(found.bounds, exact, strict=True):
+        assert (bounds.lower <= rates + 1e-4).all() and (rates <= bounds.upper + 1e-4).all()
+    # Positions 100 to 127 and 128 to 159 of two sequences; the tail is the 5th percentile.
+    assert found.lower.tokens() == found.upper.tokens() == {0: 2 * 28, 1: 2 * 32}
+    tails = zip(found.lower.bins(), found.upper.bins(), strict=True)
+    for (lower, upper), part in zip(tails, (slice(0, 28), slice(28, 60)), strict=True):
+        rates = np.sort(np.concatenate([one[part] for one in exact]))
+        tail = rates[int(np.ceil(len(rates) * 0.05)) - 1]
+        assert lower.tail - 1e-3 <= tail <= upper.tail + 1e-3
+    # Without lists only the mean is known; scores that were read before are as good as answers.
+    plain = measure_acceptance(engine, sequences, [one.logprobs for one in recorded])
+    assert plain.mean == found.mean and plain.lower is plain.upper is plain.bounds is None
+    assert measure_acceptance(engine, sequences, recorded).mean == found.mean
+    for wrong, reason in [
+        (answers[:1], "2 sequences and 1 rollouts"),
+        ([answers[0], recorded[1].logprobs], "1 of 2 rollouts have top-k lists"),
+        ([recorded[0].logprobs, [0.0]], r"rollouts\[1\] has log-probs \(1,\)"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            measure_acceptance(engine, sequences, wrong)
+
+
+def test_scores_of_a_dense_engine_are_the_same(engine, sharp_llama):
+    ids = random_prompt(5, 70)
+    response = sample(engine, [ids], 120)[0]["output_ids"]
+    with start_engine(
+        sharp_llama, attention_backend="torch_native", page_size=16, chunked_prefill_size=CHUNK
+    ) as dense_engine:
+        expected = score_dense(dense_engine, [(ids, response)])[0]
+    got = score_dense(engine, [(ids, response)])[0]
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, atol=1e-5)
+
+
+def test_where_sparse_kv_is_in_the_prefix_tree_only_a_naive_score_is_wrong(
+    sharp_llama, arguments, log_probs
+):
+    """As on a server without the hook that keeps such KV out: the tree hands it to the re-score."""
+    ids = random_prompt(6, 90)
+    with (
+        mock.patch.object(RequestOption, "first_sparse_length", lambda *_: None),
+        start_engine(sharp_llama, **arguments) as leaky,
+    ):
+        response = sample(leaky, [ids], 200)[0]["output_ids"]
+        naive = leaky.generate(
+            input_ids=ids + response,
+            sampling_params={"max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=len(ids) - 1,
+        )
+        scored = score_dense(leaky, [(ids, response)])[0]
+    expected = log_probs(ids, response)
+    chosen = expected[range(len(response)), response].numpy()
+    entries = naive["meta_info"]["input_token_logprobs"][1:]
+    assert np.abs(np.array([value for value, *_ in entries]) - chosen).max() > 10 * FP32
+    assert_dense(scored, expected, response)
+
+
+def test_over_http_as_over_the_engine(sharp_llama, arguments, log_probs):
+    ids = [random_prompt(7, 80), random_prompt(8, 40)]
+    with start_server(sharp_llama, **arguments) as url:
+        responses = [answer["output_ids"] for answer in sample(url, ids, 100)]
+        scores = score_dense(url, list(zip(ids, responses, strict=True)), top_k=5)
+        endpoint = connect(url)
+        assert endpoint.server_info()["sparrow_schedule"] == arguments["sparrow_schedule"]
+        endpoint.flush_cache()
+        with pytest.raises(EndpointError, match=r"answered with 400: .*longer than the model's"):
+            score_dense(url, [(random_prompt(9, 5000), [5])])
+    for index, response in enumerate(responses):
+        assert scores[index].top_ids.shape == (100, 5)
+        assert_dense(scores[index], log_probs(ids[index], response), response)
+    with pytest.raises(EndpointError, match="is not running, or died meanwhile"):
+        score_dense(url, [(ids[0], responses[0])])
+
+
+def test_scores_of_other_tokens_are_refused(engine, log_probs):
+    """SGLang reports the last token, 255 here, as 0; no other token may pass for 0."""
+    ids, response = random_prompt(10, 20), [0, 7, 255]
+    (answer,) = connect(engine).generate([scoring_request(ids, response, 256, "of other tokens")])
+    reported = [entry[1] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    assert reported == [0, 7, 0]
+    assert_dense(dense_scores(answer, response), log_probs(ids, response), response)
+    for wrong in ([9, 7, 255], [0, 7, 254], [0, 8, 255], [0, 7], [0, 7, 255, 3]):
+        with pytest.raises(ValueError, match="that are not the response's"):
+            dense_scores(answer, wrong)
+
+
+def test_wrong_input(engine):
+    with pytest.raises(ValueError, match=r"sequences\[1\] has 1 prompt and 0 response tokens"):
+        score_dense(engine, [([3], [4]), ([3], [])])
+    with pytest.raises(ValueError, match="top_k=0: expected 1 or more"):
+        score_dense(engine, [([3], [4])], top_k=0)
+    with pytest.raises(EndpointError, match="refused a request of 5001 tokens"):
+        score_dense(engine, [(random_prompt(1, 5000), [4])])
+    with pytest.raises(ValueError, match="expected an sglang.Engine or a server's base URL"):
+        score_dense("localhost:30000", [([3], [4])])
+    with pytest.raises(ValueError, match="holds no log-probs of its tokens"):
+        recorded_scores(sample(engine, [[5, 6]], 2, return_logprob=False)[0])

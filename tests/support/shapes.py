@@ -1,0 +1,26 @@
+"""Model shapes for the tests of the cost model: a small one, and the benchmarked ones."""
+
+import json
+from pathlib import Path
+
+from sparrow_sglang.planning.cost_model import ModelShape
+
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+
+# P: a layer has 8 * (4 * 2 * (4 + 2) + 3 * 16) = 8 * 96 = 768 weights, two have 1536, the
+# vocabulary projection 10 * 8 = 80: 1616. D = 2 * 2 * 4 * 2 layers = 32, r = 4 / 2 = 2.
+GROUPED = ModelShape(
+    hidden_size=8,
+    intermediate_size=16,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab_size=10,
+)
+
+
+def qwen(size: str) -> ModelShape:
+    return ModelShape.from_config(
+        json.loads((MODELS / f"qwen3-{size}" / "config.json").read_text())
+    )

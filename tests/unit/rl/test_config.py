@@ -1,0 +1,144 @@
+"""Training configurations: what they default to, and what they refuse in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TrainConfig
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+LEAST = 'run_dir = "runs/x"\n[task]\nname = "copy"\n'
+
+
+def load(folder: Path, text: str) -> TrainConfig:
+    path = folder / "train.toml"
+    path.write_text(text)
+    return TrainConfig.load(path)
+
+
+def test_the_least_file_gives_the_documented_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, LEAST)
+    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (32, 8)
+    algorithm, optimiser = config.algorithm, config.optimiser
+    assert (algorithm.correction, algorithm.tis_cap) == ("tis", 2.0)
+    assert (algorithm.sequence_cap, algorithm.sequence_veto) == (2.0, 1e-4)
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
+    assert (optimiser.lr, optimiser.betas, optimiser.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
+    assert optimiser.grad_clip == 1.0
+
+
+def test_values_of_the_file_arrive(tmp_path: Path) -> None:
+    text = (
+        LEAST + "[task.options]\ndigits = 3\n[algorithm]\ncorrection = 'mask'\n"
+        "[engine]\nkind = 'ray'\nnum_engines = 2\nserver_args = {tp_size = 2}\n"
+    )
+    config = load(tmp_path, text)
+    assert config.task.options == {"digits": 3}
+    assert config.algorithm.correction == "mask"
+    assert config.engine.server_args == {"tp_size": 2}
+
+
+def test_nothing_changes_it_later(tmp_path: Path) -> None:
+    config = load(tmp_path, LEAST)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.optimiser.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("[optimizer]\nlr = 1.0", "unknown key 'optimizer': did you mean 'optimiser'"),
+        ("[algorithm]\ntis_cpa = 2.0", r"\[algorithm\] unknown key 'tis_cpa': did you mean 'tis_c"),
+        ("[algorithm]\ncorrection = 'mis'", "algorithm.correction='mis' is not allowed"),
+        ("[optimiser]\nlr = 0.0", "optimiser.lr=0.0 is not allowed: .* greater than 0"),
+        ("[rollout]\nsamples_per_prompt = 1", "rollout.samples_per_prompt=1 is not allowed"),
+        ("[rollout]\ntemperature = 0", "rollout.temperature=0 is not allowed: .* equal to 0.01"),
+        ("[rollout]\ntemperature = nan", "rollout.temperature=nan is not allowed: Input should"),
+        ("[rollout]\ntemperature = inf", "rollout.temperature=inf is not allowed: Input should"),
+        ("[rollout]\ntop_p = 0.95", "rollout.top_p=0.95 is not allowed: .* untruncated distribut"),
+        (
+            "[rollout]\ntop_k = 50",
+            "rollout.top_k=50 is not allowed: expected -1: .* ratios of a distribution",
+        ),
+        ("[algorithm]\nsequence_veto = 1.0", "algorithm.sequence_veto=1.0 is not allowed: .* 1"),
+        ("[algorithm]\nsequence_cap = 0", "algorithm.sequence_cap=0 is not allowed: .* than 0"),
+        ("[algorithm]\nmini_batches = 5", "mini_batches=5 does not divide rollout.prompts_per_st"),
+        ("[engine]\nnum_engines = 2", "num_engines=2 with kind='local': expected 1"),
+        ("steps = 3 3", "not TOML"),
+        ("[mismatch]\nsequences = true", "mismatch.sequences=True is not allowed: .* integer"),
+        ("[mismatch]\nsequences = '16'", "mismatch.sequences='16' is not allowed: .* integer"),
+        ("[logging]\ntensorboard = 0", "logging.tensorboard=0 is not allowed: .* boolean"),
+        ("[optimiser]\nlr = inf", "optimiser.lr=inf is not allowed: .* finite number"),
+        ("[algorithm]\nmask_high = nan", "algorithm.mask_high=nan is not allowed"),
+        (
+            "[optimiser]\nbetas = [0.9]",
+            r"optimiser.betas=\(?\[?0.9.* is not allowed: expected 2 val",
+        ),
+        ("[model]\ndtype = {a = 1}", r"model.dtype=\{'a': 1\} is not allowed: .* 'float32' or"),
+        ("[engine]\nkind = '" + "x" * 9000 + "'", r"engine.kind='xxx.{,300}$"),
+        ('[task.a]\n"\\u0000\\n" = 1', r"\[task\] unknown key 'a'"),
+        ('[optimiser]\n"a\\nb" = 1', r"unknown key 'a\\nb': did you mean"),
+        ("[task.options]\na = " + "[" * 5000, r"not TOML \(maximum recursion"),
+        ("[task.options]\na = " + "9" * 5000, r"not TOML \(Exceeds the limit"),
+    ],
+)
+def test_refusals_name_file_key_value_and_reason(tmp_path: Path, extra: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(tmp_path, f"{LEAST}{extra}\n")
+    line = str(refused.value)
+    assert line.startswith(f"{tmp_path}/train.toml: ") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run_dir = 'a\\u0000b'", "expected a path without NUL"),
+        ("run_dir = 'x'\nseed = -1", "seed=-1 is not allowed: .* greater than or equal to 0"),
+        ("run_dir = 'x'\nseed = 2147483648", "seed=2147483648 is not allowed: .* less than 2147"),
+    ],
+)
+def test_paths_and_seeds_that_nothing_takes(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(tmp_path, text.replace("'", '"') + '\ntask = {name = "story"}\n')
+    assert str(refused.value).isprintable()
+
+
+def test_a_cap_may_be_infinite_and_whole_numbers_are_numbers(tmp_path: Path) -> None:
+    config = load(tmp_path, LEAST + "[algorithm]\ntis_cap = inf\n[optimiser]\nlr = 1\n")
+    assert (config.algorithm.tis_cap, config.optimiser.lr) == (float("inf"), 1.0)
+
+
+def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="task is missing"):
+        load(tmp_path, 'run_dir = "x"')
+    with pytest.raises(ConfigError, match="no.toml: cannot be read"):
+        TrainConfig.load(tmp_path / "no.toml")
+
+
+@pytest.mark.parametrize(
+    ("path", "task"),
+    [
+        ("story_smollm2.toml", "story"),
+        ("story_curves.toml", "story"),
+        ("ray_cluster/story.toml", "story"),
+        ("ray_cluster/cluster.toml", "math"),
+    ],
+)
+def test_the_examples_are_valid(path: str, task: str) -> None:
+    assert TrainConfig.load(EXAMPLES / path).task.name == task
+
+
+def sections(config: type[BaseModel]) -> list[type[BaseModel]]:
+    kinds: list[Any] = [field.annotation for field in config.model_fields.values()]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def test_every_field_is_documented() -> None:
+    found = sections(TrainConfig)
+    assert len(found) == 12
+    for section in found:
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"

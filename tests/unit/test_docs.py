@@ -1,0 +1,324 @@
+"""README, docs/ and the READMEs of examples/ say what is there.
+
+Links, commands, settings, names and error messages. Above a block of commands in docs/ or in an
+example stands a paragraph in italics that begins "Executed by `tests/test_<name>.py`" if that test
+takes the commands from the page, and otherwise "Not executed by <whom>: <why>.".
+"""
+
+import argparse
+import ast
+import importlib
+import itertools
+import json
+import re
+import shlex
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import sparrow_sglang
+from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
+from sparrow_sglang.benchmarks.steps import decode_step
+from sparrow_sglang.commands import cli
+from sparrow_sglang.plugin.audit import statistics as audit_report
+from sparrow_sglang.plugin.server_args import FIELDS
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.tasks import load_task
+from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+
+ROOT = Path(__file__).parents[2]
+DOCS = {f"docs/{path.name}": path for path in sorted((ROOT / "docs").glob("*.md"))}
+EXAMPLES = {
+    path.relative_to(ROOT).as_posix(): path
+    for path in sorted((*ROOT.glob("examples/README.md"), *ROOT.glob("examples/*/README.md")))
+}
+PAGES = {"README.md": ROOT / "README.md"} | DOCS | EXAMPLES
+SOURCES = [
+    path
+    for folder in ("sparrow_sglang", "attention_backends", "rl", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+# Programs of others, whose arguments are theirs to check.
+OTHERS = {
+    "apt-get", "cd", "curl", "export", "git", "kill", "make", "pip", "python3", "ray", "source",
+    "tensorboard", "uv",
+}  # fmt: skip
+LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
+
+BENCHMARK_PARSERS = {
+    "step": decode_step._parser,
+    "rollout": rollout_replay._parser,
+    "serving": serving._parser,
+}
+
+
+class Block(NamedTuple):
+    """A fenced block; `before` is the paragraph above it."""
+
+    page: str
+    language: str
+    text: str
+    before: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for name, page in PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            before = text[: match.start()].rstrip().rpartition("\n\n")[2]
+            found.append(Block(name, match[2], textwrap.dedent(match[3]), before.strip()))
+    return [block for block in found if block.language in languages]
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each command, without variables set in front of it and what it is piped to."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        line_words = shlex.split(line, comments=True)
+        for between, group in itertools.groupby(line_words, lambda word: word in ("&", "&&")):
+            words = [] if between else list(group)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)
+            if "|" in words:
+                words = words[: words.index("|")]
+            if words:
+                yield words
+
+
+def all_commands() -> list[list[str]]:
+    return [words for block in blocks("bash") for words in commands(block)]
+
+
+def is_script(words: list[str], folder: Path) -> bool:
+    """A Python or shell program that lies where its page says, seen from the page's folder."""
+    return words[0] in ("python", "bash", "sh") and (folder / words[1]).is_file()
+
+
+def is_our_module(words: list[str]) -> bool:
+    """`python -m` of a module of this package; the tests of that module run it."""
+    name = words[2] if words[:2] == ["python", "-m"] else ""
+    return name.startswith("sparrow_sglang.") and find_spec(name) is not None
+
+
+def is_launcher(words: list[str]) -> bool:
+    return any(words[: len(start)] == start for start in LAUNCHERS)
+
+
+def is_executed(words: list[str]) -> bool:
+    """Plans of the models whose configs come with the repository."""
+    shipped = any("/" in word and (ROOT / word).is_dir() for word in words)
+    return words[:2] == ["sparrow", "plan"] and shipped
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(DOCS) >= 7
+    for language in ("bash", "python", "toml", "json"):
+        assert len(blocks(language)) >= 3, language
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = FENCE.sub("", PAGES[page].read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    links += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (PAGES[page].parent / path).resolve() if path else PAGES[page]
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_a_page_starts_with_its_command(page: str) -> None:
+    # A title, the note that every block of commands has, and the block.
+    start = r"# [^\n]+\n\n\*(?:E|Not e)xecuted [^*]+\*\n\n```bash\n"
+    assert re.match(start, DOCS[page].read_text(encoding="utf-8"))
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = DOCS["docs/README.md"].read_text(encoding="utf-8")
+    others = {path.name for name, path in DOCS.items() if name != "docs/README.md"}
+    assert {name for name in others if f"]({name})" not in index} == set()
+    examples = EXAMPLES["examples/README.md"].read_text(encoding="utf-8")
+    # Not what running them has left there.
+    files = [path for kind in ("py", "toml") for path in ROOT.glob(f"examples/**/*.{kind}")]
+    shown = {path.relative_to(ROOT / "examples").parts[0] for path in files} - {"runs"}
+    assert {name for name in shown if f"`{name}`" not in examples} == set()
+
+
+def test_every_command_is_known() -> None:
+    for block in blocks("bash"):
+        folder = PAGES[block.page].parent
+        for words in commands(block):
+            known = words[0] in OTHERS | {"sparrow"} or is_launcher(words)
+            assert known or is_script(words, folder) or is_our_module(words), words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [w for w in all_commands() if w[0] == "sparrow" and not is_launcher(w)],
+    ids=" ".join,
+)
+def test_our_commands_parse(words: list[str]) -> None:
+    # A benchmark parses its own options.
+    benchmark = BENCHMARK_PARSERS.get(words[2]) if words[1] == "bench" else None
+    if benchmark:
+        benchmark().parse_args(words[3:])
+    known = words[1:3] if benchmark else words[1:]
+    assert cli._parser().parse_args(known).command == words[1]
+
+
+def test_servers_and_doctors_parse() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    launched = [words for words in all_commands() if is_launcher(words)]
+    assert len(launched) > 5
+    for words in launched:
+        flags = words[3 if words[0] == "python" else 2 :]
+        if "--model-path" not in flags:
+            flags = [*flags, "--model-path", "m"]
+        parsed = parser.parse_args(flags)
+        for name in (parsed.sparrow_schedule or "").split(","):
+            if name and not name.endswith(".json"):
+                load_schedule(name, 16)
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in all_commands() if is_executed(words)], ids=" ".join
+)
+def test_plans_run(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(words[1:]) == 0
+    assert "Expected rollout speed-up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.text[:60])
+def test_what_is_not_executed_says_why(block: Block) -> None:
+    if block.page == "README.md" or all(is_executed(words) for words in commands(block)):
+        return
+    executed = re.match(r"\*Executed by\s+`(tests/[\w/]+\.py)`[^*]*\*$", block.before)
+    if executed:
+        # It says so itself, and finds the page by the name of its folder.
+        test = (ROOT / executed[1]).read_text(encoding="utf-8")
+        assert PAGES[block.page].parent.name in test and '"README.md"' in test, executed[1]
+    else:
+        note = r"\*Not executed by [^:]+: \S.*\.[^*]*\*"
+        assert re.fullmatch(note, block.before, re.DOTALL), block.before
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.page)
+def test_training_files_are_allowed(block: Block) -> None:
+    config = TrainConfig.parse(tomllib.loads(block.text))
+    for name in (config.engine.schedule, *config.ladder.schedules):
+        if name not in ("auto", "dense"):
+            load_schedule(name, 16)
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=lambda block: block.page)
+def test_json_is_json(block: Block) -> None:
+    value = json.loads(block.text)
+    if "budget_tokens" in value:
+        BudgetSchedule(**value)
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.page)
+def test_python_uses_what_there_is(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert all(find_spec(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [alias.name for alias in node.names]
+            if node.module == "sparrow_sglang":
+                assert set(names) <= set(sparrow_sglang.__all__)
+            elif node.module.startswith("sparrow_sglang."):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, name) for name in names)
+            else:
+                assert find_spec(node.module)
+
+
+def test_the_task_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [code] = [block.text for block in blocks("python") if block.text.startswith("# loud_task.py")]
+    [settings] = [block.text for block in blocks("toml") if "loud_task:load" in block.text]
+    (tmp_path / "loud_task.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = TrainConfig.parse(tomllib.loads(settings))
+    task = load_task(config.task, lambda messages: tuple(messages[-1]["content"].encode()))
+    assert task.train and task.heldout
+    assert task.reward(task.train[0], "LOUD, LOUD!") == 1
+    assert task.reward(task.train[0], "LOud") == 0.5
+    assert task.reward(task.train[0], "") == 0
+
+
+def test_every_public_name_is_explained() -> None:
+    text = DOCS["docs/frameworks.md"].read_text(encoding="utf-8")
+    assert [name for name in sparrow_sglang.__all__ if f"`{name}`" not in text] == []
+
+
+def test_tables_are_complete() -> None:
+    serving, training = (
+        DOCS[f"docs/{name}.md"].read_text("utf-8") for name in ("serving", "training")
+    )
+    flags = {"--" + name.replace("_", "-") for name in FIELDS}
+    assert set(re.findall(r"^\| `(--[\w-]+)`", serving, re.MULTILINE)) == flags
+    gauges = set(re.findall(r"^\| `(sparrow:\w+)`", serving, re.MULTILINE))
+    assert gauges == set(audit_report._GAUGES)
+    sections = set(TrainConfig.model_fields) - {"run_dir", "steps", "seed"}
+    assert [name for name in sections if f"`[{name}]`" not in training] == []
+
+
+def test_metrics_are_those_that_are_logged() -> None:
+    text = DOCS["docs/training.md"].read_text(encoding="utf-8")
+    source = "\n".join(path.read_text() for path in SOURCES)
+    names = re.findall(r"`((?:sparrow|critic|response_length|eval)/\w+)", text)
+    assert len(names) > 10
+    assert [name for name in names if f'"{name}' not in source] == []
+
+
+def templates() -> list[str]:
+    """Every text in the sources, with NUL where a value is put in."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts: list[Any] = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [getattr(part, "value", None) for part in parts]
+            if isinstance(node, ast.JoinedStr) or isinstance(texts[0], str):
+                found.append("".join(t if isinstance(t, str) else "\0" for t in texts))
+    return found
+
+
+def test_quoted_error_messages_are_in_the_source() -> None:
+    text = DOCS["docs/troubleshooting.md"].read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(quoted) == text.count("\n| `") > 50
+    known = templates()
+    unknown = []
+    for message in quoted:
+        parts = [part.strip() for part in message.split("…") if part.strip()]
+        assert max(map(len, parts)) >= 10, f"{message}: too short to be found"
+        wanted = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+        if not any(wanted.search(template) for template in known):
+            unknown.append(message)
+    assert unknown == []

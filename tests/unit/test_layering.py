@@ -1,0 +1,151 @@
+"""Imports go one way, by full names; SGLang is changed in few places, and imported late."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "sparrow_sglang": ROOT / "sparrow_sglang",
+    "sparrow_sglang.attention_backends": ROOT / "attention_backends",
+    "sparrow_sglang.benchmarks": ROOT / "benchmarks",
+    "sparrow_sglang.rl": ROOT / "rl",
+}
+# Each may import from its own layer and from those above it in this list.
+LAYERS = [
+    {"json_values", "schedule", "models", "command_line", "progress", "provenance"},
+    {"config", "loaded_schedules", "requests", "kv_usage"},
+    {"mismatch", "planning"},
+    {"client"},
+    {"attention_backends"},
+    {"plugin"},
+    {"calibration"},
+    {"rl"},
+    {"benchmarks"},
+    {"report"},
+    {"commands"},
+]
+HOOK_FILES = {
+    f"plugin.{name}"
+    for name in (
+        "registration",
+        "platform",
+        "scheduler_hooks",
+        "server_args",
+        "cpu.platform",
+        "cpu.allocator",
+    )
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of ours by its full name."""
+    return {
+        ".".join([package, *path.relative_to(folder).with_suffix("").parts]): path
+        for package, folder in PACKAGES.items()
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def imports(path: Path, at_runtime: bool) -> Iterator[str]:
+    """Full names that a file imports; `at_runtime` leaves those for type checkers out."""
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if typing_only and at_runtime:
+            skipped |= {child for statement in node.body for child in ast.walk(statement)}
+        elif node in skipped:
+            continue
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer(module: str) -> int | None:
+    parts = module.split(".")
+    if parts[0] != "sparrow_sglang" or len(parts) < 2:
+        return None
+    return next((i for i, names in enumerate(LAYERS) if parts[1] in names), None)
+
+
+def test_no_relative_imports() -> None:
+    files = [*modules().values(), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/**/*.py")]
+    assert len(files) > 20
+    for path in files:
+        list(imports(path, at_runtime=False))
+
+
+def test_folders_are_imported_by_their_full_names_only() -> None:
+    files = [*modules().values(), *ROOT.glob("tests/*.py"), *ROOT.glob("examples/**/*.py")]
+    for path in files:
+        for name in imports(path, at_runtime=False):
+            assert name.split(".")[0] not in {"attention_backends", "rl", "benchmarks"}, path
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_go_one_way(module: str) -> None:
+    own = layer(module)
+    if own is None:
+        return
+    for name in imports(modules()[module], at_runtime=True):
+        other = layer(name)
+        assert other is None or other <= own, f"{module} imports {name}"
+
+
+def test_every_module_has_a_layer() -> None:
+    """A new or renamed module would otherwise drop out of the checks without a sound."""
+    found = {module.split(".")[1] for module in modules() if "." in module}
+    assert {name for names in LAYERS for name in names} == found - {"__init__", "schedules"}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Of what is imported at the top of a file; an import in a function may close a circle."""
+    known = modules()
+    graph = {module: _top_imports(path, set(known)) for module, path in known.items()}
+    TopologicalSorter(graph).prepare()
+
+
+def _top_imports(path: Path, known: set[str]) -> set[str]:
+    tops = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = {f"{node.module}.{alias.name}" for node in tops for alias in node.names}
+    names |= {str(node.module) for node in tops}
+    return names & known
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_hooks_and_registries_of_sglang_are_touched_in_few_files(module: str) -> None:
+    if module.removeprefix("sparrow_sglang.") in HOOK_FILES:
+        return
+    forbidden = ("sglang.srt.plugins.hook_registry", "register_attention_backend")
+    for name in imports(modules()[module], at_runtime=True):
+        assert not any(word in name for word in forbidden), f"{module} imports {name}"
+
+
+def test_kernels_import_nothing_of_ours_but_themselves() -> None:
+    for path in (ROOT / "attention_backends" / "kernels").glob("*.py"):
+        for name in imports(path, at_runtime=True):
+            ours = name.startswith("sparrow_sglang.")
+            assert not ours or ".attention_backends.kernels." in name, f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "sparrow_sglang",
+        *(f"sparrow_sglang.{name}" for name in ("schedule", "config", "models", "commands.cli")),
+    ],
+)
+def test_light_modules_pull_in_neither_torch_nor_sglang(module: str) -> None:
+    code = (
+        f"import sys, {module}; from sparrow_sglang import BudgetSchedule, SparrowConfig\n"
+        "sys.exit(' '.join({'torch', 'sglang', 'transformers', 'triton'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), f"{module} imports {done.stderr}"
