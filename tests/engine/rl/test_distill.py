@@ -8,7 +8,7 @@ import torch
 from engines import import_for_fork, random_prompt
 from peft import PeftModel
 from scipy.special import log_softmax
-from test_rl_engine import SERVER_ARGS
+from training import SERVER_ARGS
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import distill

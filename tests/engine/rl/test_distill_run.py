@@ -2,14 +2,14 @@
 
 import numpy as np
 from ascii_task import rows
-from test_rl_trainer import model, ready, settings  # noqa: F401
+from training import settings
 
 from sparrow_sglang.rl import trainer
 
 
-def test_the_actors_own_policy_loss_is_weighed_by_its_own_law(model, tmp_path):  # noqa: F811
+def test_the_actors_own_policy_loss_is_weighed_by_its_own_law(byte_model, tmp_path):
     config = settings(
-        model,
+        byte_model,
         tmp_path / "run",
         "fixed-48",
         steps=2,

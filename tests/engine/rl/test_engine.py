@@ -8,27 +8,17 @@ import engines
 import numpy as np
 import pytest
 import torch
+from engines import SCHEDULE
 from oracle import ContractModel
-from test_sparse_decode import FP32, SCHEDULE, tokens
+from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, transformers_logprobs
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.scoring import score_dense
 from sparrow_sglang.rl.engines.buckets import pack
 from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
 from sparrow_sglang.rl.rollout import RolloutError, Sampling, group_request, to_group
-from sparrow_sglang.rl.types import Prompt
 
-PROMPTS = [Prompt(f"p{i}", "test", tuple(tokens(i, 70 + 9 * i))) for i in range(3)]
 SAMPLING = Sampling(max_new_tokens=60)
-# Reads every page of the tests' sequences, so that sparse decode is dense decode.
-ALL = "fixed-4096"
-SERVER_ARGS = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-    "max_total_tokens": 8192,
-    "max_running_requests": 8,
-    "random_seed": 0,
-}
 
 
 def local_engine(model: str, schedule: str) -> LocalEngine:
@@ -46,24 +36,6 @@ def engine(sharp_llama):
 @pytest.fixture(scope="module")
 def model(sharp_llama):
     return AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarray:
-    ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
-    start = len(rollout.prompt_ids)
-    logits = model(ids).logits[0, start - 1 : -1].double() / temperature
-    law = torch.log_softmax(logits, dim=-1)
-    return law.gather(1, ids[0, start:, None])[:, 0].numpy()
-
-
-def error(model, groups) -> float:
-    """Largest difference of a recorded log-prob from the transformers model's."""
-    return max(
-        np.abs(rollout.logprobs - transformers_logprobs(model, rollout)).max()
-        for group in groups
-        for rollout in group.rollouts
-    )
 
 
 def test_groups_come_in_the_order_of_the_prompts_and_are_complete(engine) -> None:

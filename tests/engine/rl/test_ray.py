@@ -17,8 +17,7 @@ import ray
 import torch
 from ascii_task import rows
 from engines import kill, unused_model_files
-from test_rl_engine import ALL, FP32, PROMPTS, SERVER_ARGS, error
-from test_rl_trainer import settings
+from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import train

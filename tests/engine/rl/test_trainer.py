@@ -8,14 +8,13 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
-from pathlib import Path
 
 import ascii_task
 import numpy as np
 import pytest
 import torch
 from ascii_task import rows
-from engines import import_for_fork
+from training import FP32, settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
@@ -26,54 +25,11 @@ from sparrow_sglang.rl.runs import run
 from sparrow_sglang.rl.runs.checkpoint import CheckpointError, owned
 from sparrow_sglang.rl.runs.record import RUN_FILE, read_starts
 from sparrow_sglang.rl.runs.setup import prepare
-from sparrow_sglang.rl.tasks import TASKS
-
-# Larger than any other difference between SGLang's arithmetic and transformers' in 32 bits.
-FP32 = 2e-4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture(autouse=True)
-def ready(monkeypatch) -> None:
-    import_for_fork()
-    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
-
-
-def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfig:
-    fields = {
-        "run_dir": run_dir,
-        "steps": 6,
-        "task": {"name": ascii_task.NAME, "reward_workers": 1},
-        "model": {"path": model, "gradient_checkpointing": False},
-        "engine": {
-            "schedule": schedule,
-            "server_args": {
-                "max_total_tokens": 8192,
-                "max_running_requests": 16,
-                # It wants an end-of-text token, which this tokenizer does not have.
-                "grammar_backend": "none",
-            },
-        },
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "max_prompt_tokens": 64,
-            "max_new_tokens": 60,
-        },
-        "optimiser": {"lr": 5e-3},
-        "mismatch": {"sequences": 16},
-        "evaluation": {"every_steps": 3},
-    }
-    return TrainConfig.parse(fields | sections)
 
 
 @pytest.mark.parametrize("schedule", ["dense", "fixed-48"])
-def test_a_run_learns_and_says_what_it_saw(model, tmp_path, schedule):
-    config = settings(model, tmp_path / "run", schedule)
+def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
+    config = settings(byte_model, tmp_path / "run", schedule)
     folder = trainer.train(config)
     found = rows(config.run_dir)
     assert [row["step"] for row in found] == list(range(7))
@@ -98,7 +54,7 @@ def test_a_run_learns_and_says_what_it_saw(model, tmp_path, schedule):
             assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
             assert row["sparrow/kv_tokens_read"] < 48 < row["sparrow/kv_tokens_held"]
     trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(byte_model).state_dict()
     assert any(not torch.equal(trained[name], start[name]) for name in start)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -108,9 +64,9 @@ def test_a_run_learns_and_says_what_it_saw(model, tmp_path, schedule):
 
 
 @pytest.mark.parametrize("truncated", ["mask", "penalty"])
-def test_truncated_responses_teach_nothing_or_cost_the_reward(model, tmp_path, truncated):
+def test_truncated_responses_teach_nothing_or_cost_the_reward(byte_model, tmp_path, truncated):
     # The model of bytes never stops, so that every response is cut.
-    config = settings(model, tmp_path / "run", "dense", steps=1, evaluation={"every_steps": 0})
+    config = settings(byte_model, tmp_path / "run", "dense", steps=1, evaluation={"every_steps": 0})
     rollout = config.rollout.model_copy(update={"truncated": truncated})
     trainer.train(config.model_copy(update={"rollout": rollout}))
     (row,) = rows(config.run_dir)
@@ -123,9 +79,9 @@ def test_truncated_responses_teach_nothing_or_cost_the_reward(model, tmp_path, t
 
 
 @pytest.mark.parametrize("delivery", ["merged", "lora"])
-def test_rollouts_wear_the_adapter_and_evaluation_does_not(model, tmp_path, delivery):
+def test_rollouts_wear_the_adapter_and_evaluation_does_not(byte_model, tmp_path, delivery):
     config = settings(
-        model,
+        byte_model,
         tmp_path / "run",
         "fixed-48",
         steps=4,
@@ -146,14 +102,14 @@ def test_rollouts_wear_the_adapter_and_evaluation_does_not(model, tmp_path, deli
     assert found[0]["eval/pass_rate"] == found[4]["eval/pass_rate"]
     assert (folder / "adapter" / "adapter_config.json").exists()
     trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(byte_model).state_dict()
     assert trained.keys() == start.keys()
     assert all(torch.allclose(trained[name], start[name], atol=1e-6) for name in start)
 
 
-def test_bolder_schedules_follow_the_tails(model, tmp_path):
+def test_bolder_schedules_follow_the_tails(byte_model, tmp_path):
     config = settings(
-        model,
+        byte_model,
         tmp_path / "run",
         "fixed-80",
         steps=3,
@@ -233,10 +189,10 @@ def during_the_checkpoint(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("doom", "kept"), [(during_rollout, 1), (during_the_update, 1), (during_the_checkpoint, 1)]
 )
-def test_a_killed_run_goes_on_where_it_was(model, tmp_path, doom, kept):
+def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
     """Nothing is lost but the step in flight; the next one is the same."""
     config = settings(
-        model,
+        byte_model,
         tmp_path / "run",
         "fixed-48",
         steps=3,
@@ -287,17 +243,19 @@ def ask_during_the_update(monkeypatch) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", asked)
 
 
-def test_sigterm_lets_the_update_end_and_its_row_be_written(model, tmp_path):
-    config = settings(model, tmp_path / "run", "fixed-48", steps=3, evaluation={"every_steps": 0})
+def test_sigterm_lets_the_update_end_and_its_row_be_written(byte_model, tmp_path):
+    config = settings(
+        byte_model, tmp_path / "run", "fixed-48", steps=3, evaluation={"every_steps": 0}
+    )
 
     assert end_of_run(config, ask_during_the_update) == 128 + signal.SIGTERM
     assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["step-000001"]
     assert [row["step"] for row in rows(config.run_dir)] == [0]
 
 
-def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
+def test_sigterm_writes_a_checkpoint_and_ends_the_run(byte_model, tmp_path):
     config = settings(
-        model,
+        byte_model,
         tmp_path / "run",
         "fixed-48",
         steps=3,
@@ -348,12 +306,12 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(model, tmp_path):
     ],
 )
 def test_wrong_settings_are_one_line_before_anything_is_written(
-    model, tmp_path, capsys, text, message
+    byte_model, tmp_path, capsys, text, message
 ):
     lines = {
         "run_dir": f'run_dir = "{tmp_path}/run"',
         "task": 'task = { name = "ascii" }',
-        "model": f'model = {{ path = "{model}" }}',
+        "model": f'model = {{ path = "{byte_model}" }}',
         "engine": 'engine = { schedule = "fixed-48" }',
         text.split()[0]: text,
     }
@@ -373,7 +331,7 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
 
 
 def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
-    model, tmp_path, monkeypatch, capsys
+    byte_model, tmp_path, monkeypatch, capsys
 ):
     def no_engine(*args):
         raise EngineDied("not started")
@@ -384,7 +342,7 @@ def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
         ("fixed-48", ""),
     ]:
         with pytest.raises(EngineDied):
-            trainer.train(settings(model, tmp_path / schedule, schedule))
+            trainer.train(settings(byte_model, tmp_path / schedule, schedule))
         out = capsys.readouterr()
         found = [line for line in (out.out + out.err).splitlines() if "calibrated" in line]
         assert found == [said] * bool(said)

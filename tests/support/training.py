@@ -1,0 +1,70 @@
+"""What the tests of training share: prompts, engine arguments, run settings, expected log-probs."""
+
+from pathlib import Path
+
+import ascii_task
+import numpy as np
+import torch
+from engines import random_prompt
+
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.types import Prompt
+
+# Larger than any other difference between SGLang's arithmetic and transformers' in 32 bits.
+FP32 = 2e-4
+PROMPTS = [Prompt(f"p{i}", "test", tuple(random_prompt(i, 70 + 9 * i))) for i in range(3)]
+# Reads every page of the tests' sequences, so that sparse decode is dense decode.
+ALL = "fixed-4096"
+SERVER_ARGS = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_total_tokens": 8192,
+    "max_running_requests": 8,
+    "random_seed": 0,
+}
+
+
+def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfig:
+    fields = {
+        "run_dir": run_dir,
+        "steps": 6,
+        "task": {"name": ascii_task.NAME, "reward_workers": 1},
+        "model": {"path": model, "gradient_checkpointing": False},
+        "engine": {
+            "schedule": schedule,
+            "server_args": {
+                "max_total_tokens": 8192,
+                "max_running_requests": 16,
+                # It wants an end-of-text token, which this tokenizer does not have.
+                "grammar_backend": "none",
+            },
+        },
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": 60,
+        },
+        "optimiser": {"lr": 5e-3},
+        "mismatch": {"sequences": 16},
+        "evaluation": {"every_steps": 3},
+    }
+    return TrainConfig.parse(fields | sections)
+
+
+@torch.no_grad()
+def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarray:
+    ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+    start = len(rollout.prompt_ids)
+    logits = model(ids).logits[0, start - 1 : -1].double() / temperature
+    law = torch.log_softmax(logits, dim=-1)
+    return law.gather(1, ids[0, start:, None])[:, 0].numpy()
+
+
+def error(model, groups) -> float:
+    """Largest difference of a recorded log-prob from the transformers model's."""
+    return max(
+        np.abs(rollout.logprobs - transformers_logprobs(model, rollout)).max()
+        for group in groups
+        for rollout in group.rollouts
+    )
