@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.benchmarks.result_files import Run, cited_table, number, times
+from sparrow_sglang.rl.renamed import current_names
 
-_CURVES = ("sparrow/accept_p05", "sparrow/kv_tokens_read", "sparrow/kv_tokens_held")
+_CURVES = ("sparrow/accept_p05", "sparrow/kv_tokens_read", "sparrow/kv_tokens_cached")
 
 _ROLLOUT_TEXT = """\
 A replayed rollout (`sparrow bench rollout`): all sequences start together in stock SGLang and
@@ -18,7 +19,7 @@ SGLang's own `bench_serving` against a server of each kind (`sparrow bench servi
 median time to the first token and per further token."""
 _TRAINING_TEXT = """\
 One training step of the dense policy on one long sequence: peak memory of forward, backward and
-optimiser, and the faster of the timed steps; then the same of a step of a DistillSparse adapter,
+optimizer, and the faster of the timed steps; then the same of a step of a DistillSparse adapter,
 its target included."""
 _LEARNING_TEXT = """\
 GRPO from dense and from sparse rollouts, from the same start: held-out pass rate before training
@@ -49,7 +50,7 @@ def training_table(runs: Sequence[Run]) -> str:
 
 
 def learning_table(runs: Sequence[Run]) -> str:
-    heads = "schedule|seeds|step|pass rate before|pass rate then|tail|KV read of held"
+    heads = "schedule|seeds|step|pass rate before|pass rate then|tail|KV read of cached"
     heads += "|step s|rollout|log-probs|mismatch|update|sync|device|run"
     return cited_table(_LEARNING_TEXT, heads, 1, runs, _learning_lines)
 
@@ -123,10 +124,10 @@ def _learning_lines(run: Run) -> Iterator[list[str]]:
         passed = [dict(row["curves"]["eval/pass_rate"]) for row in own]
 
         def mean(metric: str, own: list[dict[str, Any]] = own) -> float | None:
-            values = [value for row in own for _, value in row["curves"][metric]]
+            values = [value for row in own for _, value in current_names(row["curves"])[metric]]
             return statistics.mean(values) if values else None
 
-        tail, read, held = map(mean, _CURVES)
+        tail, read, cached = map(mean, _CURVES)
         seconds = [
             statistics.mean(row["seconds_per_step"][f"timing_s/{stage}"] for row in own)
             for stage in ("step", "rollout", "logprobs", "mismatch", "update", "sync")
@@ -137,7 +138,7 @@ def _learning_lines(run: Run) -> Iterator[list[str]]:
             str(last),
             *(_spread([rate[step] for rate in passed]) for step in (0, last)),
             "–" if tail is None else f"{tail:.3f}",
-            "–" if read is None or held is None else f"{read:.0f} of {held:.0f}",
+            "–" if read is None or cached is None else f"{read:.0f} of {cached:.0f}",
             *(number(value, 1) for value in seconds),
         ]
 

@@ -73,7 +73,7 @@ class Batch:
         )
 
     def mini_batches(self, count: int) -> Iterator[tuple[list[TokenSequence], torch.Tensor]]:
-        """Sequences, and where their tokens stand in the batch, for each optimiser step.
+        """Sequences, and where their tokens stand in the batch, for each optimizer step.
 
         Groups are dealt into `count` runs of equal length; those that teach nothing are left out,
         and so is a run of only such ones.

@@ -27,6 +27,7 @@ from pydantic import (
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.rl.renamed import accept_renamed
 
 _UNTRUNCATED = (
     "the sampler records log-probs of the untruncated distribution, so tokens drawn from a"
@@ -75,7 +76,7 @@ class ModelConfig(_Section):
     path: str = "smollm2-135m"
     """Folder or hub name of a transformers checkpoint, or "smollm2-135m", the embedded model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the model's weights. The optimiser updates fp32 weights either way: these
+    """Dtype of the model's weights. The optimizer updates fp32 weights either way: these
     themselves, or a copy in its state; gradients of micro-batches add up in fp32. On a GPU both
     compute in bf16, which is the dtype of the engine and of the exported checkpoints then."""
     gradient_checkpointing: bool = True
@@ -190,7 +191,7 @@ class AlgorithmConfig(_Section):
     dual_clip: float = Field(default=3.0, gt=1)
     """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
     mini_batches: PositiveInt = 1
-    """Optimiser steps per rollout batch. With 1 the policy ratio is 1 and the clip idle."""
+    """Optimizer steps per rollout batch. With 1 the policy ratio is 1 and the clip idle."""
 
 
 class MismatchConfig(_Section):
@@ -244,7 +245,7 @@ class LadderConfig(_Section):
     """Measured tokens that make a bin well filled."""
 
 
-class OptimiserConfig(_Section):
+class OptimizerConfig(_Section):
     """AdamW with a constant learning rate."""
 
     lr: PositiveFloat = 1e-6
@@ -303,7 +304,7 @@ class TrainConfig(_Section):
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    optimiser: OptimiserConfig = OptimiserConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     mismatch: MismatchConfig = MismatchConfig()
     distill: DistillConfig = DistillConfig()
     ladder: LadderConfig = LadderConfig()
@@ -311,13 +312,18 @@ class TrainConfig(_Section):
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_renamed(cls, values: Any) -> Any:
+        return accept_renamed(values) if isinstance(values, Mapping) else values
+
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
         prompts, parts = self.rollout.prompts_per_step, self.algorithm.mini_batches
         if prompts % parts:
             raise ValueError(
                 f"algorithm.mini_batches={parts} does not divide rollout.prompts_per_step="
-                f"{prompts}: expected a divisor, so that every optimiser step sees as many groups"
+                f"{prompts}: expected a divisor, so that every optimizer step sees as many groups"
             )
         return self
 

@@ -74,7 +74,7 @@ class PolicyTerm:
 
 
 class SparseAdapter:
-    """The adapter of a policy, and its optimiser."""
+    """The adapter of a policy, and its optimizer."""
 
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
         """Put an adapter that changes nothing yet into the policy's model.
@@ -105,7 +105,7 @@ class SparseAdapter:
         for parameter in self._params:
             parameter.data = parameter.data.float()
         self._switch(False)
-        self._optimiser = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
 
     @contextmanager
     def worn(self) -> Iterator[None]:
@@ -123,7 +123,7 @@ class SparseAdapter:
         term: PolicyTerm | None = None,
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """One optimiser step that lowers KL(sparse || dense), a mean over response tokens.
+        """One optimizer step that lowers KL(sparse || dense), a mean over response tokens.
 
         Both distributions are those at `temperature`, the dense one that of the policy's present
         weights, which the next rollouts will use. The policy loss of `term` is added with the
@@ -164,10 +164,10 @@ class SparseAdapter:
         norm = float(torch.nn.utils.clip_grad_norm_(self._params, 1.0))
         # The run can do without a step of the adapter, but not with weights that are not finite.
         if isfinite(norm):
-            self._optimiser.step()
+            self._optimizer.step()
         else:
             logger.warning("the adapter's gradient norm is %s: no step was taken with it", norm)
-        self._optimiser.zero_grad()
+        self._optimizer.zero_grad()
         return totals | {"sparrow/distill_grad_norm": norm}
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -205,10 +205,10 @@ class SparseAdapter:
         save_file(weights, folder / "adapter_model.safetensors")
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors and optimiser."""
+        """Factors and optimizer."""
         return {
             "params": [parameter.detach() for parameter in self._params],
-            "optimiser": self._optimiser.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class SparseAdapter:
         with torch.no_grad():
             for parameter, saved in zip(self._params, state["params"], strict=True):
                 parameter.copy_(saved)
-        self._optimiser.load_state_dict(state["optimiser"])
+        self._optimizer.load_state_dict(state["optimizer"])
 
     def _switch(self, on: bool) -> None:
         for layer in self._layers.values():

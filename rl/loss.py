@@ -34,7 +34,7 @@ def policy_loss(
     correction's weights. With r = exp(logprobs - old_logprobs), a token's loss is
     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and at most -A dual_clip where A < 0 (PPO
     with the decoupled range of DAPO and the dual clip of arXiv:1912.09729). `batch_tokens` counts
-    the response tokens of all micro-batches of one optimiser step, so every token weighs the same
+    the response tokens of all micro-batches of one optimizer step, so every token weighs the same
     however the batch is split. Raises `ValueError` on shapes that differ or too few `batch_tokens`.
     """
     shapes = {tuple(t.shape) for t in (logprobs, old_logprobs, advantages, weights)}

@@ -153,12 +153,12 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
 
 
 def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> dict[str, float]:
-    """KV tokens that a sparse layer reads for a generated token, and those it holds: means.
+    """KV tokens that a sparse layer reads for a generated token, and those cached: means.
 
     Counted by pages, and over decode steps; the first token of a response comes out of prefill.
     Under no schedule everything is read.
     """
-    held = np.concatenate(
+    cached = np.concatenate(
         [
             np.arange(
                 len(rollout.prompt_ids) + 1, len(rollout.prompt_ids) + len(rollout.response_ids)
@@ -166,15 +166,15 @@ def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> 
             for rollout in rollouts
         ]
     )
-    if not held.size:
+    if not cached.size:
         return {}
-    read = held
+    read = cached
     if schedule is not None:
-        table = np.array([schedule.kv_tokens_read(n) for n in range(int(held.max()) + 1)])
-        read = table[held]
+        table = np.array([schedule.kv_tokens_read(n) for n in range(int(cached.max()) + 1)])
+        read = table[cached]
     return {
         "sparrow/kv_tokens_read": float(read.mean()),
-        "sparrow/kv_tokens_held": float(held.mean()),
+        "sparrow/kv_tokens_cached": float(cached.mean()),
     }
 
 

@@ -1,7 +1,7 @@
 """GRPO from sparse rollouts: the loop.
 
 One step: sync the weights, roll out sparsely, reward, group-relative advantages, dense log-probs,
-corrected and clipped loss, optimiser step, metrics. What each of these does is in the module that
+corrected and clipped loss, optimizer step, metrics. What each of these does is in the module that
 is called for it.
 """
 
@@ -27,7 +27,7 @@ from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks.rewards import without_truncated
 
 MAX_SKIPPED_STEPS = 5
-"""Optimiser steps in a row whose gradient may not be finite; the run ends with the last of them."""
+"""Optimizer steps in a row whose gradient may not be finite; the run ends with the last of them."""
 
 
 def train(config: TrainConfig, resume: bool = False) -> Path | None:
@@ -35,14 +35,14 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
 
     `resume` goes on from the newest checkpoint in `config.run_dir`, if there is one. SIGTERM and
     Ctrl-C write a checkpoint and end the process by `Stopped`, a `SystemExit`; any error outside an
-    optimiser step is raised after a checkpoint, too. To be called in the main thread; a script that
+    optimizer step is raised after a checkpoint, too. To be called in the main thread; a script that
     does needs the usual `if __name__ == "__main__"`.
 
     Raises:
         ConfigError, CheckpointError, ScheduleError, ModelError: something asked for is not there,
             wrong, or at odds with the run in `run_dir`; nothing has been lost then.
         EngineDied, RolloutError: the rollouts of a step cannot be completed.
-        FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimiser steps in a row were not
+        FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not
             finite. A single such step is skipped.
     """
     setup = prepare(config)
@@ -137,7 +137,7 @@ def update(
     settings: AlgorithmConfig,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """One optimiser step per mini-batch; metrics are means over those that were taken.
+    """One optimizer step per mini-batch; metrics are means over those that were taken.
 
     `dense_logprobs`, at `temperature`, and `weights` are [N], of all response tokens of the batch.
     """
@@ -174,7 +174,7 @@ def update(
         else:
             skipped += 1
     means = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
-    counts = {"actor/optimiser_steps": float(len(rows)), "actor/skipped_steps": float(skipped)}
+    counts = {"actor/optimizer_steps": float(len(rows)), "actor/skipped_steps": float(skipped)}
     return means | counts
 
 
@@ -215,9 +215,9 @@ def evaluate(run: Run) -> dict[str, float]:
 def _require_finite_gradients(policy: DensePolicy) -> None:
     if policy.skipped_in_a_row >= MAX_SKIPPED_STEPS:
         raise FloatingPointError(
-            f"the gradients of {policy.skipped_in_a_row} optimiser steps in a row were not finite:"
+            f"the gradients of {policy.skipped_in_a_row} optimizer steps in a row were not finite:"
             " none of these steps was taken; look for rewards that are not finite, or lower"
-            " optimiser.lr"
+            " optimizer.lr"
         )
 
 

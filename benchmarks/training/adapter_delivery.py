@@ -14,7 +14,7 @@ import torch
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.engines.engine import LocalEngine
 from sparrow_sglang.rl.metrics import tail_percentile
@@ -81,7 +81,7 @@ def agreement(
     weights must be the checkpoint's in `model_path`, which both deliveries then share.
     """
     policy, adapter = learner.policy, learner.adapter
-    merged = DensePolicy.load(ModelConfig(path=model_path), OptimiserConfig(), policy.device)
+    merged = DensePolicy.load(ModelConfig(path=model_path), OptimizerConfig(), policy.device)
     held = dict(merged.named_weights())
     for name, weight in adapter.merged_weights():
         held[name].copy_(weight.bfloat16())

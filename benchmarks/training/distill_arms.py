@@ -17,7 +17,7 @@ from sparrow_sglang.benchmarks.training.adapter_delivery import Learner
 from sparrow_sglang.benchmarks.training.distill_result import GIVEN, Tails
 from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.engines.engine import LocalEngine
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -45,7 +45,7 @@ class Rig:
     def new_learner(self, lr: float) -> Learner:
         """The model with an adapter that changes nothing yet."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        policy = DensePolicy.load(ModelConfig(path=self.model_path), OptimiserConfig(), device)
+        policy = DensePolicy.load(ModelConfig(path=self.model_path), OptimizerConfig(), device)
         return Learner(policy, SparseAdapter(policy, DistillConfig(enabled=True, lr=lr)))
 
     def deliver(self, learner: Learner) -> None:

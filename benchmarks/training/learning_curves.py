@@ -37,7 +37,7 @@ CURVES = (
     "response_length/mean",
     "sparrow/accept_p05",
     "sparrow/kv_tokens_read",
-    "sparrow/kv_tokens_held",
+    "sparrow/kv_tokens_cached",
     "rollout_corr/kl",
 )
 

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.renamed import current_names
 from sparrow_sglang.rl.runs.log import METRICS_FILE
 
 _LOOK_S = 1.0
@@ -48,7 +49,7 @@ class RunPlan:
         """Whole rows of the metrics so far."""
         path = self.config.run_dir / METRICS_FILE
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [current_names(json.loads(line)) for line in lines if line.endswith("\n")]
 
     def is_complete(self) -> bool:
         """Whether the last evaluation, which follows the last step, is in the metrics."""

@@ -2,7 +2,7 @@
 
 `python -m sparrow_sglang.benchmarks.training.train_memory` runs it.
 
-One sequence through forward, backward and optimiser step of the dense policy, and through a step of
+One sequence through forward, backward and optimizer step of the dense policy, and through a step of
 a rollout adapter, in the shape of a real model with random weights. Before that, the policy's
 log-probs are compared with those of the stock transformers forward, so that what is timed is also
 what is meant.
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.provenance import provenance, write_result
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, load_schedule
@@ -75,7 +75,7 @@ def logprob_error(config: Path, device: str) -> dict[str, float]:
     sequence = random_sequence(model.config.vocab_size, CHECKED_TOKENS)
     exact = stock_logprobs(model, sequence, autocast=False)
     rounded = stock_logprobs(model, sequence, autocast=True)
-    ours = DensePolicy(model, ModelConfig(), OptimiserConfig(), device).score([sequence])[0]
+    ours = DensePolicy(model, ModelConfig(), OptimizerConfig(), device).score([sequence])[0]
     errors = {"ours": (ours - exact).abs(), "stock_bf16": (rounded - exact).abs()}
     return {f"{name}_max": float(error.max()) for name, error in errors.items()} | {
         f"{name}_mean": float(error.mean()) for name, error in errors.items()
@@ -87,11 +87,11 @@ def measure(
 ) -> dict[str, Any]:
     """Seconds and peak bytes of `steps` training steps, of scoring, and of as many adapter steps.
 
-    All come after one to warm up. It makes the optimiser's state, so its peak is the one of the
+    All come after one to warm up. It makes the optimizer's state, so its peak is the one of the
     first step.
     """
     policy = DensePolicy(
-        new_model(config, dtype, device), ModelConfig(dtype=dtype), OptimiserConfig(), device
+        new_model(config, dtype, device), ModelConfig(dtype=dtype), OptimizerConfig(), device
     )
     sequence = random_sequence(policy.model.config.vocab_size, tokens)
     torch.cuda.synchronize()

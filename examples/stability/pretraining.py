@@ -107,13 +107,13 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
     options, plan = settings.walk, settings.pretrain
     walks = heldout_and_train(options.model_copy(update={"train": 0}))[: plan.evaluate_walks]
     draw = random.Random(options.seed + 1)
-    optimiser = _optimiser(model, plan)
+    optimizer = _optimizer(model, plan)
     nodes, is_task, loss = min(2, options.most_nodes), False, math.nan
     for step in range(1, plan.steps + 1):
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = plan.lr * _rate(step, plan)
         batch = _batch(draw, tokenizer, settings, None if is_task else nodes)
-        value = _train_on(model, optimiser, batch)
+        value = _train_on(model, optimizer, batch)
         loss = value if math.isnan(loss) else loss + LOSS_WINDOW * (value - loss)
         due = step % plan.evaluate_every == 0 or step == plan.steps
         reached = 0.0
@@ -155,7 +155,7 @@ def sampled_reward(model: Any, tokenizer: Any, walks: Sequence[Walk], lines: int
     return sum(rewards) / len(rewards)
 
 
-def _train_on(model: Any, optimiser: torch.optim.Optimizer, batch: Sequence[Example]) -> float:
+def _train_on(model: Any, optimizer: torch.optim.Optimizer, batch: Sequence[Example]) -> float:
     """One step; the loss above the least, in nats a response token."""
     start = len(batch[0].prompt)
     tokens = torch.tensor([example.prompt + example.response for example in batch])
@@ -164,8 +164,8 @@ def _train_on(model: Any, optimiser: torch.optim.Optimizer, batch: Sequence[Exam
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
-    optimiser.step()
-    optimiser.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     return float(loss.detach()) - sum(example.least_loss for example in batch) / len(batch)
 
 
@@ -210,7 +210,7 @@ def _examples(walks: Sequence[Walk], tokenizer: Any) -> list[Example]:
     return found
 
 
-def _optimiser(model: Any, plan: PretrainSettings) -> torch.optim.AdamW:
+def _optimizer(model: Any, plan: PretrainSettings) -> torch.optim.AdamW:
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},

@@ -31,6 +31,7 @@ from sparrow_sglang.benchmarks.command import exit_on_sigterm
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, run_all
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.provenance import write_result
+from sparrow_sglang.rl.renamed import current_names
 from sparrow_sglang.rl.runs.log import METRICS_FILE
 
 SETTINGS = Path(__file__).with_name("study.toml")
@@ -171,7 +172,9 @@ def collect(plans: Sequence[RunPlan], results: Path) -> Path:
 def _own(path: Path, settings: StudySettings) -> None:
     """Note the settings of a study; those noted before may differ in seeds and `parallel` only."""
     values = settings.model_dump(mode="json", exclude={"parallel"})
+    values["train"] = current_names(values["train"])
     noted = json.loads(path.read_text("utf-8")) if path.exists() else values
+    noted["train"] = current_names(noted["train"])
     for key, value in values.items():
         if key != "seeds" and noted.get(key) != value:
             raise ConfigError(

@@ -45,7 +45,7 @@ class PretrainSettings(_Section):
     """Supervised training, from graphs of one node to those of the task."""
 
     steps: PositiveInt
-    """Optimiser steps at most."""
+    """Optimizer steps at most."""
     tokens_per_step: PositiveInt
     """Tokens of a batch, in whole walks of one length."""
     walks_per_step: PositiveInt

@@ -1,4 +1,4 @@
-"""The trained model: dense log-probs of responses, and the optimiser's step.
+"""The trained model: dense log-probs of responses, and the optimizer's step.
 
 In: sequences of prompt and response token ids, and a loss in their log-probs. Out: log-probs, and
 weights for the rollout engines. Sequences are packed into micro-batches without padding; each
@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.chunked_logprobs import (
     CHUNK_ELEMENTS,
     product,
@@ -46,7 +46,7 @@ _ATTENTION = "sparrow_packed"
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimiser step: summed loss, gradient norm before clipping, micro-batches.
+    """Of one optimizer step: summed loss, gradient norm before clipping, micro-batches.
 
     No step was `taken` if the norm is not finite.
     """
@@ -64,8 +64,8 @@ class DensePolicy:
     """A transformers causal language model under AdamW with a constant learning rate.
 
     Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU; of
-    weights in bfloat16 the optimiser keeps an fp32 copy that it updates and rounds from, and the
-    gradients of micro-batches are added up in fp32. `skipped_in_a_row` counts the latest optimiser
+    weights in bfloat16 the optimizer keeps an fp32 copy that it updates and rounds from, and the
+    gradients of micro-batches are added up in fp32. `skipped_in_a_row` counts the latest optimizer
     steps that were not taken because their gradient was not finite.
     """
 
@@ -73,7 +73,7 @@ class DensePolicy:
         self,
         model: PreTrainedModel,
         config: ModelConfig,
-        optimiser: OptimiserConfig,
+        optimizer: OptimizerConfig,
         device: str | torch.device,
     ) -> None:
         """Takes over `model`. Raises `ValueError` on architectures it would compute wrongly."""
@@ -89,7 +89,7 @@ class DensePolicy:
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._micro_batch_tokens = config.micro_batch_tokens
-        self._grad_clip = optimiser.grad_clip
+        self._grad_clip = optimizer.grad_clip
         # Before anything else is put into the model, such as an adapter.
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
@@ -98,7 +98,7 @@ class DensePolicy:
             if config.dtype == "float32"
             else [nn.Parameter(p.detach().float()) for p in self._params]
         )
-        self._optimiser = _adamw(self._masters, optimiser, self.device)
+        self._optimizer = _adamw(self._masters, optimizer, self.device)
         self.skipped_in_a_row = 0
         if self._masters is not self._params:
             for master, parameter in zip(self._masters, self._params, strict=True):
@@ -106,13 +106,13 @@ class DensePolicy:
 
     @classmethod
     def load(
-        cls, config: ModelConfig, optimiser: OptimiserConfig, device: str | torch.device
+        cls, config: ModelConfig, optimizer: OptimizerConfig, device: str | torch.device
     ) -> "DensePolicy":
         """The policy from the checkpoint that `config.path` names."""
         model = AutoModelForCausalLM.from_pretrained(
             model_folder(config.path), dtype=getattr(torch, config.dtype)
         )
-        return cls(model, config, optimiser, device)
+        return cls(model, config, optimizer, device)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -187,14 +187,14 @@ class DensePolicy:
     def loss_step(
         self, sequences: Sequence[TokenSequence], loss: Loss, temperature: float = 1.0
     ) -> StepResult:
-        """Gradient of the summed micro-batch losses, clipped, then one optimiser step.
+        """Gradient of the summed micro-batch losses, clipped, then one optimizer step.
 
-        A gradient that is not finite is logged, and weights and optimiser stay as they are.
+        A gradient that is not finite is logged, and weights and optimizer stay as they are.
         """
         self.model.train()
         # A loss that raised in an earlier call has left its gradients behind.
         self.model.zero_grad()
-        self._optimiser.zero_grad()
+        self._optimizer.zero_grad()
         total, count = 0.0, 0
         for packed in self.micro_batches(sequences):
             logprobs = token_logprobs(self.hidden(packed), self.head, packed.targets, temperature)
@@ -209,7 +209,7 @@ class DensePolicy:
             yield name, parameter.detach()
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The fp32 weights that the optimiser updates, under the same names."""
+        """The fp32 weights that the optimizer updates, under the same names."""
         for (name, _), master in zip(self._named, self._masters, strict=True):
             yield name, master.detach()
 
@@ -225,7 +225,7 @@ class DensePolicy:
                 parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, the fp32 weights that the optimiser updates, optimiser, and the model's dtype."""
+        """Model, the fp32 weights that the optimizer updates, optimizer, and the model's dtype."""
         return {
             "model": {
                 _own_name(name): value
@@ -233,7 +233,7 @@ class DensePolicy:
                 if not _is_adapters(name)
             },
             "masters": [master.detach() for master in self._masters],
-            "optimiser": self._optimiser.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
             "dtype": str(self.model.dtype),
         }
 
@@ -249,18 +249,18 @@ class DensePolicy:
             for master, saved in zip(self._masters, state["masters"], strict=True):
                 master.copy_(saved)
         self._round_masters()
-        self._optimiser.load_state_dict(state["optimiser"])
+        self._optimizer.load_state_dict(state["optimizer"])
 
     def _step(self) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._grad_clip))
         if isfinite(norm):
-            self._optimiser.step()
+            self._optimizer.step()
             self._round_masters()
             self.skipped_in_a_row = 0
         else:
             self.skipped_in_a_row += 1
             logger.warning("the policy's gradient norm is %s: no step was taken with it", norm)
-        self._optimiser.zero_grad()
+        self._optimizer.zero_grad()
         return norm
 
     @torch.no_grad()
@@ -407,7 +407,7 @@ def _check_supported(model: PreTrainedModel) -> None:
 
 
 def _adamw(
-    parameters: Sequence[nn.Parameter], settings: OptimiserConfig, device: torch.device
+    parameters: Sequence[nn.Parameter], settings: OptimizerConfig, device: torch.device
 ) -> torch.optim.AdamW:
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
 is, in the dtype that the trainer computes in, `adapter/`, for PEFT and SGLang, if there is one,
-`training.pt` (the exact fp32 weights, optimisers, random states) and `state.json` (steps taken,
+`training.pt` (the exact fp32 weights, optimizers, random states) and `state.json` (steps taken,
 configuration, schedule, metrics of the last step). It is written under another name, flushed to
 the disk and then renamed.
 """
@@ -27,6 +27,7 @@ from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.renamed import current_names
 from sparrow_sglang.rl.runs.log import METRICS_FILE
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -151,13 +152,15 @@ class Checkpoints:
     def restore(
         self, folder: Path, policy: DensePolicy, adapter: SparseAdapter | None = None
     ) -> State:
-        """Put policy, adapter, their optimisers and the random states back to what was saved."""
+        """Put policy, adapter, their optimizers and the random states back to what was saved."""
         fields = json.loads((folder / "state.json").read_text("utf-8"))
         # Written by ourselves, and pickled Python objects are among the random states.
-        training = torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
+        training = current_names(
+            torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
+        )
         policy.load_state_dict(training)
         if adapter is not None:
-            adapter.load_state_dict(training["adapter"])
+            adapter.load_state_dict(current_names(training["adapter"]))
         _set_random_states(training["random"])
         return State(fields["step"], fields["schedule"], fields["metrics"], fields["ladder"])
 
@@ -193,7 +196,7 @@ def _export(policy: DensePolicy, weights: Mapping[str, torch.Tensor], folder: Pa
 
 
 def _check_resumable(folder: Path, config: TrainConfig) -> None:
-    saved = json.loads((folder / "state.json").read_text("utf-8"))["config"]
+    saved = current_names(json.loads((folder / "state.json").read_text("utf-8"))["config"])
     for key, before, now in _differences(saved, config.model_dump(mode="json")):
         if key.split(".")[0] not in _FREE:
             raise CheckpointError(

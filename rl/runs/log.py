@@ -130,7 +130,7 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     if metrics.get(ALARM):
         words.append("ALARM: entropy has fallen while the tail rose, the policy may be collapsing")
     if metrics.get("actor/skipped_steps"):
-        words.append(f"{metrics['actor/skipped_steps']:.0f} optimiser steps skipped")
+        words.append(f"{metrics['actor/skipped_steps']:.0f} optimizer steps skipped")
     split = [
         f"{title} {metrics[f'timing_s/{stage}']:.1f}"
         for stage, title in _STAGES.items()

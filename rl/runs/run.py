@@ -117,7 +117,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         if config.engine.transfer == "broadcast":
             share_nccl_settings(config.engine.server_args)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        policy = DensePolicy.load(config.model, config.optimiser, device)
+        policy = DensePolicy.load(config.model, config.optimizer, device)
         adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
         ladder = Ladder(setup.schedules, config.ladder) if setup.schedules else None
         state = checkpoints.restore(newest, policy, adapter) if newest else State()

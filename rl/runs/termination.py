@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as one exception that never interrupts an optimiser step."""
+"""SIGTERM and Ctrl-C as one exception that never interrupts an optimizer step."""
 
 import signal
 from collections.abc import Iterator

@@ -78,7 +78,7 @@ async def load_adapter(
 ) -> None:
     """Load a LoRA adapter in place of the one of that name, while no request runs.
 
-    The tensors are copied: SGLang keeps what it is given, and an optimiser step changes it.
+    The tensors are copied: SGLang keeps what it is given, and an optimizer step changes it.
 
     Args:
         name: what requests call it (`lora_path`, or `model` in the OpenAI routes).

@@ -8,6 +8,7 @@ from typing import Any
 
 from sparrow_sglang.report.charts import Line
 from sparrow_sglang.report.page import ReportError
+from sparrow_sglang.rl.renamed import current_names
 from sparrow_sglang.rl.runs.log import EVENTS_FILE, METRICS_FILE
 from sparrow_sglang.rl.runs.record import RUN_FILE, read_starts
 
@@ -28,7 +29,7 @@ class RunFiles:
     def config(self) -> dict[str, Any]:
         """Settings of the newest start."""
         config: dict[str, Any] = self.starts[-1]["config"] if self.starts else {}
-        return config
+        return current_names(config)
 
     @property
     def steps(self) -> list[Row]:
@@ -84,7 +85,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
                 f'{path}:{count}: {line.strip()[:60]!r}: expected a JSON object with "step", as'
                 " `sparrow train` writes it"
             )
-        rows.append(row)
+        rows.append(current_names(row))
     return rows
 
 

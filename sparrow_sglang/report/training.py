@@ -23,7 +23,7 @@ _STEP_COLUMNS = {
     "tail": "sparrow/accept_p05",
     "acceptance": "sparrow/accept_mean",
     "KV read": "sparrow/kv_tokens_read",
-    "KV held": "sparrow/kv_tokens_held",
+    "KV cached": "sparrow/kv_tokens_cached",
     "tokens/s": "sparrow/rollout_tokens_per_s",
     "seconds": "timing_s/step",
 }
@@ -86,12 +86,12 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
         )
     skipped = sum(row.get("actor/skipped_steps", 0.0) for row in steps)
     if skipped:
-        facts.append(("optimiser steps skipped, gradient not finite", f"{skipped:,.0f}"))
+        facts.append(("optimizer steps skipped, gradient not finite", f"{skipped:,.0f}"))
     if run.schedule:
         facts.append(("schedule", run.schedule))
-    if "sparrow/kv_tokens_held" in last:
-        share = last["sparrow/kv_tokens_read"] / last["sparrow/kv_tokens_held"]
-        facts.append(("KV read of held, last step", f"{share:.1%}"))
+    if "sparrow/kv_tokens_cached" in last:
+        share = last["sparrow/kv_tokens_read"] / last["sparrow/kv_tokens_cached"]
+        facts.append(("KV read of cached, last step", f"{share:.1%}"))
     seconds = np.median([row["timing_s/step"] for row in steps])
     facts.append(("seconds per step, median", number(float(seconds))))
     return facts
@@ -203,16 +203,16 @@ def _speed(run: RunFiles) -> Figure:
 
 
 def _kv(run: RunFiles) -> Figure | None:
-    if not run.has("sparrow/kv_tokens_held"):
+    if not run.has("sparrow/kv_tokens_cached"):
         return None
     lines = [
-        run.line("sparrow/kv_tokens_held", "held", PALETTE[7]),
+        run.line("sparrow/kv_tokens_cached", "cached", PALETTE[7]),
         run.line("sparrow/kv_tokens_read", "read", PALETTE[0]),
     ]
     chart = Chart(
         "KV tokens per generated token", "step", "tokens", lines, (), _moves(run), from_zero=True
     )
-    return Figure(chart, "What a sparse layer reads of what the sequence holds, mean over steps.")
+    return Figure(chart, "What a sparse layer reads of the cached tokens, mean over steps.")
 
 
 def _distance(run: RunFiles) -> Figure | None:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
-from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimiserConfig, TrainConfig
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.engine import LocalEngine
 from sparrow_sglang.rl.policy import sparse_policy
@@ -139,7 +139,7 @@ def test_no_mask_of_positions_by_positions_is_kept_or_made(compile_anew):
 def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
     """What SGLang's "auto" then serves is what the policy computes in."""
     first, second = (
-        DensePolicy.load(ModelConfig(path=model), OptimiserConfig(lr=1e-4), "cuda")
+        DensePolicy.load(ModelConfig(path=model), OptimizerConfig(lr=1e-4), "cuda")
         for _ in range(2)
     )
     sequences = [(list(range(100, 120)), list(range(200, 260)))]
@@ -161,7 +161,7 @@ def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
 
 def test_gradients_in_bf16_add_up_as_in_float64(model):
     config = ModelConfig(path=model, dtype="bfloat16", micro_batch_tokens=1)
-    policy = DensePolicy.load(config, OptimiserConfig(grad_clip=1e9), "cuda")
+    policy = DensePolicy.load(config, OptimizerConfig(grad_clip=1e9), "cuda")
     draw = np.random.default_rng(0)
     sequences = [(draw.integers(0, 49_000, 4).tolist(), [7]) for _ in range(256)]
     parameters = list(policy.model.parameters())
@@ -199,7 +199,7 @@ def model() -> str:
 
 @pytest.fixture(scope="module")
 def policy(model) -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=model), OptimiserConfig(), "cuda")
+    return DensePolicy.load(ModelConfig(path=model), OptimizerConfig(), "cuda")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from sparrow_sglang.calibration.measure import Unit
 from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
 from sparrow_sglang.commands import calibrate, cli
 from sparrow_sglang.provenance import provenance, write_result
-from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig, TrainConfig
+from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.ladder import Move
 from sparrow_sglang.rl.metrics import acceptance_metrics
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -96,7 +96,7 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
     log.write(steps, {"eval/pass_rate": 0.75})
     log.close()
     if model is not None:
-        policy = DensePolicy.load(ModelConfig(path=model), OptimiserConfig(), "cpu")
+        policy = DensePolicy.load(ModelConfig(path=model), OptimizerConfig(), "cpu")
         state = State(steps, "fixed-512", step_metrics(steps - 1))
         Checkpoints(folder, keep=1).save(policy, Tokenizer(), config, state)
 
@@ -116,7 +116,7 @@ def step_metrics(step: int) -> dict[str, float]:
         "actor/entropy": 0.5 - 0.01 * step,
         **acceptance_metrics(alpha, np.arange(400) * 10),
         "sparrow/kv_tokens_read": 500.0 + step,
-        "sparrow/kv_tokens_held": 1100.0 + 5 * step,
+        "sparrow/kv_tokens_cached": 1100.0 + 5 * step,
         "sparrow/rollout_tokens_per_s": 1000 * length / seconds["rollout"],
         **{f"timing_s/{stage}": value for stage, value in seconds.items()},
         "timing_s/step": sum(seconds.values()) + 0.5,

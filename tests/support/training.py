@@ -45,7 +45,7 @@ def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfi
             "max_prompt_tokens": 64,
             "max_new_tokens": 60,
         },
-        "optimiser": {"lr": 5e-3},
+        "optimizer": {"lr": 5e-3},
         "mismatch": {"sequences": 16},
         "evaluation": {"every_steps": 3},
     }

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.rl import distill
 from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig, ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import (
     ADAPTER,
     PolicyTerm,
@@ -39,7 +39,7 @@ SEQUENCES = [
 
 
 def new_policy(path: str, dtype: str = "float32") -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimiserConfig(lr=1e-3), "cpu")
+    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimizerConfig(lr=1e-3), "cpu")
 
 
 def settings(**fields) -> DistillConfig:
@@ -105,7 +105,7 @@ def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama
     adapters = {}
     for checkpointing in (True, False):
         model = ModelConfig(path=sharp_llama, gradient_checkpointing=checkpointing)
-        policy = DensePolicy.load(model, OptimiserConfig(), "cpu")
+        policy = DensePolicy.load(model, OptimizerConfig(), "cpu")
         torch.manual_seed(0)
         adapter = SparseAdapter(policy, settings())
         chosen.clear()

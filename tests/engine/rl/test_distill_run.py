@@ -13,7 +13,7 @@ def test_the_actors_own_policy_loss_is_weighed_by_its_own_law(byte_model, tmp_pa
         tmp_path / "run",
         "fixed-48",
         steps=2,
-        optimiser={"lr": 1e-9},
+        optimizer={"lr": 1e-9},
         distill={"enabled": True, "rank": 4, "lr": 1e-2, "sequences": 16, "policy_loss": 1.0},
         evaluation={"every_steps": 0},
     )

@@ -44,7 +44,9 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
         # The engine samples from the weights of each step, the last as well as the first.
         assert max(differences) < FP32
         assert not any("sparrow/accept_p05" in row for row in steps)
-        assert all(row["sparrow/kv_tokens_read"] == row["sparrow/kv_tokens_held"] for row in steps)
+        assert all(
+            row["sparrow/kv_tokens_read"] == row["sparrow/kv_tokens_cached"] for row in steps
+        )
     else:
         assert differences[0] > 10 * FP32
         for row in steps:
@@ -52,7 +54,7 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
             # From the engine's samples, and from whole distributions in the trainer.
             estimate = row["sparrow/accept_mean_estimate"]
             assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
-            assert row["sparrow/kv_tokens_read"] < 48 < row["sparrow/kv_tokens_held"]
+            assert row["sparrow/kv_tokens_read"] < 48 < row["sparrow/kv_tokens_cached"]
     trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     start = AutoModelForCausalLM.from_pretrained(byte_model).state_dict()
     assert any(not torch.equal(trained[name], start[name]) for name in start)
@@ -71,7 +73,7 @@ def test_truncated_responses_teach_nothing_or_cost_the_reward(byte_model, tmp_pa
     trainer.train(config.model_copy(update={"rollout": rollout}))
     (row,) = rows(config.run_dir)
     assert row["response_length/clip_ratio"] == 1.0
-    assert row["actor/optimiser_steps"] == 0.0
+    assert row["actor/optimizer_steps"] == 0.0
     if truncated == "penalty":
         assert row["critic/score/max"] == 0.0 and row["sparrow/zero_std_fraction"] == 1.0
     else:
@@ -85,7 +87,7 @@ def test_rollouts_wear_the_adapter_and_evaluation_does_not(byte_model, tmp_path,
         tmp_path / "run",
         "fixed-48",
         steps=4,
-        optimiser={"lr": 1e-9},
+        optimizer={"lr": 1e-9},
         distill={"enabled": True, "rank": 4, "lr": 1e-2, "sequences": 16, "delivery": delivery},
         evaluation={"every_steps": 4, "temperature": 0.0},
     )
@@ -165,9 +167,9 @@ def during_rollout(monkeypatch, signum: int = signal.SIGKILL) -> None:
 def during_the_update(monkeypatch) -> None:
     step = torch.optim.AdamW.step
 
-    def doomed(optimiser, *args):
-        result = step(optimiser, *args)
-        if max(state["step"] for state in optimiser.state.values()) == 2:
+    def doomed(optimizer, *args):
+        result = step(optimizer, *args)
+        if max(state["step"] for state in optimizer.state.values()) == 2:
             die()
         return result
 
@@ -228,7 +230,7 @@ def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
     assert starts[0]["config"] == config.model_dump(mode="json")
     assert after[:kept] == before[:kept]
     assert folder.name == "step-000003"
-    state = torch.load(folder / "training.pt", weights_only=False)["optimiser"]["state"]
+    state = torch.load(folder / "training.pt", weights_only=False)["optimizer"]["state"]
     assert {int(entry["step"]) for entry in state.values()} == {3}
     assert not list((config.run_dir / "checkpoints").glob("*.partial"))
 
@@ -236,9 +238,9 @@ def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
 def ask_during_the_update(monkeypatch) -> None:
     step = torch.optim.AdamW.step
 
-    def asked(optimiser, *args):
+    def asked(optimizer, *args):
         os.kill(os.getpid(), signal.SIGTERM)
-        return step(optimiser, *args)
+        return step(optimizer, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", asked)
 
@@ -269,9 +271,9 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(byte_model, tmp_path):
     (folder,) = (config.run_dir / "checkpoints").iterdir()
     assert folder.name == "step-000001"
     changed = config.model_copy(
-        update={"optimiser": config.optimiser.model_copy(update={"lr": 1e-5})}
+        update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-5})}
     )
-    with pytest.raises(CheckpointError, match=r"optimiser.lr=1e-05: the run in .* with 0.005"):
+    with pytest.raises(CheckpointError, match=r"optimizer.lr=1e-05: the run in .* with 0.005"):
         trainer.train(changed, resume=True)
     with owned(config.run_dir), pytest.raises(CheckpointError, match="another process is training"):
         trainer.train(config, resume=True)

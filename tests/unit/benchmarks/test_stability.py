@@ -267,7 +267,7 @@ def test_a_wrong_setting_of_the_runs_is_found_before_anything_starts(
     monkeypatch.setattr(study, "SETTINGS", file)
     monkeypatch.setattr(study, "pretrain", lambda *_: pytest.fail("pretraining has started"))
     assert study.main(["--scale", "tiny", "--out", str(tmp_path / "out")]) == 2
-    assert "optimiser.lr=-1.0" in capsys.readouterr().err
+    assert "optimizer.lr=-1.0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

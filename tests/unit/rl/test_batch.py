@@ -70,7 +70,7 @@ def test_mini_batches_hold_each_token_that_teaches_once(count):
     assert sorted(tokens.tolist()) == [*range(5), *range(10, 14)]
     for sequences, where in parts:
         assert len(where) == sum(len(response) for _, response in sequences)
-    # The middle group taught nothing; the others stand in different optimiser steps.
+    # The middle group taught nothing; the others stand in different optimizer steps.
     assert count == 1 or [len(sequences) for sequences, _ in parts] == [2, 2]
 
 
@@ -97,7 +97,7 @@ def test_kv_tokens_read_are_the_schedules():
     # 4 pages of 16, of which the last is filled up to the length.
     read = [length if length <= 64 else 48 + (length - 1) % 16 + 1 for length in lengths]
     assert found["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
-    assert found["sparrow/kv_tokens_held"] == pytest.approx(np.mean(lengths))
+    assert found["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(lengths))
     assert kv_metrics([long], None)["sparrow/kv_tokens_read"] == pytest.approx(np.mean(lengths))
 
 

@@ -1,6 +1,7 @@
 """Checkpoints give back the same training, bit for bit, and survive a full disk."""
 
 import copy
+import json
 import random
 import resource
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from sglang.srt.configs.model_config import _get_and_verify_dtype
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig, TrainConfig
+from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 
@@ -26,7 +27,7 @@ class Tokenizer:
 
 
 def policy(path: str, dtype: str) -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimiserConfig(lr=1e-3), "cpu")
+    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimizerConfig(lr=1e-3), "cpu")
 
 
 def take_step(trained: DensePolicy) -> None:
@@ -55,13 +56,32 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
     assert expected["model"].keys() == found["model"].keys()
     for name, weight in expected["model"].items():
         assert torch.equal(found["model"][name], weight), name
-    moments = [state["optimiser"]["state"] for state in (expected, found)]
+    moments = [state["optimizer"]["state"] for state in (expected, found)]
     for one, other in zip(*(m.values() for m in moments), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
     # What others load is what was trained, in its dtype.
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert loaded.dtype == getattr(torch, dtype)
     assert (folder / "model" / "tokenizer.json").exists()
+
+
+def test_a_checkpoint_with_the_old_name_of_the_optimizer_is_resumed(tiny_llama, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    trained = policy(tiny_llama, "float32")
+    take_step(trained)
+    folder = checkpoints.save(trained, Tokenizer(), config(tmp_path), State(1, "s", {}))
+    state = json.loads((folder / "state.json").read_text())
+    state["config"]["optimiser"] = state["config"].pop("optimizer")
+    (folder / "state.json").write_text(json.dumps(state))
+    training = torch.load(folder / "training.pt", weights_only=False)
+    training["optimiser"] = training.pop("optimizer")
+    torch.save(training, folder / "training.pt")
+
+    assert checkpoints.begin(config(tmp_path), resume=True) == folder
+    resumed = policy(tiny_llama, "float32")
+    checkpoints.restore(folder, resumed)
+    (moment, *_) = resumed.state_dict()["optimizer"]["state"].values()
+    assert float(moment["step"]) == 1
 
 
 def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(

@@ -74,5 +74,5 @@ def test_the_log_says_so_and_remembers_across_a_restart(tmp_path: Path) -> None:
 
 
 def test_skipped_steps_are_in_the_line() -> None:
-    assert "2 optimiser steps skipped" in step_line(0, 3, REST | {"actor/skipped_steps": 2.0})
+    assert "2 optimizer steps skipped" in step_line(0, 3, REST | {"actor/skipped_steps": 2.0})
     assert "skipped" not in step_line(0, 3, REST | {"actor/skipped_steps": 0.0})

@@ -22,12 +22,12 @@ def load(folder: Path, text: str) -> TrainConfig:
 def test_the_least_file_gives_the_documented_defaults(tmp_path: Path) -> None:
     config = load(tmp_path, LEAST)
     assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (32, 8)
-    algorithm, optimiser = config.algorithm, config.optimiser
+    algorithm, optimizer = config.algorithm, config.optimizer
     assert (algorithm.correction, algorithm.tis_cap) == ("tis", 2.0)
     assert (algorithm.sequence_cap, algorithm.sequence_veto) == (2.0, 1e-4)
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
-    assert (optimiser.lr, optimiser.betas, optimiser.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
-    assert optimiser.grad_clip == 1.0
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
+    assert optimizer.grad_clip == 1.0
 
 
 def test_values_of_the_file_arrive(tmp_path: Path) -> None:
@@ -44,16 +44,17 @@ def test_values_of_the_file_arrive(tmp_path: Path) -> None:
 def test_nothing_changes_it_later(tmp_path: Path) -> None:
     config = load(tmp_path, LEAST)
     with pytest.raises(ValidationError, match="frozen"):
-        config.optimiser.lr = 1.0  # type: ignore[misc]
+        config.optimizer.lr = 1.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("[optimizer]\nlr = 1.0", "unknown key 'optimizer': did you mean 'optimiser'"),
+        ("[optimzer]\nlr = 1.0", "unknown key 'optimzer': did you mean 'optimizer'"),
+        ("[optimizer]\n[optimiser]", r"\[optimiser\] and \[optimizer\] are one section: keep"),
         ("[algorithm]\ntis_cpa = 2.0", r"\[algorithm\] unknown key 'tis_cpa': did you mean 'tis_c"),
         ("[algorithm]\ncorrection = 'mis'", "algorithm.correction='mis' is not allowed"),
-        ("[optimiser]\nlr = 0.0", "optimiser.lr=0.0 is not allowed: .* greater than 0"),
+        ("[optimizer]\nlr = 0.0", "optimizer.lr=0.0 is not allowed: .* greater than 0"),
         ("[rollout]\nsamples_per_prompt = 1", "rollout.samples_per_prompt=1 is not allowed"),
         ("[rollout]\ntemperature = 0", "rollout.temperature=0 is not allowed: .* equal to 0.01"),
         ("[rollout]\ntemperature = nan", "rollout.temperature=nan is not allowed: Input should"),
@@ -71,16 +72,16 @@ def test_nothing_changes_it_later(tmp_path: Path) -> None:
         ("[mismatch]\nsequences = true", "mismatch.sequences=True is not allowed: .* integer"),
         ("[mismatch]\nsequences = '16'", "mismatch.sequences='16' is not allowed: .* integer"),
         ("[logging]\ntensorboard = 0", "logging.tensorboard=0 is not allowed: .* boolean"),
-        ("[optimiser]\nlr = inf", "optimiser.lr=inf is not allowed: .* finite number"),
+        ("[optimizer]\nlr = inf", "optimizer.lr=inf is not allowed: .* finite number"),
         ("[algorithm]\nmask_high = nan", "algorithm.mask_high=nan is not allowed"),
         (
-            "[optimiser]\nbetas = [0.9]",
-            r"optimiser.betas=\(?\[?0.9.* is not allowed: expected 2 val",
+            "[optimizer]\nbetas = [0.9]",
+            r"optimizer.betas=\(?\[?0.9.* is not allowed: expected 2 val",
         ),
         ("[model]\ndtype = {a = 1}", r"model.dtype=\{'a': 1\} is not allowed: .* 'float32' or"),
         ("[engine]\nkind = '" + "x" * 9000 + "'", r"engine.kind='xxx.{,300}$"),
         ('[task.a]\n"\\u0000\\n" = 1', r"\[task\] unknown key 'a'"),
-        ('[optimiser]\n"a\\nb" = 1', r"unknown key 'a\\nb': did you mean"),
+        ('[optimizer]\n"a\\nb" = 1', r"unknown key 'a\\nb': did you mean"),
         ("[task.options]\na = " + "[" * 5000, r"not TOML \(maximum recursion"),
         ("[task.options]\na = " + "9" * 5000, r"not TOML \(Exceeds the limit"),
     ],
@@ -107,8 +108,16 @@ def test_paths_and_seeds_that_nothing_takes(tmp_path: Path, text: str, message: 
 
 
 def test_a_cap_may_be_infinite_and_whole_numbers_are_numbers(tmp_path: Path) -> None:
-    config = load(tmp_path, LEAST + "[algorithm]\ntis_cap = inf\n[optimiser]\nlr = 1\n")
-    assert (config.algorithm.tis_cap, config.optimiser.lr) == (float("inf"), 1.0)
+    config = load(tmp_path, LEAST + "[algorithm]\ntis_cap = inf\n[optimizer]\nlr = 1\n")
+    assert (config.algorithm.tis_cap, config.optimizer.lr) == (float("inf"), 1.0)
+
+
+def test_the_old_name_of_a_section_is_accepted_with_one_line(tmp_path: Path, caplog: Any) -> None:
+    config = load(tmp_path, LEAST + "[optimiser]\nlr = 1e-5\n")
+    assert config.optimizer.lr == 1e-5
+    assert config == load(tmp_path, LEAST + "[optimizer]\nlr = 1e-5\n")
+    (notice,) = caplog.messages
+    assert notice == "[optimiser] is called [optimizer] now; the old name ends with 0.2"
 
 
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:

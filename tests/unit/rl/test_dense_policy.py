@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy import dense_policy
 from sparrow_sglang.rl.policy.chunked_logprobs import (
     logits_of,
@@ -52,9 +52,9 @@ def model(kind: str = "qwen3") -> Any:
     return MODELS[kind]()
 
 
-def policy(kind: str = "qwen3", optimiser: OptimiserConfig | None = None, **config: Any) -> Any:
+def policy(kind: str = "qwen3", optimizer: OptimizerConfig | None = None, **config: Any) -> Any:
     return DensePolicy(
-        model(kind), ModelConfig(**config), optimiser or OptimiserConfig(lr=1e-3), "cpu"
+        model(kind), ModelConfig(**config), optimizer or OptimizerConfig(lr=1e-3), "cpu"
     )
 
 
@@ -138,7 +138,7 @@ class TestGradient:
     def test_first_step_equals_stock_autograd_and_adamw(
         self, kind: str, checkpointing: bool
     ) -> None:
-        settings = OptimiserConfig(lr=1e-3, grad_clip=0.5)
+        settings = OptimizerConfig(lr=1e-3, grad_clip=0.5)
         dense = policy(kind, settings, gradient_checkpointing=checkpointing, micro_batch_tokens=25)
         scale = torch.linspace(-1, 2, sum(len(response) for _, response in BATCH))
         result = dense.loss_step(BATCH, sum_of_losses(scale))
@@ -176,7 +176,7 @@ class TestGradient:
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
     def test_raises_the_likelihood_that_it_is_asked_to(self) -> None:
-        dense = policy(optimiser=OptimiserConfig(lr=1e-2))
+        dense = policy(optimizer=OptimizerConfig(lr=1e-2))
         before = torch.cat(dense.score(BATCH)).mean()
         for _ in range(5):
             dense.loss_step(BATCH, lambda logprobs, _: -logprobs.mean())
@@ -184,7 +184,7 @@ class TestGradient:
 
     def test_bf16_weights_follow_an_fp32_copy(self) -> None:
         """A step far below bf16's resolution is kept, and shows once enough of them add up."""
-        dense = policy(dtype="bfloat16", optimiser=OptimiserConfig(lr=2e-6, weight_decay=0))
+        dense = policy(dtype="bfloat16", optimizer=OptimizerConfig(lr=2e-6, weight_decay=0))
         start = {name: weight.clone() for name, weight in dense.named_weights()}
         state = dense.state_dict()
         assert {master.dtype for master in state["masters"]} == {torch.float32}
@@ -221,7 +221,7 @@ class TestGradient:
         """A sum in bf16 of 256 is 1.7 % off, of its worst tensor 3.6 %."""
         dense = policy(
             dtype="bfloat16",
-            optimiser=OptimiserConfig(grad_clip=1e9, betas=(0.9, 0.98)),
+            optimizer=OptimizerConfig(grad_clip=1e9, betas=(0.9, 0.98)),
             gradient_checkpointing=False,
             micro_batch_tokens=1,
         )
@@ -235,7 +235,7 @@ class TestGradient:
         result = dense.loss_step(many, lambda logprobs, _: logprobs.sum())
         assert result.micro_batches == 256
         # AdamW's first moment after one step from 0 is 0.1 times the gradient.
-        moments = dense.state_dict()["optimiser"]["state"]
+        moments = dense.state_dict()["optimizer"]["state"]
         order = [p for p in parameters if p.ndim > 1] + [p for p in parameters if p.ndim <= 1]
         by_parameter = {id(p): expected[i] for i, p in enumerate(parameters)}
         for index, parameter in enumerate(order):
@@ -374,7 +374,7 @@ def test_packs_are_full_and_hold_everything_once() -> None:
 def test_refuses_models_that_it_would_compute_wrongly() -> None:
     config = Gemma2Config(**SIZES, head_dim=8)
     with pytest.raises(ValueError, match="gemma2 has layers of type sliding_attention"):
-        DensePolicy(Gemma2ForCausalLM(config), ModelConfig(), OptimiserConfig(), "cpu")
+        DensePolicy(Gemma2ForCausalLM(config), ModelConfig(), OptimizerConfig(), "cpu")
 
 
 def test_runs_of_like_length_cover_all_sequences_in_order() -> None:

@@ -7,7 +7,7 @@ from engines import random_prompt
 from oracle import ContractModel
 from scipy.special import softmax
 
-from sparrow_sglang.rl.config import ModelConfig, OptimiserConfig
+from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy import sparse_policy
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packed_attention import padding
@@ -26,7 +26,7 @@ SEQUENCES = [
 
 @pytest.fixture(scope="module")
 def policy(sharp_llama) -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=sharp_llama), OptimiserConfig(), "cpu")
+    return DensePolicy.load(ModelConfig(path=sharp_llama), OptimizerConfig(), "cpu")
 
 
 @pytest.mark.parametrize("rows", [7, 512])

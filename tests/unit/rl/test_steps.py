@@ -105,14 +105,14 @@ def settings(model: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
             "max_prompt_tokens": 64,
             "max_new_tokens": TOKENS,
         },
-        "optimiser": {"lr": 1e-3},
+        "optimizer": {"lr": 1e-3},
         "evaluation": {"every_steps": 0},
         "logging": {"tensorboard": False},
     } | sections
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]) -> None:
-    """Make the losses of these optimiser steps, counted from 0, not a number."""
+    """Make the losses of these optimizer steps, counted from 0, not a number."""
     taken = iter(range(1000))
 
     def spoilt(*args: Any, **kwargs: Any) -> PolicyLoss:
@@ -151,11 +151,11 @@ def test_a_gradient_that_is_not_finite_costs_its_step_only(
     folder = trainer.train(TrainConfig.parse(config))
     found = rows(tmp_path / "run")
     assert [row["actor/skipped_steps"] for row in found] == [0, 1, 0]
-    assert [row["actor/optimiser_steps"] for row in found] == [1, 0, 1]
+    assert [row["actor/optimizer_steps"] for row in found] == [1, 0, 1]
     assert ["actor/grad_norm" in row for row in found] == [True, False, True]
     assert all(math.isfinite(value) for row in found for value in row.values())
     assert folder is not None
-    states = torch.load(folder / "training.pt", weights_only=False)["optimiser"]["state"]
+    states = torch.load(folder / "training.pt", weights_only=False)["optimizer"]["state"]
     assert {int(state["step"]) for state in states.values()} == {2}
     trained = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert all(weight.isfinite().all() for weight in trained.parameters())
@@ -176,7 +176,7 @@ def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
     monkeypatch.setattr(TrainConfig, "load", lambda path: TrainConfig.parse(config))
     assert main(["train", str(path)]) == 1
     said = capsys.readouterr().err
-    assert said.count("sparrow train: error: the gradients of 6 optimiser steps in a row were") == 1
+    assert said.count("sparrow train: error: the gradients of 6 optimizer steps in a row were") == 1
     assert "step-000004; go on with --resume" in said
     found = rows(tmp_path / "run")
     assert [row["actor/skipped_steps"] for row in found] == [0, 2, 2, 2]

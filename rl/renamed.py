@@ -1,0 +1,34 @@
+"""Names of earlier pre-releases that files still hold, and what they are called today.
+
+They are read until 0.2: in a configuration with a notice, in what a run has written without one.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+RENAMED = {
+    "optimiser": "optimizer",
+    "actor/optimiser_steps": "actor/optimizer_steps",
+    "sparrow/kv_tokens_held": "sparrow/kv_tokens_cached",
+}
+
+
+def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with the keys of today; those of nested mappings stay."""
+    return {RENAMED.get(key, key): value for key, value in values.items()}
+
+
+def accept_renamed(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """`current_names` of a configuration, with one line of notice for each old name.
+
+    Raises `ValueError` if both names of a section are there.
+    """
+    for old in RENAMED.keys() & sections.keys():
+        new = RENAMED[old]
+        if new in sections:
+            raise ValueError(f"[{old}] and [{new}] are one section: keep [{new}] alone")
+        logger.warning("[%s] is called [%s] now; the old name ends with 0.2", old, new)
+    return current_names(sections)
