@@ -118,7 +118,7 @@ def _draw_selection(axes: Any, theme: Theme) -> None:
 def _draw_budgets(axes: Any, schedule: BudgetSchedule, theme: Theme) -> None:
     axes.text(0, 34, f"KV read of KV cached, schedule {schedule.name}", fontweight="bold")
     for row, length in enumerate(LENGTHS):
-        read = min(length, schedule.kv_budget_tokens(length))
+        read = int(schedule.tokens_read(length))
         bottom, scale = 24 - 8 * row, 56 / max(LENGTHS)
         axes.text(0, bottom + 2.5, f"{length // 1024}K", va="center")
         _box(axes, 9, bottom, length * scale, 5, theme["fill"], theme)
@@ -193,7 +193,7 @@ def figures(root: Path = ROOT) -> dict[str, str]:
     steps = [
         f"{p.model} {p.context} {p.backend} {p.dense_ms:.2f} {p.sparse_ms:.2f}" for p in points
     ]
-    read = [f"{length} {schedule.kv_budget_tokens(length)}" for length in LENGTHS]
+    read = [f"{length} {schedule.tokens_read(length)}" for length in LENGTHS]
     draws: dict[str, tuple[Callable[[Theme], Any], list[str]]] = {
         "speedup": (lambda theme: draw_speedup(points, device, theme), [device, *steps]),
         "kept-pages": (lambda theme: draw_pages(schedule, theme), [schedule.name, *read]),

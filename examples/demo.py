@@ -25,6 +25,7 @@ from pydoc_data.topics import topics
 from types import FrameType
 from typing import Any, NoReturn
 
+import numpy as np
 import openai
 
 from sparrow_sglang.benchmarks.rollouts.server_process import (
@@ -94,14 +95,10 @@ def kv_traffic(
 
     The first generated token comes out of prefill, so there is one decode step less than tokens.
     """
-    held = read = 0
-    sparse_layers = num_layers - len([i for i in schedule.dense_layers if i < num_layers])
-    for seq_len in range(prompt_tokens + 1, prompt_tokens + completion_tokens):
-        held += num_layers * seq_len
-        read += (num_layers - sparse_layers) * seq_len
-        read += sparse_layers * schedule.kv_tokens_read(seq_len)
-    steps = (completion_tokens - 1) * num_layers
-    return KVTraffic(held / steps, read / steps)
+    lengths = np.arange(prompt_tokens + 1, prompt_tokens + completion_tokens)
+    held, read = lengths.mean(), schedule.tokens_read(lengths).mean()
+    dense = len([layer for layer in schedule.dense_layers if layer < num_layers]) / num_layers
+    return KVTraffic(float(held), float(dense * held + (1 - dense) * read))
 
 
 def long_prompt() -> str:

@@ -168,10 +168,7 @@ def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> 
     )
     if not cached.size:
         return {}
-    read = cached
-    if schedule is not None:
-        table = np.array([schedule.kv_tokens_read(n) for n in range(int(cached.max()) + 1)])
-        read = table[cached]
+    read = cached if schedule is None else schedule.tokens_read(cached)
     return {
         "sparrow/kv_tokens_read": float(read.mean()),
         "sparrow/kv_tokens_cached": float(cached.mean()),

@@ -10,7 +10,6 @@ Imports neither torch nor SGLang.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.requests import RequestOption
@@ -72,7 +71,9 @@ class KvRule:
         if not steps:
             return KvUsage(name, self.kv_budget_tokens, 0)
         held = prompt_tokens + np.arange(1, steps + 1)
-        read = self._read(held)
+        read = held
+        if self.schedule is not None:
+            read = self.schedule.tokens_read(held, self.kv_budget_tokens)
         return KvUsage(
             schedule=name,
             kv_budget_tokens=self.kv_budget_tokens,
@@ -82,15 +83,3 @@ class KvRule:
             kv_tokens_held_last=int(held[-1]),
             kv_tokens_read_last=int(read[-1]),
         )
-
-    def _read(self, held: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As `BudgetSchedule.kv_tokens_read`, for many lengths and under the upper bound."""
-        if self.schedule is None:
-            return held
-        page_size = self.schedule.page_size
-        pages = -(-held // page_size)
-        budgets = np.array(self.schedule.budget_pages)
-        budget = budgets[np.minimum(pages // self.schedule.bin_pages, len(budgets) - 1)]
-        if self.kv_budget_tokens is not None:
-            budget = np.minimum(budget, self.kv_budget_tokens // page_size)
-        return held - np.maximum(pages - budget, 0) * page_size

@@ -15,6 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -137,14 +139,22 @@ class BudgetSchedule(BaseModel):
         """Total budget in tokens at `seq_len` cached tokens; may exceed `seq_len`."""
         return self.budget_tokens[self.bin_index(seq_len)]
 
-    def num_selected_pages(self, seq_len: int) -> int:
-        """Pages that a sparse layer reads; all of them while they fit into the budget."""
-        return min(self.num_pages(seq_len), self.budget_pages[self.bin_index(seq_len)])
+    def tokens_read(self, lengths: ArrayLike, cap: int | None = None) -> NDArray[np.int64]:
+        """Cached tokens that a sparse layer reads per KV head, in the shape of `lengths`.
 
-    def kv_tokens_read(self, seq_len: int) -> int:
-        """Tokens that a sparse layer reads; the pages left out are full ones, never the last."""
-        left_out = self.num_pages(seq_len) - self.num_selected_pages(seq_len)
-        return seq_len - left_out * self.page_size
+        Everything while it fits into the budget. The pages left out are full ones, never the last.
+
+        Args:
+            lengths: cached tokens, the current one included.
+            cap: upper bound of the budget in tokens, as a request may ask for.
+        """
+        cached = np.asarray(lengths, dtype=np.int64)
+        pages = -(-cached // self.page_size)
+        budgets = np.array(self.budget_pages)
+        budget = budgets[np.minimum(pages // self.bin_pages, len(budgets) - 1)]
+        if cap is not None:
+            budget = np.minimum(budget, cap // self.page_size)
+        return cached - np.maximum(pages - budget, 0) * self.page_size
 
     def first_sparse_length(self) -> int:
         """Smallest length at which a page is left out; decode at shorter lengths is dense."""

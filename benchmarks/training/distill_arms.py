@@ -74,7 +74,7 @@ class Rig:
             counted = TailStatistics(self.bin_tokens)
             for prompt, (prompt_ids, _), alpha in zip(self.heldout, sequences, rates, strict=True):
                 cached = len(prompt_ids) + np.arange(len(alpha))
-                sparse = np.array([schedule.kv_tokens_read(int(n)) < n for n in cached])
+                sparse = schedule.tokens_read(cached) < cached
                 # The first token comes out of prefill.
                 sparse[0] = False
                 counted.add(prompt.id, cached[sparse], alpha[sparse])

@@ -54,8 +54,8 @@ class SparseRule:
         known = self._read.get(device)
         if known is None or len(known) <= held:
             size = self.schedule.page_size
-            counts = [self.schedule.num_selected_pages(n * size) for n in range(held + 1)]
-            known = self._read[device] = torch.tensor(counts, device=device)
+            counts = self.schedule.tokens_read(np.arange(held + 1) * size) // size
+            known = self._read[device] = torch.from_numpy(counts).to(device)
         return known
 
 
@@ -201,7 +201,7 @@ def selected_pages(
             scores,
             pages,
             read[pages],
-            schedule.num_selected_pages(end),
+            schedule.num_pages(int(schedule.tokens_read(end))),
             schedule.sink_pages,
             schedule.recent_pages,
         )

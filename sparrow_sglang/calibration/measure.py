@@ -146,4 +146,4 @@ def _request(unit: Unit, slot: int) -> dict[str, Any]:
 
 
 def _is_sparse(schedule: BudgetSchedule, cached: int) -> bool:
-    return schedule.num_pages(cached) > schedule.num_selected_pages(cached)
+    return bool(schedule.tokens_read(cached) < cached)

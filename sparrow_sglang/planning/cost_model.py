@@ -211,22 +211,10 @@ class StepCosts:
         return StepCosts(*(np.asarray(getattr(self, f.name) @ weights) for f in fields(self)))
 
 
-def tokens_read(schedule: BudgetSchedule, seq_lens: Sequence[int] | NDArray[np.int64]) -> Array:
-    """Cached tokens that a sparse layer reads per KV head at each length."""
-    lengths = np.asarray(seq_lens, dtype=np.int64)
-    pages = -(-lengths // schedule.page_size)
-    budgets = np.asarray(schedule.budget_pages)
-    budget = budgets[np.minimum(pages // schedule.bin_pages, len(budgets) - 1)]
-    # The partial page is always kept, so what it lacks is missing from the budget.
-    lacking = pages * schedule.page_size - lengths
-    sparse = budget * schedule.page_size - lacking
-    return np.where(pages <= budget, lengths, sparse).astype(np.float64)
-
-
 def mean_tokens_read(schedule: BudgetSchedule, prompt_tokens: int, output_tokens: int) -> float:
-    """Mean of `tokens_read` over the steps of one generation: the B of the paper's formulas."""
+    """Mean tokens read over the steps of one generation: the B of the paper's formulas."""
     steps = np.arange(prompt_tokens + 1, prompt_tokens + output_tokens + 1)
-    return float(tokens_read(schedule, steps).mean())
+    return float(schedule.tokens_read(steps).mean())
 
 
 def step_costs(
@@ -251,7 +239,7 @@ def step_costs(
     if schedule is not None:
         dense_layers = len([layer for layer in schedule.dense_layers if layer < shape.num_layers])
         sparse_layers = shape.num_layers - dense_layers
-        read = tokens_read(schedule, lengths)
+        read = schedule.tokens_read(lengths).astype(np.float64)
         token_layers = dense_layers * lengths + sparse_layers * read
         pages = -(-lengths // schedule.page_size)
         scored = pages - schedule.sink_pages - schedule.recent_pages

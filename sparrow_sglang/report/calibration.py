@@ -174,7 +174,7 @@ def _share_facts(schedules: Sequence[BudgetSchedule]) -> list[tuple[str, str]]:
     facts = []
     for schedule in schedules:
         end = len(schedule.budget_tokens) * schedule.bin_tokens
-        read = schedule.kv_tokens_read(end)
+        read = int(schedule.tokens_read(end))
         facts.append(
             (f"{schedule.name} reads at {end:,} tokens", f"{number(read)} ({read / end:.1%})")
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +60,13 @@ def oracle(schedule: BudgetSchedule, seq_len: int) -> tuple[int, int]:
     return budget, pages if pages * schedule.page_size <= budget else budget // schedule.page_size
 
 
+def pages_read(schedule: BudgetSchedule, seq_len: int) -> int:
+    """Pages of the tokens read; all that is left out must be whole pages."""
+    read = int(schedule.tokens_read(seq_len))
+    assert (seq_len - read) % schedule.page_size == 0
+    return schedule.num_pages(read)
+
+
 def edge_lengths(schedule: BudgetSchedule) -> list[int]:
     """One token either side of every page edge and bin edge, to two bins past the last one."""
     end = schedule.bin_tokens * (len(schedule.budget_tokens) + 2)
@@ -71,12 +79,14 @@ def test_answers_equal_the_loop_at_every_edge(schedule: BudgetSchedule) -> None:
     for seq_len in edge_lengths(schedule):
         budget, pages = oracle(schedule, seq_len)
         assert schedule.kv_budget_tokens(seq_len) == budget, seq_len
-        assert schedule.num_selected_pages(seq_len) == pages, seq_len
+        assert pages_read(schedule, seq_len) == pages, seq_len
+    lengths = np.array(edge_lengths(schedule))
+    assert schedule.tokens_read(lengths).tolist() == [schedule.tokens_read(n) for n in lengths]
 
 
 @given(schedules(), st.integers(1, 200_000))
 def test_answers_equal_the_loop_at_any_length(schedule: BudgetSchedule, seq_len: int) -> None:
-    got = schedule.kv_budget_tokens(seq_len), schedule.num_selected_pages(seq_len)
+    got = schedule.kv_budget_tokens(seq_len), pages_read(schedule, seq_len)
     assert got == oracle(schedule, seq_len)
 
 
@@ -93,9 +103,9 @@ def test_first_sparse_length_is_the_first_at_which_a_page_is_left_out(
 def test_a_sequence_that_fills_its_budget_exactly_is_dense() -> None:
     # 32 pages of 16 are 512 tokens: the budget of bin 0. One token more opens page 33.
     schedule = load_schedule("qwen3-4b-0.86", 16)
-    assert schedule.num_selected_pages(512) == 32
-    assert schedule.num_selected_pages(513) == 32
-    assert schedule.num_selected_pages(496) == 31
+    assert pages_read(schedule, 512) == 32
+    assert pages_read(schedule, 513) == 32
+    assert pages_read(schedule, 496) == 31
     assert schedule.first_sparse_length() == 513
 
 

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from sparrow_sglang.mismatch.tail import BIN_TOKENS, BinTail, TailStatistics
 from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
 from sparrow_sglang.schedule import BudgetSchedule
@@ -97,12 +99,9 @@ class AuditReport:
         """KV tokens held and read of running requests of these lengths in tokens."""
         if not self._gauges:
             return
-        held = read = 0
-        for length in lengths:
-            held += length
-            read += min(length, self.schedule.kv_budget_tokens(length))
-        self._set("sparrow:kv_tokens_held", held)
-        self._set("sparrow:kv_tokens_read", read)
+        held = np.array(list(lengths), dtype=np.int64)
+        self._set("sparrow:kv_tokens_held", int(held.sum()))
+        self._set("sparrow:kv_tokens_read", int(self.schedule.tokens_read(held).sum()))
 
     def _warn_below_target(self, upper: BinTail) -> None:
         """Only the upper bound proves a tail too low; a loose lower bound would cry wolf."""

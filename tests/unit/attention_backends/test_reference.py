@@ -12,6 +12,7 @@ from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.requests import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (4, 4)]
@@ -140,7 +141,8 @@ def test_a_landmark_is_rounded_to_the_kv_dtype_only_after_the_mean():
 def test_budget_table_follows_the_schedule_at_every_length():
     schedule = make_schedule(16, 4, [3, 5, 5, 9])
     pages = torch.arange(1, 60)
-    loaded = LoadedSchedules.of([schedule])
-    table = BudgetTable(loaded, 1, "cpu").num_selected(pages, torch.zeros_like(pages))
-    expected = [schedule.num_selected_pages(int(count) * 16) for count in pages]
-    assert table.tolist() == expected
+    table = BudgetTable(LoadedSchedules.of([schedule]), 2, "cpu")
+    table.set_options([1], [RequestOption(kv_budget_tokens=80)])
+    for row, cap in ((0, None), (1, 80)):
+        selected = table.num_selected(pages, torch.full_like(pages, row))
+        assert selected.tolist() == (schedule.tokens_read(pages * 16, cap) // 16).tolist()

@@ -27,7 +27,6 @@ from sparrow_sglang.planning.cost_model import (
     paper_speedup,
     rollout_costs,
     step_costs,
-    tokens_read,
 )
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
@@ -206,7 +205,7 @@ class TestStepModel:
         budget = budget_pages(length, page, bin_pages * page, budgets)
         kept = choose_pages([0.0] * pages, pages, budget, sinks=1, recents=2)
         held = [min(page, length - index * page) for index in kept]
-        assert tokens_read(schedule, [length])[0] == sum(held)
+        assert schedule.tokens_read([length]).tolist() == [sum(held)]
 
     def test_one_step_by_hand(self) -> None:
         schedule = BudgetSchedule(

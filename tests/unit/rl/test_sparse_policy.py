@@ -143,7 +143,7 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(
         positions = torch.arange(start, end)
         # Each position reads as many tokens as the server says, itself the last of them.
         expected = chosen[sequence, :, : end - start] & (torch.arange(length) <= positions[:, None])
-        read = torch.tensor([schedule.kv_tokens_read(int(t) + 1) for t in positions])
+        read = torch.from_numpy(schedule.tokens_read(positions + 1))
         assert (expected.sum(-1) == read).all()
         expected = expected.repeat_interleave(group, 0)
         head, row, token = torch.meshgrid(
