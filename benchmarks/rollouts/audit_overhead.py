@@ -35,7 +35,7 @@ EXAMPLES = """\
 
 def run_round(engine: Any, options: argparse.Namespace, rate: float, seed: int) -> dict[str, Any]:
     """Serve the load once at an audit rate."""
-    auditor = engine.tokenizer_manager.sparrow_auditor
+    auditor = engine.tokenizer_manager.sparrow.auditor
     auditor.rate = rate
     before = dict(auditor.report.requests)
     endpoint = connect(engine)

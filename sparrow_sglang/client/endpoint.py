@@ -97,13 +97,13 @@ class EngineEndpoint:
             )
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        # The server's route of that name calls the same method of the tokenizer manager.
-        call = getattr(self._engine.tokenizer_manager, f"sparrow_{method}", None)
-        if call is None:
+        # What the server's route of that name calls, see `plugin.state.ServerState`.
+        state = getattr(self._engine.tokenizer_manager, "sparrow", None)
+        if state is None or method not in state.calls:
             raise EndpointError(
                 f"the engine has no call {method!r}: it serves without --attention-backend sparrow"
             )
-        return self._run(call(**fields))
+        return self._run(state.calls[method](**fields))
 
     async def _generate(self, requests: Sequence[Request]) -> list[Answer]:
         tasks = [asyncio.ensure_future(self._one(request)) for request in requests]

@@ -12,13 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from sparrow_sglang.attention_backends.kernel_limits import describe_fit, kernel_problems
 from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
 from sparrow_sglang.models import ModelError
-from sparrow_sglang.plugin.refusals import (
-    BACKEND,
-    SUPPORTED_SGLANG,
-    UnsupportedError,
-    uses_sparrow,
-)
+from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
 from sparrow_sglang.schedule import ScheduleError
+from sparrow_sglang.sglang_versions import version_problems
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -62,11 +58,8 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
 
 
 def _check_sglang() -> Check:
-    found = _version("sglang")
-    if found == SUPPORTED_SGLANG:
-        return Check("ok", "SGLang", found)
-    fix = f"pip install sglang=={SUPPORTED_SGLANG}"
-    return Check("FAIL", "SGLang", f"{found}; made for {SUPPORTED_SGLANG}: {fix}")
+    problems = version_problems()
+    return Check("FAIL" if problems else "ok", "SGLang", *(problems or [_version("sglang")]))
 
 
 def _check_packages() -> Check:
@@ -130,8 +123,8 @@ def _check_platform() -> Check:
 
 def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.commands.serve import ServeError, parse_server_args
-    from sparrow_sglang.plugin.registration import start_up_line
     from sparrow_sglang.plugin.server_args import resolve_schedules
+    from sparrow_sglang.plugin.server_log import start_up_line
 
     try:
         # SGLang's own start-up messages would drown the report.

@@ -17,7 +17,8 @@ from sparrow_sglang.models import (
     embedded_model,
     model_problem,
 )
-from sparrow_sglang.plugin.refusals import BACKEND, version_problems
+from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.sglang_versions import version_problems
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.plugin.control_channel import ControlError, answers, idle, tell_schedulers
+from sparrow_sglang.plugin.scheduler_calls import ControlError, answers, idle, tell_schedulers
+from sparrow_sglang.plugin.state import require_server_state
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _LIMITS = "adapter_limits"
 _LOADED = "adapter_loaded"
 _DROP = "adapter_drop"
-_SHAPES = "sparrow_module_shapes"
 # As schedules are called, and with the slashes of the hub.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
@@ -296,17 +296,16 @@ def _require_servable(modules: set[str], config: Mapping[str, Any], served: list
 
 def _module_shapes(manager: Any) -> dict[str, tuple[int, int]]:
     """[out, in] of the model's linear modules by the names that PEFT gives them."""
-    known: dict[str, tuple[int, int]] | None = getattr(manager, _SHAPES, None)
-    if known is None:
+    state = require_server_state(manager)
+    if state.module_shapes is None:
         import torch
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(manager.model_config.hf_config)
-        known = {
+        state.module_shapes = {
             name: (module.out_features, module.in_features)
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear)
         }
-        setattr(manager, _SHAPES, known)
-    return known
+    return state.module_shapes

@@ -1,22 +1,24 @@
 """The server's side of run-time control: the schedule can be switched, landmarks be checked.
 
-Calls are coroutines on SGLang's tokenizer manager, `sparrow_<name>`; the HTTP route of a call is
-/sparrow/<name>, see `sparrow_sglang.plugin.routes`.
+Calls are coroutines in `ServerState.calls`; the HTTP route of a call is /sparrow/<name>, see
+`sparrow_sglang.plugin.routes`.
 """
 
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.plugin import control_channel, request_hooks
-from sparrow_sglang.plugin import scheduler_hooks as hooks
 from sparrow_sglang.plugin.adapters import load_serialised
-from sparrow_sglang.plugin.announce import announce, describe
-from sparrow_sglang.plugin.control_channel import (
+from sparrow_sglang.plugin.audit.auditor import Auditor
+from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
+from sparrow_sglang.plugin.refusals import uses_sparrow
+from sparrow_sglang.plugin.routes import add_routes
+from sparrow_sglang.plugin.scheduler_calls import (
     ControlError,
     RanksDisagreeError,
     answers,
@@ -24,10 +26,14 @@ from sparrow_sglang.plugin.control_channel import (
     rank_name,
     tell_schedulers,
 )
-from sparrow_sglang.plugin.refusals import uses_sparrow
-from sparrow_sglang.plugin.routes import add_routes
-from sparrow_sglang.plugin.scheduler_hooks import Hook
 from sparrow_sglang.plugin.server_args import FIELD, resolve_schedules
+from sparrow_sglang.plugin.server_log import announce, describe
+from sparrow_sglang.plugin.state import (
+    ATTRIBUTE,
+    ServerState,
+    require_scheduler_state,
+    require_server_state,
+)
 from sparrow_sglang.schedule import (
     FIXED_NAME,
     BudgetSchedule,
@@ -45,20 +51,25 @@ _CALL = "schedule"
 _CHECK = "landmarks"
 
 
-def offer_control(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
-    """AFTER hook: what the launching process must know to check requests and to switch.
+def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook: what the launching process must know to check requests, switch and audit.
 
     Checked with 0.5.17, where the tokenizer manager is made once per server, after the HTTP app.
     """
-    if not uses_sparrow(manager.server_args):
+    server_args = manager.server_args
+    if not uses_sparrow(server_args):
         return
-    control: Any = manager
-    control.sparrow_loaded, _ = resolve_schedules(
-        manager.server_args, manager.model_config.hf_config
-    )
-    control.sparrow_schedule = partial(schedule, manager)
-    control.sparrow_landmarks = partial(landmarks, manager)
-    control.sparrow_adapter = partial(load_serialised, manager)
+    loaded, _ = resolve_schedules(server_args, manager.model_config.hf_config)
+    state = ServerState(loaded)
+    state.calls["schedule"] = partial(schedule, manager)
+    state.calls["landmarks"] = partial(landmarks, manager)
+    state.calls["adapter"] = partial(load_serialised, manager)
+    if rate := server_args.sparrow_audit_rate:
+        folder = server_args.sparrow_audit_log
+        log = MismatchLog(Path(folder)) if folder else None
+        state.auditor = Auditor(manager, rate, loaded.in_force, log)
+        state.calls["audit"] = state.auditor.finish
+    setattr(manager, ATTRIBUTE, state)
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is not None:
         add_routes(http_server.app)
@@ -82,8 +93,8 @@ async def schedule(
         ControlError: requests are paused, or a scheduler refused; all keep what they had.
         RanksDisagreeError: the schedulers hold different schedules.
     """
-    control: Any = manager
-    previous: LoadedSchedules = control.sparrow_loaded
+    state = require_server_state(manager)
+    previous = state.loaded
     if schedule is None:
         await _require_agreement(manager, previous)
         return _answer(previous, previous)
@@ -91,10 +102,10 @@ async def schedule(
     loaded = previous.with_in_force(wanted)
     async with idle(manager, "the schedule was not switched"):
         # Switches may have followed each other while this one waited.
-        previous = control.sparrow_loaded
+        previous = state.loaded
         loaded = previous.with_in_force(wanted)
         await _switch_all(manager, previous, loaded)
-        control.sparrow_loaded = loaded
+        state.loaded = loaded
         manager.record_config_updates("sparrow", **{FIELD: ",".join(loaded.names)})
     return _answer(loaded, previous)
 
@@ -176,7 +187,7 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 @answers(_CALL)
 def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """In a scheduler: hold what the message says, if it does, then say what is held."""
-    budgets = hooks.budgets_in_use()
+    budgets = require_scheduler_state().budgets
     if fields:
         loaded = LoadedSchedules(
             in_force=BudgetSchedule(**fields["in_force"]),
@@ -188,7 +199,7 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
-    budgets = hooks.budgets_in_use()
+    budgets = require_scheduler_state().budgets
     previous = budgets.loaded.in_force
     if not scheduler.flush_cache(empty_cache=False):
         raise ControlError("requests are running")
@@ -225,10 +236,3 @@ def _of_its_own_name(schedule: BudgetSchedule) -> BudgetSchedule:
             " another name, or the name alone"
         )
     return schedule
-
-
-HOOKS = (
-    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", offer_control, "AFTER"),
-    *control_channel.HOOKS,
-    *request_hooks.HOOKS,
-)

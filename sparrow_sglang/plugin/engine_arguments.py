@@ -4,16 +4,13 @@ In: JSON, or names. Out: arguments, or an error that names the wrong one. SGLang
 as that takes some ten seconds.
 """
 
-import ast
 import difflib
-import functools
 import json
 from collections.abc import Iterable
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.plugin.server_args import FIELDS
+from sparrow_sglang.sglang_versions import server_argument_names
 
 
 def engine_arguments(text: str) -> dict[str, Any]:
@@ -43,16 +40,6 @@ def unknown_argument(names: Iterable[str]) -> str | None:
     return None
 
 
-@functools.cache
 def argument_names() -> frozenset[str]:
-    """Fields of SGLang's `ServerArgs`, read from its source, and those that we add to it."""
-    package = find_spec("sglang")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError("SGLang is not installed: pip install sglang==0.5.17")
-    source = Path(package.origin).with_name("srt") / "server_args.py"
-    for node in ast.parse(source.read_text("utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == "ServerArgs":
-            fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
-            names = (field.id for field in fields if isinstance(field, ast.Name))
-            return frozenset([*names, *FIELDS])
-    raise RuntimeError(f"{source} has no class ServerArgs: need sglang 0.5.17")
+    """What `sglang.Engine` takes by name: fields of SGLang's `ServerArgs`, and ours."""
+    return server_argument_names() | FIELDS.keys()

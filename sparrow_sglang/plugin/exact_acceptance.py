@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
-from sparrow_sglang.plugin.scheduler_hooks import Hook, budgets_in_use
+from sparrow_sglang.plugin.state import require_scheduler_state
 
 if TYPE_CHECKING:
     import torch
@@ -153,20 +153,12 @@ class StepRecord:
         return rates
 
 
-class _Process:
-    """What this process records; None where it does not."""
-
-    record: StepRecord | None = None
-    compared: dict[str, Place] = {}
-    """Requests of the latest prefill pass that are to be compared, by their ids."""
-
-
 def remember_places(
     forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
 ) -> None:
     """AFTER hook: which slots the requests of a prefill record into or are compared with.
 
-    Checked with 0.5.17; see `hooks.remember_options`.
+    Checked with 0.5.17; see `scheduler_hooks.remember_options`.
     """
     if _VARIABLE not in os.environ or not forward_batch.forward_mode.is_extend():
         return
@@ -176,7 +168,9 @@ def remember_places(
     )
     # By id, as the pass is run with a copy of `forward_batch`.
     places = {req.rid: _place(req, _COMPARE) for req in batch.reqs}
-    _Process.compared = {rid: place for rid, place in places.items() if place is not None}
+    require_scheduler_state().compared = {
+        rid: place for rid, place in places.items() if place is not None
+    }
 
 
 def keep_or_compare(
@@ -200,7 +194,8 @@ def keep_or_compare(
     if batch.forward_mode.is_decode():
         record.keep(hidden_states, batch.req_pool_indices, batch.seq_lens)
     output = original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
-    if batch.forward_mode.is_extend() and _Process.compared:
+    compared = require_scheduler_state().compared
+    if batch.forward_mode.is_extend() and compared:
         from sglang.srt.layers.logits_processor import LogitsMetadata
 
         metadata = LogitsMetadata.from_forward_batch(batch)
@@ -212,7 +207,7 @@ def keep_or_compare(
         start = 0
         lengths = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
         for rid, (prefix, count) in zip(batch.rids, lengths, strict=True):
-            place = _Process.compared.get(rid)
+            place = compared.get(rid)
             part = hidden_states[start : start + count]
             rates.append(record.compare(part, prefix, place, logits) if place else None)
             start += count
@@ -221,23 +216,14 @@ def keep_or_compare(
 
 
 def _the_record(hidden_size: int, dtype: Any, device: Any) -> StepRecord:
-    if _Process.record is None:
+    state = require_scheduler_state()
+    if state.record is None:
         slots, steps = map(int, os.environ[_VARIABLE].split("x"))
-        rows = budgets_in_use().tensors.options.shape[0]
-        _Process.record = StepRecord(slots, steps, rows, hidden_size, dtype, device)
-    return _Process.record
+        rows = state.budgets.tensors.options.shape[0]
+        state.record = StepRecord(slots, steps, rows, hidden_size, dtype, device)
+    return state.record
 
 
 def _place(request: Any, key: str) -> Place | None:
     given = (request.sampling_params.custom_params or {}).get(key)
     return None if given is None else (int(given[0]), int(given[1]))
-
-
-HOOKS = (
-    Hook(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        remember_places,
-        "AFTER",
-    ),
-    Hook("sglang.srt.layers.logits_processor.LogitsProcessor.forward", keep_or_compare, "AROUND"),
-)

@@ -5,11 +5,11 @@ problem, naming field, value, reason and remedy.
 """
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.plugin.attention_layers import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES
+from sparrow_sglang.sglang_versions import attention_backends, version_problems
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 BACKEND = "sparrow"
-SUPPORTED_SGLANG = "0.5.17"
 
 _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
 _NO_CHECKS = "nobody would check what requests ask for, nor report what was read"
@@ -111,21 +110,7 @@ _ENVIRONMENT = {
 
 def uses_sparrow(server_args: "ServerArgs") -> bool:
     """Whether prefill, decode or both are asked for from this backend."""
-    return BACKEND in server_args.get_attention_backends()
-
-
-def version_problems() -> list[str]:
-    """Whether the installed SGLang is another one than the hooks were checked with."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        found = "of an unknown version"
-    if found == SUPPORTED_SGLANG:
-        return []
-    return [
-        f"SGLang {found}: expected {SUPPORTED_SGLANG}, as the hooks into another version could take"
-        f" no or a wrong effect; pip install sglang=={SUPPORTED_SGLANG}"
-    ]
+    return BACKEND in attention_backends(server_args)
 
 
 def server_problems(server_args: "ServerArgs") -> list[str]:
@@ -139,7 +124,7 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
     from sglang.srt.environ import envs
 
     problems = []
-    prefill, decode = server_args.get_attention_backends()
+    prefill, decode = attention_backends(server_args)
     if prefill != decode:
         problems.append(
             f"prefill attention backend {prefill!r}, decode attention backend {decode!r}: prefill"

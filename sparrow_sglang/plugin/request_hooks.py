@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.kv_usage import KvRule
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.request_checks import (
     UNREADABLE,
     require_begun,
@@ -20,15 +19,12 @@ from sparrow_sglang.plugin.request_checks import (
     require_whole_n,
     unreadable,
 )
-from sparrow_sglang.plugin.scheduler_hooks import Hook
+from sparrow_sglang.plugin.state import server_state
 from sparrow_sglang.requests import KEY, RequestOption
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
-_TEXT = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
 _DONE = "data: [DONE]\n\n"
 
 logger = logging.getLogger("sparrow_sglang")
@@ -43,7 +39,7 @@ def attend_request(
     `generate_request`, and a ValueError becomes HTTP 400 but other errors HTTP 500.
     """
     found = original(manager, request, *args, **kw)
-    return found if _loaded(manager) is None else _attended(found, request)
+    return found if server_state(manager) is None else _attended(found, request)
 
 
 def check_request(
@@ -60,15 +56,15 @@ def check_request(
         RequestOptionError: see `RequestOption.read`.
         RequestError: see `require_servable`.
     """
-    loaded = _loaded(manager)
-    if loaded is None:
+    state = server_state(manager)
+    if state is None:
         return
-    option = RequestOption.read(request.sampling_params.custom_params, loaded)
+    option = RequestOption.read(request.sampling_params.custom_params, state.loaded)
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size)
     if option.report:
-        given.sparrow_rule = KvRule.of(option, loaded)
+        given.sparrow_rule = KvRule.of(option, state.loaded)
 
 
 def report_in_response(
@@ -92,11 +88,6 @@ def report_in_stream(
     """
     events = original(serving, adapted, *args, **kw)
     return _with_last_chunk(events, adapted) if _asks(adapted) else events
-
-
-def _loaded(manager: Any) -> LoadedSchedules | None:
-    loaded: LoadedSchedules | None = getattr(manager, "sparrow_loaded", None)
-    return loaded
 
 
 def _asks(adapted: Any) -> bool:
@@ -161,13 +152,3 @@ async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
                 head = {key: first.get(key) for key in ("id", "object", "created", "model")}
                 yield f"data: {json.dumps(head | {'choices': [], 'metadata': metadata})}\n\n"
             yield event
-
-
-HOOKS = (
-    Hook(f"{_MANAGER}.generate_request", attend_request, "AROUND"),
-    Hook(f"{_MANAGER}._create_tokenized_object", check_request, "AFTER"),
-    Hook(f"{_CHAT}._build_chat_response", report_in_response, "AFTER"),
-    Hook(f"{_TEXT}._build_completion_response", report_in_response, "AFTER"),
-    Hook(f"{_CHAT}._generate_chat_stream", report_in_stream, "AROUND"),
-    Hook(f"{_TEXT}._generate_completion_stream", report_in_stream, "AROUND"),
-)

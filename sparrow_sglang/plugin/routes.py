@@ -1,6 +1,6 @@
 """The HTTP side: routes of this package's own calls, and early errors as HTTP errors.
 
-In: requests to SGLang's app. Out: calls of `sparrow_<name>` on its tokenizer manager, as JSON.
+In: requests to SGLang's app. Out: `ServerState.calls`, answers as JSON.
 """
 
 import json
@@ -9,7 +9,8 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.json_values import JsonError, require_portable
-from sparrow_sglang.plugin.control_channel import ControlError, RanksDisagreeError
+from sparrow_sglang.plugin.scheduler_calls import ControlError, RanksDisagreeError
+from sparrow_sglang.plugin.state import require_server_state
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -111,7 +112,7 @@ async def _handle(name: str, request: "Request") -> "Response":
     manager: Any = get_global_state().tokenizer_manager
     try:
         fields = await _body(_CALLS[name], request) if request.method == "POST" else {}
-        return JSONResponse(await getattr(manager, f"sparrow_{name}")(**fields))
+        return JSONResponse(await require_server_state(manager).calls[name](**fields))
     except ValueError as error:
         fault = isinstance(error, RanksDisagreeError)
         status = HTTPStatus.INTERNAL_SERVER_ERROR if fault else HTTPStatus.BAD_REQUEST

@@ -1,50 +1,21 @@
-"""Where SGLang is changed for the backend `sparrow`, in the form of hooks of its plugin framework.
+"""What a scheduler does otherwise for the backend `sparrow`: a request's option, KV, memory.
 
-Each hook says why it is needed and which version of SGLang it was checked with. They do nothing in
-a process whose attention backend is another one.
+Each hook says why it is needed and which version of SGLang it was checked with.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from sparrow_sglang import sglang_versions
 from sparrow_sglang.plugin.refusals import uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.requests import option_or_default
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    from sparrow_sglang.attention_backends.metadata import BudgetTable
-
-
-class Hook(NamedTuple):
-    """One hook into SGLang; `kind` is the name of a HookType."""
-
-    target: str
-    function: Callable[..., Any]
-    kind: str
-
-
-class _Process:
-    """What this process decodes by; None in every other process, and until the backend exists."""
-
-    budgets: "BudgetTable | None" = None
-
-
-def decode_by(budgets: "BudgetTable") -> None:
-    """Tell the hooks that this process decodes sparsely by `budgets`."""
-    _Process.budgets = budgets
-
-
-def budgets_in_use() -> "BudgetTable":
-    """The tables that this process decodes by; only a scheduler with this backend has them."""
-    assert _Process.budgets is not None, "the attention backend has not been built in this process"
-    return _Process.budgets
 
 
 def remember_options(
@@ -57,9 +28,9 @@ def remember_options(
 
     Checked with 0.5.17, where `init_new` runs on the stream of the forward pass that it prepares.
     """
-    budgets = _Process.budgets
-    if budgets is None or not forward_batch.forward_mode.is_extend():
+    if PROCESS.scheduler is None or not forward_batch.forward_mode.is_extend():
         return
+    budgets = PROCESS.scheduler.budgets
     budgets.set_options(
         [req.req_pool_idx for req in batch.reqs],
         [
@@ -70,7 +41,7 @@ def remember_options(
 
 
 def keep_sparse_kv_private(
-    req: "Req", tree_cache: "BasePrefixCache", is_insert: bool = True
+    req: "Req", tree_cache: "BasePrefixCache", **arguments: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """BEFORE hook: KV written while decoding sparsely must not become another request's prefix.
 
@@ -83,17 +54,18 @@ def keep_sparse_kv_private(
     and aborted chunks pass is_insert=False; `strip_thinking_cache` inserts less; streaming
     sessions, HiCache, disaggregation, diffusion models are refused at start-up.
     """
-    budgets = _Process.budgets
-    if budgets is None or not is_insert:
+    without_insertion = sglang_versions.without_insertion(arguments)
+    if PROCESS.scheduler is None or without_insertion is None:
         return None
-    option = option_or_default(req.sampling_params.custom_params, budgets.loaded)
-    first_sparse_length = option.first_sparse_length(budgets.loaded)
+    loaded = PROCESS.scheduler.budgets.loaded
+    option = option_or_default(req.sampling_params.custom_params, loaded)
+    first_sparse_length = option.first_sparse_length(loaded)
     cached_tokens = req.kv_committed_len
     decoded = cached_tokens > len(req.origin_input_ids)
     if not decoded or first_sparse_length is None or cached_tokens < first_sparse_length:
         return None
     _cache_prefilled(req, tree_cache)
-    return (req, tree_cache), {"is_insert": False}
+    return (req, tree_cache), without_insertion
 
 
 def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
@@ -163,36 +135,3 @@ def reserve_decode_buffers(
     schedule, _ = resolve_schedule(server_args, kvc.model_config.hf_config)
     shape = DecodeShape.of_model(schedule, kvc.model_config, get_parallel().attn_tp_size)
     return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))
-
-
-def offer_landmark_check(result: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
-    """AFTER hook: `Engine.collective_rpc("sparrow_check_landmarks")`, a debugging aid.
-
-    Checked with 0.5.17, where an RPC calls the scheduler's attribute of that name and hands its
-    exception to the caller.
-    """
-    if _Process.budgets is not None:
-        from sparrow_sglang.attention_backends.landmark_check import check_landmarks
-
-        scheduler.sparrow_check_landmarks = partial(check_landmarks, scheduler)
-
-
-HOOKS = (
-    Hook(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        remember_options,
-        "AFTER",
-    ),
-    Hook("sglang.srt.mem_cache.common.release_kv_cache", keep_sparse_kv_private, "BEFORE"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", offer_landmark_check, "AFTER"),
-    Hook(
-        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
-        reserve_landmarks,
-        "AFTER",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
-        reserve_decode_buffers,
-        "AFTER",
-    ),
-)

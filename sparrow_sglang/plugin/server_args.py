@@ -4,7 +4,6 @@ Frameworks build argument parsers and `ServerArgs` in processes that have only i
 this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`.
 """
 
-import dataclasses
 import functools
 import importlib.abc
 import importlib.util
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
 from sparrow_sglang.config import AUTO, SparrowConfig
@@ -26,9 +25,9 @@ from sparrow_sglang.plugin.refusals import (
     refuse,
     server_problems,
     uses_sparrow,
-    version_problems,
 )
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
+from sparrow_sglang.sglang_versions import ServerField, add_server_fields, version_problems
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -43,16 +42,8 @@ _MODULE = "sglang.srt.server_args"
 _MARK = "_sparrow_installed"
 
 
-class _Field(NamedTuple):
-    """A field of `ServerArgs`: its type, its default and the help of its flag."""
-
-    kind: Any
-    default: Any
-    help: str
-
-
 FIELDS = {
-    FIELD: _Field(
+    FIELD: ServerField(
         str | None,
         None,
         "KV budget schedule of the attention backend 'sparrow': a shipped name, a path to a .json"
@@ -60,13 +51,13 @@ FIELDS = {
         " others are loaded for requests that ask for them. Default: the shipped schedule that fits"
         " the model.",
     ),
-    AUDIT_RATE_FIELD: _Field(
+    AUDIT_RATE_FIELD: ServerField(
         float,
         0.0,
         "Share of finished requests that the attention backend 'sparrow' scores again densely, to"
         " measure the mismatch; 0 to 1.",
     ),
-    AUDIT_LOG_FIELD: _Field(
+    AUDIT_LOG_FIELD: ServerField(
         str | None,
         None,
         "Folder in which the attention backend 'sparrow' logs the mismatch of audited requests.",
@@ -101,17 +92,15 @@ def install() -> None:
     """Teach the `ServerArgs` class our backend and fields; does nothing the second time.
 
     Raises:
-        RuntimeError: this SGLang's ServerArgs is no dataclass (checked with 0.5.17).
+        RuntimeError: this SGLang's ServerArgs cannot be extended.
     """
     from sglang.srt import server_args as module
 
     cls: Any = module.ServerArgs
     if getattr(cls, _MARK, False):
         return
-    if not dataclasses.is_dataclass(cls):
-        raise RuntimeError("sglang.srt.server_args.ServerArgs is no dataclass: need sglang 0.5.17")
     module.add_attention_backend_choices([BACKEND])
-    _add_fields(cls)
+    add_server_fields(cls, FIELDS)
     _check_around_post_init(cls)
     _check_model_config(cls)
     setattr(cls, _MARK, True)
@@ -158,32 +147,6 @@ def _install_or_log() -> None:
             logger.warning("sparrow-sglang leaves this SGLang alone: %s", *wrong_version)
         else:
             logger.exception("sparrow-sglang could not add its arguments to SGLang's ServerArgs")
-
-
-def _add_fields(cls: Any) -> None:
-    """Fields as the dataclass decorator would have made them, at the end and keyword-only."""
-    from sglang.srt.arg_groups import arg_utils
-
-    for name, (kind, default, text) in FIELDS.items():
-        annotation = Annotated[kind, text, arg_utils.NS("exec.attention")]  # type: ignore[valid-type]
-        field: Any = dataclasses.field(default=default)
-        field.name, field.type, field.kw_only = name, annotation, True
-        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
-        cls.__annotations__[name] = annotation
-        setattr(cls, name, default)
-        cls.__dataclass_fields__[name] = field
-    original = cls.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name, field in FIELDS.items():
-            object.__setattr__(self, name, kwargs.pop(name, field.default))
-        original(self, *args, **kwargs)
-
-    cls.__init__ = __init__
-    # Both are memoised per class and may have been asked before.
-    arg_utils.namespace_of.cache_clear()
-    arg_utils.resolvable_fields.cache_clear()
 
 
 def _check_around_post_init(cls: Any) -> None:

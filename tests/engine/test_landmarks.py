@@ -13,6 +13,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
+from sparrow_sglang.client.endpoint import EndpointError, connect
 
 PROMPTS = 40
 CUDA = pytest.param(
@@ -98,7 +99,7 @@ async def check_while_running(engine, requests: list[asyncio.Task]) -> tuple[int
     while not all(request.done() for request in requests):
         await asyncio.sleep(0.3)
         await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        engine.collective_rpc("sparrow_check_landmarks")
+        await manager.sparrow.calls["landmarks"]()
         await manager.continue_generation(ContinueGenerationReqInput())
         checks += 1
     return checks, sum(await asyncio.gather(*requests))
@@ -119,7 +120,7 @@ def test_every_live_landmark_is_its_pages_mean_throughout_a_random_run(device, m
     with start_engine(model, **engine_arguments(device, adapter)) as engine:
         checks, retractions = engine.loop.run_until_complete(run(engine))
         assert checks >= 3 and retractions >= 1
-        engine.collective_rpc("sparrow_check_landmarks")
+        connect(engine).call_sparrow("landmarks")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
@@ -127,5 +128,5 @@ def test_the_check_finds_a_landmark_that_nobody_wrote(model, adapter, monkeypatc
     monkeypatch.setattr(TorchPagedDecode, "update_landmarks", lambda *_: None)
     with start_engine(model, **engine_arguments("cpu", adapter)) as engine:
         engine.generate(input_ids=[5] * 40, sampling_params={"max_new_tokens": 2})
-        with pytest.raises(AssertionError, match="stale landmark in layer 2"):
-            engine.collective_rpc("sparrow_check_landmarks")
+        with pytest.raises(EndpointError, match="stale landmark in layer 2"):
+            connect(engine).call_sparrow("landmarks")

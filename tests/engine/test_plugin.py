@@ -276,11 +276,11 @@ class TestBrokenPlugin:
     def registration(self, monkeypatch, tiny_llama):
         with start_engine(tiny_llama):
             pass  # From here on SGLang has loaded its plugins in this process.
-        from sparrow_sglang.plugin import registration as plugin
+        from sparrow_sglang.plugin.state import PROCESS
 
-        monkeypatch.setattr(plugin._Registration, "error", None)
-        monkeypatch.setattr(plugin._Registration, "wanted", plugin._Registration.wanted)
-        return plugin._Registration
+        monkeypatch.setattr(PROCESS, "error", None)
+        monkeypatch.setattr(PROCESS, "hooks", PROCESS.hooks)
+        return PROCESS
 
     def start_and_fail(self, path: str, capfd) -> str:
         with pytest.raises(RuntimeError):
@@ -302,9 +302,9 @@ class TestBrokenPlugin:
         assert START_UP not in logged
 
     def test_hook_that_sglang_could_not_apply(self, registration, tiny_llama, capfd):
-        [first, *rest] = registration.wanted
+        [first, *rest] = registration.hooks
         misspelt = first._replace(target="sglang.srt.mem_cache.common.kv_to_page_num")
-        registration.wanted = (misspelt, *rest)
+        registration.hooks = (misspelt, *rest)
         logged = self.start_and_fail(tiny_llama, capfd)
         assert (
             "SGLang did not apply these hooks of sparrow-sglang:"
@@ -313,6 +313,6 @@ class TestBrokenPlugin:
         assert START_UP not in logged
 
     def test_target_that_is_gone(self, registration, tiny_llama, capfd):
-        [first, *rest] = registration.wanted
-        registration.wanted = (first._replace(target="sglang.srt.no_such.function"), *rest)
+        [first, *rest] = registration.hooks
+        registration.hooks = (first._replace(target="sglang.srt.no_such.function"), *rest)
         assert "['sglang.srt.no_such.function']" in self.start_and_fail(tiny_llama, capfd)

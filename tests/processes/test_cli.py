@@ -1,5 +1,6 @@
 """The command `sparrow`: what it hands to SGLang, what it says, and its exit codes."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang import models
+from sparrow_sglang import models, sglang_versions
 from sparrow_sglang.commands import cli, doctor, serve
 from sparrow_sglang.commands.doctor import Check
 from sparrow_sglang.plugin.engine_arguments import argument_names
@@ -260,10 +261,11 @@ def test_doctor_sees_a_whitelist_without_sparrow(
 
 
 def test_doctor_refuses_another_sglang(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "SUPPORTED_SGLANG", "9.9.9")
+    monkeypatch.setattr(sglang_versions, "SUPPORTED", ("9.9.9",))
     found = report(["--model-path", tiny_llama])
-    assert found["SGLang"] == Check(
-        "FAIL", "SGLang", "0.5.17; made for 9.9.9: pip install sglang==9.9.9"
+    assert found["SGLang"].status == "FAIL"
+    assert re.match(
+        "SGLang 0.5.17: expected 9.9.9, .* pip install sglang==9.9.9$", found["SGLang"].detail
     )
     assert "plugin" not in found
 
@@ -271,7 +273,7 @@ def test_doctor_refuses_another_sglang(tiny_llama: str, monkeypatch: pytest.Monk
 def test_doctor_sees_missing_hooks(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparrow_sglang.plugin import registration as plugin
 
-    monkeypatch.setattr(plugin, "_is_applied", lambda hook: False)
+    monkeypatch.setattr(plugin, "is_applied", lambda hook: False)
     found = report(["--model-path", tiny_llama])
     assert found["plugin"].status == "FAIL" and "release_kv_cache" in found["plugin"].detail
     assert found["model"].status == "note"

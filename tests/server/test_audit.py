@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from functools import partial
+from typing import Any
 
 import httpx
 import numpy as np
@@ -16,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.mismatch.tail import TailStatistics
-from sparrow_sglang.plugin.audit import hooks as audit_hooks
-from sparrow_sglang.plugin.audit.hooks import _Scheduler, top_logprobs_of_some
+from sparrow_sglang.plugin import control
+from sparrow_sglang.plugin.audit.hooks import top_logprobs_of_some
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
 from sparrow_sglang.plugin.audit.statistics import AuditReport
+from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
@@ -57,7 +59,7 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
     """Rows equal transformers, gauges equal rows, answers are what they are without the audit."""
     log = tmp_path / "log"
     # The server is forked from this process.
-    monkeypatch.setattr(audit_hooks, "MismatchLog", partial(MismatchLog, flush_s=0.5))
+    monkeypatch.setattr(control, "MismatchLog", partial(MismatchLog, flush_s=0.5))
     prompts = {60: random_prompt(1, 60), 130: random_prompt(2, 130)}
     requests = [
         {"input_ids": ids, "sampling_params": PLAIN, "rid": f"plain-{length}"}
@@ -243,7 +245,8 @@ def test_only_the_rows_that_want_a_list_are_searched(monkeypatch):
     expected = [
         [part.tolist() for part in side] for side in original(logprobs, wanted, no_copy_to_cpu=True)
     ]
-    monkeypatch.setattr(_Scheduler, "audited", True)
+    budgets: Any = None
+    monkeypatch.setattr(PROCESS, "scheduler", SchedulerState(budgets, audited=True))
     searched = []
 
     def record(rows, *args, **kwargs):

@@ -12,7 +12,7 @@ import pytest
 from engines import random_prompt
 from servers import start_server
 
-from sparrow_sglang.plugin.audit import hooks as audit_hooks
+from sparrow_sglang.plugin import control
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, read_mismatch_log
 
 CONTEXT = 640
@@ -83,7 +83,7 @@ def server(
     }
     with pytest.MonkeyPatch.context() as patch:
         # The server is forked from this process.
-        patch.setattr(audit_hooks, "MismatchLog", partial(MismatchLog, flush_s=0.1))
+        patch.setattr(control, "MismatchLog", partial(MismatchLog, flush_s=0.1))
         with start_server(sharp_llama, **arguments) as url:
             yield Server(url, sharp_llama, log)
 

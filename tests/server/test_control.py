@@ -103,7 +103,7 @@ def test_pipeline_stages_switch_between_the_same_two_requests(fresh, sharp_llama
                 # Waits for these, and holds back those.
                 before = asyncio.ensure_future(generate_some(engine, 2))
                 await asyncio.sleep(0.05)
-                switched = asyncio.ensure_future(manager.sparrow_schedule(name))
+                switched = asyncio.ensure_future(manager.sparrow.calls["schedule"](name))
                 await asyncio.sleep(0.01)
                 after = asyncio.ensure_future(generate_some(engine, 2))
                 old = (await switched)["previous"]["name"]
@@ -187,9 +187,9 @@ def test_while_paused(engine, fresh, mode):
         await manager.pause_generation(PauseGenerationReqInput(mode=mode))
         if mode == "in_place":
             with pytest.raises(ValueError, match="paused with requests"):
-                await manager.sparrow_schedule(schedule="fixed-128")
+                await manager.sparrow.calls["schedule"](schedule="fixed-128")
         else:
-            await manager.sparrow_schedule(schedule="fixed-128")
+            await manager.sparrow.calls["schedule"](schedule="fixed-128")
         await manager.continue_generation(ContinueGenerationReqInput())
         return await running
 

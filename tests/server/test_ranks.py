@@ -12,9 +12,10 @@ from engines import random_prompt, save_tiny_model, start_engine
 
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
-from sparrow_sglang.client.endpoint import EndpointError
-from sparrow_sglang.plugin import control as server_control
-from sparrow_sglang.plugin.control_channel import ControlError, idle, rank_name
+from sparrow_sglang.client.endpoint import EndpointError, connect
+from sparrow_sglang.plugin import control
+from sparrow_sglang.plugin.scheduler_calls import ControlError, idle, rank_name
+from sparrow_sglang.plugin.state import require_scheduler_state
 from sparrow_sglang.schedule import BudgetSchedule
 
 PROMPT = random_prompt(0, 100)
@@ -42,14 +43,14 @@ def failing() -> Iterator[None]:
     """
     from sglang.srt.lora.lora_manager import LoRAManager
 
-    load = server_control._load
+    load = control._load
 
     def failing_load(scheduler: Any, loaded: Any) -> None:
         fault, _, where = loaded.in_force.name.partition("-")
         here = where.replace("-", " ") in rank_name(scheduler)
         if fault in ("fails", "stays") and here == (fault == "fails"):
             raise RuntimeError("out of memory")
-        held = server_control.hooks.budgets_in_use().loaded.in_force.name
+        held = require_scheduler_state().budgets.loaded.in_force.name
         if held.startswith("stays") and loaded.in_force.name == "fixed-64":
             raise RuntimeError("cannot go back")
         load(scheduler, loaded)
@@ -62,7 +63,7 @@ def failing() -> Iterator[None]:
         load_weights(manager, lora_ref, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_control, "_load", failing_load)
+        patch.setattr(control, "_load", failing_load)
         patch.setattr(LoRAManager, "load_lora_weights_from_tensors", failing_weights)
         yield
 
@@ -135,7 +136,7 @@ def test_a_paused_request_on_one_replica_keeps_all_from_switching(replicas: Any)
         assert not running.done()
         await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
         with pytest.raises(ValueError, match="paused with requests"):
-            await manager.sparrow_schedule(schedule="fixed-128")
+            await manager.sparrow.calls["schedule"](schedule="fixed-128")
         await manager.continue_generation(ContinueGenerationReqInput())
         await running
 
@@ -217,7 +218,7 @@ def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
         replicas.generate(
             input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, routed_dp_rank=rank
         )
-    found = replicas.loop.run_until_complete(replicas.tokenizer_manager.sparrow_landmarks())
+    found = connect(replicas).call_sparrow("landmarks")
     assert found == {"pages": 2 * (len(PROMPT) // 16)}
 
 

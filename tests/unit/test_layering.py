@@ -18,7 +18,15 @@ PACKAGES = {
 }
 # Each may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"json_values", "schedule", "models", "command_line", "progress", "provenance"},
+    {
+        "json_values",
+        "schedule",
+        "models",
+        "sglang_versions",
+        "command_line",
+        "progress",
+        "provenance",
+    },
     {"config", "loaded_schedules", "requests", "kv_usage"},
     {"mismatch", "planning"},
     {"client"},
@@ -30,17 +38,7 @@ LAYERS = [
     {"report"},
     {"commands"},
 ]
-HOOK_FILES = {
-    f"plugin.{name}"
-    for name in (
-        "registration",
-        "platform",
-        "scheduler_hooks",
-        "server_args",
-        "cpu.platform",
-        "cpu.allocator",
-    )
-}
+HOOK_FILES = {f"plugin.{name}" for name in ("registration", "hooks")}
 
 
 def modules() -> dict[str, Path]:

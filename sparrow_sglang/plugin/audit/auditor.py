@@ -32,7 +32,8 @@ from sparrow_sglang.plugin.audit.requests import (
     prompt_of,
 )
 from sparrow_sglang.plugin.audit.statistics import AuditReport
-from sparrow_sglang.plugin.control_channel import is_idle
+from sparrow_sglang.plugin.scheduler_calls import is_idle
+from sparrow_sglang.plugin.state import server_state
 from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
@@ -204,10 +205,10 @@ class Auditor:
 
     def _follow_schedule(self) -> None:
         """If another schedule has become active, statistics start anew."""
-        loaded = getattr(self._manager, "sparrow_loaded", None)
-        if loaded is not None and loaded.in_force != self.report.schedule:
+        state = server_state(self._manager)
+        if state is not None and state.loaded.in_force != self.report.schedule:
             self._queue.clear()
-            self.report.start(loaded.in_force)
+            self.report.start(state.loaded.in_force)
 
     async def _work(self) -> None:
         while self.rate:

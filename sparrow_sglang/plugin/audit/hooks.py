@@ -1,59 +1,21 @@
-"""Where SGLang is changed for the audit, in the form of hooks of its plugin framework.
+"""What SGLang does otherwise for the audit: requests and answers are seen, scores are held back.
 
-They do nothing in a process that serves without --sparrow-audit-rate.
+Does nothing in a process that serves without --sparrow-audit-rate.
 """
 
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparrow_sglang.plugin.audit.auditor import Auditor
-from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
-from sparrow_sglang.plugin.refusals import uses_sparrow
-from sparrow_sglang.plugin.scheduler_hooks import Hook
-from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.plugin.state import PROCESS, server_state
 
 if TYPE_CHECKING:
     import torch
-    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
-    from sglang.srt.server_args import ServerArgs
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
-
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_ATTRIBUTE = "sparrow_auditor"
-
-
-class _Scheduler:
-    """Whether this process schedules audited requests."""
-
-    audited = False
-
-
-def audit_here(
-    scheduler: "Scheduler", server_args: "ServerArgs", *args: Any, **kwargs: Any
-) -> None:
-    """BEFORE hook: remember in a scheduler that its server is audited."""
-    _Scheduler.audited = uses_sparrow(server_args) and server_args.sparrow_audit_rate > 0
-
-
-def offer_audit(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
-    """AFTER hook: an auditor for the process that sees every request and every answer.
-
-    Checked with 0.5.17. `sparrow_audit` is what `Endpoint.call_sparrow("audit")` calls.
-    """
-    server_args = manager.server_args
-    rate = server_args.sparrow_audit_rate
-    if not uses_sparrow(server_args) or not rate:
-        return
-    folder = server_args.sparrow_audit_log
-    schedule, _ = resolve_schedule(server_args, manager.model_config.hf_config)
-    auditor = Auditor(manager, rate, schedule, MismatchLog(Path(folder)) if folder else None)
-    setattr(manager, _ATTRIBUTE, auditor)
-    manager.sparrow_audit = auditor.finish
 
 
 def see_request(manager: "TokenizerManager", request: Any) -> None:
@@ -132,8 +94,8 @@ async def start_again(
 
 
 def _auditor(manager: "TokenizerManager") -> Auditor | None:
-    auditor: Auditor | None = getattr(manager, _ATTRIBUTE, None)
-    return auditor
+    state = server_state(manager)
+    return None if state is None else state.auditor
 
 
 def _tags(request: Any) -> set[str]:
@@ -156,7 +118,8 @@ def top_logprobs_of_some(
     """
     wanted = [row for row, k in enumerate(top_logprobs_nums) if k > 0]
     everybody = len(wanted) == len(top_logprobs_nums)
-    if not _Scheduler.audited or everybody or not no_copy_to_cpu:
+    audited = PROCESS.scheduler is not None and PROCESS.scheduler.audited
+    if not audited or everybody or not no_copy_to_cpu:
         return original(logprobs, top_logprobs_nums, no_copy_to_cpu=no_copy_to_cpu)
     import torch
 
@@ -170,29 +133,3 @@ def top_logprobs_of_some(
     for place, row in enumerate(wanted):
         all_values[row], all_ids[row] = values[place], ids[place]
     return all_values, all_ids
-
-
-HOOKS = (
-    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", audit_here, "BEFORE"),
-    Hook(f"{_MANAGER}.__init__", offer_audit, "AFTER"),
-    Hook(f"{_MANAGER}._send_one_request", see_request, "BEFORE"),
-    Hook(f"{_MANAGER}._send_batch_request", see_requests, "BEFORE"),
-    Hook(f"{_MANAGER}._handle_batch_output", see_answers, "BEFORE"),
-    *(
-        Hook(f"{_MANAGER}.{call}", hold_back, "AROUND")
-        for call in ("pause_generation", "flush_cache")
-    ),
-    *(
-        Hook(f"{_MANAGER}.{call}", hold_back_for_new_weights, "AROUND")
-        for call in (
-            "update_weights_from_disk",
-            "update_weights_from_tensor",
-            "update_weights_from_distributed",
-            "update_weights_from_ipc",
-            "check_weights",
-        )
-    ),
-    Hook(f"{_MANAGER}.release_memory_occupation", hold_back_until_resumed, "AROUND"),
-    Hook(f"{_MANAGER}.resume_memory_occupation", start_again, "AROUND"),
-    Hook("sglang.srt.layers.logprob_processor.get_top_logprobs", top_logprobs_of_some, "AROUND"),
-)

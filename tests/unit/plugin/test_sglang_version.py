@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sparrow_sglang import sglang_versions
 from sparrow_sglang.commands.serve import ServeError, parse_server_args
 from sparrow_sglang.plugin import refusals, server_args
-from sparrow_sglang.plugin.refusals import SUPPORTED_SGLANG, UnsupportedError
+from sparrow_sglang.plugin.refusals import UnsupportedError
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -18,18 +19,18 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> str:
     """What the environment says is installed."""
-    monkeypatch.setattr(refusals, "version", lambda package: "9.9.9")
+    monkeypatch.setattr(sglang_versions, "version", lambda package: "9.9.9")
     return re.escape("SGLang 9.9.9: expected 0.5.17") + ".*; pip install sglang==0.5.17$"
 
 
 def test_one_version_everywhere() -> None:
     pins = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
-    assert f"sglang=={SUPPORTED_SGLANG}" in pins
-    assert SUPPORTED_SGLANG == "0.5.17"
+    assert f"sglang=={sglang_versions.SUPPORTED[-1]}" in pins
+    assert sglang_versions.SUPPORTED == ("0.5.17",)
 
 
 def test_the_installed_version_is_no_problem() -> None:
-    assert refusals.version_problems() == []
+    assert sglang_versions.version_problems() == []
 
 
 def test_the_error_is_one_line_and_reads_no_field_of_that_version(newer: str) -> None:
@@ -40,10 +41,10 @@ def test_the_error_is_one_line_and_reads_no_field_of_that_version(newer: str) ->
 
 def test_an_sglang_that_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(package: str) -> str:
-        raise refusals.PackageNotFoundError(package)
+        raise sglang_versions.PackageNotFoundError(package)
 
-    monkeypatch.setattr(refusals, "version", missing)
-    (problem,) = refusals.version_problems()
+    monkeypatch.setattr(sglang_versions, "version", missing)
+    (problem,) = sglang_versions.version_problems()
     assert problem.startswith("SGLang of an unknown version: expected 0.5.17")
 
 
@@ -59,14 +60,15 @@ def test_arguments_of_an_engine(newer: str, tiny_llama: str) -> None:
 def test_no_hook_is_put_into_another_version(newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sparrow_sglang.plugin import registration as plugin
+    from sparrow_sglang.plugin.registration import register
+    from sparrow_sglang.plugin.state import PROCESS
 
-    monkeypatch.setattr(plugin._Registration, "error", None)
-    monkeypatch.setattr(plugin._Registration, "wanted", plugin._Registration.wanted)
+    monkeypatch.setattr(PROCESS, "error", None)
+    monkeypatch.setattr(PROCESS, "hooks", PROCESS.hooks)
     registered: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
     with pytest.raises(UnsupportedError, match=newer):
-        plugin.register()
+        register()
     assert registered == []
 
 

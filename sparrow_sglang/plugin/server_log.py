@@ -4,6 +4,7 @@ import logging
 import sys
 from typing import Any
 
+from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
 _logger = logging.getLogger("sparrow_sglang")
@@ -31,3 +32,16 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
         f" {budgets[0]}..{budgets[-1]} tokens, sparse from {schedule.first_sparse_length()} tokens"
         f" on, page size {schedule.page_size}, dense layers {list(schedule.dense_layers)}"
     )
+
+
+def start_up_line(loaded: LoadedSchedules, source: str, hf_config: Any) -> str:
+    """What is in force and why, and for which model it was calibrated, in one line."""
+    others = [
+        f"{other.name} ({other.calibration(hf_config)})"
+        if other.is_foreign(hf_config)
+        else other.name
+        for other in loaded.named
+        if other is not loaded.in_force
+    ]
+    also = f"; also loaded: {', '.join(others)}" if others else ""
+    return f"sparse decode with {describe(loaded.in_force, source, hf_config)}{also}"

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparrow_sglang.plugin.scheduler_hooks import Hook
-
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import DumperControlReqInput
     from sglang.srt.managers.scheduler import Scheduler
@@ -120,7 +118,7 @@ def _require_idle(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, A
     return {}
 
 
-def answer_control(
+def answer_call(
     original: Callable[..., None], scheduler: "Scheduler", message: "DumperControlReqInput"
 ) -> None:
     """AROUND hook: take our messages out of a channel that carries JSON to every scheduler.
@@ -197,8 +195,3 @@ def _agreed(scheduler: "Scheduler", own: _Outcome) -> _Outcome:
 
 def _shown(outcome: _Outcome) -> str:
     return f"{outcome.rank}: {reprlib.repr(outcome.answer)}"
-
-
-HOOKS = (
-    Hook("sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", answer_control, "AROUND"),
-)

@@ -1,0 +1,68 @@
+"""What SGLang must do otherwise on a machine without an accelerator.
+
+In: calls that would launch Triton or AMX kernels, ask for pinned memory or need a C++ compiler.
+Out: the same in plain torch. `sparrow_sglang.plugin.hooks` says where each function goes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _WithoutPinnedMemory(TorchFunctionMode):
+    """Pinned memory needs an accelerator; without one, ordinary memory does the same."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        kept = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        return func(*args, **kept)
+
+
+def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook: LoRA asks for pinned memory unconditionally (0.5.17)."""
+    with _WithoutPinnedMemory():
+        return original(*args, **kwargs)
+
+
+def without_compiler(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook: llguidance compiles its mask, which needs a C++ compiler (0.5.17)."""
+    with torch.compiler.set_stance("force_eager"):
+        return original(*args, **kwargs)
+
+
+def no_triton(backend: str) -> bool:
+    """REPLACE hook: SGLang decides by the attention backend's name (0.5.17), not by the device."""
+    return False
+
+
+def last_locations(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
+) -> torch.Tensor:
+    """REPLACE hook: SGLang takes the torch version for two backends by name only (0.5.17)."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+
+
+def no_binding(*, tp_rank: int, tp_size: int) -> None:
+    """REPLACE hook: SGLang insists on one NUMA node per rank, to bind its AMX kernels (0.5.17)."""
+
+
+def share_cores(*, tp_size: int, tp_rank: int, local_omp_cpuid: Any) -> None:
+    """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always (0.5.17)."""
+    if tp_size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // tp_size))
+
+
+def without_nccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """BEFORE hook: groups default to NCCL on any device that SGLang does not know (0.5.17)."""
+    return args, kwargs | {"use_pynccl": False}

@@ -1,0 +1,114 @@
+"""The table of hooks: everything that is changed in SGLang, by what, and how it is applied.
+
+SGLang's plugin framework puts a function of ours BEFORE, AFTER or AROUND one of its own, or in its
+place (REPLACE). Each function's docstring says why it is needed. All do nothing in a process whose
+attention backend is another one, but for those of `CPU_HOOKS`, which belong to our CPU platform.
+What `ServerArgs` needs is installed by `sparrow_sglang.plugin.server_args`, before there are hooks.
+"""
+
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from sparrow_sglang.plugin import (
+    control,
+    exact_acceptance,
+    request_hooks,
+    scheduler_calls,
+    scheduler_hooks,
+)
+from sparrow_sglang.plugin.audit import hooks as audit
+from sparrow_sglang.plugin.cpu import hooks as cpu
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
+_TEXT = f"{_OPENAI}.serving_completions.OpenAIServingCompletion"
+_MEMORY = "sglang.srt.mem_cache"
+_FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_POOL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+_LORA = "sglang.srt.lora.lora_manager.LoRAManager"
+
+
+class Hook(NamedTuple):
+    """One hook into SGLang; `kind` is the name of a HookType."""
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+
+
+# fmt: off
+HOOKS = tuple(Hook(*row) for row in (
+    # The launching process: run-time control, then each request on its way in and out.
+    (f"{_MANAGER}.__init__", "AFTER", control.attach_server),
+    (f"{_MANAGER}.generate_request", "AROUND", request_hooks.attend_request),
+    (f"{_MANAGER}._create_tokenized_object", "AFTER", request_hooks.check_request),
+    (f"{_CHAT}._build_chat_response", "AFTER", request_hooks.report_in_response),
+    (f"{_TEXT}._build_completion_response", "AFTER", request_hooks.report_in_response),
+    (f"{_CHAT}._generate_chat_stream", "AROUND", request_hooks.report_in_stream),
+    (f"{_TEXT}._generate_completion_stream", "AROUND", request_hooks.report_in_stream),
+    # The launching process: the audit.
+    (f"{_MANAGER}._send_one_request", "BEFORE", audit.see_request),
+    (f"{_MANAGER}._send_batch_request", "BEFORE", audit.see_requests),
+    (f"{_MANAGER}._handle_batch_output", "BEFORE", audit.see_answers),
+    (f"{_MANAGER}.pause_generation", "AROUND", audit.hold_back),
+    (f"{_MANAGER}.flush_cache", "AROUND", audit.hold_back),
+    (f"{_MANAGER}.update_weights_from_disk", "AROUND", audit.hold_back_for_new_weights),
+    (f"{_MANAGER}.update_weights_from_tensor", "AROUND", audit.hold_back_for_new_weights),
+    (f"{_MANAGER}.update_weights_from_distributed", "AROUND", audit.hold_back_for_new_weights),
+    (f"{_MANAGER}.update_weights_from_ipc", "AROUND", audit.hold_back_for_new_weights),
+    (f"{_MANAGER}.check_weights", "AROUND", audit.hold_back_for_new_weights),
+    (f"{_MANAGER}.release_memory_occupation", "AROUND", audit.hold_back_until_resumed),
+    (f"{_MANAGER}.resume_memory_occupation", "AROUND", audit.start_again),
+    # Schedulers: memory, then each request from its prefill to its end.
+    (f"{_POOL}._compute_cell_size", "AFTER", scheduler_hooks.reserve_landmarks),
+    (f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", "AFTER",
+     scheduler_hooks.reserve_decode_buffers),
+    (f"{_FORWARD_BATCH}.init_new", "AFTER", scheduler_hooks.remember_options),
+    (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private),
+    (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call),
+    # Schedulers: the audit, and exact acceptance rates.
+    ("sglang.srt.layers.logprob_processor.get_top_logprobs", "AROUND", audit.top_logprobs_of_some),
+    (f"{_FORWARD_BATCH}.init_new", "AFTER", exact_acceptance.remember_places),
+    ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
+     exact_acceptance.keep_or_compare),
+))
+
+CPU_HOOKS = tuple(Hook(*row) for row in (
+    ("sglang.srt.utils.common.support_triton", "REPLACE", cpu.no_triton),
+    (f"{_MEMORY}.allocation.get_last_loc", "REPLACE", cpu.last_locations),
+    ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "BEFORE", cpu.without_nccl),
+    ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", cpu.share_cores),
+    ("sglang.srt.utils.numa_utils.init_threads_binding", "REPLACE", cpu.no_binding),
+    ("llguidance.torch.apply_token_bitmask_inplace_kernel", "AROUND", cpu.without_compiler),
+    (f"{_LORA}.__init__", "AROUND", cpu.without_pinned_memory),
+    (f"{_LORA}.load_lora_adapter", "AROUND", cpu.without_pinned_memory),
+    (f"{_LORA}.load_lora_adapter_from_tensors", "AROUND", cpu.without_pinned_memory),
+    (f"{_LORA}.prepare_lora_batch", "AROUND", cpu.without_pinned_memory),
+    (f"{_LORA}.fetch_new_loras", "AROUND", cpu.without_pinned_memory),
+))
+# fmt: on
+
+
+def register_hooks(hooks: Iterable[Hook]) -> None:
+    """Have SGLang apply `hooks` once all plugins are loaded; it only logs what it cannot apply."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+
+
+def is_applied(hook: Hook) -> bool:
+    """Whether the wrappers that SGLang put round the target hold this hook's function."""
+    try:
+        wrapper: Any = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError):
+        return False
+    while wrapper is not None:
+        cells = getattr(wrapper, "__closure__", None) or ()
+        if any(cell.cell_contents is hook.function for cell in cells):
+            return True
+        wrapper = getattr(wrapper, "__wrapped__", None)
+    return False
