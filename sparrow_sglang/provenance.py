@@ -1,6 +1,5 @@
 """What results of measurements and of training carry, to be traced to what produced them."""
 
-import json
 import os
 import platform
 import shlex
@@ -53,11 +52,3 @@ def provenance() -> dict[str, Any]:
         "commit": _commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-
-
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)

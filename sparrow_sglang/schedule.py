@@ -8,7 +8,6 @@ import difflib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from importlib.resources import files
@@ -29,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.json_values import MAX_DEPTH, JsonError, cut, quoted, require_portable
 
 PAGE_SIZES = (16, 32, 64)
@@ -235,11 +235,7 @@ class BudgetSchedule(BaseModel):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON that `from_json` reads back equal; replaces `path` in one step."""
-        target = Path(path)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-            draft = Path(folder) / target.name
-            draft.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", "utf-8")
-            os.replace(draft, target)
+        write_json(Path(path), self.model_dump(mode="json"))
 
 
 def known_schedules() -> list[str]:

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.attention_backends.plan_guard import PlanGuard
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.models import embedded_model
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 
 MEMORY_GB = 8.0
 CASE_S = 60.0
@@ -361,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in cases():
         if case["probe"] in options.probes:
             rows.append(run(case))
-            write_result(options.out, {**provenance(), "rows": rows})
+            write_json(options.out, {**provenance(), "rows": rows})
             print(json.dumps(rows[-1]), flush=True)
     return 0
 

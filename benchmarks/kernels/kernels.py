@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
@@ -29,7 +30,7 @@ from sparrow_sglang.benchmarks.kernels.cases import (
     replay_us,
 )
 from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 
 DESCRIPTION = """\
 Time the GPU kernels of one layer of a sparse decode step, and what other libraries offer for the
@@ -80,7 +81,7 @@ class Table:
         if self.out:
             # After every row: a run that is cut short keeps what it has measured.
             result = {**provenance(), "copy_bandwidth": self.bandwidth, "rows": self.rows}
-            write_result(self.out, result)
+            write_json(self.out, result)
 
 
 def _measure(case: Callable[[], Any], launch: Any = None) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.kernels.sanitize_workloads import WORKLOADS
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 
 MEMORY_GB = 8.0
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for workload in options.workloads:
         for tool in options.tools:
             rows.append(run(sanitizer, tool, workload, options))
-            write_result(options.out, {**provenance(), "sanitizer": sanitizer, "rows": rows})
+            write_json(options.out, {**provenance(), "sanitizer": sanitizer, "rows": rows})
             print(line(rows[-1]), flush=True)
     return int(not all(map(is_clean, rows)))
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.steps.decode_step import MODELS, PAGE_SIZE
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import load_schedule
 
 MEMORY_GB = 40.0
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = measure(options)
     lost = losses(rows)
     settings = {key: value for key, value in vars(options).items() if key != "out"}
-    write_result(
+    write_json(
         options.out,
         {**provenance(), "settings": settings, "rows": rows, "lost": lost},
     )

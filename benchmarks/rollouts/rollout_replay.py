@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import (
     benchmark_parser,
     exit_on_sigterm,
@@ -31,7 +32,7 @@ from sparrow_sglang.benchmarks.steps.comparison import (
 from sparrow_sglang.benchmarks.steps.decode_step import PAGE_SIZE
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 
 # Named in full because each backend starts it again, however it was started itself.
 MODULE = "sparrow_sglang.benchmarks.rollouts.rollout_replay"
@@ -193,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         rows.append(json.loads(part.read_text()))
         part.unlink()
-        write_result(
+        write_json(
             options.out,
             {**provenance(), "settings": settings, "rows": rows, "compared": compare(rows)},
         )

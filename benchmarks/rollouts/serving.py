@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import (
     benchmark_parser,
     exit_on_sigterm,
@@ -34,7 +35,7 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     require_context,
 )
 from sparrow_sglang.benchmarks.steps.decode_step import PAGE_SIZE
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 
 MEMORY_GB = 40.0
 
@@ -213,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ServingError, ServerFailed) as error:
             print(f"{parser.prog}: error: {side.name}: {error}", file=sys.stderr)
             return 1
-        write_result(options.out, {**provenance(), "rows": rows, "compared": compare(rows)})
+        write_json(options.out, {**provenance(), "rows": rows, "compared": compare(rows)})
         print(_line(rows[-1]), flush=True)
     result = compare(rows)
     if result:

@@ -25,6 +25,7 @@ import httpx
 import psutil
 import torch
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import (
     benchmark_parser,
     exit_on_sigterm,
@@ -45,7 +46,7 @@ from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenize
 from sparrow_sglang.benchmarks.steps.comparison import known_models
 from sparrow_sglang.benchmarks.steps.decode_step import MODELS, PAGE_SIZE
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 
 MEMORY_GB = 60.0
 SCHEDULES = ("fixed-512", "fixed-1024", "fixed-2048")
@@ -324,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{log}:\n{log_end(log)}", file=sys.stderr)
             return 1
     settings = {key: value for key, value in vars(options).items() if key != "out"}
-    write_result(options.out, {**provenance(), "settings": settings, "rows": rows})
+    write_json(options.out, {**provenance(), "settings": settings, "rows": rows})
     for row in rows:
         print(_line(row))
     return int(any(row["problems"] for row in rows))

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.bandwidth import copy_bandwidth
 from sparrow_sglang.benchmarks.command import (
     benchmark_parser,
@@ -26,7 +27,7 @@ from sparrow_sglang.benchmarks.command import (
 )
 from sparrow_sglang.planning.cost_model import ModelShape, step_costs
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 # Named in full because each (model, backend) starts it again, however it was started itself.
@@ -292,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             rows += json.loads(part.read_text())
             part.unlink()
-            write_result(options.out, {**provenance(), "rows": rows, "speedups": speedups(rows)})
+            write_json(options.out, {**provenance(), "rows": rows, "speedups": speedups(rows)})
     for row in speedups(rows):
         print(
             f"{row['model']:12} {row['schedule']:16} {row['case']:22} {row['dense_ms']:7.2f} ->"

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
 from sparrow_sglang.benchmarks.training.adapter_delivery import (
     Learner,
@@ -42,7 +43,7 @@ from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.distill import ADAPTER, lora_arguments
 from sparrow_sglang.rl.engines.engine import LocalEngine
@@ -95,7 +96,7 @@ def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
                 learner = rig.new_learner(lr)
                 arm = run_arm(rig, learner, under, options.steps, options.steps_per_rollout)
                 result["rows"].append({"lr": lr} | arm)
-                write_result(options.out, result)
+                write_json(options.out, result)
                 after: Tails = arm["tails"][-1]
                 show_gains(before, after, schedules)
                 worst = min((row["tail"] for row in after[BOLDER]), default=0.0)
@@ -114,7 +115,7 @@ def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
     result["agreement"] = agreement(learner, model_path, sequences, schedules[GIVEN])
     result["cost"] = adapter_cost(learner, sequences, schedules[GIVEN])
     result["seconds"] = time.perf_counter() - start
-    write_result(options.out, result)
+    write_json(options.out, result)
     return result
 
 

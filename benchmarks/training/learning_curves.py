@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import benchmark_parser, exit_on_sigterm, prepare_out
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, merged, run_all
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 
@@ -151,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; repeat the command to go on", file=sys.stderr)
     finally:
         found = collect(plans)
-        write_result(args.out, {**provenance(), "settings": settings, "rows": found})
+        write_json(args.out, {**provenance(), "settings": settings, "rows": found})
         plot(args.out.with_suffix(".png"), found)
     wanted = plans[0].config.steps
     for run in found:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.collect()
         torch.cuda.empty_cache()
         rows.append(measure(config, dtype, tokens, args.steps, schedule, "cuda"))
-        write_result(args.out, result | {"rows": rows})
+        write_json(args.out, result | {"rows": rows})
         row = rows[-1]
         print(
             f"{args.model} {dtype} {tokens} tokens: peak {row['step_peak_gib']:.1f} GiB,"

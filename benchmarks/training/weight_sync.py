@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import benchmark_parser, exit_on_sigterm, prepare_out
 from sparrow_sglang.benchmarks.rollouts.server_process import free_port, log_end, stop
 from sparrow_sglang.benchmarks.steps.comparison import known_models
 from sparrow_sglang.benchmarks.steps.decode_step import MODELS
 from sparrow_sglang.benchmarks.training.parallel_runs import toml_lines
 from sparrow_sglang.models import embedded_model, model_folder
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.runs.log import METRICS_FILE
 
 TRANSFERS = ("broadcast", "object_store")
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{parser.prog}: error: {error}", file=sys.stderr)
                 return 1
             result = {"settings": chosen, "weight_bytes": weight_bytes, "rows": rows}
-            write_result(options.out, {**provenance(), **result})
+            write_json(options.out, {**provenance(), **result})
             print(line(rows[-1]), flush=True)
     return 0
 

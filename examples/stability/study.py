@@ -27,10 +27,10 @@ from page import write_page
 from pretraining import pretrain
 from study_settings import CALIBRATED, StudySettings
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import exit_on_sigterm
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, run_all
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.provenance import write_result
 from sparrow_sglang.rl.renamed import current_names
 from sparrow_sglang.rl.runs.log import METRICS_FILE
 
@@ -89,7 +89,7 @@ def make_model(settings: StudySettings, out: Path) -> Path:
     """The pretrained checkpoint."""
     model, record = out / "model", out / "results" / "pretraining.json"
     if not record.exists():
-        write_result(record, pretrain(settings, model))
+        write_json(record, pretrain(settings, model))
     return model
 
 
@@ -181,7 +181,7 @@ def _own(path: Path, settings: StudySettings) -> None:
                 f"{key}={value!r}: the study in {path.parents[1]} was begun with"
                 f" {noted.get(key)!r}; set it back, or use another --out"
             )
-    write_result(path, values)
+    write_json(path, values)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the disk and then renamed.
 import copy
 import fcntl
 import json
-import os
 import random
 import re
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
@@ -31,7 +31,6 @@ from sparrow_sglang.rl.renamed import current_names
 from sparrow_sglang.rl.runs.log import METRICS_FILE
 
 _NAME = re.compile(r"step-(\d{6,})")
-_PARTIAL = ".partial"
 # What may differ between a checkpoint and the run that resumes it; anything else would make the
 # steps before and after those of two different runs.
 _FREE = ("run_dir", "steps", "engine", "mismatch", "checkpoint", "logging", "evaluation")
@@ -93,7 +92,7 @@ class Checkpoints:
         Raises `CheckpointError` if there is a run that is not to be resumed, or that was trained
         with other settings.
         """
-        self._clean()
+        delete_drafts(self._folder)
         newest = self.newest()
         if not resume:
             # Empty where a run ended before its first step, of a wrong engine argument say.
@@ -121,30 +120,25 @@ class Checkpoints:
         Raises `OSError` if the disk does not take it; the older ones are still there then.
         """
         self._folder.mkdir(exist_ok=True)
-        self._clean()
+        delete_drafts(self._folder)
         target = self._folder / f"step-{state.step:06d}"
-        draft = target.with_name(target.name + _PARTIAL)
         training = policy.state_dict()
-        _export(policy, training.pop("model"), draft / "model")
-        tokenizer.save_pretrained(draft / "model")
-        training["random"] = _random_states()
-        if adapter is not None:
-            adapter.save(draft / "adapter")
-            training["adapter"] = adapter.state_dict()
-        torch.save(training, draft / "training.pt")
-        fields = {
-            "step": state.step,
-            "schedule": state.schedule,
-            "metrics": dict(state.metrics),
-            "ladder": dict(state.ladder),
-            "config": config.model_dump(mode="json"),
-        }
-        (draft / "state.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
-        _flush(draft)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(draft, target)
-        _flush_entry(self._folder)
+        with replacing(target) as draft:
+            _export(policy, training.pop("model"), draft / "model")
+            tokenizer.save_pretrained(draft / "model")
+            training["random"] = _random_states()
+            if adapter is not None:
+                adapter.save(draft / "adapter")
+                training["adapter"] = adapter.state_dict()
+            torch.save(training, draft / "training.pt")
+            fields = {
+                "step": state.step,
+                "schedule": state.schedule,
+                "metrics": dict(state.metrics),
+                "ladder": dict(state.ladder),
+                "config": config.model_dump(mode="json"),
+            }
+            write_json(draft / "state.json", fields)
         for old in self._complete()[: -self._keep]:
             shutil.rmtree(old)
         return target
@@ -163,11 +157,6 @@ class Checkpoints:
             adapter.load_state_dict(current_names(training["adapter"]))
         _set_random_states(training["random"])
         return State(fields["step"], fields["schedule"], fields["metrics"], fields["ladder"])
-
-    def _clean(self) -> None:
-        """Delete what a killed run has left half written."""
-        for partial in self._folder.glob(f"*{_PARTIAL}"):
-            shutil.rmtree(partial)
 
     def _complete(self) -> list[Path]:
         found = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
@@ -228,17 +217,3 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
-
-
-def _flush(folder: Path) -> None:
-    """Have the disk hold all files under `folder` before anything refers to them."""
-    for path in [*folder.rglob("*"), folder]:
-        _flush_entry(path)
-
-
-def _flush_entry(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

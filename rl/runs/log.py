@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.progress import progress_bar
 from sparrow_sglang.rl.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
@@ -164,9 +165,7 @@ def _drop_rows(path: Path, first: int) -> list[Mapping[str, float]]:
         if row is not None and row["step"] < first:
             kept.append(line)
             rows.append(row)
-    draft = path.with_name(f".{path.name}.partial")
-    draft.write_text("".join(kept), "utf-8")
-    os.replace(draft, path)
+    write_text(path, "".join(kept))
     return rows
 
 

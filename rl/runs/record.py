@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 
 RUN_FILE = "run.json"
@@ -29,7 +30,7 @@ def record_start(config: TrainConfig, engine: EngineConfig, step: int) -> None:
     }
     path = config.run_dir / RUN_FILE
     earlier = [before for before in read_starts(path) if before["step"] < step]
-    write_result(path, {"starts": [*earlier, start]})
+    write_json(path, {"starts": [*earlier, start]})
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ stopped. The folder belongs to one set of settings and is refused for another.
 
 import json
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow_sglang.atomic_write import replacing
 from sparrow_sglang.calibration.choice import CalibrationError
 
 SETTINGS = "settings.json"
@@ -52,8 +53,8 @@ class WorkFolder:
                 " earlier run of the same command made"
             ) from None
         if found is None:
-            text = json.dumps(settings, indent=1) + "\n"
-            self._write(target, lambda draft: draft.write_text(text, "utf-8"))
+            with self._writing(SETTINGS) as draft:
+                draft.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
             return
         wanted = json.loads(json.dumps(settings))
         for key in sorted(wanted.keys() | found.keys()):
@@ -88,20 +89,17 @@ class WorkFolder:
         }
         numbers = json.dumps([u.unit for u in units]).encode()
         table = pyarrow.table(columns).replace_schema_metadata({_UNITS_KEY: numbers})
-        target = self.path / f"batch-{units[0].unit:08d}.parquet"
-        self._write(target, lambda draft: parquet.write_table(table, draft))
+        with self._writing(f"batch-{units[0].unit:08d}.parquet") as draft:
+            parquet.write_table(table, draft)
 
-    def _write(self, target: Path, fill: Callable[[Path], Any]) -> None:
-        draft = target.with_suffix(".draft")
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
         try:
-            fill(draft)
-            with open(draft, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(draft, target)
+            with replacing(self.path / name) as draft:
+                yield draft
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise CalibrationError(
-                f"--work {self.path}: cannot write {target.name} ({error.strerror or error}); what"
+                f"--work {self.path}: cannot write {name} ({error.strerror or error}); what"
                 " was measured before is kept: make room and repeat the command"
             ) from None
 

@@ -6,12 +6,12 @@ report on how fresh generations under given schedules hold their targets.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.calibration.choice import CalibrationError, bin_tails
 from sparrow_sglang.calibration.engine import running_engine
 from sparrow_sglang.calibration.job import (
@@ -241,9 +241,8 @@ def _check(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
         check_schedule(schedule, aim, found.get(schedule.name, []), args.min_tokens)
         for schedule, aim in zip(schedules, aims, strict=True)
     ]
-    text = json.dumps({"checks": reports, **origin(job), "settings": settings}, indent=1)
     with _kept(work):
-        out.write_text(text + "\n", "utf-8")
+        write_json(out, {"checks": reports, **origin(job), "settings": settings})
     for report in reports:
         counts = ", ".join(f"{row['bin']}: {row['verdict']}" for row in report["bins"])
         print(f"{report['schedule']}: {'holds' if report['holds'] else 'does not hold'} ({counts})")

@@ -4,13 +4,12 @@ In: a folder, or one file, that other commands have written. Out: the page.
 """
 
 import argparse
-import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.report.benchmark import benchmark_sections
 from sparrow_sglang.report.calibration import check_section, schedule_sections
 from sparrow_sglang.report.learning import arms_section
@@ -94,12 +93,7 @@ def _built(builders: Iterable[Callable[[], Section]], found: Sources) -> list[Se
 
 
 def _write(out: Path, page: str) -> None:
-    draft = out.with_name(f".{out.name}.draft")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(page, "utf-8")
-        os.replace(draft, out)
+        write_text(out, page)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise ReportError(f"--out {out}: cannot be written ({error.strerror or error})") from None

@@ -207,7 +207,7 @@ def test_a_full_disk_is_one_error_and_keeps_what_was_measured(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CalibrationError, match="No space left on device.*is kept"):
         work.add([unit(1)])
-    assert sorted(work.load()) == [0] and not list(work.path.glob("*.draft"))
+    assert sorted(work.load()) == [0] and not list(work.path.glob(".draft-*"))
 
 
 # -- end to end, with a real engine

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sparrow_sglang import models
+from sparrow_sglang.atomic_write import DRAFT_PREFIX
 
 MODEL = "smollm2-135m-instruct-0.1.2"
 
@@ -90,7 +91,7 @@ def test_a_damaged_model_and_leftovers_are_replaced(
 ) -> None:
     (own_cache / MODEL).mkdir(parents=True)
     (own_cache / MODEL / "config.json").write_text("old")
-    (own_cache / f"{models.DRAFT_PREFIX}killed" / "part").mkdir(parents=True)
+    (own_cache / f"{DRAFT_PREFIX}killed" / "part").mkdir(parents=True)
     monkeypatch.setattr(models, "_convert", write_files)
     assert visible(models.embedded_model()) == sorted(models.FILES)
     assert visible(own_cache) == [MODEL]
@@ -157,13 +158,13 @@ def test_a_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(own_cach
     process = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.DEVNULL)
     try:
         # As late as can be seen: the weights are being written.
-        _wait_for(lambda: any(own_cache.glob(f"{models.DRAFT_PREFIX}*/*/config.json")), 300)
+        _wait_for(lambda: any(own_cache.glob(f"{DRAFT_PREFIX}*/*/config.json")), 300)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     assert process.returncode == -signal.SIGKILL
     assert not (own_cache / MODEL).exists()
-    drafts = [name for name in visible(own_cache) if name.startswith(models.DRAFT_PREFIX)]
+    drafts = [name for name in visible(own_cache) if name.startswith(DRAFT_PREFIX)]
     assert len(drafts) == 1, "a killed process cannot clean up, or this test killed too late"
 
     assert models.embedded_model() == own_cache / MODEL

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.rollouts.requests import Progress
 from sparrow_sglang.calibration.measure import Unit
 from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
 from sparrow_sglang.commands import calibrate, cli
-from sparrow_sglang.provenance import provenance, write_result
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.ladder import Move
 from sparrow_sglang.rl.metrics import acceptance_metrics
@@ -144,4 +145,4 @@ def write_rollout(path: Path) -> None:
                 "curve": progress.curve,
             }
         )
-    write_result(path, {**provenance(), "settings": {"seed": 0}, "rows": rows})
+    write_json(path, {**provenance(), "settings": {"seed": 0}, "rows": rows})

@@ -19,13 +19,14 @@ PACKAGES = {
 # Each may import from its own layer and from those above it in this list.
 LAYERS = [
     {
-        "json_values",
-        "schedule",
-        "models",
-        "sglang_versions",
+        "atomic_write",
         "command_line",
+        "json_values",
+        "models",
         "progress",
         "provenance",
+        "schedule",
+        "sglang_versions",
     },
     {"config", "loaded_schedules", "requests", "kv_usage"},
     {"mismatch", "planning"},

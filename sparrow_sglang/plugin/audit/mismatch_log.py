@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow_sglang.atomic_write import replacing
+
 if TYPE_CHECKING:
     import pyarrow
 
@@ -22,7 +24,6 @@ FILE_ROWS = 65536
 FLUSH_S = 30.0
 MAX_BYTES = 2**30
 
-_PARTIAL = ".partial"
 _COLUMNS = {
     "position": "int32",
     "token_id": "int32",
@@ -108,13 +109,8 @@ class MismatchLog:
 
         # By time first, so that sorting by name is sorting by age.
         name = f"mismatch-{time.time_ns()}-{os.getpid()}-{self._files}.parquet"
-        partial = self._folder / (name + _PARTIAL)
-        try:
-            pyarrow.parquet.write_table(_table(self._waiting), partial, compression="zstd")
-            partial.replace(self._folder / name)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        with replacing(self._folder / name) as draft:
+            pyarrow.parquet.write_table(_table(self._waiting), draft, compression="zstd")
         self._files += 1
         self._waiting = []
         self._delete_oldest()

@@ -232,7 +232,7 @@ def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
     assert folder.name == "step-000003"
     state = torch.load(folder / "training.pt", weights_only=False)["optimizer"]["state"]
     assert {int(entry["step"]) for entry in state.values()} == {3}
-    assert not list((config.run_dir / "checkpoints").glob("*.partial"))
+    assert not list((config.run_dir / "checkpoints").glob(".draft-*"))
 
 
 def ask_during_the_update(monkeypatch) -> None:

@@ -1,0 +1,60 @@
+"""Files and folders that appear under their name whole or not at all.
+
+A draft is filled beside its target, flushed to the disk and renamed. Imports neither torch nor
+SGLang.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+DRAFT_PREFIX = ".draft-"
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A path for the block to write a file or a folder to, which then takes the place of `target`.
+
+    The folder of `target` is made if needed. If the block or the renaming raises, `target` is as it
+    was and the draft is gone. Several processes may write the same target; the last one stays.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder:
+        draft = Path(folder) / target.name
+        yield draft
+        for path in (*draft.rglob("*"), draft):
+            _flush(path)
+        if draft.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+        os.replace(draft, target)
+        _flush(target.parent)
+
+
+def delete_drafts(folder: Path) -> None:
+    """Delete what killed processes left half written in `folder`; nobody may be writing there."""
+    for draft in folder.glob(f"{DRAFT_PREFIX}*"):
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_text(target: Path, content: str) -> None:
+    """Write a file in UTF-8; raises `OSError`."""
+    with replacing(target) as draft:
+        draft.write_text(content, "utf-8")
+
+
+def write_json(target: Path, value: Any) -> None:
+    """Write a value as indented JSON; raises `OSError`."""
+    write_text(target, json.dumps(value, indent=1) + "\n")
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
