@@ -9,16 +9,21 @@ import argparse
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.benchmarks.result_files import ROOT, TableError, load_runs
-from sparrow_sglang.benchmarks.speedups import BATCH, TARGET, Point, against, fullest_device
+from sparrow_sglang.benchmarks.result_files import ROOT, ResultError, load_runs
+from sparrow_sglang.report.result_files import Run
+from sparrow_sglang.report.step_pairs import Pair, dense_backends, model_size, pair_rows
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 FIGURES = Path("docs/figures")
 COMMAND = "python -m sparrow_sglang.benchmarks.figures"
 PAGE_SIZE = 16
+TARGET = 0.86
+# Sequences a step; of the batches measured, the one with most models and contexts.
+BATCH = 16
 
 # Pages of the diagram and the scores of those between the first and the last two. Made up: the
 # diagram shows the rule, not a measurement.
@@ -33,6 +38,42 @@ LINES = ("#3f7fce", "#c4691c", "#2f8f6b", "#8a63c9", "#c9504f", "#2389a3")
 ALWAYS, CHOSEN = "#c4691c", "#3f7fce"
 
 Theme = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Speed-up of one model at one number of cached tokens a sequence."""
+
+    model: str
+    context: int
+    speedup: float
+    pair: Pair
+
+
+def speedup_points(runs: Sequence[Run]) -> list[Point]:
+    """Steps of `BATCH` equally long sequences under each model's own schedule for `TARGET`.
+
+    Of several measurements of a case, the one with the smallest speed-up counts.
+    """
+    points: dict[tuple[str, int], Point] = {}
+    for pair in pair_rows(runs):
+        if pair.speedup is None or pair.sparse["schedule"] != f"{pair.model}-{TARGET}":
+            continue
+        batch, context = pair.shape or (0, 0)
+        known = points.get((pair.model, context))
+        if batch == BATCH and (known is None or pair.speedup < known.speedup):
+            points[pair.model, context] = Point(pair.model, context, pair.speedup, pair)
+    return sorted(points.values(), key=lambda point: (model_size(point.model), point.context))
+
+
+def fullest_device(runs: Sequence[Run]) -> tuple[str, list[Point]]:
+    """The device with most `speedup_points`, and these; an empty list if no device has any."""
+    by_device = {
+        device: speedup_points([run for run in runs if run.device == device])
+        for device in sorted({run.device for run in runs})
+    }
+    device = max(by_device, key=lambda name: len(by_device[name]), default="")
+    return device, by_device.get(device, [])
 
 
 def draw_speedup(points: Sequence[Point], device: str, theme: Theme) -> Any:
@@ -64,7 +105,8 @@ def draw_speedup(points: Sequence[Point], device: str, theme: Theme) -> Any:
     axes.yaxis.set_major_formatter("{x:.0f}×")
     axes.grid(axis="y")
     axes.set_xlabel("tokens in the KV cache of each sequence", loc="left")
-    title = f"Speed-up over {against(points)} dense decode\nof one step, batch {BATCH}, {device}"
+    dense = dense_backends([point.pair for point in points])
+    title = f"Speed-up over {dense} dense decode\nof one step, batch {BATCH}, {device}"
     axes.set_title(title)
     return figure
 
@@ -184,14 +226,17 @@ def figures(root: Path = ROOT) -> dict[str, str]:
     """File name of each figure in each theme, and its SVG, from what `root` holds.
 
     Raises:
-        TableError: no result of a decode step can be drawn.
+        ResultError: no result of a decode step can be drawn.
     """
     device, points = fullest_device(load_runs(root, "step_ms"))
     if not points:
-        raise TableError(f"{root}: no decode step of batch {BATCH} with its dense side")
+        raise ResultError(f"{root}: no decode step of batch {BATCH} with its dense side")
     schedule = load_schedule(f"{points[0].model}-{TARGET}", PAGE_SIZE)
     steps = [
-        f"{p.model} {p.context} {p.backend} {p.dense_ms:.2f} {p.sparse_ms:.2f}" for p in points
+        f"{point.model} {point.context} {point.pair.dense['backend']}"
+        f" {point.pair.dense['step_ms']:.2f} {point.pair.sparse['step_ms']:.2f}"
+        for point in points
+        if point.pair.dense
     ]
     read = [f"{length} {schedule.tokens_read(length)}" for length in LENGTHS]
     draws: dict[str, tuple[Callable[[Theme], Any], list[str]]] = {
@@ -214,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name, svg in figures().items():
             (folder / name).write_text(svg, encoding="utf-8")
-    except (TableError, OSError) as error:
+    except (ResultError, OSError) as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2
     return 0

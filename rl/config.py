@@ -27,7 +27,7 @@ from pydantic import (
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.rl.renamed import accept_renamed
+from sparrow_sglang.renamed import accept_renamed
 
 _UNTRUNCATED = (
     "the sampler records log-probs of the untruncated distribution, so tokens drawn from a"

@@ -28,6 +28,8 @@ from sparrow_sglang.benchmarks.command import (
 from sparrow_sglang.planning.cost_model import ModelShape, step_costs
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.provenance import provenance
+from sparrow_sglang.report.result_files import Run
+from sparrow_sglang.report.step_pairs import pair_rows
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 # Named in full because each (model, backend) starts it again, however it was started itself.
@@ -179,32 +181,17 @@ def run_engine(options: argparse.Namespace) -> None:
     Path(options.out).write_text(json.dumps(rows))
 
 
-def dense_partner(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The fastest dense row of the same model and case."""
-    same = [
-        other
-        for other in rows
-        if other["backend"] != "sparrow"
-        and (other["model"], other["case"]) == (row["model"], row["case"])
-    ]
-    return min(same, key=lambda other: other["step_ms"], default=None)
-
-
 def speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sparse against the fastest dense backend of the same model and case."""
-    pairs = [(row, dense_partner(row, rows)) for row in rows if row["backend"] == "sparrow"]
     return [
-        {
-            "model": row["model"],
-            "case": row["case"],
-            "schedule": row["schedule"],
-            "dense_ms": dense["step_ms"],
-            "sparse_ms": row["step_ms"],
-            "floor_ms": row["floor_ms"],
-            "speedup": dense["step_ms"] / row["step_ms"],
+        {key: pair.sparse[key] for key in ("model", "case", "schedule", "floor_ms")}
+        | {
+            "dense_ms": pair.dense["step_ms"],
+            "sparse_ms": pair.sparse["step_ms"],
+            "speedup": pair.speedup,
         }
-        for row, dense in pairs
-        if dense
+        for pair in pair_rows([Run("", {"device": "", "rows": rows})])
+        if pair.dense
     ]
 
 

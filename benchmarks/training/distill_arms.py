@@ -28,7 +28,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 @dataclass
 class Rig:
-    """What all arms share: `schedules` by GIVEN and BOLDER, prompts, and the tails' bins.
+    """What all arms share: `schedules` by GIVEN and AGGRESSIVE, prompts, and the tails' bins.
 
     The engine has been started with the given schedule.
     """

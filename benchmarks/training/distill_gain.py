@@ -29,7 +29,7 @@ from sparrow_sglang.benchmarks.training.adapter_delivery import (
     decode_speed,
 )
 from sparrow_sglang.benchmarks.training.distill_arms import Rig, run_arm
-from sparrow_sglang.benchmarks.training.distill_result import BOLDER, GIVEN, PAIRS, Tails, gains
+from sparrow_sglang.benchmarks.training.distill_result import AGGRESSIVE, GIVEN, PAIRS, Tails, gains
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.prompts import (
     NEEDED_ROOM,
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
     Raises `CalibrationError` if `--context` is too short for a prompt, or prompts are missing.
     """
     start = time.perf_counter()
-    schedules = dict(zip((GIVEN, BOLDER), loaded(options.schedules), strict=True))
+    schedules = dict(zip((GIVEN, AGGRESSIVE), loaded(options.schedules), strict=True))
     result: dict[str, Any] = provenance() | {
         "settings": {
             key: str(value) if isinstance(value, Path) else value
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
                 write_json(options.out, result)
                 after: Tails = arm["tails"][-1]
                 show_gains(before, after, schedules)
-                worst = min((row["tail"] for row in after[BOLDER]), default=0.0)
+                worst = min((row["tail"] for row in after[AGGRESSIVE]), default=0.0)
                 if best is None or worst > best[0]:
                     best = worst, learner
         assert best is not None, "the parser wants a learning rate and a schedule"
@@ -236,11 +236,11 @@ def _parser() -> OneLineParser:
         "--schedules",
         nargs=2,
         default=["fixed-512", "fixed-256"],
-        metavar=("GIVEN", "BOLDER"),
+        metavar=("GIVEN", "AGGRESSIVE"),
         help="shipped names, .json files or fixed-<tokens> (default: fixed-512 fixed-256)",
     )
     add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate (default: built-in ones)")
-    add("--train-under", nargs="+", choices=[GIVEN, BOLDER], default=[BOLDER])
+    add("--train-under", nargs="+", choices=[GIVEN, AGGRESSIVE], default=[AGGRESSIVE])
     add("--lr", nargs="+", type=float, default=[DistillConfig().lr], help="learning rates to try")
     add("--context", type=int, default=4096, help="longest sequence, response included")
     add("--new-tokens", type=int, default=512, help="longest response")

@@ -16,9 +16,9 @@ from typing import Any, TextIO
 
 import torch
 
+from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.renamed import current_names
-from sparrow_sglang.rl.runs.log import METRICS_FILE
+from sparrow_sglang.run_folder import METRICS_FILE
 
 _LOOK_S = 1.0
 

@@ -31,7 +31,7 @@ from sparrow_sglang.benchmarks.steps.decode_step import MODELS
 from sparrow_sglang.benchmarks.training.parallel_runs import toml_lines
 from sparrow_sglang.models import embedded_model, model_folder
 from sparrow_sglang.provenance import provenance
-from sparrow_sglang.rl.runs.log import METRICS_FILE
+from sparrow_sglang.run_folder import METRICS_FILE
 
 TRANSFERS = ("broadcast", "object_store")
 CLUSTER_START_S = 120.0

@@ -25,7 +25,7 @@ from findings import (
     summarise,
 )
 
-from sparrow_sglang.benchmarks.training.distill_result import BOLDER, GIVEN, PAIRS, gains
+from sparrow_sglang.benchmarks.training.distill_result import AGGRESSIVE, GIVEN, PAIRS, gains
 from sparrow_sglang.mismatch.tail import BIN_TOKENS
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -179,16 +179,16 @@ def _distillation(result: Mapping[str, Any]) -> Iterator[str]:
     """Tails by bin, before and after, of an adapter that no reward has been spent on."""
     (arm,) = result["rows"]
     tails = arm["tails"][-1]
-    names = {which: result["schedules"][which]["name"] for which in (GIVEN, BOLDER)}
+    names = {which: result["schedules"][which]["name"] for which in (GIVEN, AGGRESSIVE)}
     found = {pair: gains(result["before"][pair[0]], tails[pair[1]]) for pair in PAIRS}
     own = [row for pair in PAIRS[:2] for row in found[pair]]
     first_kl, last_kl = ends([arm["steps"]], "kl")
     yield (
-        f"An adapter trained under {names[BOLDER]} alone, the model frozen: after"
+        f"An adapter trained under {names[AGGRESSIVE]} alone, the model frozen: after"
         f" {tails['after']['step']} steps, on {tails['after']['responses']} responses, the tail on"
         f" fresh graphs is above what it was, outside both 95 % intervals, in"
         f" {sum(row['raised'] for row in own)} of {len(own)} bins of both schedules; under"
-        f" {names[BOLDER]} it is at least what {names[GIVEN]} had without the adapter in"
+        f" {names[AGGRESSIVE]} it is at least what {names[GIVEN]} had without the adapter in"
         f" {sum(row['reached'] for row in found[PAIRS[2]])} of {len(found[PAIRS[2]])}."
     )
     yield ""

@@ -31,8 +31,8 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import exit_on_sigterm
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, run_all
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.rl.renamed import current_names
-from sparrow_sglang.rl.runs.log import METRICS_FILE
+from sparrow_sglang.renamed import current_names
+from sparrow_sglang.run_folder import METRICS_FILE
 
 SETTINGS = Path(__file__).with_name("study.toml")
 # Graphs that no run trains on or is evaluated on.

@@ -24,11 +24,11 @@ import torch
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.renamed import current_names
-from sparrow_sglang.rl.runs.log import METRICS_FILE
+from sparrow_sglang.run_folder import METRICS_FILE
 
 _NAME = re.compile(r"step-(\d{6,})")
 # What may differ between a checkpoint and the run that resumes it; anything else would make the

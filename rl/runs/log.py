@@ -11,12 +11,11 @@ from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import progress_bar
-from sparrow_sglang.rl.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
+from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
-EVENTS_FILE = "events.jsonl"
 _STAGES = {
     "rollout": "rollout",
     "reward": "reward",

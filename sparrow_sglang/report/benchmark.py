@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from sparrow_sglang.benchmarks.result_files import Run, rerun_command
-from sparrow_sglang.benchmarks.table import Pair, pair_rows
 from sparrow_sglang.report.charts import PALETTE, Chart, Line
 from sparrow_sglang.report.learning import LearningRun, learning_section
 from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
+from sparrow_sglang.report.result_files import Run, rerun_command
+from sparrow_sglang.report.step_pairs import Pair, pair_rows, reading_order
 
 _WIDEST = 8
 _STEP_HEADS = (
@@ -140,7 +140,7 @@ def benchmark_sections(results: dict[Path, dict[str, Any]], left_out: list[str])
 
 
 def _step_section(runs: list[Run]) -> Section:
-    pairs = pair_rows(runs)
+    pairs = sorted(pair_rows(runs), key=reading_order)
     figures = [figure for run in runs for figure in _length_figures(run)]
     compared = [(pair.speedup, pair) for pair in pairs if pair.speedup is not None]
     facts = [("devices", ", ".join(dict.fromkeys(run.device for run in runs)))]

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.renamed import current_names
 from sparrow_sglang.report.charts import Line
 from sparrow_sglang.report.page import ReportError
-from sparrow_sglang.rl.renamed import current_names
-from sparrow_sglang.rl.runs.log import EVENTS_FILE, METRICS_FILE
-from sparrow_sglang.rl.runs.record import RUN_FILE, read_starts
+from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE, RUN_FILE, read_starts
 
 Row = dict[str, float]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Rows by step, events, starts as `rl.run_record` notes them, and the schedule that was in
-    force at the newest checkpoint."""
+    """Rows by step, events, starts as `rl.runs.record` notes them, and the active schedule
+    of the newest checkpoint."""
 
     rows: Sequence[Row]
     events: Sequence[dict[str, Any]]

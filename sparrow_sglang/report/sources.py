@@ -13,7 +13,7 @@ from typing import Any
 
 from sparrow_sglang.calibration.store import SETTINGS
 from sparrow_sglang.report.page import ReportError
-from sparrow_sglang.rl.runs.log import METRICS_FILE
+from sparrow_sglang.run_folder import METRICS_FILE
 
 LOOKED_FOR = (
     f"the {METRICS_FILE} of a training run, schedules and checks of `sparrow calibrate` (*.json),"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, FALL, WINDOW
 from sparrow_sglang.mismatch.tail import BIN_TOKENS
 from sparrow_sglang.report.charts import PALETTE, Chart, Line, ramp
 from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
 from sparrow_sglang.report.run_files import RunFiles, read_run
-from sparrow_sglang.rl.collapse import ALARM, ENTROPY, FALL, WINDOW
 
 _TAIL_OF_BIN = "sparrow/accept_p05_bin"
 _SHOWN_STEPS = 40

@@ -18,7 +18,7 @@ from sparrow_sglang.benchmarks.result_files import RESULTS
 from sparrow_sglang.benchmarks.rollouts import rollout_replay
 from sparrow_sglang.benchmarks.rollouts.lengths import SIGMA, synthetic_lengths
 from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
-from sparrow_sglang.benchmarks.table import generate
+from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli
 
 SMALL = ["--sequences", "8", "--mean-tokens", "40", "--max-tokens", "120", "--prompt-tokens", "48"]

@@ -30,7 +30,7 @@ from sparrow_sglang.benchmarks.rollouts import serving
 from sparrow_sglang.benchmarks.rollouts.server_process import ServerFailed, running_server
 from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
 from sparrow_sglang.benchmarks.steps.comparison import Comparison, Side
-from sparrow_sglang.benchmarks.table import generate
+from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli, serve
 
 REQUESTS, INPUT, OUTPUT = 3, 40, 60

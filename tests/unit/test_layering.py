@@ -25,6 +25,8 @@ LAYERS = [
         "models",
         "progress",
         "provenance",
+        "renamed",
+        "run_folder",
         "schedule",
         "sglang_versions",
     },
@@ -34,9 +36,9 @@ LAYERS = [
     {"attention_backends"},
     {"plugin"},
     {"calibration"},
+    {"report"},
     {"rl"},
     {"benchmarks"},
-    {"report"},
     {"commands"},
 ]
 HOOK_FILES = {f"plugin.{name}" for name in ("registration", "hooks")}
@@ -96,6 +98,21 @@ def test_imports_go_one_way(module: str) -> None:
     for name in imports(modules()[module], at_runtime=True):
         other = layer(name)
         assert other is None or other <= own, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_only_commands_run_training_and_benchmarks(module: str) -> None:
+    """A benchmark may import what it measures, training too."""
+    allowed = {"commands": {"rl", "benchmarks"}, "benchmarks": {"rl", "benchmarks"}, "rl": {"rl"}}
+    room = module.split(".")[1] if "." in module else ""
+    for name in imports(modules()[module], at_runtime=True):
+        room_of_name = name.split(".")[1] if name.startswith("sparrow_sglang.") else ""
+        if room_of_name in ("rl", "benchmarks"):
+            assert room_of_name in allowed.get(room, ()), f"{module} imports {name}"
+
+
+def test_there_are_few_layers() -> None:
+    assert len(LAYERS) <= 12
 
 
 def test_every_module_has_a_layer() -> None:

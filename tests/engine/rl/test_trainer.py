@@ -23,8 +23,8 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
 from sparrow_sglang.rl.runs import run
 from sparrow_sglang.rl.runs.checkpoint import CheckpointError, owned
-from sparrow_sglang.rl.runs.record import RUN_FILE, read_starts
 from sparrow_sglang.rl.runs.setup import prepare
+from sparrow_sglang.run_folder import RUN_FILE, read_starts
 
 
 @pytest.mark.parametrize("schedule", ["dense", "fixed-48"])

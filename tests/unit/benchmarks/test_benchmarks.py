@@ -12,15 +12,9 @@ import pytest
 import torch
 from command_lines import refusal
 
-from sparrow_sglang.benchmarks import table
+from sparrow_sglang.benchmarks import tables
 from sparrow_sglang.benchmarks.kernels import kernels
-from sparrow_sglang.benchmarks.result_files import (
-    RESULTS,
-    Run,
-    TableError,
-    load_runs,
-    rerun_command,
-)
+from sparrow_sglang.benchmarks.result_files import RESULTS, ResultError, load_runs
 from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
 from sparrow_sglang.benchmarks.steps import decode_step
 from sparrow_sglang.benchmarks.steps.decode_step import (
@@ -29,12 +23,14 @@ from sparrow_sglang.benchmarks.steps.decode_step import (
     speedups,
     step_bytes,
 )
-from sparrow_sglang.benchmarks.table import generate, pair_rows
+from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli
 from sparrow_sglang.planning.cost_model import ModelShape
+from sparrow_sglang.report.result_files import Run, rerun_command
+from sparrow_sglang.report.step_pairs import pair_rows
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
-RUNS = load_runs(table.ROOT, "step_ms")
+RUNS = load_runs(tables.ROOT, "step_ms")
 
 
 def row(backend: str, step_ms: float, case: str = "2x1000", **fields: Any) -> dict[str, Any]:
@@ -71,8 +67,8 @@ def save(root: Path, name: str, rows: list[dict[str, Any]], **fields: Any) -> No
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    page = (table.ROOT / table.PAGE).read_text(encoding="utf-8")
-    assert table.replace_tables(page, generate()) == page, f"run: {table.COMMAND}"
+    page = (tables.ROOT / tables.PAGE).read_text(encoding="utf-8")
+    assert tables.replace_tables(page, generate()) == page, f"run: {tables.COMMAND}"
 
 
 def test_there_are_results() -> None:
@@ -306,20 +302,20 @@ def test_commands_can_be_typed_again() -> None:
 def test_an_unusable_result_is_named(tmp_path: Path, content: str, message: str) -> None:
     save(tmp_path, "a.json", [])
     (tmp_path / RESULTS / "a.json").write_text(content)
-    with pytest.raises(TableError, match=message):
+    with pytest.raises(ResultError, match=message):
         generate(tmp_path)
 
 
 def test_only_the_part_between_the_markers_is_rewritten() -> None:
-    readme = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
-    expected = f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
-    assert table.replace_tables(readme, "new") == expected
+    readme = f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
+    expected = f"before\n{tables.BEGIN}\nnew\n{tables.END}\nafter\n"
+    assert tables.replace_tables(readme, "new") == expected
     # The page lies one folder below the root, from which results are named.
     link = "[results](benchmarks/results/a.json)"
-    assert "[results](../benchmarks/results/a.json)" in table.replace_tables(readme, link)
-    for wrong in ("", table.BEGIN, f"{table.END}\n{table.BEGIN}", readme * 2):
-        with pytest.raises(TableError, match="expected one line"):
-            table.replace_tables(wrong, "new")
+    assert "[results](../benchmarks/results/a.json)" in tables.replace_tables(readme, link)
+    for wrong in ("", tables.BEGIN, f"{tables.END}\n{tables.BEGIN}", readme * 2):
+        with pytest.raises(ResultError, match="expected one line"):
+            tables.replace_tables(wrong, "new")
 
 
 # -- command lines

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from sparrow_sglang.attention_backends.reference import select_pages
-from sparrow_sglang.benchmarks import figures, speedups
-from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT, Run, load_runs
-from sparrow_sglang.benchmarks.speedups import Point, speedup_points
+from sparrow_sglang.benchmarks import figures
+from sparrow_sglang.benchmarks.figures import speedup_points
+from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT, load_runs
+from sparrow_sglang.report.result_files import Run
+from sparrow_sglang.report.step_pairs import dense_backends
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 H200 = ROOT / RESULTS / "h200"
@@ -42,16 +44,24 @@ def test_committed_figures_are_up_to_date() -> None:
 
 
 def test_the_dense_side_is_the_fastest_backend_that_was_measured() -> None:
+    def fastest(*runs: Run) -> tuple[Any, ...]:
+        [point] = speedup_points(runs)
+        pair = point.pair
+        assert pair.dense and pair.dense["step_ms"] / pair.sparse["step_ms"] == point.speedup
+        where = (point.model, point.context)
+        return *where, pair.dense["backend"], pair.dense["step_ms"], pair.dense_run is pair.run
+
     own = run("a", step("sparrow", 2.0), step("flashinfer", 8.0))
-    assert speedup_points([own]) == [Point("qwen3-4b", 8192, 2.0, 8.0, "flashinfer", True)]
+    assert fastest(own) == ("qwen3-4b", 8192, "flashinfer", 8.0, True)
     # Of a backend that is in the run, another run's time does not count.
     other = run("b", step("flashinfer", 7.0))
-    assert speedup_points([own, other])[0].speedup == 4
+    assert fastest(own, other) == fastest(own)
     faster = run("b", step("fa3", 6.0), step("fa3", 5.0, "16x4096"))
-    assert speedup_points([own, faster]) == [Point("qwen3-4b", 8192, 2.0, 6.0, "fa3", False)]
+    assert fastest(own, faster) == ("qwen3-4b", 8192, "fa3", 6.0, False)
     slower = run("b", step("fa3", 9.0))
-    assert speedup_points([own, slower])[0].backend == "flashinfer"
-    assert speedups.against(speedup_points([own, faster])) == "SGLang's FlashAttention-3"
+    assert fastest(own, slower) == fastest(own)
+    pairs = [point.pair for point in speedup_points([own, faster])]
+    assert dense_backends(pairs) == "SGLang's FlashAttention-3"
     again = run("c", step("sparrow", 4.0), step("flashinfer", 8.0))
     for runs in ([own, again], [again, own]):
         assert [point.speedup for point in speedup_points(runs)] == [2]
@@ -68,12 +78,12 @@ def test_only_like_cases_are_drawn() -> None:
         step("sparrow", 2.0, "16x4096"),
     ]
     assert speedup_points([run("a", *dense, *sparse)]) == []
-    assert speedups.fullest_device([]) == ("", [])
+    assert figures.fullest_device([]) == ("", [])
     runs = [
         run("a", step("sparrow", 2.0), step("flashinfer", 4.0), device="NVIDIA A"),
         run("b", step("flashinfer", 1.0), device="NVIDIA B"),
     ]
-    device, points = speedups.fullest_device(runs)
+    device, points = figures.fullest_device(runs)
     assert (device, [point.speedup for point in points]) == ("A", [2])
 
 
@@ -116,13 +126,15 @@ def study_passes(arm: str) -> tuple[float, float]:
 def measured_figures() -> dict[str, str]:
     """Every figure that the README quotes, as it writes it, and the words beside it."""
     runs = load_runs(ROOT, "step_ms")
-    device, points = speedups.fullest_device(runs)
-    dense_side = f"{speedups.against(points)} dense decode"
-    together = " in the same run" if all(point.same_run for point in points) else ""
+    device, points = figures.fullest_device(runs)
+    dense_side = f"{dense_backends([point.pair for point in points])} dense decode"
+    together = " in the same run" if all(p.pair.run is p.pair.dense_run for p in points) else ""
     backends = {row["backend"] for each in runs for row in each.rows} - {"sparrow"}
     alone = ", the one dense backend measured" if len(backends) == 1 else ""
     at = {(p.model, p.context): p for p in points}
     small, longest = at["qwen3-1.7b", 496], at["qwen3-1.7b", 32768]
+    assert longest.pair.dense
+    sparse_ms, dense_ms = (row["step_ms"] for row in (longest.pair.sparse, longest.pair.dense))
     gains = [f"{at[f'qwen3-{size}', 32768].speedup:.2f}×" for size in ("4b", "8b", "14b")]
     sparse, dense = load(H200 / "rollout_qwen3-1.7b.json")["rows"]
     assert (sparse["backend"], dense["schedule"]) == ("sparrow", None)
@@ -146,10 +158,10 @@ def measured_figures() -> dict[str, str]:
         for key in ("kv_tokens_read", "kv_tokens_held", "accept_p05")
     }
     return {
-        "step": f"is {longest.speedup:.2f}× as fast for Qwen3-1.7B ({longest.sparse_ms:.2f} ms"
-        f" instead of {longest.dense_ms:.2f} ms), {gains[0]} for 4B, {gains[1]} for 8B,"
+        "step": f"is {longest.speedup:.2f}× as fast for Qwen3-1.7B ({sparse_ms:.2f} ms"
+        f" instead of {dense_ms:.2f} ms), {gains[0]} for 4B, {gains[1]} for 8B,"
         f" {gains[2]} for 14B",
-        "conditions": f"one {device}, {speedups.BATCH} sequences of equal length",
+        "conditions": f"one {device}, {figures.BATCH} sequences of equal length",
         "dense": f"against {dense_side}{together}{alone}.",
         "alternative text": f"over {dense_side} against context",
         "short": f"({small.speedup:.2f}× at 496 tokens)",

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparrow_sglang.benchmarks.comparison_tables import learning_table
-from sparrow_sglang.benchmarks.result_files import Run
+from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.benchmarks.result_files import RESULTS
+from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.benchmarks.training import learning_curves, parallel_runs
 from sparrow_sglang.rl.config import TrainConfig
 
@@ -53,20 +54,20 @@ def test_the_table_shows_the_last_evaluation_that_all_runs_reached(plans, tmp_pa
         (plan.config.run_dir / "metrics.jsonl").write_text(text)
     found = learning_curves.collect(plans)
     assert found[0]["seconds_per_step"]["timing_s/step"] == 5.0  # without the first
-    run = Run("x.json", {"device": "NVIDIA H200", "packages": {}, "commit": "c", "rows": found})
-    cells = [[cell.strip() for cell in line.split("|")] for line in table_lines(run)]
+    content = {
+        "device": "NVIDIA H200",
+        "packages": dict.fromkeys(("sglang", "torch", "triton", "flashinfer-python"), "1"),
+        "commit": "c",
+        "command": "learning_curves.py x.toml",
+        "rows": found,
+    }
+    write_json(tmp_path / RESULTS / "x.json", content)
+    lines = [line for line in generate(tmp_path).splitlines() if line.startswith("| ")][2:]
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
     assert [row[1:6] for row in cells] == [
         ["dense", "2", "10", "0.200 ± 0.000", "0.350 ± 0.071"],
         ["qwen3-1.7b-0.86", "2", "10", "0.200 ± 0.000", "0.550 ± 0.071"],
     ]
-
-
-def table_lines(run: Run) -> list[str]:
-    run.content.update(
-        packages=dict.fromkeys(("sglang", "torch", "triton", "flashinfer-python"), "1"),
-        command="learning_curves.py x.toml",
-    )
-    return [line for line in learning_table([run]).splitlines() if line.startswith("| ")][2:]
 
 
 def test_sigterm_writes_what_the_runs_have_measured_so_far(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.runs.record import RUN_FILE, read_starts, record_start
+from sparrow_sglang.rl.runs.record import record_start
+from sparrow_sglang.run_folder import RUN_FILE, read_starts
 
 
 def test_a_start_says_what_trains_with_which_settings(tmp_path: Path) -> None:

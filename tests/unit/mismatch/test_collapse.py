@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.rl.collapse import ALARM, ENTROPY, TAIL, WINDOW, collapse_alarm
+from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, WINDOW, collapse_alarm
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog, step_line
 

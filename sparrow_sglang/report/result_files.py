@@ -1,0 +1,63 @@
+"""Result files of benchmarks, and the commands that they were written by."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_PACKAGES = {
+    "sglang": "SGLang",
+    "torch": "torch",
+    "triton": "Triton",
+    "flashinfer-python": "FlashInfer",
+}
+_STARTED_AS = {
+    "cli.py": "sparrow",
+    "decode_step.py": "sparrow bench step",
+    "kernels.py": "sparrow bench kernels",
+    "rollout_replay.py": "sparrow bench rollout",
+    "serving.py": "sparrow bench serving",
+    "train_memory.py": "python -m sparrow_sglang.benchmarks.training.train_memory",
+    "learning_curves.py": "python -m sparrow_sglang.benchmarks.training.learning_curves",
+    "distill_gain.py": "python -m sparrow_sglang.benchmarks.training.distill_gain",
+    "audit_overhead.py": "python -m sparrow_sglang.benchmarks.rollouts.audit_overhead",
+    "weight_sync.py": "python -m sparrow_sglang.benchmarks.training.weight_sync",
+    "soak.py": "python -m sparrow_sglang.benchmarks.rollouts.soak",
+    "sanitize.py": "python -m sparrow_sglang.benchmarks.kernels.sanitize",
+    "crash_probes.py": "python -m sparrow_sglang.benchmarks.kernels.crash_probes",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file: `path` from the root of the checkout, and its content."""
+
+    path: str
+    content: dict[str, Any]
+
+    @property
+    def device(self) -> str:
+        return str(self.content["device"]).removeprefix("NVIDIA ")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.content["rows"]
+        return rows
+
+    @property
+    def source(self) -> str:
+        """Device, versions, commit, file and command."""
+        packages = self.content["packages"]
+        versions = [f"{name} {packages[key]}" for key, name in _PACKAGES.items() if packages[key]]
+        return (
+            f"{self.content['device']}, {', '.join(versions)}, commit"
+            f" `{self.content['commit']}`, [results]({self.path}):"
+            f" `{rerun_command(self.content['command'])}`"
+        )
+
+
+def rerun_command(recorded: str) -> str:
+    """The recorded command as one types it: by `sparrow bench`, JSON quoted, without its --out."""
+    program, _, options = recorded.partition(" ")
+    options = re.sub(r" ?--out[ =]\S+", "", options)
+    options = re.sub(r"(?<!')(\{[^{}']*\"[^{}']*\})(?!')", r"'\1'", options)
+    return f"{_STARTED_AS.get(program, program)} {options.strip()}".strip()

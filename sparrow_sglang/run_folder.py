@@ -1,0 +1,34 @@
+"""The folder of a training run: names of its files, and when it was started.
+
+`rl` writes these files, `report` and `benchmarks` read them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+RUN_FILE = "run.json"
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """The starts noted in a run.json, in order; none if there is no such file.
+
+    Raises `ValueError` if it holds something else.
+    """
+    if not path.exists():
+        return []
+    try:
+        starts: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["starts"]
+        sound = all(
+            isinstance(start["step"], int) and isinstance(start["config"], dict) for start in starts
+        )
+    except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise ValueError(
+            f'{path}: is damaged; expected {{"starts": [...]}} with step and config of each, as'
+            " `sparrow train` writes it"
+        )
+    return starts
