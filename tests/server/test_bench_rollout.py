@@ -1,67 +1,22 @@
-"""`sparrow bench rollout`: the lengths, the replay on real engines, and the command."""
+"""`sparrow bench rollout`: the replay on real engines, and the command."""
 
 import asyncio
 import json
-import math
-import statistics
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from command_lines import refusal
 from engines import start_engine
 
 from sparrow_sglang.benchmarks.result_files import RESULTS
 from sparrow_sglang.benchmarks.rollouts import rollout_replay
-from sparrow_sglang.benchmarks.rollouts.lengths import SIGMA, synthetic_lengths
 from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli
 
 SMALL = ["--sequences", "8", "--mean-tokens", "40", "--max-tokens", "120", "--prompt-tokens", "48"]
-
-
-# -- lengths
-
-
-@pytest.mark.parametrize(("count", "mean"), [(8, 1), (16, 500), (64, 8192), (128, 30000)])
-def test_synthetic_lengths_have_their_mean_and_stop_at_the_cut_off(count: int, mean: int) -> None:
-    lengths = synthetic_lengths(count, mean, 32768, seed=1)
-    assert len(lengths) == count
-    assert statistics.mean(lengths) == pytest.approx(mean, abs=0.5)
-    assert 1 <= min(lengths) and max(lengths) <= 32768
-    again = synthetic_lengths(count, mean, 32768, seed=2)
-    assert sorted(again) == sorted(lengths)
-    assert mean == 1 or again != lengths
-
-
-def test_synthetic_lengths_follow_the_cut_off_log_normal_law() -> None:
-    lengths = np.sort(synthetic_lengths(4000, 8192, 32768, seed=0))
-    # Draws of the law itself, about the same median; the cut-off takes what lies above it.
-    draws = np.random.default_rng(0).lognormal(math.log(np.median(lengths)), SIGMA, 400_000)
-    draws = np.minimum(draws, 32768)
-    assert draws.mean() == pytest.approx(8192, rel=0.01)
-    quantiles = [0.01, 0.1, 0.5, 0.9, 0.97, 0.99]
-    np.testing.assert_allclose(
-        np.quantile(lengths, quantiles), np.quantile(draws, quantiles), rtol=0.02
-    )
-    assert np.mean(lengths == 32768) == pytest.approx(np.mean(draws == 32768), rel=0.05)
-
-
-# -- requests and the replay
-
-
-def test_eight_sequences_share_a_prompt() -> None:
-    requests = make_requests(list(range(1, 21)), prompt_tokens=32, vocab_size=50, seed=3)
-    assert [request.new_tokens for request in requests] == list(range(1, 21))
-    prompts = [request.prompt for request in requests]
-    assert all(len(prompt) == 32 and set(prompt) <= set(range(50)) for prompt in prompts)
-    for start, stop in ((0, 8), (8, 16), (16, 20)):
-        assert all(prompt == prompts[start] for prompt in prompts[start:stop])
-    assert prompts[0] != prompts[8] != prompts[16]
 
 
 async def abort_once_running(manager: Any) -> None:
@@ -108,9 +63,6 @@ def test_every_sequence_runs_to_its_own_length(
         assert point["running"] <= point["unfinished"]
 
 
-# -- the command
-
-
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs each side here, on a forked engine, instead of half a minute of imports; their names."""
@@ -154,53 +106,3 @@ def test_both_sides_serve_the_same_requests_and_come_into_one_file(
         f" {dense['seconds']:.1f} | {sparse['seconds']:.1f} | {dense['tokens_per_s']:,.0f} |"
         f" {sparse['tokens_per_s']:,.0f} | {speedup:.2f}× |"
     ) in generate(tmp_path)
-
-
-def test_what_was_measured_survives_a_side_that_fails(
-    tiny_qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = {"model": "m", "backend": "sparrow", "schedule": "fixed-64", "tokens_per_s": 4.0}
-    row |= {"output_tokens": 8, "seconds": 2.0, "ended_s": [1.0, 2.0]}
-
-    def run(command: list[str]) -> "subprocess.CompletedProcess[bytes]":
-        if "dense" in command:
-            return subprocess.CompletedProcess(command, 1)
-        Path(command[-1]).write_text(json.dumps(row))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(rollout_replay, "subprocess", SimpleNamespace(run=run))
-    out = tmp_path / "rollout.json"
-    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL, "--out", str(out)]
-    assert cli.main(["bench", "rollout", *words]) == 1
-    result = json.loads(out.read_text())
-    assert (result["rows"], result["compared"]) == ([row], None)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--sequences", "12"], "--sequences 12: expected a multiple of 8"),
-        (["--sequences", "0"], "--sequences 0: expected 1 or more"),
-        (["--mean-tokens", "500"], "--mean-tokens 500: expected 1 or more, and less than"),
-        (["--prompt-tokens", "4050"], "do not fit into the model's context of 4096"),
-        (["--engine-args", "[]"], "--engine-args []: expected a JSON object"),
-        (
-            ["--engine-args", '{"tp_sise": 2}'],
-            "--engine-args: tp_sise is no argument of SGLang: did you mean 'tp_size'",
-        ),
-        (["--schedule", "fixed-60"], "60"),
-        (["--dense-backend", "sparrow"], "--dense-backend sparrow: expected a dense backend"),
-        (["--lengths-file", "nowhere.json"], "nowhere.json: cannot be read"),
-        (["--model-path", "/nowhere"], "--model-path /nowhere: expected the folder"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line_before_an_engine_starts(
-    words: list[str],
-    message: str,
-    tiny_qwen3: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(rollout_replay, "subprocess", None)
-    usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL]
-    assert message in refusal(["bench", "rollout", *usual, *words], capsys)

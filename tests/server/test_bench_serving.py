@@ -1,4 +1,4 @@
-"""`sparrow bench serving`: real servers driven by SGLang's own client, and their life and end."""
+"""`sparrow bench serving`: real servers driven by SGLang's own client."""
 
 import argparse
 import importlib
@@ -6,11 +6,8 @@ import json
 import multiprocessing
 import os
 import runpy
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,114 +15,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import servers
-from command_lines import refusal
 from engines import import_for_fork, save_tiny_model
-from servers import free_port
 
 from sparrow_sglang.benchmarks.result_files import RESULTS
 from sparrow_sglang.benchmarks.rollouts import serving
-from sparrow_sglang.benchmarks.rollouts.server_process import ServerFailed, running_server
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.benchmarks.rollouts.server_process import running_server
 from sparrow_sglang.benchmarks.steps.comparison import Comparison, Side
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli, serve
 
 REQUESTS, INPUT, OUTPUT = 3, 40, 60
 SMALL = ["--num-prompts", str(REQUESTS), "--input-len", str(INPUT), "--output-len", str(OUTPUT)]
-
-
-# -- servers as processes
-
-SERVER = """
-import http.server, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("worker", worker.pid, flush=True)
-born = time.monotonic()
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        ready = self.path == "/health" and time.monotonic() - born > 0.7
-        self.send_response(200 if ready else 503)
-        self.end_headers()
-
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-def wait_until_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_a_server_is_waited_for_and_ends_with_its_workers(tmp_path: Path) -> None:
-    port, log = free_port(), tmp_path / "server.log"
-    start = time.monotonic()
-    with running_server([sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}", log):
-        assert time.monotonic() - start > 0.7
-        worker = int(log.read_text().split()[1])
-        assert psutil.pid_exists(worker)
-    assert wait_until_gone(worker)
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def test_a_server_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
-    code = "print('\\n'.join(f'line {i}' for i in range(100))); raise SystemExit('no such model')"
-    with pytest.raises(ServerFailed, match="ended with code 1") as failed:
-        with running_server(
-            [sys.executable, "-c", code], f"http://127.0.0.1:{free_port()}", tmp_path / "log"
-        ):
-            pytest.fail("it never was healthy")
-    message = str(failed.value)
-    assert "line 99" in message and "no such model" in message and "line 50\n" not in message
-
-
-def test_sigterm_of_the_benchmark_ends_its_server(tmp_path: Path) -> None:
-    port, log = free_port(), tmp_path / "server.log"
-    code = f"""
-import sys, time
-from pathlib import Path
-from sparrow_sglang.benchmarks.command import exit_on_sigterm
-from sparrow_sglang.benchmarks.rollouts.server_process import running_server
-exit_on_sigterm()
-command = [sys.executable, "-c", {SERVER!r}, "{port}"]
-with running_server(command, "http://127.0.0.1:{port}", Path({str(log)!r})):
-    print("running", flush=True)
-    time.sleep(600)
-"""
-    bench = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert bench.stdout is not None and bench.stdout.readline() == "running\n"
-    worker = int(log.read_text().split()[1])
-    os.kill(bench.pid, signal.SIGTERM)
-    assert bench.wait(timeout=60) == 128 + signal.SIGTERM
-    bench.stdout.close()
-    assert wait_until_gone(worker)
-
-
-# -- the tokenizer of models without one
-
-
-def test_any_token_ids_survive_the_way_to_text_and_back(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    save_word_tokenizer(tmp_path, 3000)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert (tokenizer.vocab_size, tokenizer.num_special_tokens_to_add()) == (3000, 0)
-    ids = [0, 2999, 17, 17, *range(0, 3000, 7)]
-    assert tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=True)) == ids
-
-
-# -- both sides
 
 
 @contextmanager
@@ -220,25 +122,6 @@ def test_bench_serving_measures_both_servers_into_one_file(
     assert f"| tiny | fixed-64 | {REQUESTS} | {INPUT} | {OUTPUT} |" in generate(tmp_path)
 
 
-# -- what goes wrong
-
-
-def test_requests_that_were_not_answered_are_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
-        out = Path(command[command.index("--output-file") + 1])
-        out.write_text(json.dumps({"completed": 2, "server_info": {}}) + "\n")
-        return subprocess.CompletedProcess(command, 0, stdout="refused: queue is full")
-
-    monkeypatch.setattr(
-        serving, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE, STDOUT=None)
-    )
-    options = serving._parser().parse_args(SMALL)
-    with pytest.raises(serving.ServingError, match="(?s)2 of 3 requests.*queue is full"):
-        serving.drive("http://127.0.0.1:1", tmp_path, options, tmp_path)
-
-
 def test_a_server_that_does_not_start_fails_the_command(
     tiny_qwen3: str,
     tmp_path: Path,
@@ -257,27 +140,3 @@ def test_a_server_that_does_not_start_fails_the_command(
     error = capsys.readouterr().err
     assert error.startswith("sparrow bench serving: error: sparse: the server ended with code 1")
     assert "bad flag" in error and not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--num-prompts", "0"], "--num-prompts 0: expected 1 or more"),
-        (["--max-concurrency", "0"], "--max-concurrency 0: expected 1 or more"),
-        (["--range-ratio", "1.5"], "--range-ratio 1.5: expected a share from 0 to 1"),
-        (["--request-rate", "0"], "--request-rate 0.0: expected more than 0"),
-        (["--request-rate", "nan"], "--request-rate nan: expected more than 0"),
-        (["--input-len", "4096"], "do not fit into the model's context of 4096"),
-        (["--schedule", "fixed-1x"], "schedule 'fixed-1x' is not known"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line_before_a_server_starts(
-    words: list[str],
-    message: str,
-    tiny_qwen3: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(serving, "running_server", None)
-    usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL]
-    assert message in refusal(["bench", "serving", *usual, *words], capsys)

@@ -74,22 +74,3 @@ def test_every_metric_and_label_is_exported(sharp_llama: str) -> None:
         for labels, inner in re.findall(r"by \((\w+)\) \(([^{]*)", query):
             name = inner.rpartition("(")[2]
             assert labels in found[name], query
-
-
-def test_panels_do_not_overlap_and_use_the_chosen_server() -> None:
-    content = dashboard()
-    places = set()
-    for panel in content["panels"]:
-        at = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
-        }
-        assert at["x"] + at["w"] <= 24 and not cells & places, panel["title"]
-        places |= cells
-        assert panel["datasource"]["uid"] == "${datasource}" and panel["description"]
-        for target in panel["targets"]:
-            metrics = re.findall(r"(?:sparrow|sglang):\w+", target["expr"])
-            assert target["expr"].count('{instance=~"$instance"') == len(metrics)
-    assert len({panel["id"] for panel in content["panels"]}) == len(content["panels"])

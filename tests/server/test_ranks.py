@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.plugin import control
-from sparrow_sglang.plugin.scheduler_calls import ControlError, idle, rank_name
+from sparrow_sglang.plugin.scheduler_calls import rank_name
 from sparrow_sglang.plugin.state import require_scheduler_state
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -144,34 +143,6 @@ def test_a_paused_request_on_one_replica_keeps_all_from_switching(replicas: Any)
         replicas.loop.run_until_complete(switched_in_the_middle(rank))
         assert get_schedule(replicas).name == "fixed-64"
     decoded_by(replicas, "fixed-64", 0, 1)
-
-
-@pytest.mark.parametrize("flushed", [(True, False), (False, True), (True, True)])
-def test_whichever_replica_answers_first_all_must_be_idle(flushed: tuple[bool, bool]) -> None:
-    """SGLang's own call hands on what the first one says, and an idle replica may be the first."""
-
-    class Manager:
-        is_pause = True
-        is_pause_cond = asyncio.Condition()
-
-        def auto_create_handle_loop(self) -> None: ...
-
-        async def flush_cache_communicator(self, request: Any) -> list[SimpleNamespace]:
-            return [SimpleNamespace(success=success) for success in flushed]
-
-        async def flush_cache(self, timeout_s: float) -> SimpleNamespace:
-            return (await self.flush_cache_communicator(None))[0]
-
-    async def entered() -> bool:
-        manager: Any = Manager()
-        async with idle(manager, "nothing was done"):
-            return True
-
-    if all(flushed):
-        assert asyncio.run(entered())
-    else:
-        with pytest.raises(ControlError, match="nothing was done: generation is paused"):
-            asyncio.run(entered())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,17 +1,10 @@
-"""The model of bytes, which training runs learn a task of their own with."""
+"""Training runs start engines, forked from this process."""
 
-from collections.abc import Iterator
-
-import ascii_task
 import pytest
 from engines import import_for_fork
 
-from sparrow_sglang.rl.tasks import TASKS
-
 
 @pytest.fixture(scope="module")
-def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def byte_model(byte_model: str) -> str:
     import_for_fork()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
-        yield ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"))
+    return byte_model

@@ -17,13 +17,10 @@ from ascii_task import rows
 from training import FP32, settings
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.commands.cli import main
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
-from sparrow_sglang.rl.runs import run
+from sparrow_sglang.rl.engines.engine import LocalEngine
 from sparrow_sglang.rl.runs.checkpoint import CheckpointError, owned
-from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 
 
@@ -277,80 +274,3 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(byte_model, tmp_path):
         trainer.train(changed, resume=True)
     with owned(config.run_dir), pytest.raises(CheckpointError, match="another process is training"):
         trainer.train(config, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('model = { path = "/nowhere" }', "model.path='/nowhere': no such folder; expected"),
-        ('engine = { schedule = "fixed-50" }', "schedule fixed-50: "),
-        ("rollout = { max_prompt_tokens = 3 }", "rollout.max_prompt_tokens=3: no training prompt"),
-        ("rollout = { max_new_tokens = 9999 }", "max_new_tokens=9999 make"),
-        (
-            'engine = { schedule = "dense" }\ndistill = { enabled = true }',
-            "distill.enabled=true with engine.schedule='dense'",
-        ),
-        (
-            'engine = { schedule = "dense" }\nladder = { schedules = ["fixed-48"] }',
-            "ladder.schedules=['fixed-48'] needs tails to follow: expected a sparse",
-        ),
-        (
-            'engine = { schedule = "fixed-48", server_args = { page_sise = 16 } }',
-            "engine.server_args.page_sise is no argument of SGLang: did you mean 'page_size'",
-        ),
-        (
-            'engine = { server_args = { attention_backend = "fa3" }, schedule = "fixed-48" }',
-            "engine.server_args.attention_backend is not set there: set engine.schedule instead",
-        ),
-        ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
-        ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
-        ("rollout = { temperature = 0 }", "rollout.temperature=0 is not allowed: Input should be"),
-    ],
-)
-def test_wrong_settings_are_one_line_before_anything_is_written(
-    byte_model, tmp_path, capsys, text, message
-):
-    lines = {
-        "run_dir": f'run_dir = "{tmp_path}/run"',
-        "task": 'task = { name = "ascii" }',
-        "model": f'model = {{ path = "{byte_model}" }}',
-        "engine": 'engine = { schedule = "fixed-48" }',
-        text.split()[0]: text,
-    }
-    path = tmp_path / "run.toml"
-    path.write_text("\n".join(lines.values()))
-    assert main(["train", str(path)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("sparrow train: error: ") and message in line
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkeypatch):
-    """An engine that is left to find its schedule takes it from the environment first."""
-    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-4096")
-    found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
-    assert found.engine.schedule == found.schedules[0].name == "smollm2-135m-0.86"
-
-
-def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
-    byte_model, tmp_path, monkeypatch, capsys
-):
-    def no_engine(*args):
-        raise EngineDied("not started")
-
-    monkeypatch.setattr(run, "open_engine", no_engine)
-    for schedule, said in [
-        ("qwen3-8b-0.86", "schedule qwen3-8b-0.86: calibrated for Qwen3-8B, not for this model"),
-        ("fixed-48", ""),
-    ]:
-        with pytest.raises(EngineDied):
-            trainer.train(settings(byte_model, tmp_path / schedule, schedule))
-        out = capsys.readouterr()
-        found = [line for line in (out.out + out.err).splitlines() if "calibrated" in line]
-        assert found == [said] * bool(said)
-
-
-def test_dense_rollouts_may_name_what_they_attend_with(tmp_path):
-    engine = {"schedule": "dense", "server_args": {"attention_backend": "torch_native"}}
-    found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}, engine=engine))
-    assert found.schedules == () and found.engine.server_args == engine["server_args"]

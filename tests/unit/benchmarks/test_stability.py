@@ -5,42 +5,31 @@ import os
 import random
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
+import arms
+import findings
+import graph_walk
+import page
+import pretraining
 import pytest
+import study
 import torch
-from engines import import_for_fork
+from graph_walk import WalkOptions
+from stability_study import FOLDER, task_of, tiny
+from study_settings import StudySettings
 
 from sparrow_sglang.benchmarks.training.parallel_runs import run_all, toml_lines
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
-from sparrow_sglang.rl.tasks import chat_render, load_task
+from sparrow_sglang.rl.tasks import load_task
 from sparrow_sglang.schedule import BudgetSchedule
 
-ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "examples" / "stability"
-sys.path.insert(0, str(FOLDER))
-
-import arms  # noqa: E402
-import findings  # noqa: E402
-import graph_walk  # noqa: E402
-import page  # noqa: E402
-import pretraining  # noqa: E402
-import study  # noqa: E402
-from graph_walk import WalkOptions  # noqa: E402
-from study_settings import StudySettings  # noqa: E402
-
+ROOT = FOLDER.parents[1]
 OPTIONS = WalkOptions(
     degree=3, least_nodes=5, most_nodes=9, names=12, steps=14, train=20, heldout=10
 )
-
-
-def task_of(options: WalkOptions) -> Any:
-    tokenizer = graph_walk.make_tokenizer(options)
-    config = TaskConfig(name="graph_walk:load", options=options.model_dump())
-    return load_task(config, chat_render(tokenizer)), tokenizer
 
 
 def random_answer(prompt: list[str], draw: random.Random, steps: int) -> list[str]:
@@ -120,17 +109,6 @@ def test_options_that_no_graph_fits_are_refused() -> None:
     config = TaskConfig(name="graph_walk:load", options=OPTIONS.model_dump() | {"names": 8})
     with pytest.raises(ConfigError, match=r"task\.options\.names=8: .*most_nodes"):
         load_task(config, lambda messages: (1,))
-
-
-def tiny(**changes: Any) -> StudySettings:
-    settings = StudySettings.load(FOLDER / "study.toml", "tiny").model_dump()
-    for path, value in changes.items():
-        section, _, key = path.partition("__")
-        if key:
-            settings[section][key] = value
-        else:
-            settings[section] = value
-    return StudySettings.model_validate(settings)
 
 
 def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Path) -> None:
@@ -509,29 +487,3 @@ def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
         assert f"({picture})" in text
         pixels = matplotlib.image.imread(tmp_path / picture)
         assert pixels[..., :3].std() > 0.01
-
-
-def test_the_engine_gives_back_the_words_that_are_judged(tmp_path: Path) -> None:
-    import_for_fork()
-    from sparrow_sglang.rl.engines.engine import LocalEngine
-    from sparrow_sglang.rl.rollout import Sampling
-
-    settings = tiny()
-    task, tokenizer = task_of(settings.walk)
-    torch.manual_seed(0)
-    model = pretraining.new_model(settings, tokenizer)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    engine = LocalEngine(str(tmp_path), "fixed-64", random_seed=0, **settings.server_args)
-    try:
-        engine.update_weights(model.named_parameters(), "1")
-        sampling = Sampling(settings.walk.response_tokens())
-        groups = engine.generate(task.train[:4], 2, sampling)
-    finally:
-        engine.close()
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    for rollout in rollouts:
-        words = tokenizer.convert_ids_to_tokens(rollout.response_ids)
-        assert rollout.text.split() == [word for word in words if word != graph_walk.STOP]
-    # A random model stops now and then; that must end a response before its limit.
-    assert any(rollout.finish_reason == "stop" for rollout in rollouts)

@@ -1,11 +1,8 @@
-"""`sparrow plan`: its tables against the cost model, its speed, its refusals."""
+"""`sparrow plan`: its tables against the cost model, and its refusals."""
 
 import argparse
 import json
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,22 +217,6 @@ def test_lengths_stay_within_the_models_context(plan: Plan, tmp_path: Path) -> N
         )
         rows = section(plan(model=str(tmp_path)), "Expected rollout")
         assert [row[0] for row in rows] == expected
-
-
-def test_answers_at_once_and_without_torch() -> None:
-    code = (
-        "import argparse, sys; from sparrow_sglang.commands.plan import add_parser;"
-        "parser = argparse.ArgumentParser(); add_parser(parser.add_subparsers());"
-        f"args = parser.parse_args(['plan', '--model-path', {MODEL!r}]); args.run(args);"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'sglang', 'scipy')))"
-    )
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    seconds = time.perf_counter() - start
-    assert done.returncode == 0, done.stderr
-    assert "Expected rollout speed-up" in done.stdout
-    # About 0.9 s on a quiet machine; importing torch alone takes longer than this bound.
-    assert seconds < 5
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
-from sparrow_sglang.plugin.engine_arguments import engine_arguments
+from sparrow_sglang.plugin.engine_arguments import argument_names, engine_arguments
 
 
 def test_arguments_of_sglang_and_ours_are_taken_as_they_are() -> None:
@@ -40,3 +41,11 @@ def test_nobody_waits_for_sglang_to_be_told() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_arguments_of_an_engine_are_known_without_importing_it() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    assert argument_names() == {field.name for field in fields(ServerArgs)}

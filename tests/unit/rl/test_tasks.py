@@ -12,7 +12,6 @@ import pytest
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig
-from sparrow_sglang.rl.sandbox.run import KINDS, Kind, sandbox_problem, weaknesses
 from sparrow_sglang.rl.tasks import TASKS, Task, chat_render, code, load_task, math, story
 from sparrow_sglang.rl.types import Prompt
 
@@ -179,24 +178,6 @@ def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
     assert set(TASKS) == {"math", "code", "story"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_code_is_judged_by_all_its_tests(tmp_path: Path, kind: Kind) -> None:
-    problem = sandbox_problem(kind)
-    if problem:
-        pytest.skip(f"{kind}: {problem}")
-    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
-    prompt = load("code", path, options={"sandbox": kind}).train[0]
-    right = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
-    assert code.reward(prompt, right) == 1.0
-    assert code.reward(prompt, right.replace("python", "")) == 1.0
-    assert code.reward(prompt, "```python\nprint(4)\n```") == 0.0
-    assert code.reward(prompt, "print(2 * int(input()))") == 0.0
-    assert code.reward(prompt, "```python\nprint(\n```" + right) == 1.0
-    assert code.reward(prompt, right + "\n```python\nprint(\n```") == 0.0
-    # The right output, but the program fails afterwards.
-    assert code.reward(prompt, right.replace("))\n", "))\n1/0\n")) == 0.0
-
-
 def test_wrong_tests_are_refused(tmp_path: Path) -> None:
     for tests in ([], "no", [{"input": "1"}], [1]):
         path = jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "tests": tests}])
@@ -206,29 +187,6 @@ def test_wrong_tests_are_refused(tmp_path: Path) -> None:
     payload = {"tests": [], "limits": {"wall_clock_s": 5.0}, "sandbox": "weak"}
     with pytest.raises(ValueError, match="'p' has no tests"):
         code.reward(Prompt("p", "code", (1,), payload), "```python\n1/0\n```")
-
-
-def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    # Whatever other tests have made of handlers and levels.
-    monkeypatch.setattr(code.logger, "warning", lambda text, *args: said.append(text % args))
-    monkeypatch.setattr("sparrow_sglang.rl.sandbox.run.shutil.which", no_bubblewrap)
-    # Refused before its files are looked at.
-    with pytest.raises(ConfigError, match="task.options.sandbox='bubblewrap'") as caught:
-        load("code", tmp_path / "not-there.jsonl")
-    assert "\n" not in str(caught.value) and 'sandbox = "weak"' in str(caught.value)
-    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
-    task = load("code", path, options={"sandbox": "weak"})
-    assert all(weakness in said[0] for weakness in weaknesses())
-    assert code.reward(task.train[0], "```python\nprint(2 * int(input()))\n```") == 1.0
-    with pytest.raises(ConfigError, match="task.options.sandbox='none': .*'bubblewrap' or 'weak'"):
-        load("code", path, options={"sandbox": "none"})
-
-
-def no_bubblewrap(program: str, path: str | None = None) -> str | None:
-    return None if program == "bwrap" else WHICH(program, path=path)
 
 
 @pytest.mark.parametrize("words", [1, 2, 5])

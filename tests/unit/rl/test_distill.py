@@ -5,10 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from engines import import_for_fork, random_prompt
+from engines import random_prompt
 from peft import PeftModel
 from scipy.special import log_softmax
-from training import SERVER_ARGS
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import distill
@@ -16,18 +15,14 @@ from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import (
-    ADAPTER,
     PolicyTerm,
     SparseAdapter,
     exact_kl,
-    lora_arguments,
     top_k_kl,
 )
-from sparrow_sglang.rl.engines.engine import LocalEngine
 from sparrow_sglang.rl.policy import sparse_policy
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
-from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -255,24 +250,6 @@ def test_a_restored_adapter_goes_on_to_the_bit(sharp_llama):
     assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs)
 
 
-@pytest.fixture(scope="module")
-def growing(tmp_path_factory) -> BudgetSchedule:
-    return BudgetSchedule(
-        name="grows", page_size=16, bin_tokens=64, budget_tokens=(48, 64, 80), dense_layers=(0,)
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(sharp_llama, growing, tmp_path_factory):
-    import_for_fork()
-    path = tmp_path_factory.mktemp("schedule") / "grows.json"
-    growing.save(path)
-    arguments = SERVER_ARGS | lora_arguments(settings(delivery="lora"))
-    engine = LocalEngine(sharp_llama, str(path), **arguments)
-    yield engine
-    engine.close()
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.4])
 def test_a_step_lowers_the_divergence_at_its_temperature(sharp_llama, temperature):
     """As whole distributions of two stock forwards have it, one of them with the sparse rule."""
@@ -296,58 +273,3 @@ def test_a_step_lowers_the_divergence_at_its_temperature(sharp_llama, temperatur
     )
     alpha = np.minimum(np.exp(p), np.exp(q)).sum(1)
     np.testing.assert_allclose(np.sort(rates), np.sort(alpha), atol=1e-4)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_the_server_records_the_tempered_sparse_distribution(
-    engine, growing, sharp_llama, temperature
-):
-    policy = new_policy(sharp_llama)
-    engine.update_weights(policy.named_weights(), "tempered")
-    prompts = [Prompt("a", "test", tuple(random_prompt(5, 65)))]
-    (group,) = engine.generate(prompts, 4, Sampling(90, temperature))
-    sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in group.rollouts]
-    recorded = np.concatenate([rollout.logprobs for rollout in group.rollouts])
-    scores = {t: torch.cat(policy.score(sequences, t, growing)).numpy() for t in (1.0, temperature)}
-    np.testing.assert_allclose(recorded, scores[temperature], atol=2e-4)
-    assert np.abs(recorded - scores[1.0]).max() > 0.1
-
-
-@pytest.mark.parametrize("delivery", ["none", "lora", "merged"])
-def test_the_server_samples_from_the_trainers_sparse_law(engine, growing, sharp_llama, delivery):
-    """Prompts end and responses begin around every edge of a page and of a bin."""
-    policy = new_policy(sharp_llama)
-    adapter = SparseAdapter(policy, settings())
-    for _ in range(3):
-        adapter.step(SEQUENCES, growing)
-    prompts = [
-        Prompt(f"{n}", "test", tuple(random_prompt(n, n))) for n in (1, 47, 48, 49, 63, 64, 65, 127)
-    ]
-    weights = adapter.merged_weights() if delivery == "merged" else policy.named_weights()
-    engine.update_weights(weights, delivery)
-    name = None
-    if delivery == "lora":
-        name = ADAPTER
-        # Twice, as a step does that comes after another.
-        engine.set_adapter(
-            ADAPTER,
-            SparseAdapter(new_policy(sharp_llama), settings()).tensors(),
-            adapter.lora_config(),
-        )
-        engine.set_adapter(ADAPTER, adapter.tensors(), adapter.lora_config())
-    groups = engine.generate(prompts, 2, Sampling(max_new_tokens=90, adapter=name))
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
-    recorded = np.concatenate([rollout.logprobs for rollout in rollouts])
-    plain = torch.cat(policy.score(sequences, schedule=growing)).numpy()
-    with adapter.worn():
-        worn = torch.cat(policy.score(sequences, schedule=growing)).numpy()
-    expected, other = (plain, worn) if delivery == "none" else (worn, plain)
-    np.testing.assert_allclose(recorded, expected, atol=1e-4)
-    assert np.abs(recorded - other).max() > 0.01
-    # Evaluation is dense and without the adapter, whether or not one is loaded.
-    if delivery != "merged":
-        (group,) = engine.generate(prompts[-1:], 1, Sampling(max_new_tokens=40, dense=True))
-        (rollout,) = group.rollouts
-        (law,) = policy.score([(rollout.prompt_ids, rollout.response_ids)])
-        np.testing.assert_allclose(rollout.logprobs, law.numpy(), atol=1e-4)

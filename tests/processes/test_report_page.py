@@ -62,7 +62,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> Path
     write_run(folder / "run-with-a-long-name-that-has-to-be-broken-somewhere-or-other", 12)
     write_calibration(folder / "calibration", tiny_llama)
     write_rollout(folder / "rollout.json")
-    results = Path(__file__).parents[3] / "benchmarks" / "results" / "h200"
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
     shutil.copy(results / "decode_step_qwen3-1.7b.json", folder)
     shutil.copy(results / "kernels.json", folder)
     out = tmp_path_factory.mktemp("page") / "report.html"

@@ -1,0 +1,71 @@
+"""Rewards of the code task, by programs that are run."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparrow_sglang.config import ConfigError
+from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.sandbox.run import KINDS, Kind, sandbox_problem, weaknesses
+from sparrow_sglang.rl.tasks import Task, code, load_task
+
+WHICH = shutil.which
+DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "-7\n", "output": "-14\n"}]
+
+
+def render(messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    return tuple("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
+
+
+def load(name: str, path: Path | None = None, **fields: Any) -> Task:
+    return load_task(TaskConfig(name=name, train_path=path, **fields), render)
+
+
+def jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_is_judged_by_all_its_tests(tmp_path: Path, kind: Kind) -> None:
+    problem = sandbox_problem(kind)
+    if problem:
+        pytest.skip(f"{kind}: {problem}")
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
+    prompt = load("code", path, options={"sandbox": kind}).train[0]
+    right = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
+    assert code.reward(prompt, right) == 1.0
+    assert code.reward(prompt, right.replace("python", "")) == 1.0
+    assert code.reward(prompt, "```python\nprint(4)\n```") == 0.0
+    assert code.reward(prompt, "print(2 * int(input()))") == 0.0
+    assert code.reward(prompt, "```python\nprint(\n```" + right) == 1.0
+    assert code.reward(prompt, right + "\n```python\nprint(\n```") == 0.0
+    # The right output, but the program fails afterwards.
+    assert code.reward(prompt, right.replace("))\n", "))\n1/0\n")) == 0.0
+
+
+def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    # Whatever other tests have made of handlers and levels.
+    monkeypatch.setattr(code.logger, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr("sparrow_sglang.rl.sandbox.run.shutil.which", no_bubblewrap)
+    # Refused before its files are looked at.
+    with pytest.raises(ConfigError, match="task.options.sandbox='bubblewrap'") as caught:
+        load("code", tmp_path / "not-there.jsonl")
+    assert "\n" not in str(caught.value) and 'sandbox = "weak"' in str(caught.value)
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
+    task = load("code", path, options={"sandbox": "weak"})
+    assert all(weakness in said[0] for weakness in weaknesses())
+    assert code.reward(task.train[0], "```python\nprint(2 * int(input()))\n```") == 1.0
+    with pytest.raises(ConfigError, match="task.options.sandbox='none': .*'bubblewrap' or 'weak'"):
+        load("code", path, options={"sandbox": "none"})
+
+
+def no_bubblewrap(program: str, path: str | None = None) -> str | None:
+    return None if program == "bwrap" else WHICH(program, path=path)

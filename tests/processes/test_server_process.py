@@ -1,0 +1,87 @@
+"""Servers that a benchmark starts: waited for, and ended with all their processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from servers import free_port
+
+from sparrow_sglang.benchmarks.rollouts.server_process import ServerFailed, running_server
+
+SERVER = """
+import http.server, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("worker", worker.pid, flush=True)
+born = time.monotonic()
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        ready = self.path == "/health" and time.monotonic() - born > 0.7
+        self.send_response(200 if ready else 503)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def wait_until_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_server_is_waited_for_and_ends_with_its_workers(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "server.log"
+    start = time.monotonic()
+    with running_server([sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}", log):
+        assert time.monotonic() - start > 0.7
+        worker = int(log.read_text().split()[1])
+        assert psutil.pid_exists(worker)
+    assert wait_until_gone(worker)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_server_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    code = "print('\\n'.join(f'line {i}' for i in range(100))); raise SystemExit('no such model')"
+    with pytest.raises(ServerFailed, match="ended with code 1") as failed:
+        with running_server(
+            [sys.executable, "-c", code], f"http://127.0.0.1:{free_port()}", tmp_path / "log"
+        ):
+            pytest.fail("it never was healthy")
+    message = str(failed.value)
+    assert "line 99" in message and "no such model" in message and "line 50\n" not in message
+
+
+def test_sigterm_of_the_benchmark_ends_its_server(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "server.log"
+    code = f"""
+import sys, time
+from pathlib import Path
+from sparrow_sglang.benchmarks.command import exit_on_sigterm
+from sparrow_sglang.benchmarks.rollouts.server_process import running_server
+exit_on_sigterm()
+command = [sys.executable, "-c", {SERVER!r}, "{port}"]
+with running_server(command, "http://127.0.0.1:{port}", Path({str(log)!r})):
+    print("running", flush=True)
+    time.sleep(600)
+"""
+    bench = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert bench.stdout is not None and bench.stdout.readline() == "running\n"
+    worker = int(log.read_text().split()[1])
+    os.kill(bench.pid, signal.SIGTERM)
+    assert bench.wait(timeout=60) == 128 + signal.SIGTERM
+    bench.stdout.close()
+    assert wait_until_gone(worker)

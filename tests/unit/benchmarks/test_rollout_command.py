@@ -1,0 +1,64 @@
+"""`sparrow bench rollout` without an engine: wrong options, and a side that fails."""
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from command_lines import refusal
+
+from sparrow_sglang.benchmarks.rollouts import rollout_replay
+from sparrow_sglang.commands import cli
+
+SMALL = ["--sequences", "8", "--mean-tokens", "40", "--max-tokens", "120", "--prompt-tokens", "48"]
+
+
+def test_what_was_measured_survives_a_side_that_fails(
+    tiny_qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"model": "m", "backend": "sparrow", "schedule": "fixed-64", "tokens_per_s": 4.0}
+    row |= {"output_tokens": 8, "seconds": 2.0, "ended_s": [1.0, 2.0]}
+
+    def run(command: list[str]) -> "subprocess.CompletedProcess[bytes]":
+        if "dense" in command:
+            return subprocess.CompletedProcess(command, 1)
+        Path(command[-1]).write_text(json.dumps(row))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(rollout_replay, "subprocess", SimpleNamespace(run=run))
+    out = tmp_path / "rollout.json"
+    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL, "--out", str(out)]
+    assert cli.main(["bench", "rollout", *words]) == 1
+    result = json.loads(out.read_text())
+    assert (result["rows"], result["compared"]) == ([row], None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sequences", "12"], "--sequences 12: expected a multiple of 8"),
+        (["--sequences", "0"], "--sequences 0: expected 1 or more"),
+        (["--mean-tokens", "500"], "--mean-tokens 500: expected 1 or more, and less than"),
+        (["--prompt-tokens", "4050"], "do not fit into the model's context of 4096"),
+        (["--engine-args", "[]"], "--engine-args []: expected a JSON object"),
+        (
+            ["--engine-args", '{"tp_sise": 2}'],
+            "--engine-args: tp_sise is no argument of SGLang: did you mean 'tp_size'",
+        ),
+        (["--schedule", "fixed-60"], "60"),
+        (["--dense-backend", "sparrow"], "--dense-backend sparrow: expected a dense backend"),
+        (["--lengths-file", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--model-path", "/nowhere"], "--model-path /nowhere: expected the folder"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line_before_an_engine_starts(
+    words: list[str],
+    message: str,
+    tiny_qwen3: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(rollout_replay, "subprocess", None)
+    usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL]
+    assert message in refusal(["bench", "rollout", *usual, *words], capsys)

@@ -1,0 +1,102 @@
+"""The budgets that calibration chooses, against brute force."""
+
+import random
+
+import numpy as np
+import pytest
+
+from sparrow_sglang.calibration.choice import (
+    CalibrationError,
+    Tokens,
+    bin_tails,
+    choose,
+    closest,
+)
+from sparrow_sglang.calibration.report import describe_misses, make_schedule
+from sparrow_sglang.mismatch.tail import BinTail
+from sparrow_sglang.schedule import BudgetSchedule
+
+BIN = 64
+
+
+def tail(index: int, low: float, tokens: int = 1000) -> BinTail:
+    """A bin whose tail has its lower confidence end at `low`."""
+    return BinTail(index, index * BIN, (index + 1) * BIN, tokens, low + 0.1, low, 1.0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_cheapest_that_holds_with_all_above_it_and_never_falls(seed: int) -> None:
+    draw = random.Random(seed)
+    budgets, bins, target = [64, 96, 128, 192], 6, 0.8
+    lows = {b: [draw.random() for _ in range(bins)] for b in budgets}
+    tails = {b: {i: tail(i, lows[b][i]) for i in range(bins)} for b in budgets}
+    chosen = choose(tails, target, bins, BIN, min_tokens=500)
+    highest = 0
+    for i, choice in enumerate(chosen):
+        end = (i + 1) * BIN
+        least = [b for b in budgets if all(lows[c][i] >= target for c in budgets if b <= c < end)]
+        own = min([*least, end])
+        highest = max(highest, own)
+        assert (choice.needed, choice.budget) == (own, highest)
+
+
+def test_a_budget_below_one_that_fails_is_not_taken() -> None:
+    """Under a budget far too small a model repeats itself, and both laws agree on that."""
+    tails = {b: {4: tail(4, low)} for b, low in ((64, 0.99), (96, 0.3), (128, 0.7), (192, 0.85))}
+    (choice,) = [each for each in choose(tails, 0.8, 5, BIN, min_tokens=500) if each.bin == 4]
+    assert (choice.budget, choice.basis) == (192, "measured")
+
+
+def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:
+    tails = {
+        64: {1: tail(1, 0.9, tokens=10), 2: tail(2, 0.9), 3: tail(3, 0.2), 4: tail(4, 0.9, 10)},
+        128: {2: tail(2, 0.95), 3: tail(3, 0.9)},
+    }
+    chosen = choose(tails, 0.8, 6, BIN, min_tokens=500)
+    assert [c.basis for c in chosen] == [*["extrapolated"] * 2, *["measured"] * 2,
+                                         *["extrapolated"] * 2]  # fmt: skip
+    # Before a filled bin its need; after the last, in proportion: 128 * 5/4, 128 * 6/4.
+    assert [c.budget for c in chosen] == [64, 64, 64, 128, 192, 192]
+
+
+def test_the_closest_budget_is_the_best_of_those_that_miss() -> None:
+    tails = {
+        64: {3: tail(3, 0.99), 4: tail(4, 0.2)},
+        96: {3: tail(3, 0.5), 4: tail(4, 0.6)},
+        128: {3: tail(3, 0.4), 4: tail(4, 0.7, tokens=10)},
+        192: {3: tail(3, 0.3), 4: tail(4, 0.9)},
+    }
+    # 64 holds in bin 3, but a larger budget does not: the model repeats itself.
+    assert closest(tails, 3, 0.8, BIN, 500) == (96, tails[96][3])
+    assert closest(tails, 4, 0.95, BIN, 500) == (192, tails[192][4])
+    assert closest(tails, 4, 0.8, BIN, 500) is None and closest(tails, 9, 0.8, BIN, 500) is None
+    (miss,) = describe_misses(tails, 0.8, BIN, 500)
+    assert miss == (
+        "positions 192-255: no budget holds 0.8; 96 came closest, with a tail of 0.600 (interval"
+        " 0.500-1.000); try more prompts or --samples, or --budgets with 224, and a --work of its"
+        " own, or a --target of at most 0.50"
+    )
+
+
+def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:
+    origin = {"model": "m", "model_match": {}}
+    tails = {64: {3: tail(3, 0.5)}, 96: {3: tail(3, 0.6), 4: tail(4, 0.1)}}
+    with pytest.raises(CalibrationError, match="96 came closest.* at positions 192-255") as error:
+        make_schedule("m", 0.8, tails, 16, BIN, 320, 500, origin)
+    assert "\n" not in str(error.value)
+    assert make_schedule("m", 0.55, tails, 16, BIN, 320, 500, origin).calibrated
+
+
+def test_no_filled_bin_and_wrong_targets_are_refused() -> None:
+    with pytest.raises(CalibrationError, match="the fullest has 10 at one budget"):
+        choose({64: {1: tail(1, 0.9, tokens=10)}}, 0.8, 2, BIN, 500)
+    for target in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(CalibrationError, match="between 0 and 1"):
+            choose({64: {1: tail(1, 0.9)}}, target, 2, BIN, 500)
+
+
+def test_tokens_fall_into_the_bin_whose_budget_their_step_has() -> None:
+    schedule = BudgetSchedule(name="t", page_size=16, bin_tokens=BIN, budget_tokens=(64,) * 9)
+    for cached in range(1, 8 * BIN):
+        tokens = Tokens("a", np.array([cached]), np.array([0.5]))
+        assert list(bin_tails([tokens], BIN, 16)) == [schedule.bin_index(cached)], cached

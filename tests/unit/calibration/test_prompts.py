@@ -1,0 +1,59 @@
+"""Prompts of calibration: read from files, or made from texts of the package."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparrow_sglang.calibration import prompts as calibration_prompts
+from sparrow_sglang.calibration.choice import (
+    CalibrationError,
+)
+from sparrow_sglang.calibration.prompts import builtin_prompts, read_prompts
+
+
+def words(text: str | list[dict[str, Any]]) -> list[int]:
+    """A tokenizer without a model: one token per word, by content."""
+    flat = text if isinstance(text, str) else " ".join(m["content"] for m in text)
+    return [sum(word.encode()) + 1 for word in flat.split()]
+
+
+def test_prompts_are_read_in_all_forms(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"prompt": "a b"}\n\n{"messages": [{"role": "user", "content": "c"}]}\n'
+        '{"input_ids": [7, 8, 9]}\n'
+    )
+    assert [p.input_ids for p in read_prompts(path, words, 10)] == [(98, 99), (100,), (7, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompts"),
+        ("\n \n", "holds no prompts"),
+        ('{"input_ids": [1]}\nnot json\n', ":2: 'not json' is no prompt"),
+        ('{"input_ids": []}', "is no prompt"),
+        ('{"input_ids": [true]}', "is no prompt"),
+        (json.dumps({"input_ids": [1] * 8}), "has 8 tokens.*context of 10: expected at most 7"),
+    ],
+)
+def test_wrong_prompts_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(CalibrationError, match=message):
+        read_prompts(path, words, 10)
+
+
+def test_builtin_prompts_reach_every_bin_and_the_two_parts_differ() -> None:
+    parts = {
+        part: builtin_prompts(words, 4096, 512, 64, 4, part) for part in ("calibration", "check")
+    }
+    for prompts in parts.values():
+        lengths = [len(prompt.input_ids) for prompt in prompts]
+        assert max(lengths) <= 4096 - 64
+        assert {length // 512 for length in lengths} == set(range(8))
+    assert not {p.name for p in parts["calibration"]} & {p.name for p in parts["check"]}
+    corpora = [calibration_prompts._corpus(part) for part in parts]
+    assert not set(corpora[0].split("\n\n")) >= set(corpora[1].split("\n\n"))

