@@ -65,58 +65,59 @@ def plan_runs(
     return plans
 
 
+def curves_of(
+    rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]
+) -> dict[str, list[list[float]]]:
+    """[step, value] of each metric, over the rows that have it."""
+    return {
+        metric: [[row["step"], row[metric]] for row in rows if metric in row] for metric in metrics
+    }
+
+
 def collect(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
-    """What the runs have measured so far: per run, curves of [step, value] and the mean times."""
-    found = []
+    """What the runs have measured so far: per run, its curves and the mean times of a step."""
+    runs = []
     for plan in plans:
         rows = plan.rows()
-        curves = {
-            metric: [[row["step"], row[metric]] for row in rows if metric in row]
-            for metric in CURVES
-        }
         # The first step warms up.
         times = sorted({key for row in rows for key in row if key.startswith("timing_s/")})
         seconds = {
             key: float(np.mean([row[key] for row in rows[1:] if key in row] or [0.0]))
             for key in times
         }
-        found.append(
+        runs.append(
             {
                 "run": plan.name,
                 "schedule": plan.config.engine.schedule,
                 "seed": plan.seed,
                 "steps": max((row["step"] for row in rows), default=0),
-                "curves": curves,
+                "curves": curves_of(rows, CURVES),
                 "seconds_per_step": seconds,
             }
         )
-    return found
+    return runs
 
 
-def plot(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Each curve against steps: thin lines the runs, thick ones the means over seeds."""
+def plot(path: Path, runs: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> None:
+    """A panel per metric against steps: thin lines the runs, thick ones means over the seeds of a
+    schedule, which has one colour in all panels."""
     from matplotlib.figure import Figure
 
-    shown = CURVES[:4]
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    panel_rows = -(-len(metrics) // 2)
+    figure = Figure(figsize=(11, 3.5 * panel_rows), layout="constrained")
     schedules = list(dict.fromkeys(run["schedule"] for run in runs))
-    for axes, metric in zip(figure.subplots(2, 2).flat, shown, strict=True):
+    for axes, metric in zip(figure.subplots(panel_rows, 2).flat, metrics, strict=False):
         for index, schedule in enumerate(schedules):
-            own = [dict(run["curves"][metric]) for run in runs if run["schedule"] == schedule]
-            for curve in own:
-                axes.plot(curve.keys(), curve.values(), color=f"C{index}", alpha=0.3, linewidth=1)
-            steps = sorted(set.intersection(*(set(curve) for curve in own)))
-            means = [np.mean([curve[step] for curve in own]) for step in steps]
-            axes.plot(
-                steps,
-                means,
-                color=f"C{index}",
-                linewidth=2,
-                label=Path(schedule).name.removesuffix(".json"),
-            )
-        axes.set_title(metric)
-        axes.set_xlabel("step")
-        axes.legend(fontsize="small")
+            curves = [dict(run["curves"][metric]) for run in runs if run["schedule"] == schedule]
+            colour, name = f"C{index}", Path(schedule).name.removesuffix(".json")
+            for curve in curves:
+                axes.plot(curve.keys(), curve.values(), color=colour, alpha=0.3, linewidth=1)
+            steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+            means = [np.mean([curve[step] for curve in curves]) for step in steps]
+            axes.plot(steps, means, color=colour, linewidth=2, label=name)
+        axes.set(title=metric, xlabel="step")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=110, format="png")
 
 
@@ -153,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         found = collect(plans)
         write_json(args.out, {**provenance(), "settings": settings, "rows": found})
-        plot(args.out.with_suffix(".png"), found)
+        plot(args.out.with_suffix(".png"), found, CURVES[:4])
     wanted = plans[0].config.steps
     for run in found:
         rates = run["curves"]["eval/pass_rate"]

@@ -2,14 +2,15 @@
 
 A small Qwen3 model learns a task from random weights, is calibrated, and is then trained by GRPO
 from the same checkpoint under dense rollouts, calibrated schedules, a budget far too small, and
-DistillSparse. Stages: model, schedules, runs, distillation at fixed schedules, page. Each is
+DistillSparse. Stages: model, schedules, runs, distillation at fixed schedules, summary. Each is
 skipped if its result is there, so a study that was stopped goes on when the command is repeated.
 What to run is in study.toml.
 
   python examples/stability/study.py                    one GPU
   python examples/stability/study.py --scale tiny       any machine, to see that it works
 
-The page is results/README.md in the output folder, with the metrics that it was made from.
+The results folder in the output folder then holds summary.md, curves.png and all metrics;
+`sparrow report` makes a page of it.
 """
 
 import argparse
@@ -23,9 +24,9 @@ from typing import Any
 
 from arms import plan_runs
 from graph_walk import save_prompts
-from page import write_page
 from pretraining import pretrain
 from study_settings import CALIBRATED, StudySettings
+from summary import write_summary
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.command import exit_on_sigterm
@@ -82,7 +83,8 @@ def study(settings: StudySettings, out: Path, parallel: int) -> None:
     calibrate(settings, model, results)
     run_all(plans, parallel, [Path(__file__).parent])
     distil(settings, model, schedules, results)
-    print(collect(plans, results))
+    collect(plans, results)
+    print(f"{results / 'summary.md'}; a page of it: sparrow report {results}")
 
 
 def make_model(settings: StudySettings, out: Path) -> Path:
@@ -160,13 +162,16 @@ def _run(what: str, module: Sequence[str], options: Mapping[str, Sequence[Any]])
         raise RunFailed(f"{what} has failed; repeat the command to go on")
 
 
-def collect(plans: Sequence[RunPlan], results: Path) -> Path:
-    """Everything that the page is made from, in one folder; returns the page."""
+def collect(plans: Sequence[RunPlan], results: Path) -> None:
+    """Copy the metrics of all runs into `results`, and write what they come to."""
     folder = results / "metrics"
     folder.mkdir(exist_ok=True)
+    arms: dict[str, list[Path]] = {}
     for plan in plans:
-        shutil.copyfile(plan.config.run_dir / METRICS_FILE, folder / f"{plan.name}.jsonl")
-    return write_page(results)
+        copied = folder / f"{plan.name}.jsonl"
+        shutil.copyfile(plan.config.run_dir / METRICS_FILE, copied)
+        arms.setdefault(plan.arm, []).append(copied)
+    write_summary(results, arms)
 
 
 def _own(path: Path, settings: StudySettings) -> None:

@@ -79,7 +79,7 @@ class DistillationSettings(_Section):
     """An adapter trained by itself, at fixed schedules: `benchmarks.distill_gain`."""
 
     schedules: tuple[str, str]
-    """The given one and a bolder one, named as in arms."""
+    """The given one and a more aggressive one, named as in arms."""
     lr: PositiveFloat
     steps: tuple[PositiveInt, ...] = Field(min_length=1)
     """Adapter steps to measure after."""

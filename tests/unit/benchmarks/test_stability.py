@@ -1,25 +1,25 @@
 """The stability study: its task, how it pretrains, plans its runs, and judges what happened."""
 
 import json
+import math
 import os
 import random
-import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import arms
-import findings
 import graph_walk
-import page
 import pretraining
 import pytest
 import study
+import summary
 import torch
 from graph_walk import WalkOptions
 from stability_study import FOLDER, task_of, tiny
 from study_settings import StudySettings
 
+from sparrow_sglang.benchmarks.training.distill_result import PAIRS, gains
 from sparrow_sglang.benchmarks.training.parallel_runs import run_all, toml_lines
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
@@ -284,13 +284,13 @@ def metrics(
     for step in range(steps + 1):
         row: dict[str, float] = {"step": step}
         if step < steps:
-            row |= {findings.REWARD: reward + 0.01 * step, findings.LENGTH: 100.0 + step}
-            row |= {findings.KL: 0.001}
+            row |= {summary.REWARD: reward + 0.01 * step, summary.LENGTH: 100.0 + step}
+            row |= {summary.KL: 0.001}
             if tail is not None:
-                row |= {f"{findings.TAIL_OF_BIN}0": tail, f"{findings.TAIL_OF_BIN}1": tail - 0.01}
+                row |= {f"{summary.TAIL_OF_BIN}0": tail, f"{summary.TAIL_OF_BIN}1": tail - 0.01}
         every = steps // (len(passes) - 1)
         if step % every == 0:
-            row |= {findings.PASS_RATE: passes[step // every], f"{findings.PASS_RATE}_stderr": 0.04}
+            row |= {summary.PASS_RATE: passes[step // every], f"{summary.PASS_RATE}_stderr": 0.04}
         rows.append(row)
     return rows
 
@@ -308,182 +308,158 @@ def metrics(
     ],
 )
 def test_what_became_of_a_run(passes: list[float], outcome: str) -> None:
-    summary = findings.summarise("x", [metrics(passes, 0.9)])
-    assert summary.runs[0].outcome == outcome
-    assert summary.keeps_up([]) == (outcome in ("learnt", "unchanged"))
-    assert summary.rewards == pytest.approx((0.405, 0.585))
-    assert summary.lengths == pytest.approx((100.5, 118.5))
-    assert summary.tails == {0: 0.9, 1: 0.89}
+    rows = metrics(passes, 0.9)
+    assert summary.outcome(summary.pass_rates(rows)) == outcome
+    assert summary.ends([rows[:-1]], summary.REWARD) == pytest.approx((0.405, 0.585))
+    assert summary.ends([rows[:-1]], summary.LENGTH) == pytest.approx((100.5, 118.5))
 
 
-def test_the_lowest_tail_is_that_of_the_worst_part_of_the_worst_run() -> None:
-    runs = [metrics([0.4, 0.6, 0.8], 0.9) for _ in range(2)]
-    for step in (6, 7):
-        runs[1][step][f"{findings.TAIL_OF_BIN}0"] = 0.5
-    # A single step is noise.
-    runs[1][12][f"{findings.TAIL_OF_BIN}1"] = 0.2
-    summary = findings.summarise("x", runs)
-    assert summary.tails == {0: 0.9, 1: 0.89}
-    assert summary.lowest_tails == {0: pytest.approx(0.5), 1: pytest.approx((0.2 + 0.89) / 2)}
-
-
-def test_a_fall_on_the_way_is_seen_whatever_the_ends_say() -> None:
-    steady, fallen = (metrics([0.4, 0.8, 0.7], 0.9) for _ in range(2))
+def test_a_row_of_the_summary_shows_each_run() -> None:
+    runs = [metrics([0.4, 0.6, 0.8 - 0.5 * seed], 0.9) for seed in (0, 1)]
     # From 0.49 at step 9 to 0.2 at step 10; then it goes on as if nothing had been.
-    fallen[10][findings.REWARD] = 0.2
-    summary = findings.summarise("x", [steady, fallen])
-    assert [run.outcome for run in summary.runs] == ["learnt", "learnt"]
-    assert [run.reward_fall for run in summary.runs] == pytest.approx([0, 1 - 0.2 / 0.49])
-    assert [run.steady for run in summary.runs] == [True, False]
-    # 0.1 is less than two standard errors of a difference, 0.3 is more, from whichever best.
-    for passes, fall in (
-        ([0.4, 0.8, 0.7], None),
-        ([0.4, 0.7, 0.4], (0.7, 0.4)),
-        ([0.6, 0.3, 0.8], (0.6, 0.3)),
-        ([0.4, 0.9, 0.5, 0.7, 0.4, 0.6], (0.9, 0.4)),
-    ):
-        [run] = findings.summarise("x", [metrics(passes, 0.9)]).runs
-        assert run.pass_fall == fall
+    runs[1][10][summary.REWARD] = 0.2
+    # The lowest tail is that of the worst part of the worst run; a single step is noise.
+    for step in (6, 7):
+        runs[1][step][f"{summary.TAIL_OF_BIN}0"] = 0.5
+    runs[1][12][f"{summary.TAIL_OF_BIN}1"] = 0.2
+    cells = summary.arm_cells("x", runs)
+    assert list(cells.values()) == [
+        "x",
+        "0.400",
+        "0.800, 0.300",
+        "learnt, unchanged",
+        "0.405 → 0.585",
+        "0%, 59%",
+        "100 → 118",
+        "0.500, 0.545",
+        "0.900, 0.890",
+        "0.001",
+    ]
+    dense = summary.arm_cells("dense", [metrics([0.4, 0.6, 0.8], None)])
+    assert dense["lowest tail by bin"] == dense["median"] == "–"
 
 
-def test_the_arm_that_falls_least_is_called_the_steadiest() -> None:
-    def arm(name: str, drop: float, tail: float | None = 0.9) -> findings.ArmSummary:
-        rows = metrics([0.4, 0.6, 0.8], tail)
-        rows[10][findings.REWARD] *= drop
-        return findings.summarise(name, [rows])
-
-    text = "\n".join(
-        findings.steadiness([arm("dense", 0.5, None), arm("a", 0.4), arm("b", 0.9), arm("c", 0.7)])
-    )
-    assert "running best: dense 0 of 1, a 0 of 1, b 1 of 1, c 1 of 1." in text
-    assert re.search(r"steadiest first, .*: b \(8%\), c \(29%\), a \(59%\)\.", text)
-
-
-def test_the_committed_page_says_what_the_committed_runs_show() -> None:
-    results = FOLDER / "results"
-    settings = page._json(results / "settings.json")
-    arms_of = {
-        arm: [
-            page._rows(results / "metrics" / f"{arm}-seed{seed}.jsonl")
-            for seed in settings["seeds"]
-        ]
-        for arm in settings["arms"]
-    }
-    summaries = [findings.summarise(arm, runs) for arm, runs in arms_of.items()]
-    lines = "\n".join(page._lines(results, settings, summaries))
-    assert f"{lines}\n" == (results / page.PAGE).read_text(encoding="utf-8")
-    # The figures that the other pages quote, from the rows alone.
-    falls = {}
-    for arm, runs in arms_of.items():
-        key = "critic/score/mean"
-        rewards = [[row[key] for row in run if key in row] for run in runs]
-        falls[arm] = [
-            max(
-                1 - values[j] / values[i] for i in range(len(values)) for j in range(i, len(values))
-            )
-            for values in rewards
-        ]
-    calibrated = [fall for arm, each in falls.items() if "calibrated" in arm for fall in each]
-    assert sum(fall > 1 / 3 for fall in calibrated) == 4 and len(calibrated) == 6
-    means = {arm: sum(each) / len(each) for arm, each in falls.items() if arm != "dense"}
-    assert min(means, key=means.__getitem__) == "distilled-0.80"
-    [text] = (ROOT / "docs" / "limits.md").read_text("utf-8").split("\n## What is not known")[1:]
-    assert "Four of its six calibrated runs" in " ".join(text.split())
-
-
-def test_words_follow_from_the_numbers_also_against_the_paper() -> None:
-    good, bad = [0.4, 0.6, 0.8], [0.4, 0.2, 0.0]
-    cases = {"dense": (good, None), "safe": (good, 0.9), "small": (bad, 0.3)}
-    text = list(
-        findings.sentences([findings.summarise(a, [metrics(*c)]) for a, c in cases.items()])
-    )
-    assert "0.400 to 0.800 (1 learnt)" in text[0] and "no tail" in text[0]
-    assert "lowest and median, 0.900 and 0.900 in bin 0, 0.890 and 0.890 in bin 1" in text[1]
-    assert "1 collapsed" in text[2]
-    assert text[3].endswith("in 2 of 2 sparse arms.") and len(text) == 4
-    cases = {"bold": (good, 0.5), "safe": (bad, 0.9), "edge": (good, 0.86)}
-    text = list(
-        findings.sentences([findings.summarise(a, [metrics(*c)]) for a, c in cases.items()])
-    )
-    assert text[3].endswith("in 0 of 3 sparse arms.")
-    assert "bold has its lowest tail, 0.490, below 0.86, and kept up" in text[4]
-    assert "safe has its lowest tail, 0.890, at or above 0.86, and did not keep up" in text[5]
-    # Neither worse nor better than before, which is not what dense rollouts made of it.
-    cases = {"dense": (good, None), "stuck": ([0.4, 0.4, 0.4], 0.9)}
-    stuck = list(
-        findings.sentences([findings.summarise(a, [metrics(*c)]) for a, c in cases.items()])
-    )
-    assert "1 unchanged" in stuck[1] and stuck[2].endswith("in 0 of 1 sparse arms.")
-    assert stuck[3].endswith("collapsed or lost, at lowest tails of: stuck (0.890).")
-    # The lower bin counts.
-    assert "edge has its lowest tail, 0.850, below 0.86, and kept up" in text[6]
-
-
-def tail(value: float) -> dict[str, Any]:
-    """Of one bin, its interval 0.02 to both sides."""
-    where = {"bin": 0, "first_position": 0, "end_position": 400, "tokens": 1000}
-    return where | {"tail": value, "tail_low": value - 0.02, "tail_high": value + 0.02}
-
-
-DISTILLATION = {
-    "schedules": {"given": {"name": "walk-0.86"}, "bolder": {"name": "walk-0.75"}},
-    "before": {"given": [tail(0.86)], "bolder": [tail(0.75)]},
-    "rows": [
-        {
-            "steps": [{"kl": 0.05}, {"kl": 0.06}],
-            "tails": [
-                {
-                    "after": {"step": 24, "responses": 768},
-                    "given": [tail(0.89)],
-                    "bolder": [tail(0.88)],
-                }
-            ],
-        }
-    ],
-    "cost": {"adapter_step_s": 1.5, "share_of_dense_update": 0.25},
-}
-
-
-def test_the_page_is_made_from_the_results_alone(tmp_path: Path) -> None:
-    settings = tiny(
-        seeds=(0, 1), arms={"dense": {"schedule": "dense"}, "small": {"schedule": "fixed-64"}}
-    )
-    study._own(tmp_path / "settings.json", settings)
-    record = {
-        "parameters": 1_500_000,
-        "device": "a device",
-        "packages": {"sglang": "0.5.17", "torch": "2.11.0"},
-        "commit": "abc",
-        "command": "study.py",
-        "history": [{"step": 7, "nodes": 16, "loss": 0.1, "reward": 0.333, "seconds": 12.0}],
-    }
-    (tmp_path / "pretraining.json").write_text(json.dumps(record))
-    for folder in ("metrics", "schedules"):
-        (tmp_path / folder).mkdir()
-    BudgetSchedule(
-        name="x", page_size=16, bin_tokens=128, budget_tokens=(64, 96), tail_target=0.86
-    ).save(tmp_path / "schedules" / "walk-0.86.json")
+def test_the_summary_is_made_from_the_metrics_alone(tmp_path: Path) -> None:
+    arms = {}
     for arm, tail in (("dense", None), ("small", 0.25)):
-        for seed in (0, 1):
+        arms[arm] = [tmp_path / f"{arm}-seed{seed}.jsonl" for seed in (0, 1)]
+        for seed, file in enumerate(arms[arm]):
             rows = metrics([0.4, 0.6, 0.8 - 0.5 * seed], tail)
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (tmp_path / "metrics" / f"{arm}-seed{seed}.jsonl").write_text(text)
-    (tmp_path / "distillation.json").write_text(json.dumps(DISTILLATION | {"cost": None}))
-    assert "of a dense update" not in page.write_page(tmp_path).read_text()
-    (tmp_path / "distillation.json").write_text(json.dumps(DISTILLATION))
-    text = page.write_page(tmp_path).read_text()
-    assert "1.5M parameters, 7 steps" in text and "reward of 0.333" in text
-    assert "| small | 0.400 | 0.800, 0.300 |" in text
-    assert "| 0.250, 0.240 | 0.250, 0.240 | 0.001 | learnt, unchanged |" in text
-    assert "0.250 and 0.250 in bin 0" in text
-    assert "| 64, 96 | 128 |" in text
-    assert "after 24 steps, on 768 responses" in text
-    assert "outside both 95 % intervals, in 1 of 2 bins" in text
-    assert "had without the adapter in 1 of 1" in text and "25% of a dense update" in text
-    assert "| walk-0.86 → walk-0.75 | 0 to 399 | 0.860 → 0.880 | 1000 and 1000 |" in text
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary.write_summary(tmp_path, arms)
+    lines = (tmp_path / "summary.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in lines] == ["arm", "---", "dense", "small"]
     import matplotlib.image
 
-    for picture in ("curves.png", "tails.png"):
-        assert f"({picture})" in text
-        pixels = matplotlib.image.imread(tmp_path / picture)
-        assert pixels[..., :3].std() > 0.01
+    pixels = matplotlib.image.imread(tmp_path / "curves.png")
+    assert pixels[..., :3].std() > 0.01
+
+
+def test_the_committed_page_says_what_the_committed_runs_show(tmp_path: Path) -> None:
+    results = FOLDER / "results"
+
+    def load(name: str) -> Any:
+        return json.loads((results / name).read_text("utf-8"))
+
+    settings, record = load("settings.json"), load("pretraining.json")
+    arms_of = {
+        arm: [results / "metrics" / f"{arm}-seed{seed}.jsonl" for seed in settings["seeds"]]
+        for arm in settings["arms"]
+    }
+    summary.write_summary(tmp_path, arms_of)
+    table = (tmp_path / "summary.md").read_text("utf-8")
+    assert (results / "summary.md").read_text("utf-8") == table
+    page = (results / "README.md").read_text("utf-8")
+    assert table in page
+    runs = {
+        arm: [[json.loads(line) for line in file.read_text("utf-8").splitlines()] for file in files]
+        for arm, files in arms_of.items()
+    }
+    rates = {arm: [summary.pass_rates(rows) for rows in of] for arm, of in runs.items()}
+    first, last = (
+        {arm: sum(rate[end][0] for rate in of) / len(of) for arm, of in rates.items()}
+        for end in (0, -1)
+    )
+    rewards = {
+        arm: [[row[summary.REWARD] for row in rows if summary.REWARD in row] for rows in of]
+        for arm, of in runs.items()
+    }
+    falls = {arm: [summary.largest_fall(values) for values in of] for arm, of in rewards.items()}
+    mean_fall = {arm: f"{sum(of) / len(of):.0%}".replace("%", " %") for arm, of in falls.items()}
+    steps = {arm: [rows[:-1] for rows in of] for arm, of in runs.items()}
+    bins = [f"{summary.TAIL_OF_BIN}{index}" for index in (0, 1)]
+    low = {
+        arm: min(summary.lowest(of, key) for key in bins)
+        for arm, of in steps.items()
+        if arm != "dense"
+    }
+    kl = summary.ends(steps["distilled-0.80"], "sparrow/distill_kl")
+    start = sum(rate[0][0] for of in rates.values() for rate in of) / 15
+    history = record["history"][-1]
+    sentences = [
+        f"{record['parameters'] / 1e6:.1f}M parameters, {history['step']} steps",
+        f"in {history['seconds']:.0f} s, which ended at a reward of {history['reward']:.3f}",
+        f"at the first evaluation of the runs {start:.3f}",
+        f"commit `{record['commit']}`: `{record['command']}`",
+        f"from {first['dense']:.3f} to {last['dense']:.3f}.",
+        f"from {first['calibrated-0.86']:.3f} to {last['calibrated-0.86']:.3f} (`0.86`",
+        f"and to {last['calibrated-0.75']:.3f} (`0.75`)",
+        f"adapter: from {first['distilled-0.80']:.3f} to {last['distilled-0.80']:.3f}",
+        f"all three runs: from {first['fixed-64']:.3f} to {last['fixed-64']:.3f}",
+        f"tails of {low['calibrated-0.86']:.3f} (`0.86`), {low['calibrated-0.75']:.3f} (`0.75`) and"
+        f" {low['distilled-0.80']:.3f} (with the adapter)",
+        f"sparse one ({mean_fall['distilled-0.80']}), before `0.75`"
+        f" ({mean_fall['calibrated-0.75']}), `0.86` ({mean_fall['calibrated-0.86']})"
+        f" and 64 tokens ({mean_fall['fixed-64']})",
+        "from {:.3f} to {:.3f}.".format(*kl),
+        "under `0.86` fell from 0.674 to 0.480",
+    ]
+    text = " ".join(page.split())
+    assert [sentence for sentence in sentences if sentence not in text] == []
+    assert max(low.values()) < 0.86
+    assert {arm: sum(fall > 1 / 3 for fall in of) for arm, of in falls.items()} == {
+        "dense": 0, "calibrated-0.86": 3, "calibrated-0.75": 1, "fixed-64": 3, "distilled-0.80": 1,
+    }  # fmt: skip
+    assert (0.674, 0.480) in [
+        (round(max(rate)[0], 3), round(rate[-1][0], 3)) for rate in rates["calibrated-0.86"]
+    ]
+    ends = {
+        arm: (last[arm], math.hypot(*(rate[-1][1] for rate in of)) / len(of))
+        for arm, of in rates.items()
+    }
+    for arm in low:
+        assert last[arm] < last["dense"] and summary.differ(ends[arm], ends["dense"]), arm
+    [limits] = (ROOT / "docs" / "limits.md").read_text("utf-8").split("\n## What is not known")[1:]
+    assert "Four of its six calibrated runs" in " ".join(limits.split())
+
+
+def test_the_committed_page_says_what_distillation_gave() -> None:
+    results = FOLDER / "results"
+    content = json.loads((results / "distillation.json").read_text("utf-8"))
+    page = (results / "README.md").read_text("utf-8")
+    (arm,) = content["rows"]
+    tails = arm["tails"][-1]
+    names = {which: schedule["name"] for which, schedule in content["schedules"].items()}
+    by_pair = {pair: gains(content["before"][pair[0]], tails[pair[1]]) for pair in PAIRS}
+    for (old, new), bins in by_pair.items():
+        for row in bins:
+            first, end = row["positions"]
+            assert (
+                f"| {names[old]} → {names[new]} | {first} to {end - 1} |"
+                f" {row['before']:.3f} → {row['after']:.3f} |"
+                f" {row['tokens'][0]} and {row['tokens'][1]} |\n"
+            ) in page
+    same = [row for pair in PAIRS[:2] for row in by_pair[pair]]
+    text = " ".join(page.split())
+    for sentence in (
+        f"for {tails['after']['step']} steps on {tails['after']['responses']} responses",
+        f"in {sum(row['raised'] for row in same)} of {len(same)} bins of both schedules, and lower"
+        f" in {sum(row['after'] < row['before'] for row in same)} of them",
+        f"without the adapter in {sum(row['reached'] for row in by_pair[PAIRS[2]])} of"
+        f" {len(by_pair[PAIRS[2]])}.",
+        "went from {:.3f} to {:.3f} (means".format(*summary.ends([arm["steps"]], "kl")),
+    ):
+        assert sentence in text, sentence
+    for path in (results / "schedules").glob("*.json"):
+        budgets = ", ".join(map(str, BudgetSchedule.from_json(path).budget_tokens))
+        assert f"(schedules/{path.name}) | {budgets} |" in page
