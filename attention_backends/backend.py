@@ -64,7 +64,7 @@ class SparrowAttnBackend(AttentionBackend):
     def __init__(self, model_runner: "ModelRunner", loaded: LoadedSchedules) -> None:
         super().__init__()
         pool = model_runner.token_to_kv_pool
-        schedule = loaded.in_force
+        schedule = loaded.active
         self.token_to_kv_pool = pool
         self.landmarks = LandmarkPool(
             _sparse_layer_ids(model_runner, schedule),
@@ -94,8 +94,8 @@ class SparrowAttnBackend(AttentionBackend):
 
     @property
     def schedule(self) -> BudgetSchedule:
-        """The schedule in force."""
-        return self.budgets.loaded.in_force
+        """The active schedule."""
+        return self.budgets.loaded.active
 
     def support_triton(self) -> bool:
         return self.dense.support_triton()

@@ -17,7 +17,7 @@ class BudgetTable:
     """The loaded schedules and what requests ask for, as tensors on the device.
 
     Budgets follow from them without the host, and they keep their addresses, so a captured step
-    needs no new capture when a schedule is switched. Slot 0 of the tables is the schedule in force,
+    needs no new capture when a schedule is switched. Slot 0 of the tables is the active schedule,
     the next ones are the loaded schedules in order, and the last one keeps everything.
 
     Args:
@@ -48,7 +48,7 @@ class BudgetTable:
         """Hold `loaded` from now on; no request may be running, and this waits for the device."""
         table = torch.full((NUM_SLOTS, MAX_BINS), NO_CAP, dtype=torch.int32)
         bin_pages = torch.ones(NUM_SLOTS, dtype=torch.int32)
-        for slot, schedule in enumerate((loaded.in_force, *loaded.named)):
+        for slot, schedule in enumerate((loaded.active, *loaded.named)):
             table[slot] = schedule.budget_pages[-1]
             table[slot, : len(schedule.budget_pages)] = torch.tensor(schedule.budget_pages)
             bin_pages[slot] = schedule.bin_pages
@@ -79,15 +79,13 @@ class BudgetTable:
             written[update[:, 0].long()] = update[:, 1:]
 
     def _slot_and_cap(self, option: RequestOption) -> tuple[int, int]:
-        page_size = self.loaded.in_force.page_size
         slot, cap = _DEFAULT
-        if option.dense:
+        if option.schedule is None:
             slot = NUM_SLOTS - 1
-        elif option.schedule is not None:
-            named = [schedule.name for schedule in self.loaded.named]
-            slot = named.index(option.schedule) + 1 if option.schedule in named else 0
+        elif option.schedule.name != self.loaded.active.name:
+            slot = self.loaded.named.index(option.schedule) + 1
         if option.kv_budget_tokens is not None:
-            cap = min(option.kv_budget_tokens // page_size, NO_CAP)
+            cap = min(option.kv_budget_tokens // self.loaded.active.page_size, NO_CAP)
         return slot, cap
 
     def num_selected(self, num_pages: torch.Tensor, req_pool_indices: torch.Tensor) -> torch.Tensor:

@@ -84,13 +84,13 @@ class TorchPagedDecode:
     """The sparse decode step on any device, in plain torch.
 
     Args:
-        budgets: the KV budget by length and request; the schedule in force supplies page size,
+        budgets: the KV budget by length and request; the active schedule supplies page size,
             sinks and recent pages, which all others share.
         req_to_token: [requests, max tokens], SGLang's token table.
     """
 
     def __init__(self, budgets: BudgetTable, req_to_token: torch.Tensor) -> None:
-        schedule = budgets.loaded.in_force
+        schedule = budgets.loaded.active
         self.within_budget = False
         self._page_size = schedule.page_size
         self._sink_pages = schedule.sink_pages
@@ -178,8 +178,8 @@ class TritonPagedDecode:
     snapshot of the page table, and one captured graph serves every length.
 
     Args:
-        budgets: the KV budget by length and request; launches are tuned for the schedule that is in
-            force now, and every other one, switched to or asked for, runs in the same buffers.
+        budgets: the KV budget by length and request; launches are tuned for the schedule that
+            is active now, and every other one, switched to or asked for, runs in the same buffers.
         req_to_token: [requests, max tokens] int32, SGLang's token table.
         shape: heads on this rank and the longest sequence.
     """
@@ -189,7 +189,7 @@ class TritonPagedDecode:
     ) -> None:
         # A captured step must take the same path at every length.
         self.within_budget = False
-        self._schedule = budgets.loaded.in_force
+        self._schedule = budgets.loaded.active
         self._req_to_token = req_to_token
         self._shape = shape
         self._budgets = budgets.tensors

@@ -38,12 +38,12 @@ class SparrowConfig(BaseModel):
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """The parts of `schedule`, the one in force first."""
+        """The parts of `schedule`, the one that is active first."""
         return tuple(part.strip() for part in self.schedule.split(","))
 
     @classmethod
     def resolve(cls, server_args_value: str | None, hf_config: Any) -> "tuple[SparrowConfig, str]":
-        """The settings in force and their source, the first of these that names a schedule.
+        """The settings that apply and their source, the first of these that names a schedule.
 
         The ServerArgs field; `{"sparrow": {...}}` in `json_model_override_args`, which SGLang puts
         on the model's config; SPARROW_CONFIG (a path, or the JSON object itself); SPARROW_SCHEDULE;

@@ -1,4 +1,4 @@
-"""The schedules that one server holds: the one in force, and those that requests may name.
+"""The schedules that one server holds: the active one, and those that requests may name.
 
 Imports neither torch nor SGLang: the launching process checks requests against this, and every
 scheduler keeps the same in tables on its device.
@@ -20,16 +20,16 @@ class LoadedSchedules:
     """Schedules that fit together.
 
     Attributes:
-        in_force: what requests are decoded by that ask for nothing else.
+        active: what requests are decoded by that ask for nothing else.
         named: loaded under their names, in the order in which they were given.
     """
 
-    in_force: BudgetSchedule
+    active: BudgetSchedule
     named: tuple[BudgetSchedule, ...] = ()
 
     @classmethod
     def of(cls, schedules: Sequence[BudgetSchedule]) -> "LoadedSchedules":
-        """All of `schedules` by name, the first in force.
+        """All of `schedules` by name, the first one active.
 
         Raises:
             ScheduleError: too many of them, two of one name, or some that do not fit the first.
@@ -42,19 +42,19 @@ class LoadedSchedules:
         for name in names:
             if names.count(name) > 1:
                 raise ScheduleError(f"schedule {name!r} is named twice: expected distinct names")
-        loaded = cls(in_force=schedules[0], named=tuple(schedules))
+        loaded = cls(active=schedules[0], named=tuple(schedules))
         for schedule in schedules:
             loaded.require_fit(schedule)
         return loaded
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a request may name, the schedule in force first."""
-        return tuple(dict.fromkeys([self.in_force.name, *(one.name for one in self.named)]))
+        """What a request may name, the active schedule first."""
+        return tuple(dict.fromkeys([self.active.name, *(one.name for one in self.named)]))
 
     def get(self, name: str) -> BudgetSchedule:
         """The schedule of that name; raises `ScheduleError`, with the names there are."""
-        for schedule in (*self.named, self.in_force):
+        for schedule in (*self.named, self.active):
             if schedule.name == name:
                 return schedule
         raise ScheduleError(
@@ -62,18 +62,18 @@ class LoadedSchedules:
         )
 
     def require_fit(self, schedule: BudgetSchedule) -> None:
-        """Raise `ScheduleError` unless `schedule` may be used beside the one in force.
+        """Raise `ScheduleError` unless `schedule` may be used beside the active one.
 
         Page size and dense layers decide which landmarks exist, and all requests of a batch share
         the selection's sinks and recent pages.
         """
         for field in _SHARED:
-            wanted, got = getattr(self.in_force, field), getattr(schedule, field)
+            wanted, got = getattr(self.active, field), getattr(schedule, field)
             wanted, got = (list(v) if isinstance(v, tuple) else v for v in (wanted, got))
             if got != wanted:
                 raise ScheduleError(
                     f"schedule {schedule.name}: {field}={quoted(got)} differs from that of"
-                    f" {self.in_force.name}: expected {quoted(wanted)}; serve it with a"
+                    f" {self.active.name}: expected {quoted(wanted)}; serve it with a"
                     " server of its own"
                 )
         if len(schedule.budget_tokens) > MAX_BINS:
@@ -82,12 +82,12 @@ class LoadedSchedules:
                 f" {MAX_BINS}; choose a larger bin_tokens"
             )
 
-    def with_in_force(self, schedule: BudgetSchedule) -> "LoadedSchedules":
-        """The same with `schedule` in force; it replaces a loaded one of its name.
+    def with_active(self, schedule: BudgetSchedule) -> "LoadedSchedules":
+        """The same with `schedule` active; it replaces a loaded one of its name.
 
         Raises:
             ScheduleError: it does not fit.
         """
         self.require_fit(schedule)
         named = tuple(schedule if one.name == schedule.name else one for one in self.named)
-        return replace(self, in_force=schedule, named=named)
+        return replace(self, active=schedule, named=named)

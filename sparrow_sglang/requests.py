@@ -1,4 +1,4 @@
-"""What a single request may ask of sparse decode, and how it asks.
+"""What a single request may ask of sparse decode, and what it is told that its steps read.
 
 `sampling_params["custom_params"]["sparrow"]` of `Engine.generate` and of `/generate`; with the
 OpenAI client `extra_body={"custom_params": {"sparrow": ...}}`, in chat and text completions. Its
@@ -6,10 +6,11 @@ value is one of
 
     {"dense": true}               every layer reads everything
     {"schedule": "m-0.92"}        another schedule that the server has loaded
-    {"kv_budget_tokens": 1024}    the schedule in force, but never more than this many tokens
+    {"kv_budget_tokens": 1024}    the active schedule, but never more than this many tokens
 
-and beside one of them, or alone, {"report": true}: the answer says what was read and held, see
-`sparrow_sglang.kv_usage`.
+and beside one of them, or alone, {"report": true}: answers carry a `KvUsage` as
+`meta_info["sparrow"]` (`Engine.generate`, `/generate`) or, one per choice, `metadata["sparrow"]`
+(chat and text completions; while streaming, in a last chunk without choices).
 
 Imports neither torch nor SGLang.
 """
@@ -18,9 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import BudgetSchedule
 
 KEY = "sparrow"
 
@@ -30,71 +33,98 @@ class RequestOptionError(ValueError):
 
 
 @dataclass(frozen=True)
-class RequestOption:
-    """What one request asked for; at most one of the first three fields is set.
+class KvUsage:
+    """What the decode steps of one request read, per KV head of a sparse layer, in tokens.
+
+    The first token comes out of prefill, so T tokens take T - 1 decode steps. Layers of the
+    schedule's `dense_layers` read all that is cached. A retraction, of which `meta_info` counts
+    `num_retractions`, replaces one decode step by a prefill, which this leaves out of account.
 
     Attributes:
-        dense: read everything in every layer.
-        schedule: name of a loaded schedule to use instead of the one in force.
-        kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included.
-        report: say in the answer what was read and held.
+        schedule: name of the schedule that the request was decoded by; None if densely.
+        kv_budget_tokens: the upper bound that the request asked for, if it did.
+        decode_steps: number of steps.
+        kv_tokens_held_mean: tokens in the KV cache, the current one included, mean over the steps;
+            None without a step, as the following.
+        kv_tokens_read_mean: those of them that were read, mean over the steps.
+        kv_tokens_held_last: tokens in the KV cache at the last step.
+        kv_tokens_read_last: those of them that the last step read.
     """
 
-    dense: bool = False
-    schedule: str | None = None
+    schedule: str | None
+    kv_budget_tokens: int | None
+    decode_steps: int
+    kv_tokens_held_mean: float | None = None
+    kv_tokens_read_mean: float | None = None
+    kv_tokens_held_last: int | None = None
+    kv_tokens_read_last: int | None = None
+
+
+@dataclass(frozen=True)
+class RequestOption:
+    """How one request is decoded, as long as it runs.
+
+    Attributes:
+        schedule: None to read everything in every layer.
+        kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included.
+        report: say in the answer what was read and cached.
+    """
+
+    schedule: BudgetSchedule | None
     kv_budget_tokens: int | None = None
     report: bool = False
 
     @classmethod
     def read(cls, custom_params: Any, loaded: LoadedSchedules) -> "RequestOption":
-        """The option in a request's `custom_params`; the default where there is none.
+        """The option in a request's `custom_params`; the active schedule where there is none.
 
         Raises:
             RequestOptionError: it is not one of the three forms, or names what is not loaded.
         """
         given = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
         if given is None:
-            return DEFAULT
-        if not isinstance(given, Mapping) or not given:
+            return cls(loaded.active)
+        report = given.get("report", False) if isinstance(given, Mapping) else None
+        if not isinstance(report, bool) or not given:
             raise RequestOptionError(_expected(given, loaded))
-        report = given.get("report", False)
-        rule = {key: value for key, value in given.items() if key != "report"}
-        if len(rule) > 1 or not isinstance(report, bool):
-            raise RequestOptionError(_expected(given, loaded))
-        for key, value in rule.items():
-            allowed = (
-                (key == "dense" and isinstance(value, bool))
-                or (key == "schedule" and isinstance(value, str) and value in loaded.names)
-                or (key == "kv_budget_tokens" and _is_budget(value, loaded.in_force))
-            )
-            if not allowed:
-                raise RequestOptionError(_expected(given, loaded))
-        return cls(**rule, report=report)
+        match [item for item in given.items() if item[0] != "report"]:
+            case []:
+                return cls(loaded.active, report=report)
+            case [("dense", bool(dense))]:
+                return cls(None if dense else loaded.active, report=report)
+            case [("schedule", str(name))] if name in loaded.names:
+                return cls(loaded.get(name), report=report)
+            case [("kv_budget_tokens", value)] if _is_budget(value, loaded.active):
+                return cls(loaded.active, value, report)
+        raise RequestOptionError(_expected(given, loaded))
 
-    def first_sparse_length(self, loaded: LoadedSchedules) -> int | None:
-        """Smallest length at which a page is left out, in tokens; None if there is none.
-
-        Raises:
-            ScheduleError: the schedule is not loaded.
-        """
-        if self.dense:
+    def first_sparse_length(self) -> int | None:
+        """Smallest length at which a page is left out, in tokens; None if there is none."""
+        if self.schedule is None:
             return None
-        schedule = loaded.in_force if self.schedule is None else loaded.get(self.schedule)
-        first = schedule.first_sparse_length()
+        first = self.schedule.first_sparse_length()
         if self.kv_budget_tokens is None:
             return first
         return min(first, self.kv_budget_tokens + 1)
 
-
-DEFAULT = RequestOption()
-
-
-def option_or_default(custom_params: Any, loaded: LoadedSchedules) -> RequestOption:
-    """As `RequestOption.read`, for a process that can no longer refuse the request."""
-    try:
-        return RequestOption.read(custom_params, loaded)
-    except (RequestOptionError, ScheduleError):
-        return DEFAULT
+    def usage(self, prompt_tokens: int, completion_tokens: int) -> KvUsage:
+        """Usage of a request that generated `completion_tokens` after `prompt_tokens`."""
+        name = None if self.schedule is None else self.schedule.name
+        steps = max(0, completion_tokens - 1)
+        if not steps:
+            return KvUsage(name, self.kv_budget_tokens, 0)
+        cached = read = prompt_tokens + np.arange(1, steps + 1)
+        if self.schedule is not None:
+            read = self.schedule.tokens_read(cached, self.kv_budget_tokens)
+        return KvUsage(
+            schedule=name,
+            kv_budget_tokens=self.kv_budget_tokens,
+            decode_steps=steps,
+            kv_tokens_held_mean=float(cached.mean()),
+            kv_tokens_read_mean=float(read.mean()),
+            kv_tokens_held_last=int(cached[-1]),
+            kv_tokens_read_last=int(read[-1]),
+        )
 
 
 def _floor(schedule: BudgetSchedule) -> int:
@@ -110,6 +140,6 @@ def _expected(given: Any, loaded: LoadedSchedules) -> str:
     return (
         f'custom_params["{KEY}"]={quoted(given)} is not allowed: expected exactly one of'
         f' {{"dense": true}}, {{"schedule": one of {", ".join(loaded.names)}}} or'
-        f' {{"kv_budget_tokens": a multiple of {loaded.in_force.page_size}, at least'
-        f' {_floor(loaded.in_force)}}}; {{"report": true}} may stand beside it, or alone'
+        f' {{"kv_budget_tokens": a multiple of {loaded.active.page_size}, at least'
+        f' {_floor(loaded.active)}}}; {{"report": true}} may stand beside it, or alone'
     )

@@ -1,7 +1,7 @@
 """Start verl's own SGLang rollout server with sparse decode, and generate with it.
 
 In: a Hydra config of this folder, put together as for verl's trainer. Out, one JSON object a line:
-the versions and the schedule in force, then how the text of `prompt_file` goes on by sparse decode
+the versions and the active schedule, then how the text of `prompt_file` goes on by sparse decode
 and, in the same batch, by dense decode, which a request may ask for; and what the dense policy
 makes of the sparse tokens. No trainer runs, so weights are the checkpoint's. Without a GPU, Ray is
 told of one that is not there.

@@ -11,7 +11,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 
 def get_schedule(target: Any, *, api_key: str | None = None) -> BudgetSchedule:
-    """The schedule in force.
+    """The active schedule.
 
     Args:
         target: an `sglang.Engine` or a server's base URL.
@@ -27,7 +27,7 @@ def get_schedule(target: Any, *, api_key: str | None = None) -> BudgetSchedule:
 def set_schedule(
     target: Any, schedule: BudgetSchedule | str, *, api_key: str | None = None
 ) -> BudgetSchedule:
-    """Put another schedule in force, without a restart, and return the previous one.
+    """Make another schedule active, without a restart, and return the previous one.
 
     Running requests are waited for and new ones are held back meanwhile; then the prefix cache is
     emptied. A schedule that was loaded under the same name is replaced.

@@ -67,7 +67,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     if rate := server_args.sparrow_audit_rate:
         folder = server_args.sparrow_audit_log
         log = MismatchLog(Path(folder)) if folder else None
-        state.auditor = Auditor(manager, rate, loaded.in_force, log)
+        state.auditor = Auditor(manager, rate, loaded.active, log)
         state.calls["audit"] = state.auditor.finish
     setattr(manager, ATTRIBUTE, state)
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
@@ -78,14 +78,14 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
 async def schedule(
     manager: "TokenizerManager", schedule: Mapping[str, Any] | str | None = None
 ) -> dict[str, Any]:
-    """Read the schedule in force, or put another one in force, while no request runs.
+    """Read the active schedule, or make another one active, while no request runs.
 
     Args:
         schedule: the fields of a `BudgetSchedule`, the name of a loaded or shipped one, or
             fixed-<tokens>; None to read only.
 
     Returns:
-        `schedule`, the fields of what is in force now; `previous`, of what was before; `loaded`,
+        `schedule`, the fields of what is active now; `previous`, of what was before; `loaded`,
         the names that requests may use.
 
     Raises:
@@ -99,13 +99,13 @@ async def schedule(
         await _require_agreement(manager, previous)
         return _answer(previous, previous)
     wanted = _wanted(schedule, previous)
-    loaded = previous.with_in_force(wanted)
+    loaded = previous.with_active(wanted)
     async with idle(manager, "the schedule was not switched"):
         # Switches may have followed each other while this one waited.
         previous = state.loaded
-        loaded = previous.with_in_force(wanted)
+        loaded = previous.with_active(wanted)
         await _switch_all(manager, previous, loaded)
-        state.loaded = loaded
+        state.switch(loaded)
         manager.record_config_updates("sparrow", **{FIELD: ",".join(loaded.names)})
     return _answer(loaded, previous)
 
@@ -154,24 +154,24 @@ async def _require_agreement(manager: "TokenizerManager", expected: LoadedSchedu
     """Raise `RanksDisagreeError` unless every scheduler holds what requests are checked against."""
     held = await tell_schedulers(manager, _CALL, {})
     if any(answer != _fields(expected) for answer in held.values()):
-        ranks = [f"{rank}: {answer['in_force']['name']}" for rank, answer in sorted(held.items())]
+        ranks = [f"{rank}: {answer['active']['name']}" for rank, answer in sorted(held.items())]
         raise RanksDisagreeError(
             f"ranks hold different schedules ({'; '.join(ranks)}), expected"
-            f" {expected.in_force.name}: set a schedule again, or restart the server"
+            f" {expected.active.name}: set a schedule again, or restart the server"
         )
 
 
 def _answer(loaded: LoadedSchedules, previous: LoadedSchedules) -> dict[str, Any]:
     return {
-        "schedule": loaded.in_force.model_dump(mode="json"),
-        "previous": previous.in_force.model_dump(mode="json"),
+        "schedule": loaded.active.model_dump(mode="json"),
+        "previous": previous.active.model_dump(mode="json"),
         "loaded": list(loaded.names),
     }
 
 
 def _fields(loaded: LoadedSchedules) -> dict[str, Any]:
     return {
-        "in_force": loaded.in_force.model_dump(mode="json"),
+        "active": loaded.active.model_dump(mode="json"),
         "named": [schedule.model_dump(mode="json") for schedule in loaded.named],
     }
 
@@ -190,7 +190,7 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     budgets = require_scheduler_state().budgets
     if fields:
         loaded = LoadedSchedules(
-            in_force=BudgetSchedule(**fields["in_force"]),
+            active=BudgetSchedule(**fields["active"]),
             named=tuple(BudgetSchedule(**schedule) for schedule in fields["named"]),
         )
         if loaded != budgets.loaded:
@@ -200,13 +200,13 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 
 def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
     budgets = require_scheduler_state().budgets
-    previous = budgets.loaded.in_force
+    previous = budgets.loaded.active
     if not scheduler.flush_cache(empty_cache=False):
         raise ControlError("requests are running")
     budgets.load(loaded)
     announce(
         f"{rank_name(scheduler)}: schedule {previous.name} is replaced, prefix cache empty:"
-        f" {describe(loaded.in_force, 'set_schedule', scheduler.model_config.hf_config)}"
+        f" {describe(loaded.active, 'set_schedule', scheduler.model_config.hf_config)}"
     )
 
 
@@ -216,7 +216,7 @@ def _wanted(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
     if schedule in loaded.names:
         return loaded.get(schedule)
     if isinstance(schedule, str) and (FIXED_NAME.fullmatch(schedule) or _is_shipped(schedule)):
-        return load_schedule(schedule, loaded.in_force.page_size)
+        return load_schedule(schedule, loaded.active.page_size)
     raise ScheduleError(
         f"schedule={quoted(schedule, 60)} is not known to this server: expected the fields of a"
         f" schedule as a JSON object, fixed-<tokens>, or one of"

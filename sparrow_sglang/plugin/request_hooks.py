@@ -1,33 +1,48 @@
-"""Where SGLang is changed for each request: it is checked, and its answer says what was used.
+"""What the launching process does with each request: it is checked, its answer says what was read.
 
-Usage follows from the numbers of tokens, which the launching process sees with every answer; the
-schedulers do nothing for it. The hooks do nothing in a process that serves with another backend.
+In: requests as SGLang 0.5.17 has them there, and their answers. Out: a `RequestOption` each, or an
+error that names the field, its value and what is allowed, of which SGLang makes HTTP 400, where it
+would answer with HTTP 500 or with its scheduler's end. What was read follows from the numbers of
+tokens in the answers; the schedulers do nothing for it.
 """
 
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.kv_usage import KvRule
-from sparrow_sglang.plugin.request_checks import (
-    UNREADABLE,
-    require_begun,
-    require_servable,
-    require_whole_n,
-    unreadable,
-)
-from sparrow_sglang.plugin.state import server_state
+import msgspec
+import numpy as np
+
+from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.plugin.state import ATTRIBUTE, RequestState, request_state, server_state
 from sparrow_sglang.requests import KEY, RequestOption
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _DONE = "data: [DONE]\n\n"
 
+_UNREADABLE = (
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    re.error,
+    msgspec.MsgspecError,
+)
+"""What SGLang raises, beside ValueError, on fields of a wrong type or form."""
+
 logger = logging.getLogger("sparrow_sglang")
+
+
+class RequestError(ValueError):
+    """A request cannot be served as it is; the message says why."""
 
 
 def attend_request(
@@ -47,24 +62,23 @@ def check_request(
 ) -> None:
     """AFTER hook: refuse a request that asks for what there is not.
 
-    Keeps the rule that the request is decoded by: the schedule cannot be switched from here until
-    the request is finished.
+    Keeps what it asks for: the schedule cannot be switched from here until it is finished.
 
     Checked with 0.5.17, where every part of a request passes through `_create_tokenized_object`.
 
     Raises:
         RequestOptionError: see `RequestOption.read`.
-        RequestError: see `require_servable`.
+        RequestError: see `_require_servable`.
     """
     state = server_state(manager)
     if state is None:
         return
-    option = RequestOption.read(request.sampling_params.custom_params, state.loaded)
+    request_state(given).option = RequestOption.read(
+        request.sampling_params.custom_params, state.loaded
+    )
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
-        require_servable(request, manager.model_config.vocab_size)
-    if option.report:
-        given.sparrow_rule = KvRule.of(option, state.loaded)
+        _require_servable(request, manager.model_config.vocab_size)
 
 
 def report_in_response(
@@ -87,68 +101,125 @@ def report_in_stream(
     Checked with 0.5.17, where a stream consists of whole server-sent events.
     """
     events = original(serving, adapted, *args, **kw)
-    return _with_last_chunk(events, adapted) if _asks(adapted) else events
-
-
-def _asks(adapted: Any) -> bool:
-    """Whether an OpenAI request, not checked yet, asks for a report."""
-    custom = adapted.sampling_params.get("custom_params")
-    wanted = custom.get(KEY) if isinstance(custom, dict) else None
-    return isinstance(wanted, dict) and wanted.get("report") is True
+    if server_state(serving.tokenizer_manager) is None:
+        return events
+    return _with_last_chunk(events, adapted)
 
 
 async def _attended(answers: Any, request: Any) -> AsyncIterator[Any]:
-    finished: dict[int, dict[str, Any]] = {}
-    request.sparrow_finished = finished
+    setattr(request, ATTRIBUTE, RequestState())
     begun = False
     # Closing this must close SGLang's generator, which holds locks and request states.
     async with aclosing(answers):
         try:
-            require_whole_n(getattr(request, "sampling_params", None))
+            _require_whole_n(getattr(request, "sampling_params", None))
             async for answer in answers:
                 if not begun:
-                    require_begun(answer)
+                    _require_begun(answer)
                 begun = True
-                _report(answer, request, finished)
+                _report(answer, request)
                 yield answer
-        except UNREADABLE as error:
+        except _UNREADABLE as error:
             if begun:
                 raise
             logger.warning("a request was refused that cannot be read", exc_info=True)
-            raise unreadable(error) from error
+            raise _unreadable(error) from error
         finally:
             if not hasattr(request, "is_single"):
                 # SGLang looks at it when a stream is over, also of a request it could not read.
                 request.is_single = True
 
 
-def _report(answer: Any, request: Any, finished: dict[int, dict[str, Any]]) -> None:
+def _report(answer: Any, request: Any) -> None:
     """Write the usage into the last answer of each part of `request` that asked for it."""
-    for place, one in enumerate(answer if isinstance(answer, list) else [answer]):
-        index = one.get("index", place)
+    for place, output in enumerate(answer if isinstance(answer, list) else [answer]):
+        index = output.get("index", place)
         samples = getattr(request, "parallel_sample_num", 1)
         part = request if request.is_single else request[index // samples]
-        rule: KvRule | None = getattr(part, "sparrow_rule", None)
-        meta = one["meta_info"]
-        if rule is None or meta.get("finish_reason") is None:
+        option, meta = request_state(part).option, output["meta_info"]
+        if option is None or not option.report or meta.get("finish_reason") is None:
             continue
         # A request that is aborted before it ran has not been counted.
-        usage = rule.usage(meta.get("prompt_tokens", 0), meta.get("completion_tokens", 0))
+        usage = option.usage(meta.get("prompt_tokens", 0), meta.get("completion_tokens", 0))
         meta[KEY] = asdict(usage)
-        finished[index] = meta
+        request_state(request).reports[index] = meta
 
 
 async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
-    first: dict[str, Any] | None = None
+    first = ""
     async with aclosing(events):
         async for event in events:
-            if first is None:
-                first = json.loads(event.removeprefix("data: "))
-            finished: dict[int, dict[str, Any]] = getattr(adapted, "sparrow_finished", {})
-            if event == _DONE and finished:
-                version = finished[min(finished)].get("weight_version")
-                usages = [meta[KEY] for _, meta in sorted(finished.items())]
+            first = first or event
+            if event == _DONE and (reports := request_state(adapted).reports):
+                version = reports[min(reports)].get("weight_version")
+                usages = [meta[KEY] for _, meta in sorted(reports.items())]
                 metadata = {"weight_version": version, KEY: usages}
-                head = {key: first.get(key) for key in ("id", "object", "created", "model")}
+                chunk = json.loads(first.removeprefix("data: "))
+                head = {key: chunk.get(key) for key in ("id", "object", "created", "model")}
                 yield f"data: {json.dumps(head | {'choices': [], 'metadata': metadata})}\n\n"
             yield event
+
+
+def _require_whole_n(sampling_params: Any) -> None:
+    """Raise `RequestError` unless `n`, in a dict or in each of a list of dicts, is 1 or more.
+
+    SGLang fails on texts and takes 0 for 1.
+    """
+    for parameters in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
+        n = parameters.get("n", 1) if isinstance(parameters, dict) else 1
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+            raise RequestError(f"n={quoted(n)}: expected a whole number of 1 or more")
+
+
+def _require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> None:
+    """Raise `RequestError` on what would fail in the scheduler, with all other requests.
+
+    Those are token ids that the model does not have, more top log-probs than it has tokens, and
+    parameters that the scheduler cannot read.
+    """
+    if request.input_ids:
+        ids = np.asarray(request.input_ids)
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if wrong.size:
+            raise RequestError(
+                f"input_ids[{wrong[0]}]={ids[wrong[0]]}: expected token ids of the model, from 0 to"
+                f" {vocab_size - 1}"
+            )
+    top = request.top_logprobs_num
+    if top is not None and not 0 <= top <= vocab_size:
+        raise RequestError(f"top_logprobs_num={top}: expected a whole number, 0 to {vocab_size}")
+    parameters = request.sampling_params
+    try:
+        msgspec.convert(msgspec.to_builtins(parameters), type(parameters))
+    except msgspec.ValidationError as error:
+        raise RequestError(_named(str(error), parameters)) from None
+
+
+def _require_begun(answer: Any) -> None:
+    """Raise `RequestError` if the first answer of a stream says that the scheduler refused it.
+
+    SGLang does so itself where it does not stream.
+    """
+    for one in answer if isinstance(answer, list) else [answer]:
+        reason = one["meta_info"].get("finish_reason")
+        if isinstance(reason, dict) and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
+            raise RequestError(reason.get("message") or "the scheduler refused the request")
+
+
+def _unreadable(error: Exception) -> RequestError:
+    """What to answer to a request on which SGLang raised one of _UNREADABLE."""
+    return RequestError(
+        f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected"
+        " fields of the types that SGLang's GenerateReqInput and SamplingParams have"
+    )
+
+
+def _named(message: str, parameters: Any) -> str:
+    """msgspec knows the place of a wrong field, as the parameters travel as an array."""
+    place = re.search(r"\$\[(\d+)\]", message)
+    names = parameters.__struct_fields__
+    if place is None or int(place[1]) >= len(names):
+        return f"sampling_params: {cut(message)}"
+    name = names[int(place[1])]
+    shown = name.replace("_strs", "")
+    return f"{shown}={quoted(getattr(parameters, name))}: {message.partition(' - at')[0]}"

@@ -9,7 +9,6 @@ from sparrow_sglang import sglang_versions
 from sparrow_sglang.plugin.refusals import uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.requests import option_or_default
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -30,13 +29,9 @@ def remember_options(
     """
     if PROCESS.scheduler is None or not forward_batch.forward_mode.is_extend():
         return
-    budgets = PROCESS.scheduler.budgets
-    budgets.set_options(
+    PROCESS.scheduler.budgets.set_options(
         [req.req_pool_idx for req in batch.reqs],
-        [
-            option_or_default(req.sampling_params.custom_params, budgets.loaded)
-            for req in batch.reqs
-        ],
+        [PROCESS.scheduler.option(req) for req in batch.reqs],
     )
 
 
@@ -57,9 +52,7 @@ def keep_sparse_kv_private(
     without_insertion = sglang_versions.without_insertion(arguments)
     if PROCESS.scheduler is None or without_insertion is None:
         return None
-    loaded = PROCESS.scheduler.budgets.loaded
-    option = option_or_default(req.sampling_params.custom_params, loaded)
-    first_sparse_length = option.first_sparse_length(loaded)
+    first_sparse_length = PROCESS.scheduler.option(req).first_sparse_length()
     cached_tokens = req.kv_committed_len
     decoded = cached_tokens > len(req.origin_input_ids)
     if not decoded or first_sparse_length is None or cached_tokens < first_sparse_length:

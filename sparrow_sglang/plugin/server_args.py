@@ -47,7 +47,7 @@ FIELDS = {
         str | None,
         None,
         "KV budget schedule of the attention backend 'sparrow': a shipped name, a path to a .json"
-        " file, or fixed-<tokens>. Of several, separated by commas, the first is in force and the"
+        " file, or fixed-<tokens>. Of several, separated by commas, the first is active and the"
         " others are loaded for requests that ask for them. Default: the shipped schedule that fits"
         " the model.",
     ),
@@ -68,13 +68,13 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetSchedule, str]:
-    """The schedule in force at start-up and where it comes from; raises as `resolve_schedules`."""
+    """The active schedule at start-up and where it comes from; raises as `resolve_schedules`."""
     loaded, source = resolve_schedules(server_args, hf_config)
-    return loaded.in_force, source
+    return loaded.active, source
 
 
 def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[LoadedSchedules, str]:
-    """The schedules to load, the first of them in force, and where they come from.
+    """The schedules to load, the first of them active, and where they come from.
 
     Raises:
         ConfigError, ScheduleError: nothing usable is configured; both are ValueErrors.

@@ -35,13 +35,13 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
 
 
 def start_up_line(loaded: LoadedSchedules, source: str, hf_config: Any) -> str:
-    """What is in force and why, and for which model it was calibrated, in one line."""
+    """What is active and why, and for which model it was calibrated, in one line."""
     others = [
         f"{other.name} ({other.calibration(hf_config)})"
         if other.is_foreign(hf_config)
         else other.name
         for other in loaded.named
-        if other is not loaded.in_force
+        if other is not loaded.active
     ]
     also = f"; also loaded: {', '.join(others)}" if others else ""
-    return f"sparse decode with {describe(loaded.in_force, source, hf_config)}{also}"
+    return f"sparse decode with {describe(loaded.active, source, hf_config)}{also}"

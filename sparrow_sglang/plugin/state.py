@@ -6,17 +6,21 @@ SGLang runs a launching process, whose TokenizerManager sees every request, and 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.requests import RequestOption, RequestOptionError
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
     from sparrow_sglang.attention_backends.metadata import BudgetTable
     from sparrow_sglang.plugin.audit.auditor import Auditor
     from sparrow_sglang.plugin.exact_acceptance import Place, StepRecord
     from sparrow_sglang.plugin.hooks import Hook
 
 ATTRIBUTE = "sparrow"
-"""Of SGLang's TokenizerManager: its `ServerState`, the only attribute that is set on it."""
+"""Set on SGLang's objects: `ServerState` of a TokenizerManager, `RequestState` of a request."""
 
 
 @dataclass
@@ -24,7 +28,7 @@ class ServerState:
     """What the launching process keeps for one server that decodes sparsely.
 
     Attributes:
-        loaded: what requests are checked against, the active schedule among it.
+        loaded: what requests are checked against; set by `switch` only.
         calls: coroutines behind the server's routes /sparrow/<name> and `Endpoint.call_sparrow`.
         auditor: None without --sparrow-audit-rate.
         module_shapes: [out, in] of the model's linear modules, once an adapter has been pushed.
@@ -35,13 +39,32 @@ class ServerState:
     auditor: "Auditor | None" = None
     module_shapes: dict[str, tuple[int, int]] | None = None
 
+    def switch(self, loaded: LoadedSchedules) -> None:
+        """From now on requests are checked against `loaded`, and audited under its active one."""
+        self.loaded = loaded
+        if self.auditor is not None:
+            self.auditor.follow(loaded.active)
+
+
+@dataclass
+class RequestState:
+    """What the launching process keeps for one `GenerateReqInput`, and for its copies.
+
+    Attributes:
+        option: what it asked for; of a batch, each part has its own.
+        reports: `meta_info` of the finished answers that carry a report, by their index.
+    """
+
+    option: RequestOption | None = None
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+
 
 @dataclass
 class SchedulerState:
     """What a scheduler that decodes sparsely keeps.
 
     Attributes:
-        budgets: the schedules and what requests ask for, on the device.
+        budgets: the schedules and what requests ask for, on the device; owns the active schedule.
         audited: whether some requests of this server are audited.
         record: hidden states of decode steps, in a server that records them.
         compared: requests of the latest prefill pass whose steps are compared, by their ids.
@@ -51,6 +74,20 @@ class SchedulerState:
     audited: bool = False
     record: "StepRecord | None" = None
     compared: "dict[str, Place]" = field(default_factory=dict)
+    _options: "WeakKeyDictionary[Req, RequestOption]" = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
+
+    def option(self, req: "Req") -> RequestOption:
+        """What a request asks for, read at its first prefill; the launching process refuses."""
+        option = self._options.get(req)
+        if option is None:
+            try:
+                option = RequestOption.read(req.sampling_params.custom_params, self.budgets.loaded)
+            except RequestOptionError:
+                option = RequestOption(self.budgets.loaded.active)
+            self._options[req] = option
+        return option
 
 
 @dataclass
@@ -74,6 +111,15 @@ PROCESS = ProcessState()
 def server_state(manager: Any) -> ServerState | None:
     """The state of a TokenizerManager's server, None if that decodes by another backend."""
     state: ServerState | None = getattr(manager, ATTRIBUTE, None)
+    return state
+
+
+def request_state(request: Any) -> RequestState:
+    """The state of a `GenerateReqInput`, made where there is none yet."""
+    state: RequestState | None = getattr(request, ATTRIBUTE, None)
+    if state is None:
+        state = RequestState()
+        setattr(request, ATTRIBUTE, state)
     return state
 
 

@@ -64,7 +64,7 @@ def shared_engine(sharp_llama):
 
 @pytest.fixture
 def engine(shared_engine):
-    """As it was started, whatever the test before left in force or loaded."""
+    """As it was started, whatever the test before left active or loaded."""
     for budget_tokens in (128, 64):
         set_schedule(shared_engine, BudgetSchedule.fixed(budget_tokens))
     return shared_engine

@@ -45,12 +45,12 @@ def failing() -> Iterator[None]:
     load = control._load
 
     def failing_load(scheduler: Any, loaded: Any) -> None:
-        fault, _, where = loaded.in_force.name.partition("-")
+        fault, _, where = loaded.active.name.partition("-")
         here = where.replace("-", " ") in rank_name(scheduler)
         if fault in ("fails", "stays") and here == (fault == "fails"):
             raise RuntimeError("out of memory")
-        held = require_scheduler_state().budgets.loaded.in_force.name
-        if held.startswith("stays") and loaded.in_force.name == "fixed-64":
+        held = require_scheduler_state().budgets.loaded.active.name
+        if held.startswith("stays") and loaded.active.name == "fixed-64":
             raise RuntimeError("cannot go back")
         load(scheduler, loaded)
 

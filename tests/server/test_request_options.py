@@ -7,7 +7,7 @@ from engines import flush, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.loaded_schedules import MAX_LOADED, LoadedSchedules
-from sparrow_sglang.requests import DEFAULT, RequestOption, RequestOptionError
+from sparrow_sglang.requests import RequestOption, RequestOptionError
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 PAGE = 16
@@ -58,7 +58,7 @@ def sampling(option, new_tokens: int) -> dict:
 class TestReading:
     def test_none_is_the_default(self):
         for params in (None, {}, {"thinking_budget": 3}, {"sparrow": None}):
-            assert RequestOption.read(params, LOADED) == DEFAULT
+            assert RequestOption.read(params, LOADED) == RequestOption(A)
 
     @pytest.mark.parametrize("given", REFUSED, ids=str)
     def test_refused_with_what_is_allowed(self, given):
@@ -70,24 +70,27 @@ class TestReading:
 
     @pytest.mark.parametrize("report", [True, False])
     def test_a_report_may_stand_beside_each(self, report):
-        assert RequestOption.read({"sparrow": {"report": report}}, LOADED) == RequestOption(
-            report=report
-        )
-        for rule in ({"dense": True}, {"schedule": "b"}, {"kv_budget_tokens": 80}):
-            found = RequestOption.read({"sparrow": rule | {"report": report}}, LOADED)
-            assert found == RequestOption(**rule, report=report)
+        for rule, schedule, cap in [
+            ({}, A, None),
+            ({"dense": True}, None, None),
+            ({"dense": False}, A, None),
+            ({"schedule": "b"}, B, None),
+            ({"kv_budget_tokens": 80}, A, 80),
+        ]:
+            option = RequestOption.read({"sparrow": rule | {"report": report}}, LOADED)
+            assert option == RequestOption(schedule, cap, report)
 
     def test_first_sparse_length(self):
         # a: four pages until four are held, then five; the sixth is left out, from token 81 on.
-        lengths = {
-            RequestOption(): 81,
-            RequestOption(dense=True): None,
-            RequestOption(schedule="b"): 97,
-            RequestOption(kv_budget_tokens=48): 49,
-            RequestOption(kv_budget_tokens=640): 81,
-        }
-        for option, length in lengths.items():
-            assert option.first_sparse_length(LOADED) == length, option
+        lengths = [
+            (RequestOption(A), 81),
+            (RequestOption(None), None),
+            (RequestOption(B), 97),
+            (RequestOption(A, kv_budget_tokens=48), 49),
+            (RequestOption(A, kv_budget_tokens=640), 81),
+        ]
+        for option, length in lengths:
+            assert option.first_sparse_length() == length, option
 
 
 class TestLoading:

@@ -273,7 +273,13 @@ def request_option(draw: random.Random, folder: Path) -> str | None:
         return f"is refused: {message}" if right else complaint(message, [*changes])
     if not right:
         return f"{given!r} is read as {found}"
-    expected = RequestOption(**(given or {}))
+    asked = given or {}
+    schedule = LOADED.get(asked["schedule"]) if "schedule" in asked else LOADED.active
+    expected = RequestOption(
+        None if asked.get("dense") else schedule,
+        asked.get("kv_budget_tokens"),
+        asked.get("report", False),
+    )
     return None if found == expected else f"{given!r} is read as {found}"
 
 

@@ -23,7 +23,7 @@ def test_default_is_the_model_s_schedule():
 
 
 def test_precedence(monkeypatch):
-    """Every source named a schedule of its own; take away the first in force, one by one."""
+    """Every source named a schedule of its own; take away the first that applies, one by one."""
     override = SimpleNamespace(sparrow={"schedule": "from-override"})
     monkeypatch.setenv("SPARROW_CONFIG", '{"schedule": "from-config"}')
     monkeypatch.setenv("SPARROW_SCHEDULE", "from-variable")

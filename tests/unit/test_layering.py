@@ -30,7 +30,7 @@ LAYERS = [
         "schedule",
         "sglang_versions",
     },
-    {"config", "loaded_schedules", "requests", "kv_usage"},
+    {"config", "loaded_schedules", "requests"},
     {"mismatch", "planning"},
     {"client"},
     {"attention_backends"},

@@ -33,7 +33,7 @@ from sparrow_sglang.plugin.audit.requests import (
 )
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.scheduler_calls import is_idle
-from sparrow_sglang.plugin.state import server_state
+from sparrow_sglang.plugin.state import request_state
 from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
@@ -95,11 +95,16 @@ class Auditor:
         self._sent: str | None = None
         self._ending = False
 
+    def follow(self, schedule: BudgetSchedule) -> None:
+        """`schedule` is active from now on; statistics start anew if that is another one."""
+        if schedule != self.report.schedule:
+            self._queue.clear()
+            self.report.start(schedule)
+
     def sees(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
         """Requests on their way to the scheduler; chosen ones will carry log-probs back."""
         if self._worker is None or self._worker.done():
             self._worker = asyncio.get_running_loop().create_task(self._work())
-        self._follow_schedule()
         for request in requests:
             if request.extra_key == self._namespace:
                 self._sent = request.rid
@@ -107,10 +112,10 @@ class Auditor:
             self._prompt_tokens[request.rid] = len(request.input_ids or ())
             parameters = getattr(request, "sampling_params", None)
             # SGLang's own health checks, and scores, are nothing that could be audited.
-            health_check = not self._manager.rid_to_state[request.rid].obj.log_metrics
-            if health_check or not generates(parameters):
+            state = self._manager.rid_to_state[request.rid]
+            if not state.obj.log_metrics or not generates(parameters):
                 continue
-            if not is_auditable(request):
+            if not is_auditable(request, request_state(state.obj).option, self.report.schedule):
                 self.report.requests["skipped"] += 1
             elif self._draw.random() < self.rate:
                 self._record(request)
@@ -203,17 +208,9 @@ class Auditor:
             # The user's own request object stays as it is, and SGLang builds the answer from that.
             ask_for_logprobs(request, self._top_k)
 
-    def _follow_schedule(self) -> None:
-        """If another schedule has become active, statistics start anew."""
-        state = server_state(self._manager)
-        if state is not None and state.loaded.in_force != self.report.schedule:
-            self._queue.clear()
-            self.report.start(state.loaded.in_force)
-
     async def _work(self) -> None:
         while self.rate:
             self._forget_vanished()
-            self._follow_schedule()
             states = self._manager.rid_to_state
             self.report.publish_load(
                 prompt_tokens + len(states[rid].output_ids)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparrow_sglang.client.scoring import SparseScores
-from sparrow_sglang.requests import KEY
+from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BatchStrOutput, TokenizedGenerateReqInput
@@ -199,7 +200,9 @@ class AuditQueue:
         self._lose(request)
 
 
-def is_auditable(request: "TokenizedGenerateReqInput") -> bool:
+def is_auditable(
+    request: "TokenizedGenerateReqInput", option: RequestOption | None, active: BudgetSchedule
+) -> bool:
     """Whether the sampler sees the model's own distribution, of the active schedule."""
     parameters = request.sampling_params
     reshaped = (
@@ -213,7 +216,7 @@ def is_auditable(request: "TokenizedGenerateReqInput") -> bool:
         parameters.ebnf,
         parameters.structural_tag,
         request.custom_logit_processor,
-        _asks_for_another_distribution((parameters.custom_params or {}).get(KEY)),
+        option is None or option.schedule != active or option.kv_budget_tokens is not None,
     )
     plain = (
         parameters.temperature == 1.0
@@ -256,7 +259,3 @@ def prompt_of(request: "TokenizedGenerateReqInput") -> "array[int]":
     """A copy of a request's token ids."""
     ids: Sequence[int] = request.input_ids
     return array("i", ids)
-
-
-def _asks_for_another_distribution(option: Any) -> bool:
-    return bool(option) and set(option) != {"report"}

@@ -25,7 +25,10 @@ _GAUGES = {
     "sparrow:acceptance_mean": ("Mean acceptance rate", ("bin", "bound")),
     "sparrow:audited_tokens": ("Tokens scored again densely", ("bin",)),
     "sparrow:audit_requests": ("Finished requests by what the audit did with them", ("outcome",)),
-    "sparrow:kv_budget_tokens": ("KV budget in force at the start of the bin", ("bin",)),
+    "sparrow:kv_budget_tokens": (
+        "Active KV budget at the start of the bin",
+        ("bin",),
+    ),
     "sparrow:kv_tokens_held": ("KV tokens of the running requests", ()),
     "sparrow:kv_tokens_read": ("KV tokens that a sparse layer reads of them in one step", ()),
 }

@@ -142,7 +142,7 @@ def test_budget_table_follows_the_schedule_at_every_length():
     schedule = make_schedule(16, 4, [3, 5, 5, 9])
     pages = torch.arange(1, 60)
     table = BudgetTable(LoadedSchedules.of([schedule]), 2, "cpu")
-    table.set_options([1], [RequestOption(kv_budget_tokens=80)])
+    table.set_options([1], [RequestOption(schedule, kv_budget_tokens=80)])
     for row, cap in ((0, None), (1, 80)):
         selected = table.num_selected(pages, torch.full_like(pages, row))
         assert selected.tolist() == (schedule.tokens_read(pages * 16, cap) // 16).tolist()
