@@ -5,7 +5,6 @@ something else than its name says are refused here, before a model is loaded. Im
 torch nor SGLang.
 """
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,8 +25,9 @@ from pydantic import (
 )
 
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.json_values import cut
 from sparrow_sglang.renamed import accept_renamed
+from sparrow_sglang.validation import first_problem
 
 _UNTRUNCATED = (
     "the sampler records log-probs of the untruncated distribution, so tokens drawn from a"
@@ -56,18 +56,6 @@ class _Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_keys(cls, values: Any) -> Any:
-        for key in values if isinstance(values, Mapping) else ():
-            if key not in cls.model_fields:
-                near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)[0]
-                raise ValueError(
-                    f"unknown key {quoted(key)}: did you mean {near!r}? Known keys:"
-                    f" {', '.join(cls.model_fields)}"
-                )
-        return values
 
 
 class ModelConfig(_Section):
@@ -354,18 +342,4 @@ class TrainConfig(_Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"{source}: {_first_problem(error)}") from None
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    key = ".".join(map(str, problem["loc"]))
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing" and isinstance(problem["loc"][-1], int):
-        key, count = key.rpartition(".")[0], problem["loc"][-1] + 1
-        return f"{key}={quoted(problem['input'])} is not allowed: expected {count} values or more"
-    if problem["type"] == "missing":
-        return f"{key} is missing: expected a value for it"
-    if problem["type"] == "value_error" and isinstance(problem["input"], Mapping | BaseModel):
-        return f"[{key}] {message}" if key else message
-    return f"{key}={quoted(problem['input'])} is not allowed: {message}"
+            raise ConfigError(f"{source}: {first_problem(error, cls)}") from None

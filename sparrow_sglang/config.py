@@ -5,7 +5,6 @@ In: the value of SGLang's `sparrow_schedule` field, the model's Hugging Face con
 came from. Imports neither torch nor SGLang.
 """
 
-import difflib
 import json
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
 
 from sparrow_sglang.json_values import quoted
+from sparrow_sglang.validation import first_problem
 
 CONFIG_VARIABLE = "SPARROW_CONFIG"
 SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"
@@ -73,21 +73,11 @@ class SparrowConfig(BaseModel):
                 f"{source}: holds a {type(values).__name__}; expected a JSON object with the keys"
                 f" {', '.join(cls.model_fields)}"
             )
-        for key in values:
-            if key not in cls.model_fields:
-                near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)[0]
-                raise ConfigError(
-                    f"{source}: unknown key {quoted(key)}: did you mean {near!r}? Known keys:"
-                    f" {', '.join(cls.model_fields)}"
-                )
         try:
             config = cls(**values)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            raise ConfigError(
-                f"{source}: {problem['loc'][0]}={quoted(problem['input'])} is not allowed:"
-                " expected a string"
-            ) from None
+            problem = first_problem(error, cls, {"schedule": "a string"})
+            raise ConfigError(f"{source}: {problem}") from None
         if not all(config.schedules):
             raise ConfigError(
                 f"{source}: schedule={quoted(config.schedule)} is empty or has an empty part:"

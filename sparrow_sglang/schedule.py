@@ -4,11 +4,10 @@ In: a shipped name, a JSON file or a fixed number of tokens. Out: a frozen `Budg
 answers depend on host-side lengths only. Imports neither torch nor SGLang.
 """
 
-import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +29,7 @@ from pydantic import (
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.json_values import MAX_DEPTH, JsonError, cut, quoted, require_portable
+from sparrow_sglang.validation import first_problem, nearest_first
 
 PAGE_SIZES = (16, 32, 64)
 PREFERRED_TAIL_TARGET = 0.86
@@ -38,8 +38,22 @@ MAX_TOKENS = 2**30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FIXED_NAME = re.compile(r"fixed-([0-9]+)")
 
-_MAX_PROBLEMS = 2
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
+_EXPECTED = {
+    "name": "a string of 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first",
+    "page_size": f"one of {PAGE_SIZES}",
+    "bin_tokens": f"a whole number of tokens, a multiple of page_size, at most {MAX_TOKENS}",
+    "budget_tokens": "a list with one whole number of tokens per bin, multiples of page_size,"
+    f" at most {MAX_TOKENS}",
+    "sink_pages": f"a whole number, 0 or more, at most {MAX_TOKENS}",
+    "recent_pages": f"a whole number, 1 or more, at most {MAX_TOKENS}",
+    "dense_layers": "a list of layer indices",
+    "calibrated": "true or false",
+    "model": "a string or null",
+    "tail_target": "a number above 0 and at most 1, or null",
+    "model_match": "an object of Hugging Face config fields (numbers, strings, lists), or null",
+    "provenance": f"an object, nested at most {MAX_DEPTH} deep",
+}
 
 
 class ScheduleError(ValueError):
@@ -72,15 +86,7 @@ class BudgetSchedule(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            # Lists and unions report many errors; one about each field is enough.
-            by_field = {
-                problem["loc"][:1]: problem for problem in reversed(error.errors(include_url=False))
-            }
-            problems = list(reversed(by_field.values()))
-            described = [_describe(problem) for problem in problems[:_MAX_PROBLEMS]]
-            if len(problems) > _MAX_PROBLEMS:
-                described.append(f"and {len(problems) - _MAX_PROBLEMS} more")
-            raise ScheduleError("; ".join(described)) from None
+            raise ScheduleError(first_problem(error, type(self), _EXPECTED)) from None
 
     @model_validator(mode="after")
     def _check(self) -> "BudgetSchedule":
@@ -207,7 +213,7 @@ class BudgetSchedule(BaseModel):
             raise ScheduleError(
                 f"{where}: cannot be read ({error.strerror}); expected a schedule file (.json),"
                 " fixed-<tokens>, or a shipped schedule, such as"
-                f" {', '.join(_nearest_first(where, known_schedules())[:5])}"
+                f" {', '.join(nearest_first(where, known_schedules())[:5])}"
             ) from None
         except ValueError as error:
             # A NUL in the path.
@@ -264,7 +270,7 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
         return _for_page_size(BudgetSchedule.from_json(spec), page_size, spec)
     raise ScheduleError(
         f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
-        f" fixed-<tokens>, or one of {', '.join(_nearest_first(spec, known_schedules()))}"
+        f" fixed-<tokens>, or one of {', '.join(nearest_first(spec, known_schedules()))}"
     )
 
 
@@ -324,45 +330,3 @@ def _not_whole_pages(field: str, tokens: int, page_size: int) -> str:
     below = tokens // page_size * page_size
     near = f"{below} or {below + page_size}" if below else f"{page_size}"
     return f"{field}={tokens} is not a multiple of page_size={page_size}: nearest allowed is {near}"
-
-
-def _nearest_first(word: str, known: Iterable[str]) -> list[str]:
-    def distance(name: str) -> float:
-        return -difflib.SequenceMatcher(None, word[:100].lower(), name).ratio()
-
-    return sorted(known, key=distance)
-
-
-def _describe(problem: Any) -> str:
-    """One pydantic error as `field=value what is wrong: what is allowed`."""
-    path = problem["loc"]
-    field = str(path[0]) if path else ""
-    where = field + "".join(f"[{part!r}]" for part in path[1:] if isinstance(part, int))
-    if problem["type"] == "missing":
-        return f"{field} is missing: expected {_expected(field)}"
-    if problem["type"] == "extra_forbidden":
-        keys = _nearest_first(field, BudgetSchedule.model_fields)
-        known = ", ".join(keys)
-        return f"unknown key {quoted(field, 60)}: did you mean {keys[0]!r}? Known keys: {known}"
-    if not path:
-        return str(problem["msg"]).removeprefix("Value error, ")
-    return f"{where}={quoted(problem['input'], 100)} is not allowed: expected {_expected(field)}"
-
-
-def _expected(field: str) -> str:
-    expected = {
-        "name": "a string of 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first",
-        "page_size": f"one of {PAGE_SIZES}",
-        "bin_tokens": f"a whole number of tokens, a multiple of page_size, at most {MAX_TOKENS}",
-        "budget_tokens": "a list with one whole number of tokens per bin, multiples of page_size,"
-        f" at most {MAX_TOKENS}",
-        "sink_pages": f"a whole number, 0 or more, at most {MAX_TOKENS}",
-        "recent_pages": f"a whole number, 1 or more, at most {MAX_TOKENS}",
-        "dense_layers": "a list of layer indices",
-        "calibrated": "true or false",
-        "model": "a string or null",
-        "tail_target": "a number above 0 and at most 1, or null",
-        "model_match": "an object of Hugging Face config fields (numbers, strings, lists), or null",
-        "provenance": f"an object, nested at most {MAX_DEPTH} deep",
-    }
-    return expected[field]

@@ -21,6 +21,7 @@ from pydantic import (
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.plugin.engine_arguments import unknown_argument
+from sparrow_sglang.validation import first_problem
 
 CALIBRATED = "calibrated-"
 
@@ -167,9 +168,4 @@ class StudySettings(_Section):
         try:
             return cls.model_validate(tables[scale])
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            field = ".".join(map(str, (scale, *problem["loc"])))
-            value = problem["input"] if not isinstance(problem["input"], dict | cls) else None
-            shown = f"={value!r}" if value is not None else ""
-            message = problem["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"{path}: {field}{shown}: {message}") from None
+            raise ConfigError(f"{path}: {first_problem(error, cls, prefix=scale)}") from None

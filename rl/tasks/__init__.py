@@ -4,7 +4,6 @@ A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`;
 module of the user's, and `task.name` is "module:function".
 """
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.tasks import code, math, story
 from sparrow_sglang.rl.tasks.base import Render, Task, chat_render
+from sparrow_sglang.validation import nearest_first
 
 __all__ = ["TASKS", "Render", "Task", "chat_render", "load_task"]
 
@@ -33,7 +33,7 @@ def load_task(config: TaskConfig, render: Render) -> Task:
     if ":" in config.name:
         return _imported(config.name)(config, render)
     if config.name not in TASKS:
-        near = difflib.get_close_matches(config.name, TASKS, n=1, cutoff=0.0)[0]
+        near = nearest_first(config.name, TASKS)[0]
         raise ConfigError(
             f"task.name={config.name!r} is not known: did you mean {near!r}? Known tasks:"
             f" {', '.join(TASKS)}; one of your own is module:function"

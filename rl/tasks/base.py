@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.validation import first_problem
 
 Message = dict[str, str]
 # Chat messages -> token ids of the prompt, ready for the assistant's turn.
@@ -80,12 +81,7 @@ def parse_options(kind: type[OptionsT], config: TaskConfig) -> OptionsT:
     try:
         return kind(**config.options)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        field = ".".join(map(str, problem["loc"]))
-        raise ConfigError(
-            f"task.options.{field}={problem['input']!r}: {problem['msg']}; the options of task"
-            f" {config.name!r} are {', '.join(kind.model_fields) or 'none'}"
-        ) from None
+        raise ConfigError(first_problem(error, kind, prefix="task.options")) from None
 
 
 def load_files(

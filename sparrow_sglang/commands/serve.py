@@ -5,7 +5,6 @@ SGLang is imported inside functions, because that takes some ten seconds and `--
 """
 
 import argparse
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from sparrow_sglang.models import (
 )
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.sglang_versions import version_problems
+from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -144,7 +144,7 @@ class _OneLineParser(argparse.ArgumentParser):
         unknown, _, words = message.partition("unrecognized arguments: ")
         if not unknown and words:
             flag = words.split()[0].partition("=")[0]
-            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            close = nearest_first(flag, self._option_string_actions, cutoff=0.6)
             near = f" (did you mean {close[0]}?)" if close else ""
         raise ServeError(f"{message}{near}; sparrow serve --help-all lists the flags")
 

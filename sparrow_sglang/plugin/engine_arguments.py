@@ -4,13 +4,13 @@ In: JSON, or names. Out: arguments, or an error that names the wrong one. SGLang
 as that takes some ten seconds.
 """
 
-import difflib
 import json
 from collections.abc import Iterable
 from typing import Any
 
 from sparrow_sglang.plugin.server_args import FIELDS
 from sparrow_sglang.sglang_versions import server_argument_names
+from sparrow_sglang.validation import nearest_first
 
 
 def engine_arguments(text: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def unknown_argument(names: Iterable[str]) -> str | None:
     known = argument_names()
     for name in names:
         if name not in known:
-            near = " or ".join(map(repr, difflib.get_close_matches(name, sorted(known), n=3)))
+            near = " or ".join(map(repr, nearest_first(name, sorted(known), cutoff=0.6)[:3]))
             hint = f"did you mean {near}?" if near else "expected a field of its ServerArgs"
             return f"{name} is no argument of SGLang: {hint}"
     return None

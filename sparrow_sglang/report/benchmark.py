@@ -17,6 +17,7 @@ from sparrow_sglang.report.learning import LearningRun, learning_section
 from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
 from sparrow_sglang.report.result_files import Run, rerun_command
 from sparrow_sglang.report.step_pairs import Pair, pair_rows, reading_order
+from sparrow_sglang.validation import first_problem
 
 _WIDEST = 8
 _STEP_HEADS = (
@@ -131,11 +132,7 @@ def benchmark_sections(results: dict[Path, dict[str, Any]], left_out: list[str])
             else:
                 others.append(_other_section(path, content))
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            where = ".".join(map(str, problem["loc"]))
-            left_out.append(
-                f"{path}: {where}: {problem['msg']}; expected what `sparrow bench` writes"
-            )
+            left_out.append(f"{path}: {first_problem(error)}; expected what `sparrow bench` writes")
     return ([_step_section(runs)] if runs else []) + others
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from sparrow_sglang.report.page import ReportError
+from sparrow_sglang.validation import first_problem
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -75,8 +76,6 @@ def parse(path: Path, model: type[Model], fields: Any) -> Model:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
         raise ReportError(
-            f"{path}: {where}: {problem['msg']}; expected what `sparrow calibrate` writes"
+            f"{path}: {first_problem(error)}; expected what `sparrow calibrate` writes"
         ) from None

@@ -63,7 +63,7 @@ def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox
     task = load("code", path, options={"sandbox": "weak"})
     assert all(weakness in said[0] for weakness in weaknesses())
     assert code.reward(task.train[0], "```python\nprint(2 * int(input()))\n```") == 1.0
-    with pytest.raises(ConfigError, match="task.options.sandbox='none': .*'bubblewrap' or 'weak'"):
+    with pytest.raises(ConfigError, match="options.sandbox='none' is .*'bubblewrap' or 'weak'"):
         load("code", path, options={"sandbox": "none"})
 
 

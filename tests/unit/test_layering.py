@@ -29,6 +29,7 @@ LAYERS = [
         "run_folder",
         "schedule",
         "sglang_versions",
+        "validation",
     },
     {"config", "loaded_schedules", "requests"},
     {"mismatch", "planning"},

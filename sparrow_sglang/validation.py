@@ -1,0 +1,81 @@
+"""Why values from outside are refused, each in one line: field, value and what is allowed.
+
+Imports neither torch nor SGLang.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from sparrow_sglang.json_values import quoted
+
+_COMPARED = 100
+
+
+def nearest_first(word: str, known: Iterable[str], cutoff: float = 0.0) -> list[str]:
+    """The `known` names at least as similar to `word` as `cutoff`, 0 to 1, the nearest first."""
+    names = list(known)
+    return difflib.get_close_matches(word[:_COMPARED].lower(), names, len(names), cutoff)
+
+
+def unknown_key(key: object, known: Iterable[str]) -> str:
+    """What to say of a key that is none of `known`."""
+    names = nearest_first(str(key), known)
+    return (
+        f"unknown key {quoted(key, 60)}: did you mean {names[0]!r}? Known keys: {', '.join(names)}"
+    )
+
+
+def first_problem(
+    error: ValidationError,
+    model: type[BaseModel] = BaseModel,
+    expected: Mapping[str, str] | None = None,
+    prefix: str = "",
+) -> str:
+    """The first of pydantic's errors, an unknown key before all others.
+
+    Args:
+        error: what pydantic raised.
+        model: what was validated, if it refuses unknown keys.
+        expected: what the fields of `model` allow, in words; pydantic's own words for others.
+        prefix: name of the section that the values lie in.
+    """
+    problems = error.errors(include_url=False)
+    unknown = (problem for problem in problems if problem["type"] == "extra_forbidden")
+    problem: Any = next(unknown, problems[0])
+    loc, kind, value = problem["loc"], problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        section = _dotted((prefix, *loc[:-1]))
+        words = unknown_key(loc[-1], _section(model, loc[:-1]).model_fields)
+        return f"[{section}] {words}" if section else words
+    words = (expected or {}).get(str(loc[0]), "") if loc else ""
+    if words:
+        # Below the field pydantic also names branches of unions.
+        loc = (loc[0], *(part for part in loc[1:] if isinstance(part, int)))
+    key = _dotted((prefix, *loc))
+    if kind == "missing" and isinstance(loc[-1], int):
+        words, kind, key = f"{loc[-1] + 1} values or more", "", _dotted((prefix, *loc[:-1]))
+    if kind == "missing":
+        return f"{key} is missing: expected {words or 'a value'}"
+    message = f"expected {words}" if words else problem["msg"].removeprefix("Value error, ")
+    if kind == "value_error" and isinstance(value, Mapping | BaseModel):
+        return f"[{key}] {message}" if key else message
+    return f"{key}={quoted(value, _COMPARED)} is not allowed: {message}"
+
+
+def _dotted(loc: Iterable[str | int]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if part != "")
+    return "".join(parts).removeprefix(".")
+
+
+def _section(model: type[BaseModel], loc: Iterable[str | int]) -> type[BaseModel]:
+    """The model nested in `model` at `loc`."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        annotation = field.annotation if field is not None else None
+        for kind in (annotation, *get_args(annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                model = kind
+    return model
