@@ -35,10 +35,8 @@ class Sampling:
     adapter: str | None = None
 
 
-def group_request(
-    prompt: Prompt, n: int, sampling: Sampling, switchable: bool = True
-) -> dict[str, Any]:
-    """Fields of SGLang's `GenerateReqInput` for `n` samples of one prompt.
+def sample_request(prompt: Prompt, sampling: Sampling, switchable: bool = True) -> dict[str, Any]:
+    """Fields of SGLang's `GenerateReqInput` for one sample of a prompt.
 
     An engine without the sparrow backend is not `switchable`: dense at any rate, and not told so.
     """
@@ -56,11 +54,11 @@ def group_request(
     if sampling.dense and switchable:
         parameters["custom_params"] = {"sparrow": {"dense": True}}
     request = {
-        "input_ids": [list(prompt.input_ids)] * n,
-        "sampling_params": [parameters] * n,
+        "input_ids": list(prompt.input_ids),
+        "sampling_params": parameters,
         "return_logprob": True,
     }
-    return request | ({"lora_path": [sampling.adapter] * n} if sampling.adapter else {})
+    return request | ({"lora_path": sampling.adapter} if sampling.adapter else {})
 
 
 def to_group(
@@ -70,7 +68,7 @@ def to_group(
     weight_version: str,
     schedule: str,
 ) -> Group:
-    """The group of one prompt from SGLang's answers to its request, in their order.
+    """The group of one prompt from SGLang's answers to its request, one per sample.
 
     Raises:
         RolloutError: a response was aborted, came from other weights than `weight_version`, or is

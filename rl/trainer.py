@@ -59,7 +59,7 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
 def train_step(run: Run, step: int) -> None:
     """Roll out with the weights of `step` earlier steps, and take one more."""
     config, algorithm = run.config, run.config.algorithm
-    clock = run.log.clock()
+    clock = run.log.clock(step)
     evaluated: dict[str, float] = {}
     if _is_due(step, config.evaluation.every_steps):
         with clock("evaluation"):
@@ -74,7 +74,8 @@ def train_step(run: Run, step: int) -> None:
     adapter = ADAPTER if beside else None
     sampling = Sampling(config.rollout.max_new_tokens, temperature, adapter=adapter)
     with clock("rollout"):
-        groups = run.engine.generate(prompts, samples, sampling)
+        finished = run.log.responses("rollout", count * samples)
+        groups = run.engine.generate(prompts, samples, sampling, finished)
         run.engine.release()
     with clock("reward"):
         scores = run.judges.score(groups)
@@ -202,12 +203,19 @@ def evaluate(run: Run) -> dict[str, float]:
     sampling = Sampling(run.config.rollout.max_new_tokens, settings.temperature, dense=True)
     prompts = run.setup.heldout[: settings.prompts]
     run.load(Weights(run.policy.named_weights))
-    groups = run.engine.generate(prompts, settings.samples_per_prompt, sampling)
+    samples = settings.samples_per_prompt
+    finished = run.log.responses("evaluation", len(prompts) * samples)
+    groups = run.engine.generate(prompts, samples, sampling, finished)
     rewards = np.array([group.mean() for group in run.judges.score(groups).rewards])
     lengths = [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
+    rate, error = float(rewards.mean()), float(rewards.std() / np.sqrt(len(rewards)))
+    run.log.say(
+        f"after {run.steps_taken} steps: held-out pass rate {rate:.3f} +- {error:.3f} of"
+        f" {len(prompts)} prompts"
+    )
     return {
-        "eval/pass_rate": float(rewards.mean()),
-        "eval/pass_rate_stderr": float(rewards.std() / np.sqrt(len(rewards))),
+        "eval/pass_rate": rate,
+        "eval/pass_rate_stderr": error,
         "eval/response_length": float(np.mean(lengths)),
     }
 

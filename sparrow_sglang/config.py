@@ -7,6 +7,8 @@ came from. Imports neither torch nor SGLang.
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from sparrow_sglang.validation import first_problem
 
 CONFIG_VARIABLE = "SPARROW_CONFIG"
 SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"
+SOURCE_VARIABLE = "SPARROW_SCHEDULE_SOURCE"
+"""Set by commands that pass a schedule on to an engine: where they have it from."""
 AUTO = "auto"
+MODEL_DEFAULT = "the model's default"
 
 
 class ConfigError(ValueError):
@@ -55,7 +60,7 @@ class SparrowConfig(BaseModel):
         override = getattr(hf_config, "sparrow", None)
         variable = os.environ.get(CONFIG_VARIABLE)
         sources = (
-            ("--sparrow-schedule", _one(server_args_value)),
+            (os.environ.get(SOURCE_VARIABLE) or "--sparrow-schedule", _one(server_args_value)),
             ("json_model_override_args", {} if override is None else override),
             (CONFIG_VARIABLE, _read(variable) if variable else {}),
             (SCHEDULE_VARIABLE, _one(os.environ.get(SCHEDULE_VARIABLE) or None)),
@@ -64,7 +69,7 @@ class SparrowConfig(BaseModel):
         for config, source in parsed:
             if "schedule" in config.model_fields_set:
                 return config, source
-        return cls(), "the model's default"
+        return cls(), MODEL_DEFAULT
 
     @classmethod
     def _parse(cls, source: str, values: Any) -> "SparrowConfig":
@@ -84,6 +89,19 @@ class SparrowConfig(BaseModel):
                 f" expected a name, a path or {AUTO!r}, or several separated by commas"
             )
         return config
+
+
+@contextmanager
+def schedule_from(source: str) -> Iterator[None]:
+    """Have engines that are started meanwhile name `source` as that of their schedule."""
+    before = os.environ.get(SOURCE_VARIABLE)
+    os.environ[SOURCE_VARIABLE] = source
+    try:
+        yield
+    finally:
+        os.environ.pop(SOURCE_VARIABLE)
+        if before is not None:
+            os.environ[SOURCE_VARIABLE] = before
 
 
 def _one(schedule: str | None) -> dict[str, str]:

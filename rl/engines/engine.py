@@ -8,7 +8,7 @@ import asyncio
 import atexit
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import psutil
@@ -20,12 +20,19 @@ from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
-from sparrow_sglang.rl.rollout import DENSE, Sampling, group_request, to_group
+from sparrow_sglang.rl.rollout import DENSE, Sampling, sample_request, to_group
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 
 IDLE_TIMEOUT_S = 60.0
 _LOOK_S = 1.0
+
+Finished = Callable[[int], object]
+"""Told how many more responses are complete."""
+
+
+def unwatched(count: int) -> None:
+    """The `Finished` of rollouts whose progress nobody follows."""
 
 
 class EngineDied(RuntimeError):
@@ -35,7 +42,9 @@ class EngineDied(RuntimeError):
 class RolloutEngine(Protocol):
     """Samples responses from the weights that it was last given."""
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
+    ) -> list[Group]:
         """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
         ...
 
@@ -121,20 +130,29 @@ class LocalEngine:
         found: torch.dtype = self._manager.model_config.dtype
         return found
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
+    ) -> list[Group]:
         """See `RolloutEngine`; raises `RolloutError` on an answer that cannot be trained on."""
-        groups = dict(self.stream(prompts, n, sampling))
+        groups = dict(self.stream(prompts, n, sampling, finished))
         return [groups[position] for position in range(len(prompts))]
 
     def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
     ) -> Iterator[tuple[int, Group]]:
         """Positions in `prompts` and their groups, each as soon as it is complete."""
+        if self._version is None:
+            raise RuntimeError(
+                "the engine's weights were released or loaded in part: call update_weights first"
+            )
         loop = self._engine.loop
         running = {
-            loop.create_task(self._group(position, prompt, n, sampling))
+            loop.create_task(self._answer(position, sample, prompt, sampling))
             for position, prompt in enumerate(prompts)
+            for sample in range(n)
         }
+        answers: list[dict[int, Any]] = [{} for _ in prompts]
+        schedule = DENSE if sampling.dense else self._schedule
         try:
             while running:
                 done, running = loop.run_until_complete(
@@ -142,7 +160,16 @@ class LocalEngine:
                 )
                 self.require_alive()
                 for task in done:
-                    yield task.result()
+                    position, sample, answer = task.result()
+                    answers[position][sample] = answer
+                    finished(1)
+                    if len(answers[position]) == n:
+                        ordered = [answers[position].pop(sample) for sample in range(n)]
+                        prompt = prompts[position]
+                        yield (
+                            position,
+                            to_group(prompt, ordered, sampling, self._version, schedule),
+                        )
         finally:
             if running:
                 self._abandon(running)
@@ -270,26 +297,20 @@ class LocalEngine:
                 if isinstance(value, zmq.Socket):
                     value.context.destroy(linger=0)
 
-    async def _group(
-        self, position: int, prompt: Prompt, n: int, sampling: Sampling
-    ) -> tuple[int, Group]:
+    async def _answer(
+        self, position: int, sample: int, prompt: Prompt, sampling: Sampling
+    ) -> tuple[int, int, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        if self._version is None:
-            raise RuntimeError(
-                "the engine's weights were released or loaded in part: call update_weights first"
-            )
         sparse = self._schedule != DENSE
-        request = group_request(prompt, n, sampling, switchable=sparse)
+        request = sample_request(prompt, sampling, switchable=sparse)
         answers = self._manager.generate_request(GenerateReqInput(**request), None)
         try:
-            found = await anext(answers)
+            return position, sample, await anext(answers)
         finally:
             await answers.aclose()
-        schedule = DENSE if sampling.dense else self._schedule
-        return position, to_group(prompt, found, sampling, self._version, schedule)
 
-    def _abandon(self, running: "set[asyncio.Task[tuple[int, Group]]]") -> None:
+    def _abandon(self, running: "set[asyncio.Task[tuple[int, int, Any]]]") -> None:
         """Stop what is under way, so that the engine becomes idle."""
         if all(process.is_running() for process in self._processes):
             self._manager.abort_request(abort_all=True)

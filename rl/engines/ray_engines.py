@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
-from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.engines.engine import EngineDied, Finished, LocalEngine, unwatched
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
 from sparrow_sglang.rl.engines.weight_broadcast import BroadcastTimeout, WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
@@ -190,9 +190,14 @@ class RayEngines:
         """Process ids of the actors, each on its own machine."""
         return list(self._pids)
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
+    ) -> list[Group]:
         """See `RolloutEngine`; raises what `stream` raises."""
-        groups = dict(self.stream(prompts, n, sampling))
+        groups: dict[int, Group] = {}
+        for position, group in self.stream(prompts, n, sampling):
+            groups[position] = group
+            finished(n)
         return [groups[position] for position in range(len(prompts))]
 
     def stream(

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
-from sparrow_sglang.progress import progress_bar
+from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
 from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE
 
@@ -67,18 +67,24 @@ class RunLog:
         self._file = open(self._path, "a", encoding="utf-8")
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
         self._wandb = _wandb(config) if config.logging.wandb_project else None
-        self._bar = progress_bar(total=config.steps, initial=first, unit="step", dynamic_ncols=True)
+        self._progress = Progress(config.steps, "step", first)
 
-    def clock(self) -> Clock:
+    def clock(self, step: int) -> Clock:
+        """The clock of `step`, which begins."""
+        self._progress.where = f"step {step + 1}/{self._steps} "
         return Clock(self)
 
     def show(self, stage: str) -> None:
-        """Say on the terminal what is under way."""
-        self._bar.set_postfix_str(_STAGES.get(stage, stage))
+        """Say what is under way."""
+        self._progress.show(_STAGES.get(stage, stage))
+
+    def responses(self, stage: str, total: int) -> Callable[[int], None]:
+        """What to tell how many more of `total` responses are complete."""
+        return self._progress.counter(stage, total, "responses")
 
     def say(self, line: str) -> None:
-        """A line above the progress bar."""
-        self._bar.write(line)
+        """A line of results."""
+        self._progress.say(line)
 
     def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
         """Something that happened once: a line on the terminal and a row of events.jsonl."""
@@ -102,12 +108,13 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
         if "timing_s/step" in metrics:
-            self._bar.write(step_line(step, self._steps, metrics))
-            self._bar.update()
+            self.say(step_line(step, self._steps, metrics))
+            self._progress.advance()
+            self._progress.where = ""
 
     def close(self) -> None:
         """Leave the terminal and all files as they are."""
-        self._bar.close()
+        self._progress.close()
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -116,7 +123,7 @@ class RunLog:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """One step in one line: reward, length, entropy, tail, speed, alarms, where the time went."""
+    """One step in one line: rewards, mismatch, KV read, speed, alarms, where the time went."""
     words = [
         f"step {step + 1}/{steps}",
         f"reward {metrics['critic/score/mean']:.3f}",
@@ -125,7 +132,10 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     if ENTROPY in metrics:
         words.append(f"entropy {metrics[ENTROPY]:.3f}")
     if TAIL in metrics:
-        words.append(f"tail {metrics[TAIL]:.3f}")
+        words.append(f"p05 acceptance {metrics[TAIL]:.3f}")
+    if "sparrow/kv_tokens_read" in metrics:
+        read, cached = metrics["sparrow/kv_tokens_read"], metrics["sparrow/kv_tokens_cached"]
+        words.append(f"KV read {read:.0f} of {cached:.0f} tokens")
     words.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
     if metrics.get(ALARM):
         words.append("ALARM: entropy has fallen while the tail rose, the policy may be collapsing")

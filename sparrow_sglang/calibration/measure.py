@@ -5,7 +5,7 @@ was decoded sparsely. A unit of work is one sample of one prompt under one arm.
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin.exact_acceptance import comparing_request, exact_rates, record_into
+from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
 
 
@@ -73,21 +74,22 @@ def measure(
     units: Sequence[Unit],
     work: WorkFolder,
     batch: int,
-    progress: Callable[[int], object],
+    progress: Progress,
 ) -> None:
     """Measure the units that `work` does not hold yet, `batch` at a time.
 
-    `target` is an `sglang.Engine` that records at least `batch` generations. `progress` is told the
-    number of units after each batch. Raises `CalibrationError` if the server dies or refuses, or
-    the disk is full; every batch before is kept.
+    `target` is an `sglang.Engine` that records at least `batch` generations. Raises
+    `CalibrationError` if the server dies or refuses, or the disk is full; every batch before is
+    kept.
     """
     done = work.load().keys()
     open_units = [unit for unit in units if unit.number not in done]
-    progress(len(units) - len(open_units))
+    progress.advance(len(units) - len(open_units))
     for start in range(0, len(open_units), batch):
         group = open_units[start : start + batch]
         try:
-            measured = _measure_batch(target, group)
+            progress.where = f"{len(units) - len(open_units) + start}/{len(units)} measured, "
+            measured = _measure_batch(target, group, progress)
         # An engine whose loop was stopped because a process of it died is no EndpointError.
         except RuntimeError as error:
             finished = len(units) - len(open_units) + start
@@ -96,7 +98,7 @@ def measure(
                 f" {work.path}: repeat the command to go on from there"
             ) from error
         work.add(measured)
-        progress(len(group))
+        progress.advance(len(group))
 
 
 def tokens_by_arm(units: Sequence[Unit], work: WorkFolder) -> dict[str, list[Tokens]]:
@@ -109,16 +111,20 @@ def tokens_by_arm(units: Sequence[Unit], work: WorkFolder) -> dict[str, list[Tok
     return found
 
 
-def _measure_batch(target: Any, units: Sequence[Unit]) -> list[UnitTokens]:
+def _measure_batch(target: Any, units: Sequence[Unit], progress: Progress) -> list[UnitTokens]:
     endpoint = connect(target)
-    answers = endpoint.generate([_request(unit, slot) for slot, unit in enumerate(units)])
+    answers = endpoint.generate(
+        [_request(unit, slot) for slot, unit in enumerate(units)],
+        progress.counter("generating", len(units), "generations"),
+    )
     # A namespace of its own, so that a response is not found in the prefix cache.
     namespace = f"sparrow-calibration-{uuid.uuid4().hex}"
     compared = endpoint.generate(
         [
             comparing_request(slot, unit.prompt.input_ids, answer["output_ids"], namespace)
             for slot, (unit, answer) in enumerate(zip(units, answers, strict=True))
-        ]
+        ],
+        progress.counter("scoring", len(units), "generations"),
     )
     measured = []
     for unit, answer in zip(units, compared, strict=True):

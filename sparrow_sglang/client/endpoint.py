@@ -4,7 +4,7 @@ In: requests as dicts of SGLang's `GenerateReqInput` fields. Out: SGLang's outpu
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,10 @@ _CONNECTIONS = 256
 _Result = TypeVar("_Result")
 
 
+def _unwatched() -> None:
+    """Nobody follows the progress."""
+
+
 class EndpointError(RuntimeError):
     """A request failed or the server is gone; the message says which and why, in one line."""
 
@@ -29,8 +33,13 @@ class Endpoint(Protocol):
     The methods block. Each raises `EndpointError` if the server refuses the request or is gone.
     """
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """Answers to requests that run at the same time, in the order of the requests."""
+    def generate(
+        self, requests: Sequence[Request], finished: Callable[[], object] = _unwatched
+    ) -> list[Answer]:
+        """Answers to requests that run at the same time, in the order of the requests.
+
+        `finished` is called after each of them, from any thread.
+        """
         ...
 
     def server_info(self) -> dict[str, Any]:
@@ -77,8 +86,10 @@ class EngineEndpoint:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        return self._run(self._generate(requests))
+    def generate(
+        self, requests: Sequence[Request], finished: Callable[[], object] = _unwatched
+    ) -> list[Answer]:
+        return self._run(self._generate(requests, finished))
 
     def server_info(self) -> dict[str, Any]:
         if not self._engine.loop.is_running():
@@ -105,8 +116,12 @@ class EngineEndpoint:
             )
         return self._run(state.calls[method](**fields))
 
-    async def _generate(self, requests: Sequence[Request]) -> list[Answer]:
+    async def _generate(
+        self, requests: Sequence[Request], finished: Callable[[], object]
+    ) -> list[Answer]:
         tasks = [asyncio.ensure_future(self._one(request)) for request in requests]
+        for task in tasks:
+            task.add_done_callback(lambda _: finished())
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -163,12 +178,16 @@ class HttpEndpoint:
             limits=httpx.Limits(max_connections=_CONNECTIONS),
         )
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+    def generate(
+        self, requests: Sequence[Request], finished: Callable[[], object] = _unwatched
+    ) -> list[Answer]:
         if not requests:
             return []
         pool = ThreadPoolExecutor(min(len(requests), _CONNECTIONS))
         try:
             answers: list[Future[Answer]] = [pool.submit(self._one, item) for item in requests]
+            for item in answers:
+                item.add_done_callback(lambda _: finished())
             wait(answers, return_when=FIRST_EXCEPTION)
             failed = [item for item in answers if item.done() and item.exception() is not None]
             for item in failed:

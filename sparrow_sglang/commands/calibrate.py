@@ -7,7 +7,7 @@ report on how fresh generations under given schedules hold their targets.
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,13 @@ from sparrow_sglang.calibration.report import (
     plot,
 )
 from sparrow_sglang.calibration.store import WorkFolder
+from sparrow_sglang.config import schedule_from
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.plugin.exact_acceptance import recording
-from sparrow_sglang.progress import progress_bar
+from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import NAME, PAGE_SIZES, BudgetSchedule
 
 DEFAULT_TARGET = 0.86
@@ -269,10 +270,12 @@ def _measure(
     }
     with (
         recording(args.batch, args.new_tokens),
-        running_engine(job.model_path, defaults | engine_args) as engine,
-        progress_bar(total=len(job.units), unit="generation", smoothing=0.1) as bar,
+        schedule_from("sparrow calibrate, whose requests ask for their own"),
+        closing(Progress(len(job.units), "generation")) as progress,
     ):
-        measure(engine, job.units, job.work, args.batch, bar.update)
+        progress.show("starting the engine")
+        with running_engine(job.model_path, defaults | engine_args) as engine:
+            measure(engine, job.units, job.work, args.batch, progress)
 
 
 def _all_tails(tails: dict[int, Any]) -> dict[str, Any]:

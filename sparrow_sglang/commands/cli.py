@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from sparrow_sglang import noise
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.commands import calibrate, doctor, plan, serve, train
 from sparrow_sglang.commands import report as report
@@ -108,8 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 if it failed, 2 if the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # SGLang's modules warn, when imported, of everything that this machine does not have.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+    noise.leave_out()
     # serve and doctor hand their flags to SGLang, which alone knows them; bench to a benchmark.
     if words[:1] == ["serve"]:
         return _serve(words[1:])

@@ -16,7 +16,7 @@ from sparrow_sglang.models import (
     embedded_model,
     model_problem,
 )
-from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.sglang_versions import version_problems
 from sparrow_sglang.validation import nearest_first
 
@@ -64,12 +64,27 @@ def serve(argv: Sequence[str]) -> None:
     except (ValueError, RuntimeError, OSError) as error:
         raise ServeError(str(error)) from error
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(server_args)
+        if uses_sparrow(server_args) and not server_args.encoder_only:
+            # SGLang's own messages have scrolled the scheduler's line away when it is ready.
+            launch_server(server_args, launch_callback=lambda: _announce_again(server_args))
+        else:
+            run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _announce_again(server_args: "ServerArgs") -> None:
+    from sparrow_sglang.plugin.server_args import resolve_schedules
+    from sparrow_sglang.plugin.server_log import announce, start_up_line
+
+    hf_config = server_args.get_model_config().hf_config
+    loaded, source = resolve_schedules(server_args, hf_config)
+    url = f"http://{server_args.host}:{server_args.port}"
+    announce(f"ready on {url}, {start_up_line(loaded, source, hf_config)}")
 
 
 def print_all_flags() -> None:

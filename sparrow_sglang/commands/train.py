@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.config import AUTO, MODEL_DEFAULT, ConfigError, schedule_from
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.defaults import commented_defaults
 
 _EPILOG = """\
 A minimal file:
@@ -16,6 +18,9 @@ A minimal file:
   steps = 100
   [task]
   name = "story"
+
+sparrow train --defaults prints a file of all settings, with what they mean and where their values
+come from.
 
 SIGTERM and Ctrl-C write a checkpoint and end the run; --resume goes on from the newest one, after
 kill -9 too. metrics.jsonl in run_dir has a row per step; tensorboard --logdir shows the same.
@@ -32,9 +37,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG.toml", help="the run's settings")
+    parser.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG.toml", help="the run's settings"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in run_dir"
+    )
+    parser.add_argument(
+        "--defaults", action="store_true", help="print a file of all settings, explained, and end"
     )
     parser.set_defaults(run=run)
     return parser
@@ -42,32 +52,51 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Train. Raises `ValueError` (a `ConfigError`, `ScheduleError` or `CheckpointError`)."""
+    if args.defaults:
+        print(commented_defaults(), end="")
+        return 0
+    if args.config is None:
+        raise ConfigError("CONFIG.toml is missing; sparrow train --defaults prints one")
     config = TrainConfig.load(args.config)
+    auto = config.engine.schedule == AUTO
+    source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
+    try:
+        with schedule_from(source):
+            return _train(config, args.resume)
+    except KeyboardInterrupt:
+        # Before the run has begun to hold signals back.
+        return _say_where_it_stands(config, "stopped", 130)
+
+
+def _train(config: TrainConfig, resume: bool) -> int:
     # Late, as they import torch and transformers.
     from transformers.utils import logging
 
     from sparrow_sglang.rl.engines.engine import EngineDied
     from sparrow_sglang.rl.rollout import RolloutError
-    from sparrow_sglang.rl.runs.run import newest_checkpoint
     from sparrow_sglang.rl.runs.termination import Stopped
     from sparrow_sglang.rl.trainer import train
 
     # Bars of a second each, in the middle of ours.
     logging.disable_progress_bar()
     try:
-        folder = train(config, args.resume)
+        folder = train(config, resume)
     except (EngineDied, RolloutError, FloatingPointError) as error:
-        print(f"sparrow train: error: {error}", file=sys.stderr)
-        _say_where_it_stands(newest_checkpoint(config.run_dir))
-        return 1
+        return _say_where_it_stands(config, f"error: {error}", 1)
     except Stopped as stop:
-        print("sparrow train: stopped", file=sys.stderr)
-        _say_where_it_stands(newest_checkpoint(config.run_dir))
-        return int(stop.code or 0)
+        return _say_where_it_stands(config, "stopped", int(stop.code or 0))
     print(f"trained: {folder / 'model' if folder else config.run_dir}")
     return 0
 
 
-def _say_where_it_stands(checkpoint: Path | None) -> None:
-    found = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
-    print(f"{found}; go on with --resume", file=sys.stderr)
+def _say_where_it_stands(config: TrainConfig, why: str, code: int) -> int:
+    from sparrow_sglang.rl.runs.run import newest_checkpoint
+
+    checkpoint = newest_checkpoint(config.run_dir)
+    stands = (
+        f"the newest checkpoint is {checkpoint}; go on with --resume"
+        if checkpoint
+        else "no step was completed and nothing was saved; start again with the same command"
+    )
+    print(f"sparrow train: {why}\n{stands}", file=sys.stderr)
+    return code

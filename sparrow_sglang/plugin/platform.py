@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from sparrow_sglang import noise
 from sparrow_sglang.plugin import server_args
 
 CPU_PLATFORM = "sparrow_sglang.plugin.cpu.platform:SparrowCpuPlatform"
@@ -17,6 +18,7 @@ CPU_PLATFORM = "sparrow_sglang.plugin.cpu.platform:SparrowCpuPlatform"
 
 def activate() -> str | None:
     """Qualified name of the CPU platform, or None where SGLang has a platform of its own."""
+    noise.leave_out_if_asked()
     server_args.install_on_import()
     # The user's explicit wish for SGLang's own CPU engine, which needs Intel AMX.
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or has_accelerator():

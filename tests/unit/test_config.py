@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from sparrow_sglang.config import ConfigError, SparrowConfig
+from sparrow_sglang.config import ConfigError, SparrowConfig, schedule_from
 
 NO_OVERRIDE = SimpleNamespace()
 
@@ -101,6 +101,14 @@ def test_bad_override():
 def test_several_schedules_are_separated_by_commas():
     config, _ = SparrowConfig.resolve("m-0.86, fixed-512,x/y.json", NO_OVERRIDE)
     assert config.schedules == ("m-0.86", "fixed-512", "x/y.json")
+
+
+def test_a_command_that_passes_a_schedule_on_names_where_it_has_it_from(monkeypatch):
+    monkeypatch.setenv("SPARROW_SCHEDULE", "from-variable")
+    with schedule_from("engine.schedule in run.toml"):
+        assert SparrowConfig.resolve("m-0.86", NO_OVERRIDE)[1] == "engine.schedule in run.toml"
+        assert SparrowConfig.resolve(None, NO_OVERRIDE)[1] == "SPARROW_SCHEDULE"
+    assert SparrowConfig.resolve("m-0.86", NO_OVERRIDE)[1] == "--sparrow-schedule"
 
 
 def test_frozen():

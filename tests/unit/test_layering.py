@@ -23,6 +23,7 @@ LAYERS = [
         "command_line",
         "json_values",
         "models",
+        "noise",
         "progress",
         "provenance",
         "renamed",

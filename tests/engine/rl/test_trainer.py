@@ -153,10 +153,10 @@ def die() -> None:
 def during_rollout(monkeypatch, signum: int = signal.SIGKILL) -> None:
     generate = LocalEngine.generate
 
-    def doomed(engine, prompts, n, sampling):
+    def doomed(engine, *request):
         if engine._version == "1":
             threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
-        return generate(engine, prompts, n, sampling)
+        return generate(engine, *request)
 
     monkeypatch.setattr(LocalEngine, "generate", doomed)
 

@@ -7,7 +7,7 @@ import torch
 from training import PROMPTS
 
 from sparrow_sglang.rl.engines.buckets import pack
-from sparrow_sglang.rl.rollout import RolloutError, Sampling, group_request, to_group
+from sparrow_sglang.rl.rollout import RolloutError, Sampling, sample_request, to_group
 
 SAMPLING = Sampling(max_new_tokens=60)
 
@@ -47,10 +47,9 @@ def test_a_response_cut_short_by_a_small_pool_is_refused() -> None:
 
 
 def test_requests_leave_no_truncation_to_the_checkpoint() -> None:
-    law = group_request(PROMPTS[0], 2, SAMPLING)["sampling_params"]
-    assert len(law) == 2
+    distribution = sample_request(PROMPTS[0], SAMPLING)["sampling_params"]
     expected = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    assert {key: law[0][key] for key in expected} == expected
+    assert {key: distribution[key] for key in expected} == expected
 
 
 def test_buckets_hold_every_tensor_once_and_bound_the_memory() -> None:

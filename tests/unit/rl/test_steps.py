@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,15 @@ class Sampler:
         self.version = ""
 
     @torch.no_grad()
-    def generate(self, prompts: list[Prompt], n: int, sampling: Sampling) -> list[Group]:
+    def generate(
+        self, prompts: list[Prompt], n: int, sampling: Sampling, finished: Callable[[int], object]
+    ) -> list[Group]:
         self.entropies.clear()
-        return [Group(p, tuple(self._sample(p, i, sampling) for i in range(n))) for p in prompts]
+        groups = []
+        for prompt in prompts:
+            groups.append(Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))))
+            finished(n)
+        return groups
 
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
         ids, logprobs = list(prompt.input_ids), []
@@ -199,3 +206,50 @@ def test_a_tempered_run_needs_tempered_logprobs(
     assert not (tmp_path / "run").exists()
     config["rollout"] |= {"temperature": 1.0}
     trainer.prepare(TrainConfig.parse(config))
+
+
+def test_progress_in_a_file_counts_responses_and_says_what_is_known(
+    model: str,
+    tmp_path: Path,
+    engines: list[Sampler],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = settings(model, tmp_path / "run", steps=1, evaluation={"every_steps": 1, "prompts": 2})
+    trainer.train(TrainConfig.parse(config))
+    captured = capsys.readouterr()
+    assert "step 1/1 rollout 0/8 responses" in captured.err
+    assert "step 1/1 rollout 8/8 responses" in captured.err
+    assert "step 1/1 evaluation 2/2 responses" in captured.err
+    before, step, after = captured.out.splitlines()
+    assert before.startswith("after 0 steps: held-out pass rate 0.")
+    assert step.startswith("step 1/1, reward ") and ", KV read " in step
+    assert after.startswith("after 1 steps: held-out pass rate 0.")
+
+
+def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
+    model: str,
+    tmp_path: Path,
+    engines: list[Sampler],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*args: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'run_dir = "{tmp_path}/run"\n[task]\nname = "{ascii_task.NAME}"\n'
+        f'[model]\npath = "{model}"\n'
+        '[engine]\nschedule = "dense"\n[rollout]\nmax_prompt_tokens = 64\nmax_new_tokens = 12\n'
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", interrupted)
+        assert main(["train", str(path)]) == 130
+    said = capsys.readouterr().err
+    assert "nothing was saved; start again with the same command" in said
+    assert "--resume" not in said
+    # And so it is: nothing is in the way of the same command.
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "prepare", interrupted)
+        assert main(["train", str(path)]) == 130
+    assert "nothing was saved" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""A training file with every setting at its default, and what it means, from `TrainConfig`."""
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from sparrow_sglang.rl.config import TrainConfig
+
+# What has no default.
+EXAMPLES = {"run_dir": "runs/my-run", "name": "story"}
+_WIDTH = 98
+
+
+def commented_defaults() -> str:
+    """TOML that `TrainConfig.load` reads; settings without a value are commented out."""
+    return "".join(f"{line}\n" for line in _section("", TrainConfig))
+
+
+def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
+    tables: list[tuple[str, type[BaseModel]]] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            tables.append((name, kind))
+            continue
+        value = (
+            EXAMPLES.get(name)
+            if field.is_required()
+            else field.get_default(call_default_factory=True)
+        )
+        yield from _comment(field.description)
+        yield f"# {name} = ..." if value is None else f"{name} = {_toml(value)}"
+    for name, kind in tables:
+        yield ""
+        yield from _comment(kind.__doc__)
+        yield f"[{path}{name}]"
+        yield from _section(f"{path}{name}.", kind)
+
+
+def _comment(text: str | None) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(" ".join((text or "").split()), _WIDTH)]
+
+
+def _toml(value: Any) -> str:
+    """Strings, numbers, booleans and arrays are written in TOML as in JSON, and so is {}."""
+    return json.dumps(value)

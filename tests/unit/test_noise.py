@@ -1,0 +1,51 @@
+"""What our commands leave out of the libraries' messages at a start, and what they do not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sparrow_sglang.noise import VARIABLE
+
+CODE = """
+import logging, warnings
+from sparrow_sglang import noise
+
+noise.leave_out_if_asked()
+logging.basicConfig(format="%(message)s", level="INFO")
+logging.getLogger("sglang.srt.entrypoints.engine").info("server_args=ServerArgs(model_path='m')")
+registry = logging.getLogger("sglang.srt.models.registry")
+registry.warning("Ignore import error when loading sglang.srt.models.a: No module named 'vllm'")
+registry.warning("Ignore import error when loading sglang.srt.models.b: No module named 'gone'")
+awq = "sglang.srt.layers.quantization.awq.awq"
+for line, text in enumerate(["Only CUDA, HIP and XPU support AWQ currently.", "AWQ is broken"]):
+    warnings.warn_explicit(text, UserWarning, "a.py", line, awq)
+"""
+UNKNOWN = ["models.b: No module named 'gone'", "UserWarning: AWQ is broken"]
+KNOWN = ["server_args=ServerArgs", "No module named 'vllm'", "Only CUDA, HIP"]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_only_known_messages_are_left_out_and_only_where_asked(asked: bool) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    command = [sys.executable, "-c", CODE]
+    if asked:
+        environment[VARIABLE] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0
+    assert all(message in done.stderr for message in UNKNOWN)
+    assert [message in done.stderr for message in KNOWN] == [not asked] * len(KNOWN)
+
+
+def test_the_helper_that_tracks_semaphores_is_told_too() -> None:
+    code = (
+        "import os; os.environ['PYTHONWARNINGS'] = 'error::BytesWarning'\n"
+        "from sparrow_sglang import noise; noise.leave_out(); noise.leave_out()\n"
+        "print(os.environ['PYTHONWARNINGS'])"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.stdout == "error::BytesWarning,ignore:resource_tracker:UserWarning\n"
