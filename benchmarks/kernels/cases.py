@@ -1,6 +1,5 @@
 """Random KV pools, page tables and launches for the kernel benchmark, and how a launch is timed."""
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
+from sparrow_sglang.benchmarks.gpu_times import median_s
 
 PAGE_SIZE = 16
 HEAD_DIM = 128
@@ -33,15 +33,7 @@ def replay_us(launches: list[Launch]) -> float:
         for _ in range(repeats):
             for launch in launches:
                 launch()
-    times = []
-    for _ in range(_REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:]) / (repeats * len(launches))
+    return median_s(graph.replay, _REPLAYS) * 1e6 / (repeats * len(launches))
 
 
 @dataclass

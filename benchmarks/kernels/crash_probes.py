@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.attention_backends.plan_guard import PlanGuard
-from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.provenance import provenance
 
@@ -339,11 +338,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("crash-probes", DESCRIPTION, EXAMPLES)
-    parser.prog = "python -m sparrow_sglang.benchmarks.kernels.crash_probes"
+    parser = benchmark_parser("kernels.crash_probes", DESCRIPTION, EXAMPLES, "crash_probes.json")
     parser.add_argument("--case", type=json.loads, help="run this one here and print its result")
     parser.add_argument("--probes", nargs="+", default=list(_PROBES), choices=list(_PROBES))
-    parser.add_argument("--out", type=Path, default=Path("crash_probes.json"), help="JSON file")
     return parser
 
 

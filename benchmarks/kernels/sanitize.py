@@ -15,12 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.kernels.sanitize_workloads import WORKLOADS
+from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.provenance import provenance
 
 MEMORY_GB = 8.0
@@ -98,14 +97,12 @@ def is_clean(row: dict[str, Any]) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("sanitize", DESCRIPTION, EXAMPLES)
-    parser.prog = "python -m sparrow_sglang.benchmarks.kernels.sanitize"
+    parser = benchmark_parser("kernels.sanitize", DESCRIPTION, EXAMPLES, "sanitize.json")
     add = parser.add_argument
     add("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     add("--tools", nargs="+", default=list(TOOLS[:2]), choices=TOOLS)
     add("--sanitizer", help="path of compute-sanitizer (default: of PATH or /usr/local/cuda/bin)")
     add("--limit-s", type=float, default=540.0, help="seconds for one workload under one tool")
-    add("--out", type=Path, default=Path("sanitize.json"), help="JSON file; logs go beside it")
     return parser
 
 

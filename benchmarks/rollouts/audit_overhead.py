@@ -11,11 +11,16 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.options import (
+    benchmark_parser,
+    count,
+    prepare_out,
+    require_cuda,
+    settings,
+)
 from sparrow_sglang.benchmarks.steps.decode_step import MODELS, PAGE_SIZE
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.provenance import provenance
@@ -122,16 +127,17 @@ def losses(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("audit", DESCRIPTION, EXAMPLES)
+    parser = benchmark_parser(
+        "rollouts.audit_overhead", DESCRIPTION, EXAMPLES, "audit_overhead.json"
+    )
     parser.add_argument("--model", default="qwen3-1.7b", help="folder of models/, name or path")
     parser.add_argument("--schedule", default="fixed-1024", help="as --sparrow-schedule")
     parser.add_argument("--rate", type=float, default=0.01, help="share of requests to audit")
-    parser.add_argument("--requests", type=int, default=512, help="per round")
-    parser.add_argument("--concurrency", type=int, default=128, help="running at a time")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=2, help="pairs of rounds, off and on")
-    parser.add_argument("--out", type=Path, default=Path("audit_overhead.json"), help="JSON file")
+    parser.add_argument("--requests", type=count, default=512, help="per round")
+    parser.add_argument("--concurrency", type=count, default=128, help="running at a time")
+    parser.add_argument("--prompt-tokens", type=count, default=512)
+    parser.add_argument("--new-tokens", type=count, default=1024)
+    parser.add_argument("--rounds", type=count, default=2, help="pairs of rounds, off and on")
     return parser
 
 
@@ -139,9 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 2 without usable options or a GPU."""
     parser = _parser()
     options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
-    for option in ("requests", "concurrency", "prompt_tokens", "new_tokens", "rounds"):
-        if getattr(options, option) < 1:
-            parser.error(f"--{option.replace('_', '-')}: expected 1 or more")
     if not 0 < options.rate <= 1:
         parser.error(f"--rate {options.rate}: expected a share above 0 and at most 1")
     try:
@@ -152,11 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_out(parser, options.out)
     rows = measure(options)
     lost = losses(rows)
-    settings = {key: value for key, value in vars(options).items() if key != "out"}
-    write_json(
-        options.out,
-        {**provenance(), "settings": settings, "rows": rows, "lost": lost},
-    )
+    result = {"settings": settings(options), "rows": rows, "lost": lost}
+    write_json(options.out, provenance() | result)
     print(
         f"throughput lost to an audit of {options.rate:.1%}: {statistics.mean(lost):.2%}"
         f" (pairs: {', '.join(f'{share:.2%}' for share in lost)})"

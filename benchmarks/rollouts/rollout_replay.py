@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import (
+from sparrow_sglang.benchmarks.options import (
+    add_engine_arguments,
     benchmark_parser,
+    count,
     exit_on_sigterm,
     prepare_out,
     require_cuda,
@@ -26,7 +28,6 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     Side,
     add_model_options,
     comparison,
-    require_at_least_one,
     require_context,
 )
 from sparrow_sglang.benchmarks.steps.decode_step import PAGE_SIZE
@@ -118,38 +119,31 @@ def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("rollout", DESCRIPTION, EXAMPLES)
+    parser = benchmark_parser("rollout", DESCRIPTION, EXAMPLES, "rollout.json")
     add_model_options(parser)
     add = parser.add_argument
-    add("--sequences", type=int, default=64, help="in groups of 8 (default: %(default)s)")
+    add("--sequences", type=count, default=64, help="in groups of 8 (default: %(default)s)")
     add(
         "--mean-tokens",
-        type=int,
+        type=count,
         default=8192,
         help="mean of the lengths, which are log-normal (default: %(default)s)",
     )
-    add("--max-tokens", type=int, default=32768, help="cut-off (default: %(default)s)")
+    add("--max-tokens", type=count, default=32768, help="cut-off (default: %(default)s)")
     add(
         "--lengths-file",
         type=Path,
         help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234};'
         " the first --sequences of them",
     )
-    add("--prompt-tokens", type=int, default=256, help="per prompt (default: %(default)s)")
+    add("--prompt-tokens", type=count, default=256, help="per prompt (default: %(default)s)")
     add("--seed", type=int, default=0, help="of prompts and order (default: %(default)s)")
-    add(
-        "--engine-args",
-        default="{}",
-        metavar="JSON",
-        help="further arguments of sglang.Engine, e.g. '{\"disable_prefill_cuda_graph\": true}'",
-    )
-    add("--out", type=Path, default=Path("rollout.json"), help="JSON file (default: %(default)s)")
+    add_engine_arguments(parser)
     add("--one", choices=("sparse", "dense"), help=argparse.SUPPRESS)
     return parser
 
 
 def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
-    require_at_least_one(options, ["sequences", "mean_tokens", "max_tokens", "prompt_tokens"])
     if options.sequences % GROUP:
         raise ValueError(
             f"--sequences {options.sequences}: expected a multiple of {GROUP}, the size of a group"

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import (
+from sparrow_sglang.benchmarks.options import (
     benchmark_parser,
+    count,
     exit_on_sigterm,
     prepare_out,
     require_cuda,
@@ -31,7 +32,6 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     Side,
     add_model_options,
     comparison,
-    require_at_least_one,
     require_context,
 )
 from sparrow_sglang.benchmarks.steps.decode_step import PAGE_SIZE
@@ -153,12 +153,12 @@ def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("serving", DESCRIPTION, EXAMPLES)
+    parser = benchmark_parser("serving", DESCRIPTION, EXAMPLES, "serving.json")
     add_model_options(parser)
     add = parser.add_argument
-    add("--num-prompts", type=int, default=32, help="requests (default: %(default)s)")
-    add("--input-len", type=int, default=16384, help="tokens of a prompt (default: %(default)s)")
-    add("--output-len", type=int, default=2048, help="new tokens (default: %(default)s)")
+    add("--num-prompts", type=count, default=32, help="requests (default: %(default)s)")
+    add("--input-len", type=count, default=16384, help="tokens of a prompt (default: %(default)s)")
+    add("--output-len", type=count, default=2048, help="new tokens (default: %(default)s)")
     add(
         "--range-ratio",
         type=float,
@@ -171,14 +171,12 @@ def _parser() -> argparse.ArgumentParser:
         default=float("inf"),
         help="requests per second (default: all at once)",
     )
-    add("--max-concurrency", type=int, help="requests at a time (default: all)")
+    add("--max-concurrency", type=count, help="requests at a time (default: all)")
     add("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
-    add("--out", type=Path, default=Path("serving.json"), help="JSON file (default: %(default)s)")
     return parser
 
 
 def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
-    require_at_least_one(options, ["num_prompts", "input_len", "output_len", "max_concurrency"])
     if not 0 <= options.range_ratio <= 1:
         raise ValueError(f"--range-ratio {options.range_ratio}: expected a share from 0 to 1")
     if not options.request_rate > 0:

@@ -26,11 +26,13 @@ import psutil
 import torch
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import (
+from sparrow_sglang.benchmarks.options import (
     benchmark_parser,
+    count,
     exit_on_sigterm,
     prepare_out,
     require_cuda,
+    settings,
 )
 from sparrow_sglang.benchmarks.rollouts.server_process import (
     START_S,
@@ -286,22 +288,20 @@ def _measure(soaked: list[Soaked], options: argparse.Namespace) -> list[dict[str
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("soak", DESCRIPTION, EXAMPLES)
-    parser.prog = "python -m sparrow_sglang.benchmarks.rollouts.soak"
+    parser = benchmark_parser("rollouts.soak", DESCRIPTION, EXAMPLES, "soak.json")
     add = parser.add_argument
     seconds = float(os.environ.get("SPARROW_SOAK_S", "600"))
     add("--model", default="qwen3-1.7b", help="folder of models/, or path of one with shapes")
     add("--backend", default="sparrow", help="flashinfer for stock SGLang, to compare with")
-    add("--servers", type=int, default=1, help="that share the GPU")
+    add("--servers", type=count, default=1, help="that share the GPU")
     add("--seconds", type=float, default=seconds, help="of load (SPARROW_SOAK_S)")
     add("--warm-s", type=float, default=30.0, help="of load before memory is compared")
     add("--check-s", type=float, default=10.0, help="between checks of all live landmarks")
-    add("--clients", type=int, default=64, help="of each server")
-    add("--running", type=int, default=48, help="most requests at a time, and in a CUDA graph")
-    add("--pool-tokens", type=int, default=100_000, help="KV pool of each server")
-    add("--longest", type=int, default=16384, help="tokens of the longest sequences")
+    add("--clients", type=count, default=64, help="of each server")
+    add("--running", type=count, default=48, help="most requests at a time, and in a CUDA graph")
+    add("--pool-tokens", type=count, default=100_000, help="KV pool of each server")
+    add("--longest", type=count, default=16384, help="tokens of the longest sequences")
     add("--retract-steps", type=int, default=50, help="steps between forced retractions; 0: none")
-    add("--out", type=Path, default=Path("soak.json"), help="JSON file; logs go beside it")
     return parser
 
 
@@ -309,9 +309,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and write; the exit code is 1 if anything was wrong, 2 without usable options."""
     parser = _parser()
     options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
-    for option in ("servers", "clients", "running", "pool_tokens", "longest"):
-        if getattr(options, option) < 1:
-            parser.error(f"--{option.replace('_', '-')}: expected 1 or more")
     if options.model in known_models():
         require_cuda(parser, MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
@@ -324,8 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for log in sorted(options.out.parent.glob(f"{options.out.stem}.server*.log")):
                 print(f"{log}:\n{log_end(log)}", file=sys.stderr)
             return 1
-    settings = {key: value for key, value in vars(options).items() if key != "out"}
-    write_json(options.out, {**provenance(), "settings": settings, "rows": rows})
+    write_json(options.out, {**provenance(), "settings": settings(options), "rows": rows})
     for row in rows:
         print(_line(row))
     return int(any(row["problems"] for row in rows))

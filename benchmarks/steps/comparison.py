@@ -5,7 +5,7 @@ In: the parsed options. Out: a `Comparison`, or a `ValueError` that names the op
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,14 +99,6 @@ def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
         config=config,
         sides=(Side(BACKEND, schedule), Side(dense, None)),
     )
-
-
-def require_at_least_one(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise `ValueError` unless each of these options is 1 or more."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
 
 
 def require_context(context: int, prompt_tokens: int, new_tokens: int) -> None:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.bandwidth import copy_bandwidth
-from sparrow_sglang.benchmarks.command import (
+from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
+from sparrow_sglang.benchmarks.options import (
+    add_engine_arguments,
     benchmark_parser,
+    count,
     prepare_out,
     require_cuda,
 )
@@ -196,7 +198,7 @@ def speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("step", DESCRIPTION, EXAMPLES)
+    parser = benchmark_parser("step", DESCRIPTION, EXAMPLES, "decode_step.json")
     known = ", ".join(sorted(folder.name for folder in MODELS.iterdir()))
     parser.add_argument(
         "--models", default="qwen3-1.7b", help=f"comma-separated, of {known} (default: %(default)s)"
@@ -217,17 +219,11 @@ def _parser() -> argparse.ArgumentParser:
         help="for sparrow: shipped names, .json files or fixed-<tokens>; {model} is filled in"
         " (default: {model}-0.86)",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="the median of them counts")
+    parser.add_argument("--repeats", type=count, default=3, help="the median of them counts")
     parser.add_argument(
         "--memory-fraction", type=float, default=0.88, help="SGLang's mem_fraction_static"
     )
-    parser.add_argument(
-        "--engine-args",
-        default="{}",
-        metavar="JSON",
-        help="further arguments of sglang.Engine, e.g. '{\"disable_prefill_cuda_graph\": true}'",
-    )
-    parser.add_argument("--out", type=Path, default=Path("decode_step.json"), help="JSON file")
+    add_engine_arguments(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser
 
@@ -235,8 +231,6 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> float:
     """GB that the largest case keeps in memory; `ValueError` names an option that cannot work."""
     most = 0.0
-    if options.repeats < 1:
-        raise ValueError(f"--repeats {options.repeats}: expected 1 or more")
     engine_arguments(options.engine_args)
     known = sorted(folder.name for folder in MODELS.iterdir())
     for model in options.models.split(","):

@@ -21,7 +21,13 @@ import torch
 from transformers import AutoConfig
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out
+from sparrow_sglang.benchmarks.options import (
+    add_engine_arguments,
+    benchmark_parser,
+    count,
+    prepare_out,
+    settings,
+)
 from sparrow_sglang.benchmarks.training.adapter_delivery import (
     Learner,
     adapter_cost,
@@ -73,11 +79,7 @@ def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
     start = time.perf_counter()
     schedules = dict(zip((GIVEN, AGGRESSIVE), loaded(options.schedules), strict=True))
     result: dict[str, Any] = provenance() | {
-        "settings": {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in vars(options).items()
-            if key != "out"
-        },
+        "settings": settings(options),
         "schedules": {name: each.model_dump(mode="json") for name, each in schedules.items()},
     }
     training, heldout = prompts_for(options, model_path)
@@ -228,8 +230,7 @@ def show_costs(result: dict[str, Any]) -> None:
 
 
 def _parser() -> OneLineParser:
-    parser = benchmark_parser("distill-gain", DESCRIPTION, EXAMPLES)
-    parser.prog = "python -m sparrow_sglang.benchmarks.training.distill_gain"
+    parser = benchmark_parser("training.distill_gain", DESCRIPTION, EXAMPLES, "distill_gain.json")
     add = parser.add_argument
     add("--model", default=EMBEDDED_MODEL_NAME, help="folder or hub name (default: %(default)s)")
     add(
@@ -242,26 +243,19 @@ def _parser() -> OneLineParser:
     add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate (default: built-in ones)")
     add("--train-under", nargs="+", choices=[GIVEN, AGGRESSIVE], default=[AGGRESSIVE])
     add("--lr", nargs="+", type=float, default=[DistillConfig().lr], help="learning rates to try")
-    add("--context", type=int, default=4096, help="longest sequence, response included")
-    add("--new-tokens", type=int, default=512, help="longest response")
-    add("--steps", nargs="+", type=int, default=[8, 32], help="adapter steps to measure after")
-    add("--responses", type=int, default=32, help="that a step learns from")
-    add("--steps-per-rollout", type=int, default=4, help="steps on responses of the same adapter")
-    add("--heldout", type=int, default=144, help="prompts that are measured on")
-    add("--bin-tokens", type=int, default=1024, help="positions per bin of the tails")
-    add("--engine-args", default="{}", metavar="JSON", help="further ones of sglang.Engine")
-    add("--out", type=Path, default=Path("distill_gain.json"), help="JSON file")
+    add("--context", type=count, default=4096, help="longest sequence, response included")
+    add("--new-tokens", type=count, default=512, help="longest response")
+    add("--steps", nargs="+", type=count, default=[8, 32], help="adapter steps to measure after")
+    add("--responses", type=count, default=32, help="that a step learns from")
+    add("--steps-per-rollout", type=count, default=4, help="steps on responses of the same adapter")
+    add("--heldout", type=count, default=144, help="prompts that are measured on")
+    add("--bin-tokens", type=count, default=1024, help="positions per bin of the tails")
+    add_engine_arguments(parser)
     return parser
 
 
 def _checked(parser: OneLineParser, options: argparse.Namespace) -> str:
     """The model's folder; ends with exit code 2 on an option that cannot work."""
-    counts = ("new_tokens", "responses", "steps_per_rollout", "heldout", "bin_tokens")
-    for option, value in [(name, getattr(options, name)) for name in counts] + [
-        ("steps", step) for step in options.steps
-    ]:
-        if value < 1:
-            parser.error(f"--{option.replace('_', '-')} {value}: expected 1 or more")
     for lr in options.lr:
         if not 0 < lr < math.inf:
             parser.error(f"--lr {lr}: expected a number above 0")

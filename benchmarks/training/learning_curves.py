@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import benchmark_parser, exit_on_sigterm, prepare_out
+from sparrow_sglang.benchmarks.options import (
+    benchmark_parser,
+    count,
+    exit_on_sigterm,
+    prepare_out,
+    settings,
+)
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, merged, run_all
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.provenance import provenance
@@ -123,27 +129,26 @@ def plot(path: Path, runs: Sequence[Mapping[str, Any]], metrics: Sequence[str]) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, write and plot; the exit code is 1 if a run is incomplete, 2 if a setting is wrong."""
-    parser = benchmark_parser("learning-curves", DESCRIPTION, EXAMPLES)
-    parser.prog = "python -m sparrow_sglang.benchmarks.training.learning_curves"
+    parser = benchmark_parser(
+        "training.learning_curves", DESCRIPTION, EXAMPLES, "learning_curves.json"
+    )
     parser.add_argument("config", type=Path, help="TOML file of `sparrow train`")
     parser.add_argument("--schedules", nargs="+", default=["dense", "auto"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--parallel", type=int, default=1, help="runs at a time on each GPU")
+    parser.add_argument("--parallel", type=count, default=1, help="runs at a time on each GPU")
     parser.add_argument("--work", type=Path, default=Path("runs/learning_curves"))
-    parser.add_argument("--out", type=Path, default=Path("learning_curves.json"))
     args = parser.parse_args(argv)
-    if args.parallel < 1:
-        parser.error(f"--parallel {args.parallel}: expected 1 or more")
     try:
         plans = plan_runs(args.config, args.schedules, args.seeds, args.work)
     except (ConfigError, OSError, tomllib.TOMLDecodeError) as error:
         parser.error(str(error))
     prepare_out(parser, args.out)
     args.work.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {
-        key: value for key, value in vars(args).items() if key not in ("out", "work")
+    recorded = settings(args) | {
+        "config": args.config.name,
+        "train": tomllib.loads(args.config.read_text("utf-8")),
     }
-    settings |= {"config": args.config.name, "train": tomllib.loads(args.config.read_text("utf-8"))}
+    del recorded["work"]
     exit_on_sigterm()
     try:
         run_all(plans, args.parallel)
@@ -153,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; repeat the command to go on", file=sys.stderr)
     finally:
         found = collect(plans)
-        write_json(args.out, {**provenance(), "settings": settings, "rows": found})
+        write_json(args.out, {**provenance(), "settings": recorded, "rows": found})
         plot(args.out.with_suffix(".png"), found, CURVES[:4])
     wanted = plans[0].config.steps
     for run in found:

@@ -19,7 +19,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.options import (
+    benchmark_parser,
+    count,
+    prepare_out,
+    require_cuda,
+)
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
@@ -137,8 +142,7 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = benchmark_parser("train-memory", DESCRIPTION, EXAMPLES)
-    parser.prog = "python -m sparrow_sglang.benchmarks.training.train_memory"
+    parser = benchmark_parser("training.train_memory", DESCRIPTION, EXAMPLES, "train-memory.json")
     parser.add_argument("--model", default="qwen3-1.7b", help="a folder in benchmarks/models")
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[8192, 32768], help="lengths of the sequence"
@@ -148,18 +152,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     dtypes = ["float32", "bfloat16"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
-    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one to warm up")
-    parser.add_argument("--out", type=Path, default=Path("train-memory.json"))
+    parser.add_argument("--steps", type=count, default=2, help="timed steps, after one to warm up")
     args = parser.parse_args(argv)
     config = MODELS / args.model
     if not (config / "config.json").is_file():
         known = ", ".join(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
         parser.error(f"--model {args.model}: not known; expected one of {known}")
-    if min(args.tokens) <= PROMPT_TOKENS or args.steps < 1:
-        parser.error(
-            f"--tokens {min(args.tokens)}, --steps {args.steps}: expected more than {PROMPT_TOKENS}"
-            " tokens and at least one step"
-        )
+    if min(args.tokens) <= PROMPT_TOKENS:
+        parser.error(f"--tokens {min(args.tokens)}: expected more than {PROMPT_TOKENS}")
     try:
         schedule = load_schedule(args.schedule, PAGE_SIZE)
     except ScheduleError as error:

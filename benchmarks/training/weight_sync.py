@@ -24,7 +24,13 @@ from typing import Any
 import torch
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import benchmark_parser, exit_on_sigterm, prepare_out
+from sparrow_sglang.benchmarks.options import (
+    benchmark_parser,
+    count,
+    exit_on_sigterm,
+    prepare_out,
+    settings,
+)
 from sparrow_sglang.benchmarks.rollouts.server_process import free_port, log_end, stop
 from sparrow_sglang.benchmarks.steps.comparison import known_models
 from sparrow_sglang.benchmarks.steps.decode_step import MODELS
@@ -50,7 +56,7 @@ class SyncFailed(RuntimeError):
     """A run did not come through; the message holds the end of its log."""
 
 
-def settings(options: argparse.Namespace, model: str, transfer: str, folder: Path) -> Any:
+def run_config(options: argparse.Namespace, model: str, transfer: str, folder: Path) -> Any:
     """The run's configuration, as its TOML file has it."""
     server_args: dict[str, Any] = {"disable_prefill_cuda_graph": True, "grammar_backend": "none"}
     if torch.cuda.is_available():
@@ -133,7 +139,7 @@ def run(options: argparse.Namespace, model: str, transfer: str, folder: Path) ->
     """One training run; raises `SyncFailed`."""
     on_gpu = torch.cuda.is_available()
     config = folder / f"{transfer}.toml"
-    values = settings(options, model, transfer, folder)
+    values = run_config(options, model, transfer, folder)
     config.write_text("".join(f"{line}\n" for line in toml_lines(values)), "utf-8")
     log = options.out.with_suffix(f".{transfer}.log")
     engine_gpu = options.engine_gpu if on_gpu else ""
@@ -176,19 +182,17 @@ def measured(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser("weight-sync", DESCRIPTION, EXAMPLES)
-    parser.prog = "python -m sparrow_sglang.benchmarks.training.weight_sync"
+    parser = benchmark_parser("training.weight_sync", DESCRIPTION, EXAMPLES, "weight_sync.json")
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="embedded model, folder of models/, or path")
     add("--schedule", default="fixed-256", help="of the rollouts")
-    add("--steps", type=int, default=20)
-    add("--prompts", type=int, default=16, help="per step, with 8 responses each")
-    add("--new-tokens", type=int, default=256, help="longest response")
+    add("--steps", type=count, default=20)
+    add("--prompts", type=count, default=16, help="per step, with 8 responses each")
+    add("--new-tokens", type=count, default=256, help="longest response")
     add("--transfers", nargs="+", default=list(TRANSFERS), choices=TRANSFERS)
     add("--trainer-gpu", default="0", help="as CUDA_VISIBLE_DEVICES names it")
     add("--engine-gpu", default="1", help="as CUDA_VISIBLE_DEVICES names it")
     add("--limit-s", type=float, default=900.0, help="seconds that one run may take")
-    add("--out", type=Path, default=Path("weight_sync.json"), help="JSON file")
     return parser
 
 
@@ -196,9 +200,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 1 if a run failed, 2 without usable options."""
     parser = _parser()
     options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
-    for option in ("steps", "prompts", "new_tokens"):
-        if getattr(options, option) < 1:
-            parser.error(f"--{option.replace('_', '-')}: expected 1 or more")
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         parser.error(
             "expected two GPUs on this machine, one for the trainer and one for the engine"
@@ -211,14 +212,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = prepare_model(options.model, folder)
         files = Path(model_folder(model)).glob("*.safetensors")
         weight_bytes = sum(file.stat().st_size for file in files)
-        chosen = {key: value for key, value in vars(options).items() if key != "out"}
         for transfer in options.transfers:
             try:
                 rows.append(run(options, model, transfer, folder))
             except SyncFailed as error:
                 print(f"{parser.prog}: error: {error}", file=sys.stderr)
                 return 1
-            result = {"settings": chosen, "weight_bytes": weight_bytes, "rows": rows}
+            result = {"settings": settings(options), "weight_bytes": weight_bytes, "rows": rows}
             write_json(options.out, {**provenance(), **result})
             print(line(rows[-1]), flush=True)
     return 0

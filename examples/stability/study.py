@@ -29,7 +29,7 @@ from study_settings import CALIBRATED, StudySettings
 from summary import write_summary
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.command import exit_on_sigterm
+from sparrow_sglang.benchmarks.options import exit_on_sigterm
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, run_all
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.renamed import current_names

@@ -165,9 +165,9 @@ def _run(args: argparse.Namespace) -> int:
 def _bench(benchmark: str, argv: Sequence[str]) -> int:
     # Late, as they import torch, the kernels Triton too.
     if benchmark == "kernels":
-        from sparrow_sglang.benchmarks.kernels import kernels
+        from sparrow_sglang.benchmarks.kernels import kernel_times
 
-        return kernels.main(argv)
+        return kernel_times.main(argv)
     from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
     from sparrow_sglang.benchmarks.steps import decode_step
 

@@ -70,7 +70,7 @@ def test_sigterm_of_the_benchmark_ends_its_server(tmp_path: Path) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
-from sparrow_sglang.benchmarks.command import exit_on_sigterm
+from sparrow_sglang.benchmarks.options import exit_on_sigterm
 from sparrow_sglang.benchmarks.rollouts.server_process import running_server
 exit_on_sigterm()
 command = [sys.executable, "-c", {SERVER!r}, "{port}"]

@@ -13,7 +13,7 @@ import torch
 from command_lines import refusal
 
 from sparrow_sglang.benchmarks import tables
-from sparrow_sglang.benchmarks.kernels import kernels
+from sparrow_sglang.benchmarks.kernels import kernel_times
 from sparrow_sglang.benchmarks.result_files import RESULTS, ResultError, load_runs
 from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
 from sparrow_sglang.benchmarks.steps import decode_step
@@ -338,7 +338,7 @@ def test_the_commands_in_the_help_are_accepted(
     monkeypatch.chdir(tmp_path)
     Path("lengths.jsonl").write_text("1000\n")
     texts = [re.sub(r"\\\n +", "", cli.BENCH_EPILOG)]
-    texts += [each.EXAMPLES for each in (decode_step, kernels, rollout_replay, serving)]
+    texts += [each.EXAMPLES for each in (decode_step, kernel_times, rollout_replay, serving)]
     commands = re.findall(r"^  (sparrow bench .*?)(?: {2,}.*)?$", "\n".join(texts), re.M)
     assert len(commands) == 16
     for command in commands:

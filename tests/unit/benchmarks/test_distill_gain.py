@@ -80,7 +80,7 @@ def test_gains_want_intervals_apart():
     ("arguments", "named"),
     [
         (["--lr", "0"], "--lr 0"),
-        (["--steps", "4", "0"], "--steps 0"),
+        (["--steps", "4", "0"], "--steps: expected 1 or more, got 0"),
         (["--schedules", "fixed-512", "fixed-512"], "named twice"),
         (["--schedules", "fixed-512", "fixed-100"], "nearest allowed"),
         (["--model", "/nowhere"], "/nowhere"),

@@ -38,7 +38,7 @@ def test_what_was_measured_survives_a_side_that_fails(
     ("words", "message"),
     [
         (["--sequences", "12"], "--sequences 12: expected a multiple of 8"),
-        (["--sequences", "0"], "--sequences 0: expected 1 or more"),
+        (["--sequences", "0"], "--sequences: expected 1 or more, got 0"),
         (["--mean-tokens", "500"], "--mean-tokens 500: expected 1 or more, and less than"),
         (["--prompt-tokens", "4050"], "do not fit into the model's context of 4096"),
         (["--engine-args", "[]"], "--engine-args []: expected a JSON object"),

@@ -34,8 +34,8 @@ def test_requests_that_were_not_answered_are_no_result(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--num-prompts", "0"], "--num-prompts 0: expected 1 or more"),
-        (["--max-concurrency", "0"], "--max-concurrency 0: expected 1 or more"),
+        (["--num-prompts", "0"], "--num-prompts: expected 1 or more, got 0"),
+        (["--max-concurrency", "0"], "--max-concurrency: expected 1 or more, got 0"),
         (["--range-ratio", "1.5"], "--range-ratio 1.5: expected a share from 0 to 1"),
         (["--request-rate", "0"], "--request-rate 0.0: expected more than 0"),
         (["--request-rate", "nan"], "--request-rate nan: expected more than 0"),

@@ -1,23 +1,58 @@
-"""What the benchmark commands share: they refuse in one line, before anything is measured."""
+"""Command lines of benchmarks: they refuse in one line, before anything is measured."""
 
 import argparse
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from sparrow_sglang.command_line import OneLineParser
 
 
-def benchmark_parser(name: str, description: str, examples: str) -> OneLineParser:
-    """Parser of `sparrow bench NAME`, with commands to copy under its options."""
-    return OneLineParser(
-        prog=f"sparrow bench {name}",
+def benchmark_parser(prog: str, description: str, examples: str, out: str) -> OneLineParser:
+    """Parser of a benchmark that writes `--out`, with commands to copy under its options.
+
+    `prog` is a command after `sparrow bench`, or a module of `sparrow_sglang.benchmarks`.
+    """
+    module = f"python -m sparrow_sglang.benchmarks.{prog}"
+    parser = OneLineParser(
+        prog=module if "." in prog else f"sparrow bench {prog}",
         description=description,
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "--out", type=Path, default=Path(out), help="JSON file (default: %(default)s)"
+    )
+    return parser
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--engine-args`."""
+    parser.add_argument(
+        "--engine-args",
+        default="{}",
+        metavar="JSON",
+        help="further arguments of sglang.Engine, e.g. '{\"disable_prefill_cuda_graph\": true}'",
+    )
+
+
+def count(text: str) -> int:
+    """The whole number of an option that must be 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return int(text)
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The options as a result records them: all but where it is written."""
+    return {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(options).items()
+        if key != "out"
+    }
 
 
 def require_cuda(parser: argparse.ArgumentParser, memory_gb: float, purpose: str) -> None:

@@ -16,8 +16,7 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
-from sparrow_sglang.benchmarks.bandwidth import copy_bandwidth
-from sparrow_sglang.benchmarks.command import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.kernels.cases import (
     HEAD_DIM,
     NUM_KV_HEADS,
@@ -30,6 +29,7 @@ from sparrow_sglang.benchmarks.kernels.cases import (
     replay_us,
 )
 from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
+from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.provenance import provenance
 
 DESCRIPTION = """\
@@ -60,7 +60,7 @@ _DENSE = [Shape(16, 32768, 2048), Shape(64, 2048, 128, group=4), Shape(1, 8192, 
 class Table:
     """Rows measured so far; a row that fails says why and the run goes on."""
 
-    def __init__(self, bandwidth: float, out: Path | None) -> None:
+    def __init__(self, bandwidth: float, out: Path) -> None:
         self.bandwidth = bandwidth
         self.out = out
         self.rows: list[dict[str, Any]] = []
@@ -78,10 +78,9 @@ class Table:
         else:
             share = 100 * floor / row["us"]
             print(f"{name:<58} {floor:8.1f} {row['us']:8.1f} {share:6.0f} %", flush=True)
-        if self.out:
-            # After every row: a run that is cut short keeps what it has measured.
-            result = {**provenance(), "copy_bandwidth": self.bandwidth, "rows": self.rows}
-            write_json(self.out, result)
+        # After every row: a run that is cut short keeps what it has measured.
+        result = {**provenance(), "copy_bandwidth": self.bandwidth, "rows": self.rows}
+        write_json(self.out, result)
 
 
 def _measure(case: Callable[[], Any], launch: Any = None) -> dict[str, Any]:
@@ -213,14 +212,12 @@ def sweep(table: Table, pools: Pools) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code is 1 if one of our kernels failed, 2 without a GPU."""
-    parser = benchmark_parser("kernels", DESCRIPTION, EXAMPLES)
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser = benchmark_parser("kernels", DESCRIPTION, EXAMPLES, "kernels.json")
     parser.add_argument("--quick", action="store_true", help="main shapes only, no peers")
     parser.add_argument("--sweep", action="store_true", help="launch shapes instead of cases")
     args = parser.parse_args(argv)
     require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
-    if args.out:
-        prepare_out(parser, args.out)
+    prepare_out(parser, args.out)
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s; floor = bytes at that rate", flush=True)
