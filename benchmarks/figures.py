@@ -16,11 +16,10 @@ from typing import Any
 from sparrow_sglang.benchmarks.result_files import ROOT, ResultError, load_runs
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import Pair, dense_backends, model_size, pair_rows
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
 
 FIGURES = Path("docs/figures")
 COMMAND = "python -m sparrow_sglang.benchmarks.figures"
-PAGE_SIZE = 16
 TARGET = 0.86
 # Sequences a step; of the batches measured, the one with most models and contexts.
 BATCH = 16

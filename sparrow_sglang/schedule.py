@@ -32,6 +32,8 @@ from sparrow_sglang.json_values import MAX_DEPTH, JsonError, cut, quoted, requir
 from sparrow_sglang.validation import first_problem, nearest_first
 
 PAGE_SIZES = (16, 32, 64)
+PAGE_SIZE = 16
+"""Tokens per page where nothing else is chosen."""
 PREFERRED_TAIL_TARGET = 0.86
 # Tables on the device hold whole numbers of 32 bits.
 MAX_TOKENS = 2**30
@@ -188,7 +190,7 @@ class BudgetSchedule(BaseModel):
         return self.calibrated and bool(self.model_match) and not _matches(self, hf_config)
 
     @classmethod
-    def fixed(cls, tokens: int, page_size: int = 16) -> "BudgetSchedule":
+    def fixed(cls, tokens: int, page_size: int = PAGE_SIZE) -> "BudgetSchedule":
         """The same budget of `tokens` at every length."""
         name = f"fixed-{tokens}"
         try:

@@ -9,8 +9,8 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
 from sparrow_sglang.benchmarks.gpu_times import median_s
+from sparrow_sglang.schedule import PAGE_SIZE
 
-PAGE_SIZE = 16
 HEAD_DIM = 128
 NUM_KV_HEADS = 8
 ROW_BYTES = HEAD_DIM * 2

@@ -20,7 +20,6 @@ from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.kernels.cases import (
     HEAD_DIM,
     NUM_KV_HEADS,
-    PAGE_SIZE,
     DecodeCase,
     Launch,
     Pools,
@@ -31,6 +30,7 @@ from sparrow_sglang.benchmarks.kernels.cases import (
 from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.provenance import provenance
+from sparrow_sglang.schedule import PAGE_SIZE
 
 DESCRIPTION = """\
 Time the GPU kernels of one layer of a sparse decode step, and what other libraries offer for the

@@ -8,13 +8,13 @@ import torch
 from sparrow_sglang.benchmarks.kernels.cases import (
     HEAD_DIM,
     NUM_KV_HEADS,
-    PAGE_SIZE,
     RECENTS,
     SINKS,
     DecodeCase,
     Launch,
     SelectCase,
 )
+from sparrow_sglang.schedule import PAGE_SIZE
 
 
 def _few(count: int) -> range:

@@ -21,10 +21,10 @@ from sparrow_sglang.benchmarks.options import (
     require_cuda,
     settings,
 )
-from sparrow_sglang.benchmarks.steps.decode_step import MODELS, PAGE_SIZE
+from sparrow_sglang.benchmarks.steps.decode_step import MODELS
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.provenance import provenance
-from sparrow_sglang.schedule import load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, load_schedule
 
 MEMORY_GB = 40.0
 _SETTLE_S = 60.0

@@ -30,10 +30,10 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     comparison,
     require_context,
 )
-from sparrow_sglang.benchmarks.steps.decode_step import PAGE_SIZE
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.provenance import provenance
+from sparrow_sglang.schedule import PAGE_SIZE
 
 # Named in full because each backend starts it again, however it was started itself.
 MODULE = "sparrow_sglang.benchmarks.rollouts.rollout_replay"

@@ -34,8 +34,8 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     comparison,
     require_context,
 )
-from sparrow_sglang.benchmarks.steps.decode_step import PAGE_SIZE
 from sparrow_sglang.provenance import provenance
+from sparrow_sglang.schedule import PAGE_SIZE
 
 MEMORY_GB = 40.0
 

@@ -46,9 +46,10 @@ from sparrow_sglang.benchmarks.rollouts.server_process import (
 from sparrow_sglang.benchmarks.rollouts.soak_load import Load, Traffic
 from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
 from sparrow_sglang.benchmarks.steps.comparison import known_models
-from sparrow_sglang.benchmarks.steps.decode_step import MODELS, PAGE_SIZE
+from sparrow_sglang.benchmarks.steps.decode_step import MODELS
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.provenance import provenance
+from sparrow_sglang.schedule import PAGE_SIZE
 
 MEMORY_GB = 60.0
 SCHEDULES = ("fixed-512", "fixed-1024", "fixed-2048")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.benchmarks.steps.decode_step import MODELS, PAGE_SIZE
+from sparrow_sglang.benchmarks.steps.decode_step import MODELS
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.plugin.refusals import BACKEND
-from sparrow_sglang.schedule import load_schedule, schedule_for_model
+from sparrow_sglang.schedule import PAGE_SIZE, load_schedule, schedule_for_model
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,12 @@ from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import pair_rows
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
 
 # Named in full because each (model, backend) starts it again, however it was started itself.
 MODULE = "sparrow_sglang.benchmarks.steps.decode_step"
 MODELS = Path(__file__).parents[1] / "models"
 SHORT, LONG = 16, 144
-PAGE_SIZE = 16
 CONTEXT = 40960
 
 DESCRIPTION = """\

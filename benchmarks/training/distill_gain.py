@@ -54,9 +54,7 @@ from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.distill import ADAPTER, lora_arguments
 from sparrow_sglang.rl.engines.engine import LocalEngine
 from sparrow_sglang.rl.types import Prompt
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
-
-PAGE_SIZE = 16
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
 
 DESCRIPTION = """\
 Train the rollout adapter on the sparse actor's own responses to built-in or given prompts, the

@@ -30,10 +30,9 @@ from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError, load_schedule
 
 MODELS = Path(__file__).parents[1] / "models"
-PAGE_SIZE = 16
 PROMPT_TOKENS = 64
 CHECKED_TOKENS = 1024
 GIB = 2**30

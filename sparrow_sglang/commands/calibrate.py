@@ -82,7 +82,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--check", nargs="+", metavar="SCHEDULE", help="measure these schedule files instead")
     add("--work", type=Path, help="folder of measurements, to resume from; default: beside --out")
     add("--budgets", type=int, nargs="+", help="KV budgets in tokens; default: 128 to 12288")
-    add("--page-size", type=int, choices=PAGE_SIZES, default=16, help="default 16")
+    add("--page-size", type=int, choices=PAGE_SIZES, default=PAGE_SIZE, help="default 16")
     add("--bin-tokens", type=int, help="default about 2000; 1024 up to a context of 16384")
     add("--new-tokens", type=int, default=128, help="per generation, at most (default 128)")
     add("--samples", type=int, default=1, help="per prompt and budget (default 1)")

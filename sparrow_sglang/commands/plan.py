@@ -16,7 +16,7 @@ from sparrow_sglang.planning.cost_model import GPUS, Hardware, ModelShape
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.planning.step_time import MeasuredStep
 from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule, schedule_for_model
 
 _HUB_TIMEOUT_S = 10.0
 
@@ -42,7 +42,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default=AUTO,
         help="shipped name, path to a .json file, fixed-<tokens>, or the model's own (auto)",
     )
-    parser.add_argument("--page-size", type=int, default=16, help="for named and fixed schedules")
+    parser.add_argument(
+        "--page-size", type=int, default=PAGE_SIZE, help="for named and fixed schedules"
+    )
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument("--length", type=int, nargs="+", help="generated tokens, one row each")
     lengths.add_argument(

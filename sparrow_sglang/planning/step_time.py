@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.planning.cost_model import CostModelError, ModelShape, StepCosts
+from sparrow_sglang.schedule import PAGE_SIZE
 
 _DENSE_LAYERS = 2
-_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
     dense_layers = int(row.get("dense_layers", _DENSE_LAYERS))
     sparse_layers = shape.num_layers - dense_layers
     # Steps that read everything do not score; the three kept pages per sequence never do.
-    pages = cached / row.get("page_size", _PAGE_SIZE) - 3 * batch if budget < cached else 0.0
+    pages = cached / row.get("page_size", PAGE_SIZE) - 3 * batch if budget < cached else 0.0
     kv = per_layer * (dense_layers * cached + sparse_layers * budget)
     return weights + kv + per_layer / 2 * sparse_layers * max(0.0, pages)
 

@@ -26,7 +26,7 @@ from sparrow_sglang.plugin.refusals import (
     server_problems,
     uses_sparrow,
 )
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule, schedule_for_model
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule, schedule_for_model
 from sparrow_sglang.sglang_versions import ServerField, add_server_fields, version_problems
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ PLUGIN_NAME = "sparrow"
 FIELD = "sparrow_schedule"
 AUDIT_RATE_FIELD = "sparrow_audit_rate"
 AUDIT_LOG_FIELD = "sparrow_audit_log"
-DEFAULT_PAGE_SIZE = 16
 
 _MODULE = "sglang.srt.server_args"
 _MARK = "_sparrow_installed"
@@ -161,7 +160,7 @@ def _check_around_post_init(cls: Any) -> None:
             refuse(server_problems(self))
             if self.page_size is None:
                 # SGLang's own default is 1; landmarks need pages.
-                self.page_size = DEFAULT_PAGE_SIZE
+                self.page_size = PAGE_SIZE
         original(self)
         if wanted:
             _check_resolved(self)
