@@ -39,13 +39,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def count(text: str) -> int:
-    """The whole number of an option that must be 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return int(text)
-
-
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """The options as a result records them: all but where it is written."""
     return {

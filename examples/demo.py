@@ -36,6 +36,7 @@ from sparrow_sglang.benchmarks.rollouts.server_process import (
     stop,
     until_healthy,
 )
+from sparrow_sglang.command_line import at_least
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
@@ -293,13 +294,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Sparse against dense decode, and sparse training."
     )
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default 64)")
+    parser.add_argument(
+        "--tokens", type=at_least(2), default=64, help="tokens to generate (default 64)"
+    )
     parser.add_argument(
         "--sparse-only", action="store_true", help="leave the dense run and training out"
     )
     args = parser.parse_args(argv)
-    if args.tokens < 2:
-        parser.error(f"--tokens {args.tokens}: expected 2 or more")
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _exit)
     try:

@@ -16,13 +16,13 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     benchmark_parser,
-    count,
     prepare_out,
     require_cuda,
     settings,
 )
 from sparrow_sglang.benchmarks.steps.decode_step import MODELS
 from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.command_line import count
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE, load_schedule
 

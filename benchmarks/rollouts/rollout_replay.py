@@ -16,7 +16,6 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
     benchmark_parser,
-    count,
     exit_on_sigterm,
     prepare_out,
     require_cuda,
@@ -30,6 +29,7 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     comparison,
     require_context,
 )
+from sparrow_sglang.command_line import count
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.provenance import provenance

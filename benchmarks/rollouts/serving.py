@@ -16,7 +16,6 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     benchmark_parser,
-    count,
     exit_on_sigterm,
     prepare_out,
     require_cuda,
@@ -34,6 +33,7 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     comparison,
     require_context,
 )
+from sparrow_sglang.command_line import count
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE
 

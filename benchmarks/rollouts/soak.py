@@ -28,7 +28,6 @@ import torch
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     benchmark_parser,
-    count,
     exit_on_sigterm,
     prepare_out,
     require_cuda,
@@ -48,6 +47,7 @@ from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenize
 from sparrow_sglang.benchmarks.steps.comparison import known_models
 from sparrow_sglang.benchmarks.steps.decode_step import MODELS
 from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.command_line import count
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE
 

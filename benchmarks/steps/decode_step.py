@@ -23,10 +23,10 @@ from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
     benchmark_parser,
-    count,
     prepare_out,
     require_cuda,
 )
+from sparrow_sglang.command_line import count
 from sparrow_sglang.planning.cost_model import ModelShape, step_costs
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.provenance import provenance

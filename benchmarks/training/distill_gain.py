@@ -24,7 +24,6 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
     benchmark_parser,
-    count,
     prepare_out,
     settings,
 )
@@ -45,7 +44,7 @@ from sparrow_sglang.calibration.prompts import (
     tokenizer_of,
 )
 from sparrow_sglang.calibration.prompts import Prompt as CalibrationPrompt
-from sparrow_sglang.command_line import OneLineParser
+from sparrow_sglang.command_line import OneLineParser, count
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.plugin.engine_arguments import engine_arguments

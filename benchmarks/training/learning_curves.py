@@ -20,12 +20,12 @@ import numpy as np
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     benchmark_parser,
-    count,
     exit_on_sigterm,
     prepare_out,
     settings,
 )
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, merged, run_all
+from sparrow_sglang.command_line import count
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import TrainConfig

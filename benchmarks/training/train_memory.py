@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     benchmark_parser,
-    count,
     prepare_out,
     require_cuda,
 )
+from sparrow_sglang.command_line import count
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig

@@ -26,7 +26,6 @@ import torch
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     benchmark_parser,
-    count,
     exit_on_sigterm,
     prepare_out,
     settings,
@@ -35,6 +34,7 @@ from sparrow_sglang.benchmarks.rollouts.server_process import free_port, log_end
 from sparrow_sglang.benchmarks.steps.comparison import known_models
 from sparrow_sglang.benchmarks.steps.decode_step import MODELS
 from sparrow_sglang.benchmarks.training.parallel_runs import toml_lines
+from sparrow_sglang.command_line import count
 from sparrow_sglang.models import embedded_model, model_folder
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.run_folder import METRICS_FILE

@@ -31,6 +31,7 @@ from summary import write_summary
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import exit_on_sigterm
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, run_all
+from sparrow_sglang.command_line import count
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.renamed import current_names
 from sparrow_sglang.run_folder import METRICS_FILE
@@ -48,13 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--scale", default="full", help="table of study.toml: full (default) or tiny")
     add("--out", type=Path, help="folder of all results; default runs/stability-SCALE")
-    add("--parallel", type=int, help="runs at a time on each GPU; default: that of study.toml")
+    add("--parallel", type=count, help="runs at a time on each GPU; default: that of study.toml")
     args = parser.parse_args(argv)
     exit_on_sigterm()
     try:
         settings = StudySettings.load(SETTINGS, args.scale)
-        if args.parallel is not None and args.parallel < 1:
-            raise ConfigError(f"--parallel {args.parallel}: expected 1 or more")
         out = (args.out or Path("runs") / f"stability-{args.scale}").resolve()
         study(settings, out, args.parallel or settings.parallel)
     except ConfigError as error:

@@ -39,6 +39,7 @@ from sparrow_sglang.calibration.report import (
     plot,
 )
 from sparrow_sglang.calibration.store import WorkFolder
+from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.config import schedule_from
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
@@ -46,7 +47,7 @@ from sparrow_sglang.models import EMBEDDED_MODEL_NAME
 from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.plugin.exact_acceptance import recording
 from sparrow_sglang.progress import Progress
-from sparrow_sglang.schedule import NAME, PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.schedule import NAME, PAGE_SIZE, PAGE_SIZES, BudgetSchedule
 
 DEFAULT_TARGET = 0.86
 
@@ -84,11 +85,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--budgets", type=int, nargs="+", help="KV budgets in tokens; default: 128 to 12288")
     add("--page-size", type=int, choices=PAGE_SIZES, default=PAGE_SIZE, help="default 16")
     add("--bin-tokens", type=int, help="default about 2000; 1024 up to a context of 16384")
-    add("--new-tokens", type=int, default=128, help="per generation, at most (default 128)")
-    add("--samples", type=int, default=1, help="per prompt and budget (default 1)")
-    add("--prompts-per-bin", type=int, default=24, help="of the built-in set (default 24)")
-    add("--min-tokens", type=int, default=1000, help="for a bin to be judged (default 1000)")
-    add("--batch", type=int, default=128, help="generations per saved batch (default 128)")
+    add("--new-tokens", type=at_least(2), default=128, help="per generation, at most (default 128)")
+    add("--samples", type=count, default=1, help="per prompt and budget (default 1)")
+    add("--prompts-per-bin", type=count, default=24, help="of the built-in set (default 24)")
+    add("--min-tokens", type=count, default=1000, help="for a bin to be judged (default 1000)")
+    add("--batch", type=count, default=128, help="generations per saved batch (default 128)")
     add("--seed", type=int, default=0, help="of built-in prompts and sampling (default 0)")
     add("--engine-args", default="{}", help="JSON object of more arguments for sglang.Engine")
     parser.set_defaults(run=run)
@@ -100,12 +101,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `ValueError` (`CalibrationError`, `ScheduleError`) or `ModelError`.
     """
-    for option in ("new_tokens", "samples", "prompts_per_bin", "min_tokens", "batch"):
-        least = 2 if option == "new_tokens" else 1
-        if getattr(args, option) < least:
-            raise CalibrationError(
-                f"--{option.replace('_', '-')}={getattr(args, option)}: expected {least} or more"
-            )
     for target in args.target or ():
         if not 0 < target < 1:
             raise CalibrationError(f"--target {target}: expected a tail between 0 and 1, e.g. 0.86")

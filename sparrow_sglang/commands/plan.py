@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.command_line import count
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.models import model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware, ModelShape
@@ -46,21 +47,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--page-size", type=int, default=PAGE_SIZE, help="for named and fixed schedules"
     )
     lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument("--length", type=int, nargs="+", help="generated tokens, one row each")
+    lengths.add_argument("--length", type=count, nargs="+", help="generated tokens, one row each")
     lengths.add_argument(
         "--lengths-file",
         type=Path,
         help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234}',
     )
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="tokens before the first")
+    parser.add_argument("--prompt-tokens", type=count, default=512, help="tokens before the first")
     parser.add_argument(
         "--samples",
-        type=int,
+        type=count,
         default=8,
         help="generations per prompt: the paper's formula shares the prompt's KV among them",
     )
     parser.add_argument(
-        "--batch", type=int, default=16, help="sequences that decode together on one GPU"
+        "--batch", type=count, default=16, help="sequences that decode together on one GPU"
     )
     hardware = parser.add_mutually_exclusive_group()
     hardware.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="its data sheet")
@@ -80,11 +81,6 @@ def run(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """Read and check everything that the parsed options name."""
-    for option in ("prompt_tokens", "samples", "batch"):
-        if getattr(args, option) < 1:
-            raise PlanError(
-                f"--{option.replace('_', '-')}={getattr(args, option)}: expected 1 or more"
-            )
     if args.intensity is not None and not 0 < args.intensity < float("inf"):
         raise PlanError(f"--intensity={args.intensity}: expected FLOPs per byte, e.g. 206 (H200)")
     model, config = _read_config(args.model_path)
@@ -95,8 +91,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         room = config.get("max_position_embeddings", 2**30) - args.prompt_tokens
         fitting = [length for length in DEFAULT_LENGTHS if length <= room]
         lengths = sorted(args.length or fitting or [max(1, room)])
-    if lengths[0] < 1:
-        raise PlanError(f"length {lengths[0]}: expected 1 or more generated tokens")
     schedule = _read_schedule(args.schedule, config, args.page_size)
     return Plan(
         model=model,
