@@ -1,5 +1,11 @@
 """Fixtures that more than one test file uses."""
 
+import os
+
+# Before NumPy is imported. Arrays here are small, and threads that wait for each other on a busy
+# machine take several times as long as one.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -210,7 +210,7 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
     out = ["--target", "0.7", "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
     argv = [*words, *sizes, *out]
     child = _start(argv, None, tmp_path / "log")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(list((tmp_path / "w").glob("batch-*.parquet"))) < 2:
         assert child.is_alive() and time.monotonic() < deadline, (tmp_path / "log").read_text()
         time.sleep(0.05)
@@ -219,7 +219,7 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "w").glob("batch-*.parquet")}
 
     child = _start(argv, 1, tmp_path / "log")
-    child.join(60)
+    child.join(120)
     assert child.exitcode == 2
     assert "the engine failed" in (message := (tmp_path / "log").read_text().splitlines()[-1])
     assert "generations are kept" in message

@@ -254,7 +254,7 @@ def test_sglang_serve(sharp_llama, schedule_file, by_keyword, monkeypatch, capfd
 
 
 def assert_served(url: str, schedule: str, expected: tuple[list[int], list[float]]) -> None:
-    info = requests.get(f"{url}/server_info", timeout=10).json()
+    info = requests.get(f"{url}/server_info", timeout=60).json()
     chosen = [info[name] for name in ("attention_backend", "sparrow_schedule", "page_size")]
     assert chosen == ["sparrow", schedule, 16]
     request = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}

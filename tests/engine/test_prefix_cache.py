@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import flush, random_prompt, start_engine
+from engines import flush, last_of, random_prompt, start_engine, start_request
 from oracle import ContractModel
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
@@ -97,13 +97,11 @@ def cached(engine: Any, prompt: list[int], new_tokens: int = 1, lora: str | None
 
 async def group_beside_others(engine: Any, new_tokens: int) -> list[int]:
     """Cached tokens of each sample of a request with n=4 while two others are decoded."""
-    others = [
-        asyncio.ensure_future(
-            answers(engine, input_ids=random_prompt(seed, 40), sampling_params=sampling(400))
-        )
-        for seed in (90, 91)
-    ]
-    await asyncio.sleep(0.2)
+    others = []
+    for seed in (90, 91):
+        prompt = random_prompt(seed, 40)
+        other = await start_request(engine, input_ids=prompt, sampling_params=sampling(400))
+        others.append(asyncio.ensure_future(last_of(other)))
     group = await answers(
         engine, input_ids=random_prompt(3, 150), sampling_params=sampling(new_tokens, n=4)
     )

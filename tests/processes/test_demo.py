@@ -81,7 +81,7 @@ def server_groups(process: "subprocess.Popen[str]", servers: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_the_demo_stops_its_server(signum: signal.Signals) -> None:
     process = start_demo()
@@ -89,7 +89,7 @@ def test_stopping_the_demo_stops_its_server(signum: signal.Signals) -> None:
         groups = server_groups(process, 2)
         time.sleep(3)
         process.send_signal(signum)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()

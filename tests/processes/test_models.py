@@ -54,7 +54,7 @@ def test_concurrent_converters_all_end_well_and_one_converts(own_cache: Path) ->
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     assert calls.read_text() == "called\n"
     assert visible(own_cache) == [MODEL]

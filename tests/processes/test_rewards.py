@@ -73,7 +73,8 @@ def test_failing_judges_score_zero_and_are_counted(pool: RewardPool) -> None:
     scores = pool.score([group("a", 0.0, texts)])
     assert scores.rewards[0].tolist() == [1, 0, 0, 0, 2, 0, 0, 0, 3]
     assert (scores.errors, scores.crashes, scores.timeouts) == (2, 2, 2)
-    assert time.monotonic() - before < 20
+    # The programs that hang do so for ten minutes.
+    assert time.monotonic() - before < 120
     assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
 
 

@@ -91,14 +91,14 @@ def test_forking_without_end_scores_zero_and_leaves_nobody(kind: Kind) -> None:
     bomb = (
         "import os, time\n"
         "mark = 'sparrow-fork-bomb'\n"
-        "end = time.monotonic() + 30\n"
+        "end = time.monotonic() + 600\n"
         "while time.monotonic() < end:\n"
         "    try: os.fork()\n"
         "    except OSError: pass\n"
     )
     before = time.monotonic()
     assert judged(bomb + ANSWER, seconds=1.0) == 0.0
-    assert time.monotonic() - before < 15
+    assert time.monotonic() - before < 120
     assert processes_with("sparrow-sandbox-") == []
 
 
@@ -181,7 +181,7 @@ def test_filling_the_folder_is_stopped(kind: Kind) -> None:
 def test_running_for_ever_is_stopped(kind: Kind) -> None:
     before = time.monotonic()
     result = run_python("while True: pass", "", Limits(wall_clock_s=0.5), kind)
-    assert result.limit == "wall_clock" and time.monotonic() - before < 10
+    assert result.limit == "wall_clock" and time.monotonic() - before < 60
     # SIGXCPU or SIGKILL at one second of CPU time, well before the clock.
     result = run_python("while True: pass", "", Limits(wall_clock_s=30, cpu_s=1), kind)
     assert result.limit is None and not result.succeeded
@@ -321,7 +321,7 @@ def test_a_pool_that_gives_up_leaves_neither_process_nor_folder(kind: Kind) -> N
     with RewardPool(reward, workers=1, timeout_s=4.0) as pool:
         scores = pool.score([group])
     assert (scores.timeouts, scores.rewards[0].tolist()) == (1, [0.0])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (processes_with("sparrow-sandbox-") or folders()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_with("sparrow-sandbox-") == [] and folders() == []

@@ -37,7 +37,7 @@ for name in sparrow_sglang.__all__:
 
 def run(*command: str | Path, **options: Any) -> str:
     done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=120, **options
+        [str(word) for word in command], capture_output=True, text=True, timeout=300, **options
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

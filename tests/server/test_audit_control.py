@@ -1,9 +1,9 @@
 """An audited server can be paused, updated, flushed and emptied at any time, as any other can."""
 
+import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,20 @@ from engines import random_prompt
 from servers import start_server
 
 from sparrow_sglang.plugin import control
-from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, read_mismatch_log
+from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
 
 CONTEXT = 640
 PLAIN = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
 # What is waited for takes about a second on an idle machine.
-SECONDS = 20.0
+SECONDS = 60.0
+
+
+class LogWithoutDelay(MismatchLog):
+    """Has on disk whatever has been scored."""
+
+    def append(self, rows: TokenRows) -> None:
+        super().append(rows)
+        self.flush()
 
 
 class Server:
@@ -52,6 +60,7 @@ class Server:
         assert answer["success"], answer
 
     def audited(self) -> set[str]:
+        """Ids of the requests that have been scored so far."""
         return set(read_mismatch_log(self.log)["request_id"].to_pylist())
 
     def wait_for(self, names: set[str]) -> set[str]:
@@ -61,6 +70,27 @@ class Server:
             assert time.monotonic() < deadline, f"not audited: {sorted(names - audited)}"
             time.sleep(0.05)
         return audited
+
+    @contextmanager
+    def running(self, length: int, new_tokens: int | None) -> Iterator[tuple[str, Iterator[Any]]]:
+        """The id of a streamed request that is being decoded, and its further answers."""
+        [name] = self.names(1)
+        body = {
+            "input_ids": random_prompt(0, length),
+            "sampling_params": PLAIN | {"max_new_tokens": new_tokens},
+            "stream": True,
+            "rid": name,
+        }
+        with httpx.stream("POST", f"{self.url}/generate", json=body, timeout=SECONDS) as stream:
+            lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+            answers = (json.loads(line) for line in lines if line != "[DONE]")
+            next(answers)
+            yield name, answers
+
+    def running_requests(self) -> int:
+        loads = httpx.get(f"{self.url}/v1/loads", timeout=SECONDS).json()["loads"]
+        count: int = loads[0]["num_running_reqs"]
+        return count
 
     def wait_until_done(self) -> set[str]:
         """What has been audited of all requests so far, which are scored in their order."""
@@ -83,7 +113,7 @@ def server(
     }
     with pytest.MonkeyPatch.context() as patch:
         # The server is forked from this process.
-        patch.setattr(control, "MismatchLog", partial(MismatchLog, flush_s=0.1))
+        patch.setattr(control, "MismatchLog", LogWithoutDelay)
         with start_server(sharp_llama, **arguments) as url:
             yield Server(url, sharp_llama, log)
 
@@ -93,13 +123,14 @@ def test_pause_update_continue_answers_while_audits_are_queued(server: Server, m
     old, _ = server.generate(400, count=6)
     start = time.monotonic()
     server.post("pause_generation", mode=mode)
-    # Longer than it takes an audit to look for its next request, and the log to be written.
-    time.sleep(1.0)
-    scored = server.audited()
+    # Longer than it takes an audit to look for its next request.
+    time.sleep(0.5)
     server.update_weights()
+    scored = server.audited()
     server.post("continue_generation")
     new, _ = server.generate(60, count=2)
-    assert time.monotonic() - start < SECONDS
+    # A wait for the scheduler that the audit gives up takes ten seconds.
+    assert time.monotonic() - start < 20
     # What old weights generated is scored no more.
     assert server.wait_for(new) & old <= scored
 
@@ -107,25 +138,21 @@ def test_pause_update_continue_answers_while_audits_are_queued(server: Server, m
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_request_outlives_the_pause_and_is_not_audited(server: Server, mode: str) -> None:
     server.generate(400, count=3)
-    long = PLAIN | {"max_new_tokens": 400}
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.generate, 60, sampling_params=long)
-        time.sleep(0.3)
+    with server.running(60, new_tokens=400) as (name, answers):
         server.post("pause_generation", mode=mode)
         server.update_weights(flush_cache=False)
-        assert not running.done()
         server.post("continue_generation")
-        names, answers = running.result(SECONDS)
-    assert answers[0]["meta_info"]["completion_tokens"] == 400
-    assert not names & server.wait_until_done()
+        *_, last = answers
+    assert last["meta_info"]["completion_tokens"] == 400
+    assert name not in server.wait_until_done()
 
 
 def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
-    names, _ = server.generate(300, count=4)
+    # So many that some are left when the memory is released, however late that is asked for.
+    names, _ = server.generate(300, count=8)
     # Fails at once if anything runs, an audit for example.
     server.post("flush_cache")
     server.post("release_memory_occupation")
-    time.sleep(1.0)
     released = server.audited()
     assert not names <= released
     time.sleep(0.5)
@@ -142,17 +169,16 @@ def test_a_request_without_a_length_is_audited_and_counts_as_running(server: Ser
     names, _ = server.generate(CONTEXT - 50, sampling_params=to_the_end)
     server.wait_for(names)
 
-    fields = {"input_ids": random_prompt(0, 60), "sampling_params": to_the_end, "stream": True}
-    fields["rid"] = server.names(1)[0]
-    with httpx.stream("POST", f"{server.url}/generate", json=fields, timeout=SECONDS) as stream:
-        chunks = stream.iter_lines()
-        next(chunks)
+    with server.running(60, new_tokens=None) as (name, answers):
         names, _ = server.generate(100)
         # A score would take the 160 tokens again; the share that it may take is far below them.
         time.sleep(0.5)
-        assert not names & server.audited()
-        assert sum(line.startswith("data: ") for line in chunks) > 100
-    server.wait_for(names | {fields["rid"]})
+        audited = server.audited()
+        assert server.running_requests() == 1
+        assert not names & audited
+        *_, last = answers
+    assert last["meta_info"]["completion_tokens"] > CONTEXT - 100
+    server.wait_for(names | {name})
 
 
 def test_a_start_of_logprobs_that_nobody_asked_for_stays_without_effect(server: Server) -> None:

@@ -10,7 +10,7 @@ from engines import random_prompt, start_engine
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin.audit import requests as audit_requests
 
-SECONDS = 20.0
+SECONDS = 60.0
 NEW_TOKENS = 60
 
 
@@ -34,9 +34,9 @@ def requests(count: int, length: int, **more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def outcomes(engine: Any) -> dict[str, int]:
-    """What has become of all requests so far, once no audit is left to do."""
-    found: dict[str, int] = connect(engine).call_sparrow("audit", wait_s=SECONDS)["requests"]
+def outcomes(engine: Any, wait_s: float = SECONDS) -> dict[str, int]:
+    """What has become of all requests so far, once no audit is left to do or `wait_s` is over."""
+    found: dict[str, int] = connect(engine).call_sparrow("audit", wait_s=wait_s)["requests"]
     return {name: found.get(name, 0) for name in ("audited", "dropped", "skipped", "failed")}
 
 
@@ -74,15 +74,17 @@ def test_weights_change_at_once_after_answers_with_audits_queued(
     before = outcomes(engine)
     name = "model.norm.weight"
     weight = torch.tensor(engine.get_weights_by_name(name, 100_000))
-    for _ in range(3):
-        endpoint.generate(requests(4, 400))
-        assert engine.update_weights_from_tensor([(name, weight)])[0]
-    endpoint.generate(requests(4, 400))
     check = CheckWeightsReqInput(action="reset_tensors")
-    assert engine.loop.run_until_complete(engine.tokenizer_manager.check_weights(check))[0]
-    endpoint.generate(requests(4, 400))
-    assert engine.update_weights_from_disk(sharp_llama)[0]
-    found = since(before, engine)
-    assert found["audited"] + found["dropped"] == 20
-    # Of each four, one at most was scored before the weights changed.
-    assert found["audited"] <= 5
+    changes = [
+        *[lambda: engine.update_weights_from_tensor([(name, weight)])] * 3,
+        lambda: engine.loop.run_until_complete(engine.tokenizer_manager.check_weights(check)),
+        lambda: engine.update_weights_from_disk(sharp_llama),
+    ]
+    for change in changes:
+        endpoint.generate(requests(4, 400))
+        assert change()[0]
+        # None is left to be scored by the new weights.
+        after = outcomes(engine, wait_s=0.0)
+        assert after["audited"] + after["dropped"] - before["audited"] - before["dropped"] == 4
+        before = after
+    assert outcomes(engine) == before

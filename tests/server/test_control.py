@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 import torch
-from engines import start_engine
+from engines import last_of, start_engine, start_request
 from servers import start_server
 
 from sparrow_sglang.client.control import get_schedule, set_schedule
@@ -168,22 +168,14 @@ def test_while_paused(engine, fresh, mode):
     """Nothing may change under a request that is paused; those that are aborted are gone."""
     from sglang.srt.managers.io_struct import (
         ContinueGenerationReqInput,
-        GenerateReqInput,
         PauseGenerationReqInput,
     )
 
     manager = engine.tokenizer_manager
     sampling = SAMPLING | {"max_new_tokens": 400}
 
-    async def generated() -> dict:
-        request = GenerateReqInput(input_ids=PROMPT, sampling_params=sampling)
-        [output] = [output async for output in manager.generate_request(request, None)]
-        return output
-
     async def switch_in_the_middle() -> dict:
-        running = asyncio.ensure_future(generated())
-        await asyncio.sleep(0.2)
-        assert not running.done()
+        answers = await start_request(engine, input_ids=PROMPT, sampling_params=sampling)
         await manager.pause_generation(PauseGenerationReqInput(mode=mode))
         if mode == "in_place":
             with pytest.raises(ValueError, match="paused with requests"):
@@ -191,7 +183,7 @@ def test_while_paused(engine, fresh, mode):
         else:
             await manager.sparrow.calls["schedule"](schedule="fixed-128")
         await manager.continue_generation(ContinueGenerationReqInput())
-        return await running
+        return await last_of(answers)
 
     output = engine.loop.run_until_complete(switch_in_the_middle())
     reason = output["meta_info"]["finish_reason"]["type"]

@@ -150,7 +150,9 @@ def test_streams_carry_the_same_answer(served, kind):
         text = whole.choices[0].text
         chunks = list(complete(served, **streaming))
         parts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
-    assert "".join(parts) == text and len(parts) > TOKENS / 2
+    assert "".join(parts) == text
+    # A busy server sends several tokens at once, but not all of them.
+    assert sum(part != "" for part in parts) > 1
     [usage] = [chunk.usage for chunk in chunks if chunk.usage]
     assert usage.completion_tokens == TOKENS
     assert chunks[-1].metadata == whole.metadata and chunks[-1].choices == []
@@ -287,7 +289,7 @@ def test_disconnecting_ends_the_request(served):
         with kind(served, max_tokens=3500, stream=True) as stream:
             next(stream)
             assert load(served)["num_running_reqs"] == 1
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while load(served)["num_running_reqs"]:
             assert time.monotonic() < deadline, "the request still runs"
             time.sleep(0.1)

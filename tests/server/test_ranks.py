@@ -1,13 +1,12 @@
 """Calls to a running engine of several ranks: all of them do it, or none."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapted_models import save_adapter
-from engines import random_prompt, save_tiny_model, start_engine
+from engines import last_of, random_prompt, save_tiny_model, start_engine, start_request
 
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
@@ -121,7 +120,6 @@ def test_every_replica_is_switched(replicas: Any) -> None:
 def test_a_paused_request_on_one_replica_keeps_all_from_switching(replicas: Any) -> None:
     from sglang.srt.managers.io_struct import (
         ContinueGenerationReqInput,
-        GenerateReqInput,
         PauseGenerationReqInput,
     )
 
@@ -129,15 +127,13 @@ def test_a_paused_request_on_one_replica_keeps_all_from_switching(replicas: Any)
     sampling = {"max_new_tokens": 400, "ignore_eos": True}
 
     async def switched_in_the_middle(rank: int) -> None:
-        request = GenerateReqInput(input_ids=PROMPT, sampling_params=sampling, routed_dp_rank=rank)
-        running = asyncio.ensure_future(anext(manager.generate_request(request, None)))
-        await asyncio.sleep(0.2)
-        assert not running.done()
+        fields = {"input_ids": PROMPT, "sampling_params": sampling, "routed_dp_rank": rank}
+        answers = await start_request(replicas, **fields)
         await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
         with pytest.raises(ValueError, match="paused with requests"):
             await manager.sparrow.calls["schedule"](schedule="fixed-128")
         await manager.continue_generation(ContinueGenerationReqInput())
-        await running
+        assert (await last_of(answers))["meta_info"]["completion_tokens"] == 400
 
     for rank in (0, 1):
         replicas.loop.run_until_complete(switched_in_the_middle(rank))

@@ -13,7 +13,7 @@ import pkgutil
 import random
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -95,6 +95,23 @@ def _zmq_contexts_into(found: "list[zmq.Context[Any]]") -> Iterator[None]:
 def random_prompt(seed: int, length: int) -> list[int]:
     """Token ids of the tiny checkpoints' vocabulary, without its special tokens."""
     return random.Random(seed).choices(range(3, 250), k=length)
+
+
+async def start_request(engine: Any, **fields: Any) -> AsyncIterator[dict[str, Any]]:
+    """A request that is being decoded, and its answers from the second on."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(**fields, stream=True)
+    answers: AsyncIterator[dict[str, Any]] = engine.tokenizer_manager.generate_request(
+        request, None
+    )
+    await anext(answers)
+    return answers
+
+
+async def last_of(answers: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    *_, last = [answer async for answer in answers]
+    return last
 
 
 def flush(engine: Any) -> None:

@@ -105,6 +105,9 @@ class MismatchLog:
         """Write the rows that wait as one file; on `OSError` they stay, and no file appears."""
         if not self._waiting:
             return
+        # It was deleted or unmounted; what is written in its place, nobody would find.
+        if not self._folder.is_dir():
+            raise FileNotFoundError(f"mismatch log {self._folder}: the folder is gone")
         import pyarrow.parquet
 
         # By time first, so that sorting by name is sorting by age.

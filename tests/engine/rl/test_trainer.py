@@ -140,7 +140,7 @@ def end_of_run(config: TrainConfig, doom: Callable[[pytest.MonkeyPatch], None]) 
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
-    child.join(120)
+    child.join(300)
     if child.exitcode is None:
         child.kill()
     return child.exitcode

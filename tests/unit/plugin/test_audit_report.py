@@ -1,0 +1,102 @@
+"""What an audit reports of scored requests, and the rows that it searches for top-k lists."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import SCHEDULE
+
+from sparrow_sglang.mismatch.tail import TailStatistics
+from sparrow_sglang.plugin.audit.hooks import top_logprobs_of_some
+from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
+from sparrow_sglang.plugin.audit.statistics import AuditReport
+from sparrow_sglang.plugin.state import PROCESS, SchedulerState
+
+TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
+
+
+@pytest.fixture
+def warnings(caplog):
+    logger = logging.getLogger("sparrow_sglang")
+    logger.addHandler(caplog.handler)
+    # Engines set the level of the root logger, for good.
+    caplog.set_level(logging.WARNING, logger.name)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def token_rows(request: str, alpha: float, tokens: int = 100, first: int = 0) -> TokenRows:
+    return TokenRows(
+        request_id=request,
+        position=np.arange(first, first + tokens) % 64 + first,
+        token_id=np.zeros(tokens, dtype=int),
+        kv_budget_tokens=np.full(tokens, 64),
+        sparse_logprob=np.zeros(tokens),
+        dense_logprob=np.zeros(tokens),
+        alpha_lower=np.full(tokens, alpha - 0.1),
+        alpha_upper=np.full(tokens, alpha),
+    )
+
+
+def test_one_warning_per_bin_that_falls_below_the_target(warnings):
+    report = AuditReport(TARGETED, gauges=False)
+    for index in range(19):
+        report.add(token_rows(f"few-{index}", 0.5))
+    report.publish()
+    assert not warnings.records
+    for index in range(5):
+        report.add(token_rows(f"more-{index}", 0.5))
+    for index in range(40):
+        # The lower bound is below the target here, the upper one is not.
+        report.add(token_rows(f"good-{index}", 0.9, first=64))
+    report.publish()
+    found = report.publish()
+    messages = {id(record): record.getMessage() for record in warnings.records}
+    assert len(messages) == 1
+    assert "at positions 0 to 63 the 5th percentile" in next(iter(messages.values()))
+    assert "at most 0.500" in next(iter(messages.values()))
+    told = {
+        bound: [(row["bin"], row["tokens"], row["tail"], row["mean"]) for row in rows]
+        for bound, rows in found["bins"].items()
+    }
+    bins = [(0, 2400, 0.5), (1, 4000, 0.9)]
+    for bound, loose in (("upper", 0.0), ("lower", 0.1)):
+        exact = [(index, tokens, alpha - loose, alpha - loose) for index, tokens, alpha in bins]
+        assert told[bound] == [pytest.approx(row, abs=1e-9) for row in exact]
+
+
+def test_intervals_are_drawn_once_for_gauges_warnings_and_summary(monkeypatch):
+    """They take a moment of a process that users share."""
+    report = AuditReport(TARGETED, gauges=False)
+    report.add(token_rows("one", 0.9))
+    drawn = []
+    bins = TailStatistics.bins
+    monkeypatch.setattr(
+        TailStatistics, "bins", lambda self, **more: drawn.append(self) or bins(self, **more)
+    )
+    report.publish()
+    assert len(drawn) == len({id(statistics) for statistics in drawn}) == 2
+
+
+def test_only_the_rows_that_want_a_list_are_searched(monkeypatch):
+    from sglang.srt.layers.logprob_processor import get_top_logprobs
+
+    original = getattr(get_top_logprobs, "__wrapped__", get_top_logprobs)
+    logprobs = torch.randn(5, 50).log_softmax(-1)
+    wanted = [0, 20, 0, 3, 0]
+    expected = [
+        [part.tolist() for part in side] for side in original(logprobs, wanted, no_copy_to_cpu=True)
+    ]
+    budgets: Any = None
+    monkeypatch.setattr(PROCESS, "scheduler", SchedulerState(budgets, audited=True))
+    searched = []
+
+    def record(rows, *args, **kwargs):
+        searched.append(len(rows))
+        return original(rows, *args, **kwargs)
+
+    got = top_logprobs_of_some(record, logprobs, wanted, no_copy_to_cpu=True)
+    assert [[part.tolist() for part in side] for side in got] == expected
+    assert searched == [2]
