@@ -13,9 +13,8 @@ _EPSILON = 1e-6
 class Advantages:
     """Advantages of a batch of groups.
 
-    `values` holds one float64 array [n] per group, `in_loss` whether the group has anything to
-    teach: where all samples earned the same reward every advantage is 0, and the loss leaves the
-    group out, tokens and all.
+    `values` holds one float64 array [n] per group, `in_loss` says which groups the loss takes: not
+    those with zero advantages, where all samples earned the same reward.
     """
 
     values: tuple[NDArray[np.float64], ...]

@@ -75,8 +75,8 @@ class Batch:
     def mini_batches(self, count: int) -> Iterator[tuple[list[TokenSequence], torch.Tensor]]:
         """Sequences, and where their tokens stand in the batch, for each optimizer step.
 
-        Groups are dealt into `count` runs of equal length; those that teach nothing are left out,
-        and so is a run of only such ones.
+        Groups are dealt into `count` runs of equal length; zero-advantage groups are left out, and
+        so is a run of only such ones.
         """
         sequences = self.sequences
         tokens = torch.arange(len(self.advantages)).split(self.lengths)

@@ -131,7 +131,7 @@ class RolloutConfig(_Section):
 
 
 class TaskConfig(_Section):
-    """Where prompts come from and how responses are judged."""
+    """Where prompts come from and how responses are rewarded."""
 
     name: str
     """A registered task, or module:function of one of your own."""
@@ -142,9 +142,9 @@ class TaskConfig(_Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task itself, which it checks."""
     reward_workers: PositiveInt = 4
-    """Processes that judge responses."""
+    """Processes that compute rewards."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Wall-clock limit for judging one response, after which it scores 0."""
+    """Wall-clock limit for one reward, after which it is 0."""
 
 
 class AlgorithmConfig(_Section):
@@ -183,7 +183,7 @@ class AlgorithmConfig(_Section):
 
 
 class MismatchConfig(_Section):
-    """Exact acceptance rates, from the trainer's own dense and sparse law."""
+    """Exact acceptance rates, from the trainer's own dense and sparse distributions."""
 
     sequences: NonNegativeInt = 8
     """Responses per step that are measured, spread evenly over the batch; 0 for none. Each costs
@@ -212,23 +212,23 @@ class DistillConfig(_Section):
     top_k: PositiveInt = 20
     """Tokens of each side under "top_k" (the public release keeps 20)."""
     policy_loss: float = Field(default=0.0, ge=0)
-    """Weight of the sparse actor's own policy loss beside the KL, corrected as `algorithm` says
+    """Weight of the sparse actor's own policy loss, added to the KL, corrected as `algorithm` says
     (the paper's Algorithm 1 adds the two up and gives no weight); 0 for the KL alone."""
     delivery: Literal["merged", "lora"] = "merged"
     """How rollouts get the adapter: added to the weights that are synced, for which decode pays
-    nothing, or loaded beside them through SGLang's LoRA manager."""
+    nothing, or loaded as unmerged LoRA through SGLang's LoRA manager."""
 
 
 class LadderConfig(_Section):
-    """Bolder schedules as the measured tails allow them."""
+    """More aggressive schedules as the measured tails allow them."""
 
     schedules: TomlArray[tuple[str, ...]] = ()
-    """What may follow `engine.schedule`, each bolder than the one before; none keeps it for good.
+    """What may follow `engine.schedule`, each more aggressive than the one before; none keeps it.
     They share its page size, sinks, recent pages and dense layers."""
     target: float = Field(default=0.86, gt=0, lt=1)
-    """Tail percentile that every well-filled bin has to hold (the paper: 0.86)."""
+    """Tail percentile that every well-filled bin has to reach (the paper: 0.86)."""
     patience: PositiveInt = 3
-    """Steps on end in which it must be held before the next schedule is taken."""
+    """Steps in a row in which it must be reached before the next schedule is taken."""
     min_tokens: PositiveInt = 2000
     """Measured tokens that make a bin well filled."""
 

@@ -1,16 +1,14 @@
-"""DistillSparse: a LoRA adapter for rollouts only, trained towards the dense law.
+"""DistillSparse: a LoRA adapter for rollouts only, trained towards the dense distribution.
 
-In: responses, and the policy whose law is the target. Out: an adapter that the sparse actor wears,
-merged into the weights that it is synced with or beside them. The dense policy never sees it: it is
-switched off except inside `SparseAdapter.worn`, and an adapter step leaves the policy's weights as
-they are (Algorithm 1 of arXiv:2606.08446).
+In: responses, and the policy whose distribution is the target. Out: an adapter of the sparse actor,
+merged into the weights that it is synced with or as unmerged LoRA. The dense policy never sees it:
+it is disabled except inside `SparseAdapter.enabled`, and a step of the adapter leaves the policy's
+weights as they are (Algorithm 1 of arXiv:2606.08446).
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,9 @@ from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of, token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
-
-logger = logging.getLogger(__name__)
 
 ADAPTER = "sparrow"
 """Name of the adapter, in the model and in SGLang's LoRA manager."""
@@ -105,10 +102,12 @@ class SparseAdapter:
         for parameter in self._params:
             parameter.data = parameter.data.float()
         self._switch(False)
-        self._optimizer = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
+        adamw = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
+        # The run can do without a step of the adapter, but not with weights that are not finite.
+        self._optimizer = ClippedAdamW("adapter", self._params, adamw, grad_clip=1.0)
 
     @contextmanager
-    def worn(self) -> Iterator[None]:
+    def enabled(self) -> Iterator[None]:
         """The model computes with the adapter."""
         self._switch(True)
         try:
@@ -143,7 +142,7 @@ class SparseAdapter:
             for packed in policy.micro_batches(sequences):
                 with torch.no_grad():
                     dense = policy.hidden(packed)
-                with self.worn():
+                with self.enabled():
                     sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
                     parts = {
                         "sparrow/distill_kl": _summed(
@@ -161,14 +160,7 @@ class SparseAdapter:
                     loss.backward()
                 for name, part in parts.items():
                     totals[name] = totals.get(name, 0.0) + float(part.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(self._params, 1.0))
-        # The run can do without a step of the adapter, but not with weights that are not finite.
-        if isfinite(norm):
-            self._optimizer.step()
-        else:
-            logger.warning("the adapter's gradient norm is %s: no step was taken with it", norm)
-        self._optimizer.zero_grad()
-        return totals | {"sparrow/distill_grad_norm": norm}
+        return totals | {"sparrow/distill_grad_norm": self._optimizer.step()}
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights with the adapter added, under their checkpoint names.
@@ -236,7 +228,7 @@ def lora_arguments(settings: DistillConfig) -> dict[str, Any]:
 
 
 def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
-    """KL(sparse || dense) of two laws that are told apart by their likeliest tokens: [n].
+    """KL(sparse || dense) of two distributions reduced to their likeliest tokens: [n].
 
     Logits are [n, V]; tokens in neither side's top k form one bucket. A lower bound of the exact
     divergence, with gradient in `sparse`.

@@ -1,4 +1,4 @@
-"""Which of several schedules is in force: bolder ones as the measured tails allow it.
+"""Which of several schedules is active: more aggressive ones as the measured tails allow it.
 
 In: acceptance rates of a step's responses. Out: the schedule of the next step, and a record of
 every move with the tails that caused it.
@@ -33,7 +33,10 @@ class Move:
 
 
 class Ladder:
-    """Schedules from the safest to the boldest, and the rung that a run stands on."""
+    """Schedules from the safest to the most aggressive, and the rung that a run stands on.
+
+    Without any, rollouts are dense.
+    """
 
     def __init__(self, schedules: Sequence[BudgetSchedule], settings: LadderConfig) -> None:
         self._schedules = tuple(schedules)
@@ -42,15 +45,20 @@ class Ladder:
         self._good_steps = 0
 
     @property
-    def schedule(self) -> BudgetSchedule:
-        """The one in force."""
-        return self._schedules[self._rung]
+    def first(self) -> BudgetSchedule | None:
+        """The safest one, with which a run begins."""
+        return next(iter(self._schedules), None)
+
+    @property
+    def schedule(self) -> BudgetSchedule | None:
+        """The active one."""
+        return self._schedules[self._rung] if self._schedules else None
 
     def observe(self, rates: NDArray[np.float64], positions: NDArray[np.int64]) -> Move | None:
         """Take note of a step's acceptance rates [N] at sequence positions [N]; the move, if any.
 
-        One rung bolder once every well-filled bin has held the target in `patience` steps on end;
-        one rung back as soon as one of them falls below it.
+        One rung up once every well-filled bin has met the target in `patience` steps in a row;
+        one rung down as soon as a bin falls below it.
         """
         bins = positions // BIN_TOKENS
         tails = {
@@ -60,17 +68,18 @@ class Ladder:
         }
         if not tails:
             return None
-        held = min(tails.values()) >= self._settings.target
-        self._good_steps = self._good_steps + 1 if held else 0
+        met = min(tails.values()) >= self._settings.target
+        self._good_steps = self._good_steps + 1 if met else 0
         rung = self._rung
-        if not held:
+        if not met:
             rung = max(0, rung - 1)
         elif self._good_steps >= self._settings.patience:
             rung = min(len(self._schedules) - 1, rung + 1)
         if rung == self._rung:
             return None
-        before, self._rung, self._good_steps = self.schedule.name, rung, 0
-        return Move(before, self.schedule.name, self._settings.target, tails)
+        before, after = self._schedules[self._rung].name, self._schedules[rung].name
+        self._rung, self._good_steps = rung, 0
+        return Move(before, after, self._settings.target, tails)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands."""

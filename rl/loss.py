@@ -1,9 +1,10 @@
-"""The clipped policy loss, as pure functions of log-probs, advantages and weights."""
+"""The clipped policy loss, of log-probs, advantages and weights, and its sum over micro-batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.metrics import LOG_RATIO_BOUND
 
 
@@ -63,3 +64,35 @@ def policy_loss(
     loss = (tokens * weights).sum() / batch_tokens
     metrics["actor/pg_loss"] = float(loss.detach())
     return PolicyLoss(loss, metrics)
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatchLoss:
+    """The policy loss of one optimizer step, called for each of its micro-batches.
+
+    The tensors are [n], of the response tokens of the mini-batch: log-probs under the dense policy
+    when the batch began, advantages, and the correction's weights. `metrics` add up over calls.
+    """
+
+    dense_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    settings: AlgorithmConfig
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """Share of the tokens at `where` in the loss; `logprobs` are theirs now, with gradient."""
+        where, device, settings = where.cpu(), logprobs.device, self.settings
+        result = policy_loss(
+            logprobs,
+            self.dense_logprobs[where].to(device),
+            self.advantages[where].to(device),
+            self.weights[where].to(device),
+            batch_tokens=len(self.advantages),
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        )
+        for name, value in result.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        return result.loss

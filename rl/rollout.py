@@ -1,11 +1,13 @@
-"""Prompts to SGLang requests, and SGLang's answers to groups, checked.
+"""A step's prompts to SGLang requests, and SGLang's answers to groups, checked.
 
-In: prompts, a sampling law and SGLang's output dicts. Out: `Group`s whose token ids and log-probs
-are those that the sampler recorded.
+In: prompts, sampling parameters and SGLang's output dicts. Out: `Group`s whose token ids and
+log-probs are those that the sampler recorded.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,24 @@ class Sampling:
     temperature: float = 1.0
     dense: bool = False
     adapter: str | None = None
+
+
+def prompts_of_step(prompts: Sequence[Prompt], count: int, step: int, seed: int) -> list[Prompt]:
+    """The `count` prompts of `step`, counted from 0.
+
+    Every prompt is used once before any is used again, in a new order each time, so that a run
+    that resumes goes on where it was without anything saved.
+    """
+    places = range(step * count, (step + 1) * count)
+    size = len(prompts)
+    return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
+
+
+@lru_cache(maxsize=4)
+def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return tuple(order)
 
 
 def sample_request(prompt: Prompt, sampling: Sampling, switchable: bool = True) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 class Prompt:
     """One task instance, rendered and tokenised.
 
-    `payload` is what the task's reward needs to judge a response (an answer, tests, ...): plain
+    `payload` is what the task's reward needs besides the response (an answer, tests, ...): plain
     data that can be pickled. `id` is unique within the task.
     """
 
@@ -35,11 +35,11 @@ class Prompt:
 class Rollout:
     """One sampled response, as the sparse actor produced and recorded it.
 
-    `logprobs` [T] are float32 natural log-probs of the T response tokens under the law they were
-    sampled from. `sample` counts the samples of one prompt from 0. `weight_version` and `schedule`
-    name the weights and the KV budget schedule in force while it was generated; a response that
-    spans a change of weights is none that can be trained on. `finish_reason` is SGLang's: "stop"
-    or "length".
+    `logprobs` [T] are float32 natural log-probs of the T response tokens, of the distribution that
+    they were sampled from. `sample` counts the samples of one prompt from 0. `weight_version` and
+    `schedule` name the weights and the active KV budget schedule while it was generated; a response
+    that spans a change of weights cannot be trained on. `finish_reason` is SGLang's: "stop" or
+    "length".
     """
 
     prompt_id: str

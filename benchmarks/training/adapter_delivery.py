@@ -16,7 +16,7 @@ from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.metrics import tail_percentile
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy, acceptance_between
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
@@ -90,7 +90,7 @@ def agreement(
         model.eval()
     for packed in policy.micro_batches(sequences):
         rule = SparseRule(schedule, packed.prompt_lengths)
-        with adapter.worn():
+        with adapter.enabled():
             beside = policy.hidden(packed, rule)
         for name, other in (("merged", merged), ("base", policy)):
             alpha = acceptance_between(other.hidden(packed, rule), beside, policy.head)

@@ -19,7 +19,7 @@ from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Prompt
@@ -70,7 +70,7 @@ class Rig:
         found = {}
         for name, schedule in self.schedules.items():
             sequences = self.roll_out(self.heldout, name)
-            rates = learner.policy.acceptance(sequences, schedule, learner.adapter.worn)
+            rates = learner.policy.acceptance(sequences, schedule, learner.adapter.enabled)
             counted = TailStatistics(self.bin_tokens)
             for prompt, (prompt_ids, _), alpha in zip(self.heldout, sequences, rates, strict=True):
                 cached = len(prompt_ids) + np.arange(len(alpha))

@@ -51,7 +51,7 @@ from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.distill import ADAPTER, lora_arguments
-from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
 

@@ -6,7 +6,7 @@ or broadcast and loads as it loads a checkpoint.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class Bucket:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     data: torch.Tensor
+
+    def layout(self) -> "Bucket":
+        """The same names, shapes and dtype without the data."""
+        return replace(self, data=torch.empty(0))
 
     def flattened(self) -> dict[str, Any]:
         """What SGLang's load format "flattened_bucket" expects."""

@@ -5,21 +5,19 @@ engine is replaced, brought to the current weights, and its unfinished groups ar
 """
 
 import logging
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import ray
 import torch
-from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
-from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
-from sparrow_sglang.rl.engines.engine import EngineDied, Finished, LocalEngine, unwatched
+from sparrow_sglang.rl.engines.buckets import NamedTensors, pack
+from sparrow_sglang.rl.engines.engine_actor import EngineActor, StoredWeights, store
+from sparrow_sglang.rl.engines.local_engine import EngineDied, Finished, unwatched
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
 from sparrow_sglang.rl.engines.weight_broadcast import BroadcastTimeout, WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
@@ -45,90 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class _StoredBucket:
-    """A bucket in Ray's object store, which shares NumPy arrays without copying them."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    data: NDArray[np.uint8]
-
-
-@dataclass(frozen=True, eq=False)
-class _Weights:
-    version: str
-    buckets: "tuple[ray.ObjectRef, ...]"
-
-
-@dataclass(frozen=True, eq=False)
 class _Latest:
     """Weights that were broadcast, to be read again for an engine that starts later."""
 
     version: str
     tensors: NamedTensors
-
-
-@dataclass(frozen=True, eq=False)
-class _Adapter:
-    name: str
-    tensors: dict[str, torch.Tensor]
-    config: Any
-
-
-class _EngineActor:
-    """A `LocalEngine` in a process of its own."""
-
-    def __init__(
-        self,
-        model_path: str,
-        schedule: str,
-        server_args: dict[str, Any],
-        environment: Mapping[str, str],
-    ) -> None:
-        os.environ.update(environment)
-        _fork_engines_on_cpu()
-        arguments = {"enable_memory_saver": False} | server_args
-        self._engine = LocalEngine(model_path, schedule, **arguments)
-
-    def ready(self) -> tuple[int, torch.dtype]:
-        """The actor's process id, and what the engine computes in, if it serves."""
-        self._engine.require_alive()
-        return os.getpid(), self._engine.dtype
-
-    def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
-    ) -> Iterator[tuple[int, Group]]:
-        yield from self._engine.stream(prompts, n, sampling)
-
-    def load(self, weights: _Weights) -> None:
-        self._engine.load(map(_fetch, weights.buckets), weights.version)
-
-    def join(self, address: str, port: int, rank: int, world: int, group: str) -> None:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        self._engine.join(address, port, rank, world, group, backend)
-
-    def leave(self, group: str) -> None:
-        try:
-            self._engine.require_alive()
-        except EngineDied:
-            # SGLang would wait for the dead process for ever; other calls report the death.
-            return
-        self._engine.leave(group)
-
-    def receive(self, layout: Bucket, group: str, version: str) -> None:
-        self._engine.receive(layout, group, version)
-
-    def set_adapter(self, adapter: "_Adapter") -> None:
-        self._engine.set_adapter(adapter.name, adapter.tensors, adapter.config)
-
-    def set_schedule(self, schedule: BudgetSchedule) -> None:
-        self._engine.set_schedule(schedule)
-
-    def prepare_load(self) -> None:
-        self._engine.prepare_load()
-
-    def finish_load(self, version: str) -> None:
-        self._engine.finish_load(version)
 
 
 class RayEngines:
@@ -168,9 +87,9 @@ class RayEngines:
             self._broadcast = WeightBroadcast(self._ranks)
             self._environment = share_nccl_settings(server_args)
         self._dtype: torch.dtype
-        self._weights: _Weights | None = None
+        self._weights: StoredWeights | None = None
         self._latest: _Latest | None = None
-        self._adapter: _Adapter | None = None
+        self._adapter: tuple[str, dict[str, torch.Tensor], Any] | None = None
         self._schedule: BudgetSchedule | None = None
         self._complete = True
         self._deaths = 0
@@ -273,19 +192,19 @@ class RayEngines:
                 return
             tensors = latest.tensors
         self._weights = self._put(tensors, version)
-        self._call_all("load", self._weights)
+        self._call_all("load_stored", self._weights)
         self._complete = True
 
-    def _put(self, tensors: NamedTensors, version: str) -> _Weights:
-        buckets = tuple(ray.put(_stored(bucket)) for bucket in pack(tensors, self._dtype))
-        return _Weights(version, buckets)
+    def _put(self, tensors: NamedTensors, version: str) -> StoredWeights:
+        buckets = tuple(store(bucket) for bucket in pack(tensors, self._dtype))
+        return StoredWeights(version, buckets)
 
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
         """See `RolloutEngine`; a replaced engine gets the adapter too."""
         self._deaths = 0
         on_cpu = {key: tensor.cpu() for key, tensor in tensors.items()}
-        self._adapter = _Adapter(name, on_cpu, config)
-        self._call_all("set_adapter", self._adapter)
+        self._adapter = name, on_cpu, config
+        self._call_all("set_adapter", *self._adapter)
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
         """See `RolloutEngine`; a replaced engine gets the schedule too."""
@@ -316,7 +235,7 @@ class RayEngines:
             server_args = server_args | {"random_seed": server_args["random_seed"] + slot}
         # Without CPUs of its own, an actor cannot wait for ever on a small machine.
         # Any: Ray's handles are typed as if calls through them were plain attributes.
-        actor: Any = ray.remote(_EngineActor).options(
+        actor: Any = ray.remote(EngineActor).options(
             num_cpus=0, num_gpus=self._num_gpus, scheduling_strategy="SPREAD"
         )
         return actor.remote(model_path, schedule, server_args, self._environment)
@@ -372,13 +291,13 @@ class RayEngines:
             pid, self._dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
             if self._weights is None and self._latest is not None:
                 self._weights = self._put(self._latest.tensors, self._latest.version)
-            for method, what in (
-                ("load", self._weights),
+            for method, arguments in (
+                ("load_stored", self._weights and (self._weights,)),
                 ("set_adapter", self._adapter),
-                ("set_schedule", self._schedule),
+                ("set_schedule", self._schedule and (self._schedule,)),
             ):
-                if what is not None:
-                    ray.get(getattr(actor, method).remote(what))
+                if arguments is not None:
+                    ray.get(getattr(actor, method).remote(*arguments))
             return pid
         except GetTimeoutError:
             raise EngineDied(
@@ -397,28 +316,6 @@ def _start_ray() -> None:
     ray.init(include_dashboard=False, log_to_driver=False)
 
 
-def _fork_engines_on_cpu() -> None:
-    """Let engines of this process start in a second instead of half a minute, without a GPU.
-
-    SGLang starts its processes by spawn, and each imports SGLang anew; forked ones share what this
-    process has imported. Only for processes in which torch has not computed anything yet: a forked
-    child hangs in its first parallel region if the parent has started OpenMP threads.
-    """
-    if torch.cuda.is_available():
-        return
-    from sglang.srt.entrypoints import engine
-    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
-    from sglang.srt.models import registry  # noqa: F401
-
-    configure = engine._set_envs_and_config
-
-    def then_fork(server_args: Any) -> None:
-        configure(server_args)
-        multiprocessing.set_start_method("fork", force=True)
-
-    engine._set_envs_and_config = then_fork
-
-
 def _reason(error: Exception) -> str:
     """What an engine died of, without Ray's ids and tracebacks, which come first."""
     text = str(getattr(error, "cause", error)).strip() or repr(error)
@@ -435,15 +332,3 @@ def _gpus_per_engine(count: int, ranks: int) -> int:
             " num_engines or tp_size, or add machines"
         )
     return ranks
-
-
-def _stored(bucket: Bucket) -> _StoredBucket:
-    return _StoredBucket(bucket.names, bucket.shapes, bucket.dtype, bucket.data.cpu().numpy())
-
-
-def _fetch(reference: "ray.ObjectRef") -> Bucket:
-    stored = ray.get(reference)
-    # A copy, because the store's memory is read-only and SGLang's processes share what they get.
-    return Bucket(
-        stored.names, stored.shapes, stored.dtype, torch.from_numpy(np.array(stored.data))
-    )

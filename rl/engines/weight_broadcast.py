@@ -16,7 +16,7 @@ import ray
 import torch
 
 from sparrow_sglang.rl.engines.buckets import Bucket
-from sparrow_sglang.rl.engines.engine import EngineDied
+from sparrow_sglang.rl.engines.local_engine import EngineDied
 
 LIMIT_S = 180.0
 """For all engines to join, and for one bucket to be sent and loaded; the first one includes the
@@ -57,10 +57,10 @@ class WeightBroadcast:
             for slot, actor in enumerate(actors)
         ]
         # In a thread, as it waits for an engine that dies meanwhile until the limit is reached.
-        own = _in_background(lambda: _join(address, port, world, self._name))
+        ours = _in_background(lambda: _join(address, port, world, self._name))
         what = f"joining the weight broadcast at {address}:{port}"
         _require_all(joined, deadline, what)
-        self._group = _require(own, deadline, what)
+        self._group = _require(ours, deadline, what)
 
     def send(self, actors: list[Any], bucket: Bucket, version: str) -> None:
         """Broadcast one bucket and wait until all engines have loaded it.
@@ -69,9 +69,8 @@ class WeightBroadcast:
             BroadcastTimeout: it has not arrived everywhere within `LIMIT_S`.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        layout = Bucket(bucket.names, bucket.shapes, bucket.dtype, torch.empty(0))
         deadline = time.monotonic() + LIMIT_S
-        received = [actor.receive.remote(layout, self._name, version) for actor in actors]
+        received = [actor.receive.remote(bucket.layout(), self._name, version) for actor in actors]
         data, group = bucket.data.to(device), self._group
         # In a thread, as NCCL connects within this call, and waits for an engine that is dead.
         sent = _in_background(lambda: _send(data, group))

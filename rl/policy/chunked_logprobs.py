@@ -91,10 +91,10 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> torch.Tensor:
         projection = weight.to(hidden.dtype).t()
         parts, normalisers = [], []
-        for part, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
+        for part, chosen in zip(hidden.split(rows), tokens.split(rows), strict=True):
             logits = product(part, projection).div_(temperature)
             normaliser = logits.logsumexp(1)
-            parts.append(logits.gather(1, wanted[:, None]).squeeze(1) - normaliser)
+            parts.append(logits.gather(1, chosen[:, None]).squeeze(1) - normaliser)
             normalisers.append(normaliser)
         ctx.save_for_backward(hidden, weight, tokens, torch.cat(normalisers))
         ctx.temperature, ctx.rows = temperature, rows

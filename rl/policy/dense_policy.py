@@ -5,12 +5,10 @@ weights for the rollout engines. Sequences are packed into micro-batches without
 attends to itself only, by full causal attention.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from math import isfinite
 from typing import Any
 
@@ -18,30 +16,26 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
+from sparrow_sglang.rl.policy.attention import ATTENTION, check_supported
 from sparrow_sglang.rl.policy.chunked_logprobs import (
     CHUNK_ELEMENTS,
     product,
     token_logprobs,
     token_logprobs_and_entropies,
 )
-from sparrow_sglang.rl.policy.packed_attention import causal_attention, like_lengths
+from sparrow_sglang.rl.policy.optimizer import ClippedAdamW, adamw, add_gradient
 from sparrow_sglang.rl.policy.packing import Packed, lay_out, pack
-from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule, sparse_attention
+from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
-
-logger = logging.getLogger(__name__)
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probs [n] with gradient, indices [n] of these tokens among all response tokens of the
 batch, sequences one after the other, both on the policy's device) -> scalar; losses add up."""
-
-_ATTENTION = "sparrow_packed"
 
 
 @dataclass(frozen=True)
@@ -65,8 +59,7 @@ class DensePolicy:
 
     Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU; of
     weights in bfloat16 the optimizer keeps an fp32 copy that it updates and rounds from, and the
-    gradients of micro-batches are added up in fp32. `skipped_in_a_row` counts the latest optimizer
-    steps that were not taken because their gradient was not finite.
+    gradients of micro-batches are added up in fp32.
     """
 
     def __init__(
@@ -77,19 +70,18 @@ class DensePolicy:
         device: str | torch.device,
     ) -> None:
         """Takes over `model`. Raises `ValueError` on architectures it would compute wrongly."""
-        _check_supported(model)
+        check_supported(model)
         self.device = torch.device(device)
         # Of nn.Module, because transformers' wrapper of it hides its signature.
         nn.Module.to(model, device=self.device, dtype=getattr(torch, config.dtype))
         self.model = model
-        self.model.set_attn_implementation(_ATTENTION)
+        self.model.set_attn_implementation(ATTENTION)
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._micro_batch_tokens = config.micro_batch_tokens
-        self._grad_clip = optimizer.grad_clip
         # Before anything else is put into the model, such as an adapter.
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
@@ -98,11 +90,15 @@ class DensePolicy:
             if config.dtype == "float32"
             else [nn.Parameter(p.detach().float()) for p in self._params]
         )
-        self._optimizer = _adamw(self._masters, optimizer, self.device)
-        self.skipped_in_a_row = 0
+        self.optimizer = ClippedAdamW(
+            "policy",
+            self._masters,
+            adamw(self._masters, optimizer, self.device),
+            optimizer.grad_clip,
+        )
         if self._masters is not self._params:
             for master, parameter in zip(self._masters, self._params, strict=True):
-                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+                parameter.register_post_accumulate_grad_hook(partial(add_gradient, master))
 
     @classmethod
     def load(
@@ -194,14 +190,16 @@ class DensePolicy:
         self.model.train()
         # A loss that raised in an earlier call has left its gradients behind.
         self.model.zero_grad()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         total, count = 0.0, 0
         for packed in self.micro_batches(sequences):
             logprobs = token_logprobs(self.hidden(packed), self.head, packed.targets, temperature)
             part = loss(logprobs, packed.where)
             part.backward()
             total, count = total + float(part.detach()), count + 1
-        return StepResult(total, self._step(), count)
+        norm = self.optimizer.step()
+        self._round_masters()
+        return StepResult(total, norm, count)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights under their checkpoint names, tied ones once; views that a step changes."""
@@ -233,7 +231,7 @@ class DensePolicy:
                 if not _is_adapters(name)
             },
             "masters": [master.detach() for master in self._masters],
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "dtype": str(self.model.dtype),
         }
 
@@ -249,19 +247,7 @@ class DensePolicy:
             for master, saved in zip(self._masters, state["masters"], strict=True):
                 master.copy_(saved)
         self._round_masters()
-        self._optimizer.load_state_dict(state["optimizer"])
-
-    def _step(self) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._grad_clip))
-        if isfinite(norm):
-            self._optimizer.step()
-            self._round_masters()
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped_in_a_row += 1
-            logger.warning("the policy's gradient norm is %s: no step was taken with it", norm)
-        self._optimizer.zero_grad()
-        return norm
+        self.optimizer.load_state_dict(state["optimizer"])
 
     @torch.no_grad()
     def _round_masters(self) -> None:
@@ -320,61 +306,6 @@ def acceptance_between(
     return torch.cat(parts)
 
 
-def _attend_within_sequences(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    *,
-    sequence_lengths: Sequence[int],
-    sparse_rule: SparseRule | None = None,
-    selections: Selections | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of each sequence to itself over [1, heads, T, head_dim]: causal, or by the rule."""
-    ends = np.cumsum([0, *sequence_lengths]).tolist()
-    spans = list(pairwise(ends))
-    if sparse_rule is not None and module.layer_idx in sparse_rule.schedule.dense_layers:
-        sparse_rule = None
-    runs = like_lengths(sequence_lengths)
-    if sparse_rule is not None and query.device.type == "cpu":
-        # Padding would only add to the work.
-        runs = [(index, index + 1) for index in range(len(spans))]
-    parts = []
-    for first, last in runs:
-        run = spans[first:last]
-        if sparse_rule is None:
-            parts.append(causal_attention(query, key, value, run, scaling))
-        else:
-            prompts = sparse_rule.prompt_lengths[first:last]
-            inputs = (query, key, value, run, prompts, sparse_rule, scaling)
-            if selections is None:
-                parts.append(sparse_attention(*inputs))
-            else:
-                once = partial(selections.once, (module.layer_idx, first))
-                parts.append(sparse_attention(*inputs, once))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend_within_sequences)
-
-
-def _add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
-    """Move the gradient of a micro-batch into the fp32 sum of `master`.
-
-    Summed in bf16, whose 8 bits hold no addend below a 256th of the sum, many micro-batches would
-    lose most of their share.
-    """
-    assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
-    if master.grad is None:
-        master.grad = parameter.grad.float()
-    else:
-        master.grad.add_(parameter.grad)
-    parameter.grad = None
-
-
 def _is_adapters(name: str) -> bool:
     """Whether a weight belongs to a PEFT LoRA layer, by PEFT's naming."""
     return ".lora_" in name
@@ -383,40 +314,3 @@ def _is_adapters(name: str) -> bool:
 def _own_name(name: str) -> str:
     """The name that a weight had before PEFT wrapped its layer."""
     return name.replace(".base_layer.", ".")
-
-
-def _check_supported(model: PreTrainedModel) -> None:
-    """Refuse what plain causal attention and a plain projection would compute wrongly."""
-    config = model.config
-    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    wrong = [f"layers of type {kind}" for kind in sorted(layers)]
-    if not layers and getattr(config, "sliding_window", None):
-        used = getattr(config, "use_sliding_window", True)
-        wrong += [f"sliding_window={config.sliding_window}"] if used else []
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        wrong += [f"{name}={getattr(config, name)}"] if getattr(config, name, None) else []
-    for name in ("logits_scaling", "logit_scale"):
-        wrong += [name] if getattr(config, name, 1.0) not in (None, 1.0) else []
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        wrong.append("a bias of the vocabulary projection")
-    if wrong:
-        raise ValueError(
-            f"model of type {config.model_type} has {', '.join(wrong)}: expected full causal"
-            " attention and a plain vocabulary projection, such as Llama, Qwen2 and Qwen3 have"
-        )
-
-
-def _adamw(
-    parameters: Sequence[nn.Parameter], settings: OptimizerConfig, device: torch.device
-) -> torch.optim.AdamW:
-    matrices = [p for p in parameters if p.ndim > 1]
-    vectors = [p for p in parameters if p.ndim <= 1]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=settings.lr,
-        betas=settings.betas,
-        fused=device.type == "cuda",
-    )

@@ -76,7 +76,7 @@ def causal_attention(
     """
     if len(spans) == 1:
         ((first, end),) = spans
-        query, key, value = (each[:, :, first:end] for each in (query, key, value))
+        query, key, value = (tensor[:, :, first:end] for tensor in (query, key, value))
         return _causal(query, key, value, scaling)
     # Padded at the ends, which no token before sees.
     rows = padding(tuple(spans), query.device)

@@ -88,11 +88,11 @@ def block_mask(
         word = packed[sequence, head // group, row, page >> to_word]
         return (token <= row + offsets[sequence]) & ((word >> (page & (_WORD - 1))) & 1 == 1)
 
-    held = torch.cat(touched, dim=2).repeat_interleave(group, 1)
+    selected = torch.cat(touched, dim=2).repeat_interleave(group, 1)
     # Blocks to visit come first, in order.
-    order = held.byte().argsort(dim=-1, descending=True, stable=True)
+    order = selected.byte().argsort(dim=-1, descending=True, stable=True)
     mask = BlockMask.from_kv_blocks(
-        held.sum(-1, dtype=torch.int32),
+        selected.sum(-1, dtype=torch.int32),
         order.int(),
         BLOCK_SIZE=BLOCK,
         mask_mod=reads,

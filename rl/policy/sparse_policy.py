@@ -1,4 +1,4 @@
-"""The sparse actor's law in the trainer: the server's own rule for every generated position.
+"""The sparse actor's distribution in the trainer: the server's rule for every generated position.
 
 In: queries, keys and values of packed sequences, a schedule. Out: attention that is dense for the
 prompts and reads the budget's pages for the rest. Pages are selected exactly as
@@ -46,15 +46,15 @@ class SparseRule:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def pages_read(self, held: int, device: torch.device) -> torch.Tensor:
-        """Pages that a sparse layer reads of 0, 1, ... `held` pages or more: int64, by that count.
+    def pages_read(self, cached: int, device: torch.device) -> torch.Tensor:
+        """Pages that a sparse layer reads of 0, 1, ... `cached` pages or more: int64, indexed so.
 
         The schedule is asked once for all layers, as 32K positions are too many for each.
         """
         known = self._read.get(device)
-        if known is None or len(known) <= held:
+        if known is None or len(known) <= cached:
             size = self.schedule.page_size
-            counts = self.schedule.tokens_read(np.arange(held + 1) * size) // size
+            counts = self.schedule.tokens_read(np.arange(cached + 1) * size) // size
             known = self._read[device] = torch.from_numpy(counts).to(device)
         return known
 
@@ -194,8 +194,8 @@ def selected_pages(
         group_query = query[:, :, first:last].float().unflatten(1, (heads, -1)).mean(2)
         scores = group_query @ landmarks[:, :, : end // schedule.page_size].transpose(2, 3)
         # A page that is still partial at the end is the last one, and always kept.
-        held = schedule.num_pages(end)
-        scores = F.pad(scores, (0, held - scores.shape[-1])).transpose(1, 2).flatten(0, 1)
+        pages_cached = schedule.num_pages(end)
+        scores = F.pad(scores, (0, pages_cached - scores.shape[-1])).transpose(1, 2).flatten(0, 1)
         pages = (positions[:, first:last] // schedule.page_size + 1).flatten()
         kept = kept_pages(
             scores,

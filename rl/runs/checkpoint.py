@@ -42,7 +42,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint says besides weights: steps taken, schedule in force, metrics of the last
+    """What a checkpoint says besides weights: steps taken, active schedule, metrics of the last
     step, where the run stands on its ladder of schedules."""
 
     step: int = 0
@@ -159,8 +159,8 @@ class Checkpoints:
         return State(fields["step"], fields["schedule"], fields["metrics"], fields["ladder"])
 
     def _complete(self) -> list[Path]:
-        found = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        folders = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
+        return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _export(policy: DensePolicy, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

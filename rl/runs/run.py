@@ -2,76 +2,37 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter, lora_arguments
-from sparrow_sglang.rl.engines.buckets import NamedTensors
-from sparrow_sglang.rl.engines.engine import RolloutEngine, open_engine
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
+from sparrow_sglang.rl.engines.rollout_engine import open_engine
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.record import record_start
 from sparrow_sglang.rl.runs.setup import Setup
 from sparrow_sglang.rl.runs.termination import Termination
+from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool
-from sparrow_sglang.schedule import BudgetSchedule
-
-Rates = NDArray[np.float64]
-Positions = NDArray[np.int64]
 
 
-@dataclass
-class Run:
-    """The parts of a run, and how many steps the policy has taken."""
+class Progress:
+    """How many steps the policy has taken, and how many of them are in a checkpoint."""
 
-    config: TrainConfig
-    setup: Setup
-    policy: DensePolicy
-    adapter: SparseAdapter | None
-    ladder: Ladder | None
-    engine: RolloutEngine
-    judges: RewardPool
-    log: RunLog
-    steps_taken: int
-    _checkpoints: Checkpoints
-    _termination: Termination
-    _saved: int
-    _served: BudgetSchedule | None
-    _metrics: dict[str, float] = field(default_factory=dict)
-    _updating: bool = False
-
-    @property
-    def schedule(self) -> BudgetSchedule | None:
-        """The one in force, None for dense rollouts."""
-        return self.ladder.schedule if self.ladder else None
-
-    def follow_tails(self, step: int, rates: Rates, positions: Positions) -> None:
-        """Choose the schedule of the next rollouts by these acceptance rates."""
-        move = self.ladder.observe(rates, positions) if self.ladder else None
-        if move is not None:
-            self.log.event(step, move.line(), asdict(move))
-
-    def load(self, weights: NamedTensors) -> None:
-        """Have the engine sample from these weights, of the steps taken so far."""
-        # What PyTorch keeps in reserve is not there for the engine of the same device.
-        torch.cuda.empty_cache()
-        self.engine.resume()
-        self.engine.update_weights(weights, str(self.steps_taken))
-
-    def sync_schedule(self) -> None:
-        """Have the engine decode under the schedule in force."""
-        if self.schedule is not None and self.schedule != self._served:
-            self.engine.set_schedule(self.schedule)
-            self._served = self.schedule
+    def __init__(self, checkpoints: Checkpoints, termination: Termination, steps: int) -> None:
+        self.steps_taken = steps
+        self._checkpoints = checkpoints
+        self._termination = termination
+        self._saved = steps
+        self._metrics: dict[str, float] = {}
+        self._updating = False
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
@@ -84,24 +45,48 @@ class Run:
             yield
             self.steps_taken, self._updating = step + 1, False
 
+    def note(self, metrics: dict[str, float]) -> None:
+        """Keep the metrics of a step for the checkpoint."""
+        self._metrics = metrics
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a checkpoint would hold something new."""
+        return not self._updating and self.steps_taken != self._saved
+
+    def save(
+        self, policy: DensePolicy, actor: SparseActor, config: TrainConfig, tokenizer: Any
+    ) -> None:
+        """Write a checkpoint of the steps taken."""
+        with self._termination.held_back():
+            ladder = actor.ladder.state_dict()
+            state = State(self.steps_taken, actor.schedule_name, self._metrics, ladder)
+            self._checkpoints.save(policy, tokenizer, config, state, actor.adapter)
+            self._saved = self.steps_taken
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run."""
+
+    config: TrainConfig
+    setup: Setup
+    policy: DensePolicy
+    actor: SparseActor
+    reward_workers: RewardPool
+    log: RunLog
+    progress: Progress
+
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step, and keep them for the checkpoint."""
-        self._metrics = metrics
+        self.progress.note(metrics)
         self.log.write(step, metrics)
 
     def save(self) -> None:
         """Write a checkpoint of the steps taken, unless there is nothing new."""
-        if self._updating or self.steps_taken == self._saved:
-            return
-        self.log.show("checkpoint")
-        schedule = self.schedule.name if self.schedule else DENSE
-        ladder = self.ladder.state_dict() if self.ladder else {}
-        with self._termination.held_back():
-            state = State(self.steps_taken, schedule, self._metrics, ladder)
-            self._checkpoints.save(
-                self.policy, self.setup.tokenizer, self.config, state, self.adapter
-            )
-            self._saved = self.steps_taken
+        if self.progress.unsaved:
+            self.log.show("checkpoint")
+            self.progress.save(self.policy, self.actor, self.config, self.setup.tokenizer)
 
 
 @contextmanager
@@ -119,16 +104,16 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(config.model, config.optimizer, device)
         adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
-        ladder = Ladder(setup.schedules, config.ladder) if setup.schedules else None
+        ladder = Ladder(setup.schedules, config.ladder)
         state = checkpoints.restore(newest, policy, adapter) if newest else State()
-        if ladder is not None and state.ladder:
+        if state.ladder:
             ladder.load_state_dict(state.ladder)
         taken = state.step
         record_start(config, setup.engine, taken)
-        judges = RewardPool(
+        reward_workers = RewardPool(
             setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
         )
-        with judges, closing(RunLog(config, taken)) as log:
+        with reward_workers, closing(RunLog(config, taken)) as log:
             if setup.left_out:
                 limit = config.rollout.max_prompt_tokens
                 log.say(f"{setup.left_out} prompts are longer than {limit} tokens and left out")
@@ -142,21 +127,9 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             } | lora_arguments(config.distill)
             engine = open_engine(setup.engine, setup.model_path, arguments)
             with closing(engine):
-                run = Run(
-                    config,
-                    setup,
-                    policy,
-                    adapter,
-                    ladder,
-                    engine,
-                    judges,
-                    log,
-                    taken,
-                    checkpoints,
-                    termination,
-                    taken,
-                    next(iter(setup.schedules), None),
-                )
+                actor = SparseActor(config, engine, policy, adapter, ladder)
+                progress = Progress(checkpoints, termination, taken)
+                run = Run(config, setup, policy, actor, reward_workers, log, progress)
                 try:
                     yield run
                 finally:

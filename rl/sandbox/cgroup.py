@@ -57,10 +57,10 @@ def usable_parent(mount: Path = MOUNT) -> Path | None:
     """The nearest group at or above ours that hands on memory and pids and lets us move there."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = next(line[3:] for line in lines if line.startswith("0::"))
+        ours = next(line[3:] for line in lines if line.startswith("0::"))
     except (OSError, StopIteration):
         return None
-    folder = mount / own.strip("/")
+    folder = mount / ours.strip("/")
     while folder.is_relative_to(mount):
         with suppress(OSError):
             handed_on = (folder / "cgroup.subtree_control").read_text().split()

@@ -144,12 +144,12 @@ def sandbox_problem(kind: Kind) -> str | None:
 def weaknesses() -> list[str]:
     """What the kind "weak" does not keep from programs on this machine, one phrase each."""
     landlock = landlock_version() >= LANDLOCK_NEEDED
-    found = ["system files"] if landlock else ["readable files", "writable folders", "processes"]
+    names = ["system files"] if landlock else ["readable files", "writable folders", "processes"]
     if os.getuid() != 0:
-        found.append("process count")
+        names.append("process count")
     if usable_parent() is None:
-        found.append("memory")
-    return [WEAKNESSES[name] for name in [*found, "disk", "kernel"]]
+        names.append("memory")
+    return [WEAKNESSES[name] for name in [*names, "disk", "kernel"]]
 
 
 def _order(source: str, stdin: str, limits: Limits, kind: Kind) -> Order:
@@ -221,14 +221,14 @@ def _bubblewrap(readable: list[str], limits: Limits) -> list[str]:
 @cache
 def _interpreter(others_must_reach: bool) -> tuple[str, str]:
     """A Python and its installation folder; as root, one that other users can run."""
-    own = (os.path.realpath(sys.executable), sys.base_prefix)
+    ours = (os.path.realpath(sys.executable), sys.base_prefix)
     system = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin")
-    candidates = [own, *([(os.path.realpath(system), "/usr")] if system else [])]
+    candidates = [ours, *([(os.path.realpath(system), "/usr")] if system else [])]
     for executable, prefix in candidates:
         folders = [path for path in Path(executable).parents if path.exists()]
         if not others_must_reach or all(folder.stat().st_mode & 1 for folder in folders):
             return executable, prefix
     raise SandboxError(
-        f"no Python that other users can run: {own[0]} lies in a private folder; install python3"
+        f"no Python that other users can run: {ours[0]} lies in a private folder; install python3"
         f" from the distribution's packages"
     )

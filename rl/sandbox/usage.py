@@ -19,19 +19,19 @@ TOO_MUCH = 1 << 62
 
 def descendants() -> list[int]:
     """Process ids of everything below this process."""
-    found: list[int] = []
+    pids: list[int] = []
     queue = [os.getpid()]
     while queue:
         parent = queue.pop()
         try:
             for thread in os.listdir(f"/proc/{parent}/task"):
                 text = Path(f"/proc/{parent}/task/{thread}/children").read_text()
-                children = [int(pid) for pid in text.split()]
-                found += children
+                children = [int(number) for number in text.split()]
+                pids += children
                 queue += children
         except OSError:
             continue
-    return found
+    return pids
 
 
 def resident_bytes(pids: list[int]) -> int:

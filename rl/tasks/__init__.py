@@ -1,4 +1,4 @@
-"""The registry of tasks: where prompts come from, and how responses to them are judged.
+"""The registry of tasks: where prompts come from, and how responses to them are rewarded.
 
 A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`; or it lies in a
 module of the user's, and `task.name` is "module:function".

@@ -1,6 +1,6 @@
 """What tasks share: their shape, rendering through a chat template, and reading of data files.
 
-Data files hold one object per line (.jsonl) or row (.parquet). "prompt" is a text, which becomes
+Data files hold one object per line (.jsonl) or row (.parquet). "prompt" is a string, which becomes
 the user's message, or a list of chat messages; "id" is optional. The other fields are the task's.
 """
 
@@ -56,9 +56,9 @@ class FileOptions(Options):
     """Settings of tasks that read files."""
 
     instruction: str = ""
-    """Put after each prompt that is a text, on a line of its own."""
+    """Put after each prompt that is a string, on a line of its own."""
     system: str | None = Field(default=None, min_length=1)
-    """System message before each prompt that is a text."""
+    """System message before each prompt that is a string."""
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -121,7 +121,7 @@ def _read_prompts(
             payload = read_payload(example)
             name = str(example.get("id") or f"{path.stem}-{number}")
             if name in prompts:
-                raise ValueError(f"id {name!r} is used twice: expected one of its own, or none")
+                raise ValueError(f"id {name!r} is used twice: expected a unique id, or none")
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
         prompts[name] = Prompt(name, task, render(messages), payload)
@@ -172,16 +172,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
 
 
 def _messages(example: Mapping[str, Any], options: FileOptions) -> list[Message]:
-    prompt = require(example, "prompt", (str, list), "a text or a list of chat messages")
+    prompt = require(example, "prompt", (str, list), "a string or a list of chat messages")
     if isinstance(prompt, str):
         system = [{"role": "system", "content": options.system}] if options.system else []
         text = f"{prompt}\n{options.instruction}" if options.instruction else prompt
         return [*system, {"role": "user", "content": text}]
     for message in prompt:
-        texts = isinstance(message, dict) and [message.get("role"), message.get("content")]
-        if not texts or not all(isinstance(text, str) for text in texts):
+        fields = isinstance(message, dict) and [message.get("role"), message.get("content")]
+        if not fields or not all(isinstance(field, str) for field in fields):
             raise ValueError(
-                f"prompt holds {message!r}: expected messages with the texts role and content"
+                f"prompt holds {message!r}: expected messages with the strings role and content"
             )
     return prompt
 

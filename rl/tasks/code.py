@@ -1,4 +1,4 @@
-"""Programming: a Python program that reads stdin and writes stdout, judged by tests in the sandbox.
+"""Programming: a Python program that reads stdin and writes stdout, tested in the sandbox.
 
 Data files hold "prompt" and "tests", a list of objects with the strings "input" and "output".
 """

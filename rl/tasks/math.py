@@ -1,4 +1,4 @@
-"""Mathematics: the final answer of a response, judged by `math-verify`.
+"""Mathematics: the final answer of a response, checked by `math-verify`.
 
 Data files hold "prompt" and "answer": a number, or a string in LaTeX or plain notation.
 """

@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 # (prompt, text) -> reward; one with a parameter `finish_reason` gets SGLang's, too.
 Reward = Callable[..., float]
 FINISH_REASON = "finish_reason"
-# Until it takes jobs a process imports its judge, sympy among others; that is no judging time.
+# To import the reward function, and sympy among others, before the first job.
 START_UP_S = 120.0
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Rewards [n] float64 of each group, in the order given, and how many judgements failed.
+    """Rewards [n] float64 of each group, in the order given, and how many calls failed.
 
-    `errors`: the judge raised, or returned something else than a finite number. `crashes`: its
+    `errors`: the function raised, or returned something else than a finite number. `crashes`: its
     process died. `timeouts`: it was killed. All three scored 0.
     """
 
@@ -45,7 +45,7 @@ class Scores:
     timeouts: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Failed judgements of each kind."""
+        """Failed calls of each kind."""
         return {
             "sparrow/reward_errors": float(self.errors),
             "sparrow/reward_crashes": float(self.crashes),
@@ -64,7 +64,7 @@ def without_truncated(
 
 
 class RewardPool:
-    """Processes that judge with `reward`, a function of a module; closes as a context.
+    """Reward workers: processes that call `reward`, a function of a module; closes as a context.
 
     Processes are started at the first call of `score`, from a server process that holds neither
     CUDA nor threads; a script that uses this needs the usual `if __name__ == "__main__"`.
@@ -83,9 +83,9 @@ class RewardPool:
         self._workers: list[_Worker] = []
 
     def score(self, groups: Sequence[Group]) -> Scores:
-        """Judge every rollout's text once.
+        """The reward of every rollout.
 
-        Raises `RuntimeError` if a process cannot even load the judge.
+        Raises `RuntimeError` if a process cannot even load the function.
         """
         rewards = [np.zeros(len(group.rollouts)) for group in groups]
         counts = {"errors": 0, "crashes": 0, "timeouts": 0}
@@ -107,7 +107,7 @@ class RewardPool:
                 if kind in ("crashes", "timeouts"):
                     if place is None and not worker.ready:
                         self.close()
-                        raise RuntimeError(f"the judge {self._reward!r} cannot be loaded: {value}")
+                        raise RuntimeError(f"the reward {self._reward!r} cannot be loaded: {value}")
                     worker.stop()
                     self._workers[self._workers.index(worker)] = _Worker(self._reward)
                 if place is None:
@@ -157,8 +157,8 @@ class _Worker:
         # A forked trainer would carry threads and a CUDA context that its child cannot use.
         context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
-        # Not a daemon: those may not start processes, as a judge of programs does.
-        self._process = context.Process(target=_judge, args=(theirs, reward), daemon=False)
+        # Not a daemon: those may not start processes, as a reward may.
+        self._process = context.Process(target=_answer, args=(theirs, reward), daemon=False)
         self._process.start()
         theirs.close()
         self.ready = False
@@ -176,12 +176,12 @@ class _Worker:
         """("ready" | "reward" | "errors" | "crashes" | "timeouts", value or reason)."""
         self.deadline = None
         if not self.connection.poll():
-            return "timeouts", "no verdict in time"
+            return "timeouts", "no reward in time"
         try:
             kind, value = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(5)
-            return "crashes", f"the judge's process ended with status {self._process.exitcode}"
+            return "crashes", f"the process ended with status {self._process.exitcode}"
         self.ready = True
         return kind, value
 
@@ -193,7 +193,7 @@ class _Worker:
         self._process.close()
 
 
-def _judge(connection: Connection, reward: Reward) -> None:
+def _answer(connection: Connection, reward: Reward) -> None:
     """Answer jobs until the trainer is gone."""
     connection.send(("ready", None))
     while True:

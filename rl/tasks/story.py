@@ -64,10 +64,10 @@ def load(config: TaskConfig, render: Render) -> Task:
 
 
 def reward(prompt: Prompt, text: str) -> float:
-    """1 if all the words occur as whole words, in a text that is long enough, else 0."""
-    found = re.findall(r"[a-z]+", text.lower())
-    held = set(prompt.payload["words"]) <= set(found)
-    return float(held and len(found) >= prompt.payload["min_length"])
+    """1 if all the words occur as whole words, in a response that is long enough, else 0."""
+    words = re.findall(r"[a-z]+", text.lower())
+    used = set(prompt.payload["words"]) <= set(words)
+    return float(used and len(words) >= prompt.payload["min_length"])
 
 
 def _choices(count: int, seed: int) -> Iterator[tuple[str, ...]]:

@@ -9,9 +9,9 @@ from engines import import_for_fork
 from stability_study import task_of, tiny
 
 
-def test_the_engine_gives_back_the_words_that_are_judged(tmp_path: Path) -> None:
+def test_the_engine_gives_back_the_words_that_are_rewarded(tmp_path: Path) -> None:
     import_for_fork()
-    from sparrow_sglang.rl.engines.engine import LocalEngine
+    from sparrow_sglang.rl.engines.local_engine import LocalEngine
     from sparrow_sglang.rl.rollout import Sampling
 
     settings = tiny()

@@ -1,4 +1,4 @@
-"""The trainer's sparse law on a GPU: its compiled kernel, and the server that samples from it."""
+"""The trainer's sparse distribution on a GPU: its compiled kernel, and the server's samples."""
 
 from contextlib import nullcontext
 
@@ -11,7 +11,7 @@ from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
-from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.policy import sparse_policy
 from sparrow_sglang.rl.policy.chunked_logprobs import token_logprobs, token_logprobs_and_entropies
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -183,9 +183,11 @@ def test_entropies_and_logprobs_of_a_chunk_are_those_in_float64():
     weight = torch.randn(49_152, 256, device="cuda").bfloat16() / 8
     tokens = torch.randint(0, 49_152, (3000,), device="cuda")
     logprobs, entropies = token_logprobs_and_entropies(hidden, weight, tokens, 0.7)
-    law = torch.log_softmax(hidden.double() @ weight.double().t() / 0.7, 1)
-    torch.testing.assert_close(entropies.double(), -(law.exp() * law).sum(1), atol=1e-3, rtol=0)
-    expected = law.gather(1, tokens[:, None]).squeeze(1)
+    logprobs = torch.log_softmax(hidden.double() @ weight.double().t() / 0.7, 1)
+    torch.testing.assert_close(
+        entropies.double(), -(logprobs.exp() * logprobs).sum(1), atol=1e-3, rtol=0
+    )
+    expected = logprobs.gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-3, rtol=0)
 
 
@@ -205,11 +207,11 @@ def policy(model) -> DensePolicy:
 @pytest.fixture(scope="module")
 def prompts(model) -> list[Prompt]:
     """Real text; responses begin and end on both sides of pages and of bins."""
-    found = builtin_prompts(tokenizer_of(model), 4096, 512, NEW_TOKENS, 1, "check")
-    ids = [each.input_ids for each in found if len(each.input_ids) > 700]
+    builtin = builtin_prompts(tokenizer_of(model), 4096, 512, NEW_TOKENS, 1, "check")
+    ids = [prompt.input_ids for prompt in builtin if len(prompt.input_ids) > 700]
     lengths = [127, 128, 129, 400, 510, 511, 512, 513, 700, *map(len, ids)]
     chosen = [ids[i % len(ids)][:length] for i, length in enumerate(lengths)]
-    return [Prompt(f"{i}", "test", tuple(each)) for i, each in enumerate(chosen)]
+    return [Prompt(f"{i}", "test", tuple(ids)) for i, ids in enumerate(chosen)]
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +246,13 @@ def adapter(policy, engine, prompts) -> SparseAdapter:
 def rollouts(engine, prompts, sampling):
     """Sequences and the log-probs that the server recorded, [N]."""
     groups = engine.generate(prompts, 2, sampling)
-    found = [rollout for group in groups for rollout in group.rollouts]
-    recorded = np.concatenate([rollout.logprobs for rollout in found])
-    return [(rollout.prompt_ids, rollout.response_ids) for rollout in found], recorded
+    responses = [rollout for group in groups for rollout in group.rollouts]
+    recorded = np.concatenate([rollout.logprobs for rollout in responses])
+    return [(rollout.prompt_ids, rollout.response_ids) for rollout in responses], recorded
 
 
 @pytest.mark.parametrize("delivery", ["none", "lora", "merged"])
-def test_the_server_samples_from_the_trainers_sparse_law(
+def test_the_server_samples_from_the_trainers_sparse_distribution(
     policy, engine, adapter, prompts, delivery
 ):
     weights = adapter.merged_weights() if delivery == "merged" else policy.named_weights()
@@ -258,12 +260,14 @@ def test_the_server_samples_from_the_trainers_sparse_law(
     name = ADAPTER if delivery == "lora" else None
     if name:
         engine.set_adapter(name, adapter.tensors(), adapter.lora_config())
-    own, other = (nullcontext, adapter.worn) if delivery == "none" else (adapter.worn, nullcontext)
+    expected_adapter, other_adapter = (
+        (nullcontext, adapter.enabled) if delivery == "none" else (adapter.enabled, nullcontext)
+    )
 
-    def distance(what, run, law, schedule, temperature=1.0):
+    def distance(what, run, adapter_state, schedule, temperature=1.0):
         """Mean and 99th percentile of |recorded - trainer's|."""
         sequences, recorded = run
-        with law():
+        with adapter_state():
             scores = torch.cat(policy.score(sequences, temperature, schedule)).numpy()
         errors = np.abs(recorded - scores)
         mean, high = float(errors.mean()), float(np.percentile(errors, 99))
@@ -273,15 +277,17 @@ def test_the_server_samples_from_the_trainers_sparse_law(
     dense_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, adapter=name, dense=True))
     sparse_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, adapter=name))
     # The yardstick: the same engine and trainer, where neither leaves anything out.
-    noise, noise_high = distance("dense run, dense law", dense_run, own, None)
-    mean, high = distance("sparse run, its law", sparse_run, own, SCHEDULE)
+    noise, noise_high = distance("dense run, dense", dense_run, expected_adapter, None)
+    mean, high = distance("sparse run, its own", sparse_run, expected_adapter, SCHEDULE)
     assert mean < 1.5 * noise and high < 2 * noise_high
-    # And so near to no law but its own.
-    assert distance("sparse run, other adapter", sparse_run, other, SCHEDULE)[0] > 1.5 * mean
-    assert distance("sparse run, dense law", sparse_run, own, None)[0] > 1.5 * mean
+    # And so near to no distribution but its own.
+    assert (
+        distance("sparse run, other adapter", sparse_run, other_adapter, SCHEDULE)[0] > 1.5 * mean
+    )
+    assert distance("sparse run, dense", sparse_run, expected_adapter, None)[0] > 1.5 * mean
     if delivery == "none":
         tempered = rollouts(engine, prompts, Sampling(NEW_TOKENS, 0.8))
-        mean, high = distance("sparse run at 0.8", tempered, own, SCHEDULE, 0.8)
+        mean, high = distance("sparse run at 0.8", tempered, expected_adapter, SCHEDULE, 0.8)
         # Differences of logits are divided by the temperature.
         assert mean < 2 * noise and high < 3 * noise_high
-        assert distance("scored at 1", tempered, own, SCHEDULE)[0] > 1.5 * mean
+        assert distance("scored at 1", tempered, expected_adapter, SCHEDULE)[0] > 1.5 * mean

@@ -31,7 +31,7 @@ def jsonl(path: Path, rows: Sequence[Any]) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_code_is_judged_by_all_its_tests(tmp_path: Path, kind: Kind) -> None:
+def test_code_must_pass_all_its_tests(tmp_path: Path, kind: Kind) -> None:
     problem = sandbox_problem(kind)
     if problem:
         pytest.skip(f"{kind}: {problem}")

@@ -1,4 +1,4 @@
-"""Groups are scored in order, and no judge stops the pool."""
+"""Groups are scored in order, and no reward function stops the pool."""
 
 import os
 import signal
@@ -12,10 +12,10 @@ from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 
-def judge(prompt: Prompt, text: str) -> float:
+def obey(prompt: Prompt, text: str) -> float:
     """Does what the text says."""
     if text == "raise":
-        raise ValueError("no verdict")
+        raise ValueError("no reward")
     if text == "nan":
         return float("nan")
     if text == "crash":
@@ -56,7 +56,7 @@ def group(name: str, offset: float, texts: list[str], finish_reason: str = "stop
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(judge, workers=2, timeout_s=3.0) as pool:
+    with RewardPool(obey, workers=2, timeout_s=3.0) as pool:
         yield pool
 
 
@@ -67,7 +67,7 @@ def test_order_is_kept_whatever_finishes_first(pool: RewardPool) -> None:
     assert (scores.errors, scores.crashes, scores.timeouts) == (0, 0, 0)
 
 
-def test_failing_judges_score_zero_and_are_counted(pool: RewardPool) -> None:
+def test_failing_rewards_are_zero_and_are_counted(pool: RewardPool) -> None:
     texts = ["1", "crash", "hang", "raise", "2", "nan", "exit", "hang", "3"]
     before = time.monotonic()
     scores = pool.score([group("a", 0.0, texts)])
@@ -88,7 +88,7 @@ def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
         assert [rewards.tolist() for rewards in pool.score(groups).rewards] == [[0], [1, 1]]
 
 
-def test_a_judge_that_cannot_be_loaded_is_an_error() -> None:
+def test_a_reward_that_cannot_be_loaded_is_an_error() -> None:
     with RewardPool(RefusesToLoad(), workers=1) as pool:
         with pytest.raises(RuntimeError, match="cannot be loaded: .* status 7"):
             pool.score([group("a", 0.0, ["1"])])

@@ -48,7 +48,7 @@ def kind(usable: Kind, monkeypatch: pytest.MonkeyPatch) -> Kind:
 SANDBOX: dict[str, Kind] = {}
 
 
-def judged(source: str, seconds: float = 20.0, memory: int = 1 << 30) -> float:
+def reward_of(source: str, seconds: float = 20.0, memory: int = 1 << 30) -> float:
     """The reward of a program that should print "right"."""
     limits = {"wall_clock_s": seconds, "memory_bytes": memory}
     payload = {"tests": [{"input": "", "output": "right"}], "limits": limits} | SANDBOX
@@ -78,7 +78,7 @@ def _command_line(pid: str) -> bytes:
 def test_an_honest_program_passes(kind: Kind) -> None:
     result = run_python("a, b = map(int, input().split())\nprint(a + b)", "2 3\n", PATIENT, kind)
     assert (result.limit, result.returncode, result.stdout) == (None, 0, "5\n"), result
-    assert judged(ANSWER) == 1.0
+    assert reward_of(ANSWER) == 1.0
 
 
 def test_an_exit_status_is_told(kind: Kind) -> None:
@@ -97,7 +97,7 @@ def test_forking_without_end_scores_zero_and_leaves_nobody(kind: Kind) -> None:
         "    except OSError: pass\n"
     )
     before = time.monotonic()
-    assert judged(bomb + ANSWER, seconds=1.0) == 0.0
+    assert reward_of(bomb + ANSWER, seconds=1.0) == 0.0
     assert time.monotonic() - before < 120
     assert processes_with("sparrow-sandbox-") == []
 
@@ -126,7 +126,7 @@ def test_filling_memory_scores_zero(kind: Kind, children: int) -> None:
         "time.sleep(5)\n"
     )
     memory = 256 << 20
-    assert judged(source + ANSWER, memory=memory) == 0.0
+    assert reward_of(source + ANSWER, memory=memory) == 0.0
     result = run_python(source, "", Limits(memory_bytes=memory, wall_clock_s=20), kind)
     if children:
         assert result.limit == "memory"
@@ -146,13 +146,13 @@ def test_writing_outside_the_folder_fails(kind: Kind) -> None:
         *(f"{folder}/sparrow-evil" for folder in ("/tmp", "/var/tmp", "/dev/shm")),
     ]
     for target in targets:
-        assert judged(f"open({target!r}, 'w').write('x')" + ANSWER) == 0.0, target
-    assert judged(f"import os; os.remove({str(mine)!r})" + ANSWER) == 0.0
-    assert judged(f"import os; os.chmod({str(mine)!r}, 0o600)" + ANSWER) == 0.0
+        assert reward_of(f"open({target!r}, 'w').write('x')" + ANSWER) == 0.0, target
+    assert reward_of(f"import os; os.remove({str(mine)!r})" + ANSWER) == 0.0
+    assert reward_of(f"import os; os.chmod({str(mine)!r}, 0o600)" + ANSWER) == 0.0
     assert mine.read_text() == "kept" and sorted(os.listdir(open_to_all)) == ["mine"]
     assert mine.stat().st_mode & 0o777 == 0o666
     assert not any(os.path.exists(target) for target in targets if target != str(mine))
-    assert judged("open('inside', 'w').write('x')" + ANSWER) == 1.0
+    assert reward_of("open('inside', 'w').write('x')" + ANSWER) == 1.0
     shutil.rmtree(open_to_all)
 
 
@@ -163,14 +163,14 @@ def test_opening_a_socket_scores_zero_even_if_the_program_goes_on(kind: Kind, fa
         f"try: socket.socket(socket.{family}, socket.SOCK_DGRAM)\n"
         "except BaseException: pass\n"
     )
-    assert judged(source + ANSWER) == 0.0
+    assert reward_of(source + ANSWER) == 0.0
 
 
 def test_printing_a_gigabyte_scores_zero_and_is_not_kept(kind: Kind) -> None:
     source = "for _ in range(1024): print('x' * (1 << 20))"
     result = run_python(source, "", PATIENT, kind)
     assert result.limit == "output" and len(result.stdout) <= Limits().output_bytes
-    assert judged(ANSWER + source) == 0.0
+    assert reward_of(ANSWER + source) == 0.0
 
 
 def test_filling_the_folder_is_stopped(kind: Kind) -> None:
@@ -191,7 +191,7 @@ def test_other_processes_are_out_of_reach(kind: Kind) -> None:
     bystander = subprocess.Popen(["sleep", "60"])
     try:
         for pid in (bystander.pid, os.getpid(), -1):
-            assert judged(f"import os; os.kill({pid}, 9)" + ANSWER) == 0.0
+            assert reward_of(f"import os; os.kill({pid}, 9)" + ANSWER) == 0.0
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -383,7 +383,7 @@ for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
                 else: one.connect(address); one.send(b'x')
             except OSError: pass
 """
-    assert judged(source + ANSWER) == 1.0
+    assert reward_of(source + ANSWER) == 1.0
     for listener in listeners:
         with pytest.raises(BlockingIOError):
             listener.recv(1)
@@ -393,7 +393,7 @@ for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
 
 def test_event_loops_work(kind: Kind) -> None:
     source = "import asyncio\nasync def main(): print('right')\nasyncio.run(main())"
-    assert judged(source) == 1.0
+    assert reward_of(source) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def _rates(unit: Unit, cached: NDArray[np.int64]) -> NDArray[np.float64]:
 def _measure(
     engine: Any, units: Sequence[Unit], work: WorkFolder, batch: int, progress: Any
 ) -> None:
-    """What `calibration_measure.measure` stores, from a known law instead of an engine."""
+    """What `calibration_measure.measure` stores, from a known distribution instead of an engine."""
     for unit in units:
         cached = len(unit.prompt.input_ids) + 1 + np.arange(unit.new_tokens - 1)
         rates = _rates(unit, cached)
@@ -93,7 +93,9 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
             row |= {"eval/pass_rate": 0.3 + 0.02 * step}
         log.write(step, row)
         if step == MOVED_AT:
-            log.event(step, "bolder", asdict(Move("fixed-1024", "fixed-512", 0.83, {0: 0.9})))
+            log.event(
+                step, "more aggressive", asdict(Move("fixed-1024", "fixed-512", 0.83, {0: 0.9}))
+            )
     log.write(steps, {"eval/pass_rate": 0.75})
     log.close()
     if model is not None:

@@ -57,8 +57,8 @@ def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarra
     ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
     start = len(rollout.prompt_ids)
     logits = model(ids).logits[0, start - 1 : -1].double() / temperature
-    law = torch.log_softmax(logits, dim=-1)
-    return law.gather(1, ids[0, start:, None])[:, 0].numpy()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return logprobs.gather(1, ids[0, start:, None])[:, 0].numpy()
 
 
 def error(model, groups) -> float:

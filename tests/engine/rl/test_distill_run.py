@@ -20,8 +20,8 @@ def test_the_actors_own_policy_loss_is_weighed_by_its_own_law(byte_model, tmp_pa
     trainer.train(config)
     for row in rows(config.run_dir):
         # Every response is 60 tokens long, and a group's advantages sum to 0: so does the loss, but
-        # only if each token is weighed by 1, the ratio of a law to itself. The dense law's ratios
-        # are far from that.
+        # only if each token is weighed by 1, the ratio of a distribution to itself. Ratios to the
+        # dense one are far from that.
         assert abs(row["sparrow/distill_pg_loss"]) < 1e-4
         assert row["rollout_corr/rollout_is_std"] > 0.01
         assert np.isfinite(row["sparrow/distill_grad_norm"])

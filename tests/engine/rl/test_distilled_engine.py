@@ -12,7 +12,7 @@ from sparrow_sglang.rl.distill import (
     SparseAdapter,
     lora_arguments,
 )
-from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Prompt
@@ -67,7 +67,9 @@ def test_the_server_records_the_tempered_sparse_distribution(
 
 
 @pytest.mark.parametrize("delivery", ["none", "lora", "merged"])
-def test_the_server_samples_from_the_trainers_sparse_law(engine, growing, sharp_llama, delivery):
+def test_the_server_samples_from_the_trainers_sparse_distribution(
+    engine, growing, sharp_llama, delivery
+):
     """Prompts end and responses begin around every edge of a page and of a bin."""
     policy = new_policy(sharp_llama)
     adapter = SparseAdapter(policy, settings())
@@ -93,14 +95,14 @@ def test_the_server_samples_from_the_trainers_sparse_law(engine, growing, sharp_
     sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
     recorded = np.concatenate([rollout.logprobs for rollout in rollouts])
     plain = torch.cat(policy.score(sequences, schedule=growing)).numpy()
-    with adapter.worn():
-        worn = torch.cat(policy.score(sequences, schedule=growing)).numpy()
-    expected, other = (plain, worn) if delivery == "none" else (worn, plain)
+    with adapter.enabled():
+        adapted = torch.cat(policy.score(sequences, schedule=growing)).numpy()
+    expected, other = (plain, adapted) if delivery == "none" else (adapted, plain)
     np.testing.assert_allclose(recorded, expected, atol=1e-4)
     assert np.abs(recorded - other).max() > 0.01
     # Evaluation is dense and without the adapter, whether or not one is loaded.
     if delivery != "merged":
         (group,) = engine.generate(prompts[-1:], 1, Sampling(max_new_tokens=40, dense=True))
         (rollout,) = group.rollouts
-        (law,) = policy.score([(rollout.prompt_ids, rollout.response_ids)])
-        np.testing.assert_allclose(rollout.logprobs, law.numpy(), atol=1e-4)
+        (dense,) = policy.score([(rollout.prompt_ids, rollout.response_ids)])
+        np.testing.assert_allclose(rollout.logprobs, dense.numpy(), atol=1e-4)

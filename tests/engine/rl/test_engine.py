@@ -13,7 +13,7 @@ from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, transformers_logpro
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.scoring import score_dense
-from sparrow_sglang.rl.engines.engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.engines.local_engine import EngineDied, LocalEngine
 from sparrow_sglang.rl.rollout import Sampling
 
 SAMPLING = Sampling(max_new_tokens=60)
@@ -127,8 +127,8 @@ def test_sparse_rollouts_record_the_sparse_law(sparse_engine, sharp_llama, model
     oracle = ContractModel(sharp_llama, SCHEDULE)
     for rollout in groups[0].rollouts:
         assert rollout.schedule == SCHEDULE.name
-        law = oracle.log_probs(list(rollout.prompt_ids), list(rollout.response_ids))
-        picked = law[range(len(rollout.response_ids)), list(rollout.response_ids)]
+        logprobs = oracle.log_probs(list(rollout.prompt_ids), list(rollout.response_ids))
+        picked = logprobs[range(len(rollout.response_ids)), list(rollout.response_ids)]
         np.testing.assert_allclose(rollout.logprobs, picked, atol=FP32)
     assert error(model, groups) > 10 * FP32
 

@@ -24,7 +24,7 @@ from sparrow_sglang.rl import train
 from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engines import ray_engines, weight_broadcast
 from sparrow_sglang.rl.engines.buckets import Weights, pack
-from sparrow_sglang.rl.engines.engine import EngineDied
+from sparrow_sglang.rl.engines.local_engine import EngineDied
 from sparrow_sglang.rl.engines.ray_engines import RayEngines
 from sparrow_sglang.rl.engines.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
@@ -81,14 +81,14 @@ def _start_ray() -> None:
 
 def marked_processes() -> list[psutil.Process]:
     """Processes that the cluster has started, those whose parents have died included."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == str(os.getpid()):
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             pass
-    return found
+    return processes
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
@@ -139,11 +139,11 @@ def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, mo
     monkeypatch.setattr(RayEngines, "stream", doomed)
     train(config)
     assert killed
-    found = rows(config.run_dir)
-    assert [row["step"] for row in found] == [0, 1, 2]
-    assert max(row["training/rollout_probs_diff_max"] for row in found) < FP32
-    assert all(row["response_length/mean"] == 60 for row in found)
-    assert found[0]["actor/grad_norm"] > 0
+    written = rows(config.run_dir)
+    assert [row["step"] for row in written] == [0, 1, 2]
+    assert max(row["training/rollout_probs_diff_max"] for row in written) < FP32
+    assert all(row["response_length/mean"] == 60 for row in written)
+    assert written[0]["actor/grad_norm"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +213,8 @@ def require_from_both(engines, model, version: str) -> None:
     rest = list(groups)
     assert sorted(position for position, _ in first) == [0, 2, 4]
     assert sorted(position for position, _ in rest) == [1, 3, 5]
-    found = dict(first + rest)
-    ordered = [found[position] for position in range(6)]
+    groups = dict(first + rest)
+    ordered = [groups[position] for position in range(6)]
     require_complete(ordered, prompts, 2, SAMPLING, version)
     # Of one engine alone, so that no error can hide behind the other's.
     for half in (first, rest):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.engines.engine import LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.runs.checkpoint import CheckpointError, owned
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 
@@ -28,12 +28,12 @@ from sparrow_sglang.run_folder import RUN_FILE, read_starts
 def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
     config = settings(byte_model, tmp_path / "run", schedule)
     folder = trainer.train(config)
-    found = rows(config.run_dir)
-    assert [row["step"] for row in found] == list(range(7))
-    passed = [row["eval/pass_rate"] for row in found if "eval/pass_rate" in row]
+    written = rows(config.run_dir)
+    assert [row["step"] for row in written] == list(range(7))
+    passed = [row["eval/pass_rate"] for row in written if "eval/pass_rate" in row]
     assert len(passed) == 3
     assert passed[0] < 0.65 and passed[-1] > passed[0] + 0.15
-    steps = found[:6]
+    steps = written[:6]
     assert steps[-1]["critic/score/mean"] > steps[0]["critic/score/mean"] + 0.15
     assert all(row["response_length/mean"] == 60 for row in steps)
     differences = [row["training/rollout_probs_diff_max"] for row in steps]
@@ -63,7 +63,7 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
 
 
 @pytest.mark.parametrize("truncated", ["mask", "penalty"])
-def test_truncated_responses_teach_nothing_or_cost_the_reward(byte_model, tmp_path, truncated):
+def test_truncated_responses_are_masked_or_lose_their_reward(byte_model, tmp_path, truncated):
     # The model of bytes never stops, so that every response is cut.
     config = settings(byte_model, tmp_path / "run", "dense", steps=1, evaluation={"every_steps": 0})
     rollout = config.rollout.model_copy(update={"truncated": truncated})
@@ -78,7 +78,7 @@ def test_truncated_responses_teach_nothing_or_cost_the_reward(byte_model, tmp_pa
 
 
 @pytest.mark.parametrize("delivery", ["merged", "lora"])
-def test_rollouts_wear_the_adapter_and_evaluation_does_not(byte_model, tmp_path, delivery):
+def test_rollouts_use_the_adapter_and_evaluation_does_not(byte_model, tmp_path, delivery):
     config = settings(
         byte_model,
         tmp_path / "run",
@@ -89,16 +89,16 @@ def test_rollouts_wear_the_adapter_and_evaluation_does_not(byte_model, tmp_path,
         evaluation={"every_steps": 4, "temperature": 0.0},
     )
     folder = trainer.train(config)
-    found = rows(config.run_dir)
-    steps = found[:4]
-    # So large a learning rate moves the adapter far away, where another law would be noticed.
+    written = rows(config.run_dir)
+    steps = written[:4]
+    # So large a learning rate moves the adapter far away, where a mistake would be noticed.
     assert min(row["sparrow/accept_p05"] for row in steps) < steps[0]["sparrow/accept_p05"] - 0.1
     for row in steps:
-        # The engine's law is that of the adapted model in the trainer.
+        # The engine's distribution is that of the adapted model in the trainer.
         estimate = row["sparrow/accept_mean_estimate"]
         assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
     # Greedy answers of a policy that has hardly moved, however much the adapter has.
-    assert found[0]["eval/pass_rate"] == found[4]["eval/pass_rate"]
+    assert written[0]["eval/pass_rate"] == written[4]["eval/pass_rate"]
     assert (folder / "adapter" / "adapter_config.json").exists()
     trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     start = AutoModelForCausalLM.from_pretrained(byte_model).state_dict()
@@ -106,7 +106,7 @@ def test_rollouts_wear_the_adapter_and_evaluation_does_not(byte_model, tmp_path,
     assert all(torch.allclose(trained[name], start[name], atol=1e-6) for name in start)
 
 
-def test_bolder_schedules_follow_the_tails(byte_model, tmp_path):
+def test_the_schedule_follows_the_tails(byte_model, tmp_path):
     config = settings(
         byte_model,
         tmp_path / "run",
@@ -116,15 +116,15 @@ def test_bolder_schedules_follow_the_tails(byte_model, tmp_path):
         evaluation={"every_steps": 0},
     )
     folder = trainer.train(config)
-    found = rows(config.run_dir)
-    assert [row["sparrow/kv_tokens_read"] > 48 for row in found] == [True, True, False]
-    for row in found:
+    written = rows(config.run_dir)
+    assert [row["sparrow/kv_tokens_read"] > 48 for row in written] == [True, True, False]
+    for row in written:
         # Measured by the schedule that the engine has really used.
         estimate = row["sparrow/accept_mean_estimate"]
         assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.02)
     (event,) = map(json.loads, (config.run_dir / "events.jsonl").read_text().splitlines())
     assert (event["step"], event["before"], event["after"]) == (1, "fixed-80", "fixed-48")
-    assert event["tails"]["0"] == pytest.approx(found[1]["sparrow/accept_p05"], abs=0.01)
+    assert event["tails"]["0"] == pytest.approx(written[1]["sparrow/accept_p05"], abs=0.01)
     assert json.loads((folder / "state.json").read_text())["ladder"]["rung"] == 1
 
 

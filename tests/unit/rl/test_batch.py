@@ -15,7 +15,7 @@ from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.metrics import kv_metrics
-from sparrow_sglang.rl.runs.data_order import prompts_of_step
+from sparrow_sglang.rl.rollout import prompts_of_step
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
@@ -54,17 +54,17 @@ def batch(lengths: list[list[int]], rewards: list[list[float]]) -> Batch:
 
 
 def test_every_token_carries_its_responses_advantage():
-    found = batch([[2, 3], [1, 4], [2, 2]], [[0, 1], [1, 1], [4, 2]])
-    assert found.lengths == [2, 3, 1, 4, 2, 2]
-    assert found.advantages.tolist() == [-0.5] * 2 + [0.5] * 3 + [0.0] * 5 + [1.0] * 2 + [-1.0] * 2
-    assert found.rollout_logprobs[:5].tolist() == [-1, -2, -11, -12, -13]
-    assert found.rollout_logprobs[-1] == -212
+    flat = batch([[2, 3], [1, 4], [2, 2]], [[0, 1], [1, 1], [4, 2]])
+    assert flat.lengths == [2, 3, 1, 4, 2, 2]
+    assert flat.advantages.tolist() == [-0.5] * 2 + [0.5] * 3 + [0.0] * 5 + [1.0] * 2 + [-1.0] * 2
+    assert flat.rollout_logprobs[:5].tolist() == [-1, -2, -11, -12, -13]
+    assert flat.rollout_logprobs[-1] == -212
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_mini_batches_hold_each_token_that_teaches_once(count):
-    found = batch([[2, 3], [1, 4], [2, 2]], [[0, 1], [1, 1], [4, 2]])
-    parts = list(found.mini_batches(count))
+    flat = batch([[2, 3], [1, 4], [2, 2]], [[0, 1], [1, 1], [4, 2]])
+    parts = list(flat.mini_batches(count))
     assert len(parts) == {1: 1, 2: 2, 3: 2}[count]
     tokens = torch.cat([where for _, where in parts])
     assert sorted(tokens.tolist()) == [*range(5), *range(10, 14)]
@@ -78,11 +78,11 @@ def test_masked_responses_are_in_no_loss_and_keep_their_place():
     whole = batch([[2, 3], [1, 4]], [[0, 1], [0, 2]])
     cut = replace(whole.rollouts[1], finish_reason="length")
     rollouts = (whole.rollouts[0], cut, *whole.rollouts[2:])
-    found = replace(whole, rollouts=rollouts).masking_truncated()
-    assert found.in_loss.tolist() == [True, False, True, True]
+    masked = replace(whole, rollouts=rollouts).masking_truncated()
+    assert masked.in_loss.tolist() == [True, False, True, True]
     # The others are still compared with the whole group.
-    assert found.advantages.tolist() == [-0.5] * 2 + [0.0] * 3 + [-1.0] + [1.0] * 4
-    ((sequences, where),) = found.mini_batches(1)
+    assert masked.advantages.tolist() == [-0.5] * 2 + [0.0] * 3 + [-1.0] + [1.0] * 4
+    ((sequences, where),) = masked.mini_batches(1)
     assert where.tolist() == [0, 1, *range(5, 10)]
     assert [len(response) for _, response in sequences] == [2, 1, 4]
     rollouts = tuple(replace(rollout, finish_reason="length") for rollout in whole.rollouts)
@@ -92,12 +92,12 @@ def test_masked_responses_are_in_no_loss_and_keep_their_place():
 def test_kv_tokens_read_are_the_schedules():
     schedule = BudgetSchedule.fixed(64)
     long = Rollout("0", 0, (1,) * 60, (2,) * 40, np.zeros(40, np.float32), "stop", "0", "s", "")
-    found = kv_metrics([long], schedule)
+    metrics = kv_metrics([long], schedule)
     lengths = range(61, 100)
     # 4 pages of 16, of which the last is filled up to the length.
     read = [length if length <= 64 else 48 + (length - 1) % 16 + 1 for length in lengths]
-    assert found["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
-    assert found["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(lengths))
+    assert metrics["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
+    assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(lengths))
     assert kv_metrics([long], None)["sparrow/kv_tokens_read"] == pytest.approx(np.mean(lengths))
 
 
@@ -108,5 +108,5 @@ def test_rows_of_steps_that_are_taken_again_are_dropped(tmp_path):
     path.write_text("".join(rows) + '{"step": 4, "a"')
     with closing(RunLog(config, first=2)) as log:
         log.write(2, {"a": 7.0})
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert found == [{"step": 0, "a": 0.0}, {"step": 1, "a": 0.5}, {"step": 2, "a": 7.0}]
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kept == [{"step": 0, "a": 0.0}, {"step": 1, "a": 0.5}, {"step": 2, "a": 7.0}]

@@ -52,13 +52,15 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
     assert checkpoints.restore(folder, second) == State(1, "s", {"a": 0.5})
     assert (random.random(), np.random.random(), float(torch.rand(()))) == drawn
     take_step(second)
-    expected, found = first.state_dict(), second.state_dict()
-    assert expected["model"].keys() == found["model"].keys()
+    expected, resumed = first.state_dict(), second.state_dict()
+    assert expected["model"].keys() == resumed["model"].keys()
     for name, weight in expected["model"].items():
-        assert torch.equal(found["model"][name], weight), name
-    moments = [state["optimizer"]["state"] for state in (expected, found)]
-    for one, other in zip(*(m.values() for m in moments), strict=True):
-        assert all(torch.equal(one[key], other[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+        assert torch.equal(resumed["model"][name], weight), name
+    moments = [state["optimizer"]["state"] for state in (expected, resumed)]
+    for before, after in zip(*(m.values() for m in moments), strict=True):
+        assert all(
+            torch.equal(before[key], after[key]) for key in ("exp_avg", "exp_avg_sq", "step")
+        )
     # What others load is what was trained, in its dtype.
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert loaded.dtype == getattr(torch, dtype)

@@ -146,8 +146,8 @@ def sections(config: type[BaseModel]) -> list[type[BaseModel]]:
 
 
 def test_every_field_is_documented() -> None:
-    found = sections(TrainConfig)
-    assert len(found) == 12
-    for section in found:
+    kinds = sections(TrainConfig)
+    assert len(kinds) == 12
+    for section in kinds:
         for name, field in section.model_fields.items():
             assert field.description, f"{section.__name__}.{name}"

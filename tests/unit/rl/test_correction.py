@@ -97,8 +97,8 @@ def test_a_long_response_keeps_its_weight() -> None:
     dense[5] = rollout[5] - 1000
     for threshold, kept in ((1e-300, False), (0.0, True)):
         settings = AlgorithmConfig(correction="sequence", sequence_veto=threshold)
-        found = correct(torch.tensor(dense), torch.tensor(rollout), [32_768], settings)
-        assert bool(found.weights.any()) == kept
+        correction = correct(torch.tensor(dense), torch.tensor(rollout), [32_768], settings)
+        assert bool(correction.weights.any()) == kept
 
 
 def test_effective_sample_sizes_are_of_ratios_that_are_not_cut() -> None:

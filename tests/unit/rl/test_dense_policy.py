@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
-from sparrow_sglang.rl.policy import dense_policy
+from sparrow_sglang.rl.policy import dense_policy, optimizer
 from sparrow_sglang.rl.policy.chunked_logprobs import (
     logits_of,
     token_logprobs,
@@ -98,21 +98,21 @@ class TestScore:
     def test_entropies_are_those_of_a_stock_forward(self, temperature: float) -> None:
         logprobs, entropies = policy().score_with_entropy(BATCH, temperature)
         stock = model().eval()
-        for found, (prompt, response) in zip(entropies, BATCH, strict=True):
+        for measured, (prompt, response) in zip(entropies, BATCH, strict=True):
             ids = torch.tensor([[*prompt, *response]])
             with torch.no_grad():
                 logits = stock(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
             expected = [entropy(p) for p in torch.softmax(logits.double(), 1).numpy()]
-            np.testing.assert_allclose(found, expected, atol=3e-5)
-        for one, other in zip(logprobs, policy().score(BATCH, temperature), strict=True):
-            assert torch.equal(one, other)
+            np.testing.assert_allclose(measured, expected, atol=3e-5)
+        for left, right in zip(logprobs, policy().score(BATCH, temperature), strict=True):
+            assert torch.equal(left, right)
 
     @pytest.mark.parametrize("tokens", [1, 20, 33, 10_000])
     def test_does_not_depend_on_the_packing(self, tokens: int) -> None:
         alone = [policy().score([sequence])[0] for sequence in BATCH]
         packed = policy(micro_batch_tokens=tokens).score(BATCH)
-        for one, other in zip(alone, packed, strict=True):
-            torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
+        for left, right in zip(alone, packed, strict=True):
+            torch.testing.assert_close(left, right, atol=2e-5, rtol=0)
 
     def test_a_neighbour_in_the_pack_changes_nothing(self) -> None:
         first, second = sequences((4, 20), (4, 20))
@@ -203,19 +203,19 @@ class TestGradient:
     ) -> None:
         said: list[str] = []
         # Whatever other tests have made of handlers and levels.
-        monkeypatch.setattr(dense_policy.logger, "warning", lambda s, *a: said.append(s % a))
+        monkeypatch.setattr(optimizer.logger, "warning", lambda s, *a: said.append(s % a))
         dense, untouched = policy(dtype=dtype), policy(dtype=dtype)
         for _ in range(2):
             result = dense.loss_step(BATCH, lambda logprobs, _: logprobs.sum() * float("nan"))
             assert not result.taken and np.isnan(result.grad_norm)
         assert said == ["the policy's gradient norm is nan: no step was taken with it"] * 2
-        assert dense.skipped_in_a_row == 2
+        assert dense.optimizer.skipped_in_a_row == 2
         # The next step is the one that it would have been without those.
-        for each in (dense, untouched):
-            assert each.loss_step(BATCH, lambda logprobs, _: logprobs.sum()).taken
-        assert dense.skipped_in_a_row == 0
-        for one, other in zip(dense.named_masters(), untouched.named_masters(), strict=True):
-            assert torch.equal(one[1], other[1])
+        for trained in (dense, untouched):
+            assert trained.loss_step(BATCH, lambda logprobs, _: logprobs.sum()).taken
+        assert dense.optimizer.skipped_in_a_row == 0
+        for left, right in zip(dense.named_masters(), untouched.named_masters(), strict=True):
+            assert torch.equal(left[1], right[1])
 
     def test_bf16_gradients_of_many_micro_batches_add_up_as_in_float64(self) -> None:
         """A sum in bf16 of 256 is 1.7 % off, of its worst tensor 3.6 %."""
@@ -251,8 +251,10 @@ class TestGradient:
         second.load_state_dict(torch.load(tmp_path / "state.pt"))
         for dense in (first, second):
             dense.loss_step(BATCH[:2], lambda logprobs, _: -logprobs.sum())
-        for (_, one), (_, other) in zip(first.named_weights(), second.named_weights(), strict=True):
-            assert torch.equal(one, other)
+        for (_, left), (_, right) in zip(
+            first.named_weights(), second.named_weights(), strict=True
+        ):
+            assert torch.equal(left, right)
 
     def test_a_state_of_another_dtype_is_refused(self) -> None:
         state = policy(dtype="bfloat16").state_dict()
@@ -283,8 +285,8 @@ class TestChunkedLogprobs:
         got, expected = logits_of(hidden, weight, 0.7), hidden @ weight.t() / 0.7
         torch.testing.assert_close(got, expected)
         slope = torch.randn_like(expected)
-        (one,), (other,) = (torch.autograd.grad(x, hidden, slope) for x in (got, expected))
-        torch.testing.assert_close(one, other)
+        (left,), (right,) = (torch.autograd.grad(x, hidden, slope) for x in (got, expected))
+        torch.testing.assert_close(left, right)
 
     @pytest.mark.parametrize("chunk", [1, 3 * VOCAB, 10**9])
     @pytest.mark.parametrize("temperature", [1.0, 1.6])
@@ -298,12 +300,12 @@ class TestChunkedLogprobs:
         full = torch.log_softmax(hidden @ weight.t() / temperature, 1)
         expected = full.gather(1, tokens[:, None]).squeeze(1)
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
-        for one, other in zip(
+        for left, right in zip(
             torch.autograd.grad(got, [hidden, weight], slope),
             torch.autograd.grad(expected, [hidden, weight], slope),
             strict=True,
         ):
-            torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10)
+            torch.testing.assert_close(left, right, atol=1e-12, rtol=1e-10)
 
     def test_gradient_equals_finite_differences(self) -> None:
         torch.manual_seed(2)

@@ -20,7 +20,7 @@ from sparrow_sglang.rl.distill import (
     exact_kl,
     top_k_kl,
 )
-from sparrow_sglang.rl.policy import sparse_policy
+from sparrow_sglang.rl.policy import optimizer, sparse_policy
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
@@ -65,7 +65,7 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
     policy = new_policy(sharp_llama)
     untouched = new_policy(sharp_llama)
     adapter = SparseAdapter(policy, settings(loss=loss))
-    before = policy.acceptance(SEQUENCES, SCHEDULE, adapter.worn)
+    before = policy.acceptance(SEQUENCES, SCHEDULE, adapter.enabled)
     for rates, plain in zip(before, policy.acceptance(SEQUENCES, SCHEDULE), strict=True):
         np.testing.assert_array_equal(rates, plain)
     divergences = [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]]
@@ -73,21 +73,21 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
     monkeypatch.setattr(distill, "CHUNK_ELEMENTS", 256 * 50)
     divergences += [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"] for _ in range(30)]
     assert divergences[-1] < 0.5 * divergences[0]
-    after = policy.acceptance(SEQUENCES, SCHEDULE, adapter.worn)
+    after = policy.acceptance(SEQUENCES, SCHEDULE, adapter.enabled)
     tails = [np.quantile(np.concatenate(rates), 0.05) for rates in (before, after)]
     assert tails[1] > tails[0] + 0.05
-    # The dense law and the policy's weights are what they were, bit for bit.
-    expected, found = untouched.state_dict()["model"], policy.state_dict()["model"]
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    for one, other in zip(policy.score(SEQUENCES), untouched.score(SEQUENCES), strict=True):
-        assert torch.equal(one, other)
+    # The dense log-probs and the policy's weights are what they were, bit for bit.
+    expected, current = untouched.state_dict()["model"], policy.state_dict()["model"]
+    assert expected.keys() == current.keys()
+    assert all(torch.equal(expected[name], current[name]) for name in expected)
+    for left, right in zip(policy.score(SEQUENCES), untouched.score(SEQUENCES), strict=True):
+        assert torch.equal(left, right)
     # And the policy can still be trained, without the adapter.
     before = [value.clone() for value in adapter.tensors().values()]
     for trained in (policy, untouched):
         trained.loss_step(SEQUENCES, lambda logprobs, where: -logprobs.mean())
-    expected, found = untouched.state_dict()["model"], policy.state_dict()["model"]
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, current = untouched.state_dict()["model"], policy.state_dict()["model"]
+    assert all(torch.equal(expected[name], current[name]) for name in expected)
     assert all(map(torch.equal, before, adapter.tensors().values()))
 
 
@@ -121,12 +121,12 @@ def test_a_gradient_that_is_not_finite_leaves_the_adapter_as_it_is(sharp_llama, 
     with monkeypatch.context() as patch:
         patch.setattr(distill, "top_k_kl", lambda sparse, dense, k: (sparse * torch.nan).sum(-1))
         # Whatever other tests have made of handlers and levels.
-        patch.setattr(distill.logger, "warning", lambda text, *args: said.append(text % args))
+        patch.setattr(optimizer.logger, "warning", lambda text, *args: said.append(text % args))
         metrics = adapter.step(SEQUENCES, SCHEDULE)
     assert not np.isfinite(metrics["sparrow/distill_grad_norm"])
     assert said == ["the adapter's gradient norm is nan: no step was taken with it"]
-    for one, other in zip(adapter.state_dict()["params"], before["params"], strict=True):
-        assert torch.equal(one, other)
+    for left, right in zip(adapter.state_dict()["params"], before["params"], strict=True):
+        assert torch.equal(left, right)
     # Nor does anything of it reach the next step.
     metrics = adapter.step(SEQUENCES, SCHEDULE)
     assert 0 < metrics["sparrow/distill_grad_norm"] < np.inf
@@ -139,15 +139,15 @@ def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, c
     adapter = SparseAdapter(policy, settings(policy_loss=0.5))
     sequences = [*SEQUENCES, (random_prompt(5, 90), random_prompt(6, 30))]
     lengths = [len(response) for _, response in sequences]
-    law = torch.cat(policy.score(sequences, schedule=SCHEDULE)).double().numpy()
+    actor = torch.cat(policy.score(sequences, schedule=SCHEDULE)).double().numpy()
     draw = np.random.default_rng(0)
-    recorded = law + 0.5 * draw.standard_normal(len(law))
+    recorded = actor + 0.5 * draw.standard_normal(len(actor))
     advantages = np.repeat([1.5, -0.5, -1.0], lengths)
-    ratio = np.exp(law - recorded)
-    sums = np.add.reduceat(law - recorded, np.cumsum([0, *lengths[:-1]]))
+    ratio = np.exp(actor - recorded)
+    sums = np.add.reduceat(actor - recorded, np.cumsum([0, *lengths[:-1]]))
     means = np.exp(sums / lengths)
     weights = {
-        "none": np.ones(len(law)),
+        "none": np.ones(len(actor)),
         "tis": np.minimum(ratio, 2.0),
         "mask": np.where((ratio >= 0.5) & (ratio <= 5.0), ratio, 0.0),
         "sequence": np.repeat(np.minimum(means, 2.0), lengths),
@@ -158,14 +158,14 @@ def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, c
         AlgorithmConfig(correction=correction),
     )
     # The gradient in a log-prob is -weight x advantage / tokens: that of REINFORCE.
-    logprobs = torch.tensor(law, dtype=torch.float32, requires_grad=True)
+    logprobs = torch.tensor(actor, dtype=torch.float32, requires_grad=True)
     second = slice(lengths[0], lengths[0] + lengths[1])
-    part = term.loss(logprobs[second], torch.arange(len(law))[second], lengths[1:2])
+    part = term.loss(logprobs[second], torch.arange(len(actor))[second], lengths[1:2])
     part.backward()
-    expected = np.zeros(len(law))
-    expected[second] = (-weights * advantages / len(law))[second]
+    expected = np.zeros(len(actor))
+    expected[second] = (-weights * advantages / len(actor))[second]
     np.testing.assert_allclose(logprobs.grad, expected, atol=1e-7, rtol=1e-4)
-    # And a step sums it over micro-batches, beside the divergence.
+    # And a step sums it over micro-batches, added to the divergence.
     metrics = adapter.step(sequences, SCHEDULE, term)
     loss = (-weights * advantages).mean()
     assert metrics["sparrow/distill_pg_loss"] == pytest.approx(loss, abs=1e-4)
@@ -174,7 +174,7 @@ def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, c
     assert "sparrow/distill_pg_loss" not in same
     assert metrics["sparrow/distill_kl"] == pytest.approx(same["sparrow/distill_kl"], rel=1e-5)
     moved = zip(adapter.tensors().values(), plain.tensors().values(), strict=True)
-    assert any(not torch.equal(one, other) for one, other in moved)
+    assert any(not torch.equal(left, right) for left, right in moved)
 
 
 def test_the_policy_loss_makes_rewarded_responses_likelier(sharp_llama):
@@ -182,14 +182,14 @@ def test_the_policy_loss_makes_rewarded_responses_likelier(sharp_llama):
     adapter = SparseAdapter(policy, settings(policy_loss=10.0))
 
     def means() -> list[float]:
-        with adapter.worn():
+        with adapter.enabled():
             return [float(x.mean()) for x in policy.score(SEQUENCES, schedule=SCHEDULE)]
 
     before = means()
     for _ in range(5):
-        law = torch.cat(policy.score(SEQUENCES, schedule=SCHEDULE))
+        actor = torch.cat(policy.score(SEQUENCES, schedule=SCHEDULE))
         advantages = torch.tensor([1.0] * 150 + [-1.0] * 60)
-        adapter.step(SEQUENCES, SCHEDULE, PolicyTerm(law, advantages, AlgorithmConfig()))
+        adapter.step(SEQUENCES, SCHEDULE, PolicyTerm(actor, advantages, AlgorithmConfig()))
     after = means()
     assert after[0] > before[0] + 0.05 and after[1] < before[1] - 0.05
 
@@ -247,7 +247,7 @@ def test_a_restored_adapter_goes_on_to_the_bit(sharp_llama):
     for adapter in (first, second):
         adapter.step(SEQUENCES, SCHEDULE)
     pairs = zip(first.tensors().items(), second.tensors().items(), strict=True)
-    assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs)
+    assert all(left == right and torch.equal(a, b) for (left, a), (right, b) in pairs)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.4])

@@ -47,9 +47,9 @@ def test_a_response_cut_short_by_a_small_pool_is_refused() -> None:
 
 
 def test_requests_leave_no_truncation_to_the_checkpoint() -> None:
-    distribution = sample_request(PROMPTS[0], SAMPLING)["sampling_params"]
+    parameters = sample_request(PROMPTS[0], SAMPLING)["sampling_params"]
     expected = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    assert {key: distribution[key] for key in expected} == expected
+    assert {key: parameters[key] for key in expected} == expected
 
 
 def test_buckets_hold_every_tensor_once_and_bound_the_memory() -> None:
@@ -61,14 +61,14 @@ def test_buckets_hold_every_tensor_once_and_bound_the_memory() -> None:
         "d": torch.randn(40, 2),
         "e": torch.randn(2, 2).t(),
     }
-    found = {}
+    unpacked = {}
     for bucket in pack(tensors.items(), bucket_bytes=100):
         assert bucket.data.numel() <= 100 or len(bucket.names) == 1
         start = 0
         for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             size = math.prod(shape) * bucket.dtype.itemsize
-            found[name] = bucket.data[start : start + size].view(bucket.dtype).view(shape)
+            unpacked[name] = bucket.data[start : start + size].view(bucket.dtype).view(shape)
             start += size
-    assert list(found) == list(tensors)
+    assert list(unpacked) == list(tensors)
     for name, tensor in tensors.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(unpacked[name], tensor, rtol=0, atol=0)

@@ -30,7 +30,7 @@ def test_it_takes_patience_to_go_on_and_one_bad_bin_to_go_back():
     names = []
     for tails in [
         (GOOD, GOOD),
-        (GOOD, GOOD),  # the second on end: a rung on
+        (GOOD, GOOD),  # the second in a row: a rung on
         (GOOD, GOOD),
         (GOOD, BAD),  # back
         (GOOD, GOOD),
@@ -38,7 +38,7 @@ def test_it_takes_patience_to_go_on_and_one_bad_bin_to_go_back():
         (GOOD, GOOD),
         (GOOD, GOOD),
         (GOOD, GOOD),
-        (GOOD, GOOD),  # nothing bolder than the last
+        (GOOD, GOOD),  # nothing more aggressive than the last
         (BAD, GOOD),
         (BAD, GOOD),
         (BAD, GOOD),  # nothing safer than the first

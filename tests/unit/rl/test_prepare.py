@@ -6,7 +6,7 @@ from training import settings
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.engines.engine import EngineDied
+from sparrow_sglang.rl.engines.local_engine import EngineDied
 from sparrow_sglang.rl.runs import run
 from sparrow_sglang.rl.runs.setup import prepare
 
@@ -60,8 +60,8 @@ def test_wrong_settings_are_one_line_before_anything_is_written(
 def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkeypatch):
     """An engine that is left to find its schedule takes it from the environment first."""
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-4096")
-    found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
-    assert found.engine.schedule == found.schedules[0].name == "smollm2-135m-0.86"
+    setup = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
+    assert setup.engine.schedule == setup.schedules[0].name == "smollm2-135m-0.86"
 
 
 def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
@@ -78,11 +78,11 @@ def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
         with pytest.raises(EngineDied):
             trainer.train(settings(byte_model, tmp_path / schedule, schedule))
         out = capsys.readouterr()
-        found = [line for line in (out.out + out.err).splitlines() if "calibrated" in line]
-        assert found == [said] * bool(said)
+        notes = [line for line in (out.out + out.err).splitlines() if "calibrated" in line]
+        assert notes == [said] * bool(said)
 
 
 def test_dense_rollouts_may_name_what_they_attend_with(tmp_path):
     engine = {"schedule": "dense", "server_args": {"attention_backend": "torch_native"}}
-    found = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}, engine=engine))
-    assert found.schedules == () and found.engine.server_args == engine["server_args"]
+    setup = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}, engine=engine))
+    assert setup.schedules == () and setup.engine.server_args == engine["server_args"]

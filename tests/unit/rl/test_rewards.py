@@ -11,10 +11,10 @@ from sparrow_sglang.rl.tasks.rewards import RewardPool, without_truncated
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 
-def judge(prompt: Prompt, text: str) -> float:
+def obey(prompt: Prompt, text: str) -> float:
     """Does what the text says."""
     if text == "raise":
-        raise ValueError("no verdict")
+        raise ValueError("no reward")
     if text == "nan":
         return float("nan")
     if text == "crash":
@@ -42,12 +42,12 @@ def group(name: str, offset: float, texts: list[str], finish_reason: str = "stop
 def test_truncated_responses_lose_their_reward() -> None:
     rollouts = (*group("a", 0.0, ["1", "2"]).rollouts, *group("a", 0.0, ["3"], "length").rollouts)
     mixed = Group(Prompt("a", "test", (1,)), rollouts)
-    found = without_truncated(
+    penalised = without_truncated(
         [np.array([1.0, 0.5, 1.0]), np.array([3.0])], [mixed, group("b", 0.0, ["1"])]
     )
-    assert [rewards.tolist() for rewards in found] == [[1.0, 0.5, 0.0], [3.0]]
+    assert [rewards.tolist() for rewards in penalised] == [[1.0, 0.5, 0.0], [3.0]]
 
 
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="workers=0"):
-        RewardPool(judge, workers=0)
+        RewardPool(obey, workers=0)

@@ -20,8 +20,8 @@ def test_a_control_group_is_made_where_controllers_are_handed_on(
 ) -> None:
     monkeypatch.setattr(sandbox_cgroup, "REMOVE_S", 0.0)
     lines = Path("/proc/self/cgroup").read_text().splitlines()
-    own = tmp_path / next((line[4:] for line in lines if line.startswith("0::")), "")
-    own.mkdir(parents=True, exist_ok=True)
+    group_folder = tmp_path / next((line[4:] for line in lines if line.startswith("0::")), "")
+    group_folder.mkdir(parents=True, exist_ok=True)
     assert sandbox_cgroup.usable_parent(tmp_path) is None
     (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
     (tmp_path / "cgroup.procs").write_text("")
@@ -30,9 +30,9 @@ def test_a_control_group_is_made_where_controllers_are_handed_on(
     with sandbox_cgroup.ControlGroup.for_program(1 << 28, 16, tmp_path) as group:
         assert group.folder is not None and group.folder.parent == tmp_path
         group.enter()
-        found = {path.name: path.read_text() for path in group.folder.iterdir()}
-        assert found["memory.max"] == str(1 << 28) and found["cgroup.procs"] == "0"
-        assert 16 <= int(found["pids.max"]) <= 20
+        files = {path.name: path.read_text() for path in group.folder.iterdir()}
+        assert files["memory.max"] == str(1 << 28) and files["cgroup.procs"] == "0"
+        assert 16 <= int(files["pids.max"]) <= 20
         events = group.folder / "memory.events"
         events.write_text("low 0\nhigh 0\nmax 3\noom 1\noom_kill 0\noom_group_kill 0\n")
         assert not group.out_of_memory()

@@ -1,4 +1,4 @@
-"""The trainer's sparse law and acceptance rates, against the contract's loop in float64."""
+"""The trainer's sparse distribution and acceptance rates, against the contract's float64 loop."""
 
 import numpy as np
 import pytest
@@ -34,19 +34,21 @@ def test_acceptance_rates_are_those_of_the_contract(policy, sharp_llama, monkeyp
     monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda scores_of_row: rows)
     monkeypatch.setattr(sparse_policy, "MASK_ROWS", 5 * rows // 7)
     sparse, dense = ContractModel(sharp_llama, GROWING), ContractModel(sharp_llama)
-    found = policy.acceptance(SEQUENCES, GROWING)
-    for (prompt, response), rates in zip(SEQUENCES, found, strict=True):
-        laws = [softmax(model.log_probs(prompt, response), axis=1) for model in (sparse, dense)]
-        expected = np.minimum(*laws).sum(1)
+    measured = policy.acceptance(SEQUENCES, GROWING)
+    for (prompt, response), rates in zip(SEQUENCES, measured, strict=True):
+        distributions = [
+            softmax(model.log_probs(prompt, response), axis=1) for model in (sparse, dense)
+        ]
+        expected = np.minimum(*distributions).sum(1)
         np.testing.assert_allclose(rates, expected, atol=1e-4)
     # The first token comes out of the prefill, and short sequences are read as a whole.
-    assert found[0][0] > 1 - 1e-6 and found[2].min() > 1 - 1e-6
-    assert np.quantile(found[0], 0.05) < 0.9
+    assert measured[0][0] > 1 - 1e-6 and measured[2].min() > 1 - 1e-6
+    assert np.quantile(measured[0], 0.05) < 0.9
 
 
 def test_a_budget_for_everything_is_the_dense_law(policy):
-    found = policy.acceptance(SEQUENCES, BudgetSchedule.fixed(256))
-    assert min(rates.min() for rates in found) > 1 - 1e-6
+    measured = policy.acceptance(SEQUENCES, BudgetSchedule.fixed(256))
+    assert min(rates.min() for rates in measured) > 1 - 1e-6
 
 
 def test_gradients_flow_through_the_chosen_pages_only():
@@ -124,9 +126,9 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(
     schedule = BudgetSchedule(name="t", page_size=page_size, **bins)
     (query, key, _), spans, prompts = case(heads, prompt, length)
     rule = SparseRule(schedule, prompts)
-    each = list(zip(prompts, spans, strict=True))
-    late = tuple((at, end - first) for at, (first, end) in each)
-    rows = padding(tuple((first + at, end) for at, (first, end) in each), CPU).pad(query)
+    pairs = list(zip(prompts, spans, strict=True))
+    late = tuple((at, end - first) for at, (first, end) in pairs)
+    rows = padding(tuple((first + at, end) for at, (first, end) in pairs), CPU).pad(query)
     keys = padding(tuple(spans), CPU).pad(key)
 
     def selection():
@@ -168,5 +170,5 @@ def test_under_autocast_pages_are_selected_by_rounded_keys():
     rest = (spans, prompts, SparseRule(GROWING, prompts), None)
     expected = sparse_policy.sparse_attention(*(x.bfloat16() for x in tensors), *rest)
     with torch.autocast("cpu", torch.bfloat16):
-        found = sparse_policy.sparse_attention(*tensors, *rest)
-    assert torch.equal(found, expected)
+        attended = sparse_policy.sparse_attention(*tensors, *rest)
+    assert torch.equal(attended, expected)

@@ -16,7 +16,7 @@ from scipy.stats import entropy
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
-from sparrow_sglang.rl import trainer
+from sparrow_sglang.rl import loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.loss import PolicyLoss
 from sparrow_sglang.rl.rollout import Sampling
@@ -51,11 +51,11 @@ class Sampler:
         ids, logprobs = list(prompt.input_ids), []
         for _ in range(TOKENS):
             logits = self.model(torch.tensor([ids])).logits[0, -1].double() / sampling.temperature
-            law = logits.softmax(0)
-            token = int(torch.multinomial(law, 1))
+            distribution = logits.softmax(0)
+            token = int(torch.multinomial(distribution, 1))
             ids.append(token)
-            logprobs.append(math.log(law[token]))
-            self.entropies.append(entropy(law.numpy()))
+            logprobs.append(math.log(distribution[token]))
+            self.entropies.append(entropy(distribution.numpy()))
         answer = tuple(ids[-TOKENS:])
         text = "".join(chr(token % 128) if token % 2 else "é" for token in answer)
         return Rollout(
@@ -127,8 +127,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]) -> Non
         factor = math.nan if chosen(next(taken)) else 1.0
         return PolicyLoss(result.loss * factor, result.metrics)
 
-    policy_loss = trainer.policy_loss
-    monkeypatch.setattr(trainer, "policy_loss", spoilt)
+    policy_loss = loss.policy_loss
+    monkeypatch.setattr(loss, "policy_loss", spoilt)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
@@ -156,11 +156,11 @@ def test_a_gradient_that_is_not_finite_costs_its_step_only(
     spoil(monkeypatch, lambda step: step == 1)
     config = settings(model, tmp_path / "run", algorithm={"mini_batches": 1})
     folder = trainer.train(TrainConfig.parse(config))
-    found = rows(tmp_path / "run")
-    assert [row["actor/skipped_steps"] for row in found] == [0, 1, 0]
-    assert [row["actor/optimizer_steps"] for row in found] == [1, 0, 1]
-    assert ["actor/grad_norm" in row for row in found] == [True, False, True]
-    assert all(math.isfinite(value) for row in found for value in row.values())
+    written = rows(tmp_path / "run")
+    assert [row["actor/skipped_steps"] for row in written] == [0, 1, 0]
+    assert [row["actor/optimizer_steps"] for row in written] == [1, 0, 1]
+    assert ["actor/grad_norm" in row for row in written] == [True, False, True]
+    assert all(math.isfinite(value) for row in written for value in row.values())
     assert folder is not None
     states = torch.load(folder / "training.pt", weights_only=False)["optimizer"]["state"]
     assert {int(state["step"]) for state in states.values()} == {2}
@@ -185,8 +185,8 @@ def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
     said = capsys.readouterr().err
     assert said.count("sparrow train: error: the gradients of 6 optimizer steps in a row were") == 1
     assert "step-000004; go on with --resume" in said
-    found = rows(tmp_path / "run")
-    assert [row["actor/skipped_steps"] for row in found] == [0, 2, 2, 2]
+    written = rows(tmp_path / "run")
+    assert [row["actor/skipped_steps"] for row in written] == [0, 2, 2, 2]
     # It goes on from there once the cause is gone.
     monkeypatch.undo()
     monkeypatch.setattr(run, "open_engine", Sampler)

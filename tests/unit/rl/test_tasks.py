@@ -1,4 +1,4 @@
-"""Tasks: what they read, what they refuse, and how they judge."""
+"""Tasks: what they read, what they refuse, and how they reward."""
 
 import json
 import re
@@ -111,11 +111,11 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
 
     rows = sums(30)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
-    one = load("math", jsonl(tmp_path / "data.jsonl", rows))
-    other = load("math", tmp_path / "data.parquet")
-    assert one == other
-    assert (len(one.train), len(one.heldout)) == (27, 3)
-    everything = {prompt.input_ids for prompt in (*one.train, *one.heldout)}
+    first = load("math", jsonl(tmp_path / "data.jsonl", rows))
+    second = load("math", tmp_path / "data.parquet")
+    assert first == second
+    assert (len(first.train), len(first.heldout)) == (27, 3)
+    everything = {prompt.input_ids for prompt in (*first.train, *first.heldout)}
     assert everything == {tuple(f"<user>{i} + 1?".encode()) for i in range(30)}
 
 
@@ -138,7 +138,7 @@ def test_messages_instruction_and_heldout_file(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": 1}\n[1]\n', r"data.jsonl:2: holds a list"),
         ('\n{"prompt": "a"}\n', r"data.jsonl:2: field 'answer' is missing: expected a number"),
         ('{"answer": 1}\n', r"data.jsonl:1: field 'prompt' is missing: .*found answer"),
-        ('{"prompt": "", "answer": 1}\n', r"data.jsonl:1: prompt='': expected a text"),
+        ('{"prompt": "", "answer": 1}\n', r"data.jsonl:1: prompt='': expected a string"),
         ('{"prompt": "a", "answer": []}\n', r"data.jsonl:1: answer=\[\]: expected a number"),
         ('{"prompt": "a", "answer": true}\n', r"data.jsonl:1: answer=True"),
         ('{"prompt": ["a"], "answer": 1}\n', r"data.jsonl:1: prompt holds 'a'"),
@@ -203,7 +203,7 @@ def test_stories_are_the_same_for_a_seed_and_never_held_out_twice(words: int) ->
         assert tuple(listed) == prompt.payload["words"] and len(listed) == words
 
 
-def test_stories_are_judged_by_whole_words_and_length() -> None:
+def test_stories_are_rewarded_by_whole_words_and_length() -> None:
     prompt = Prompt("p", "story", (1,), {"words": ("river", "table"), "min_length": 8})
     assert story.reward(prompt, "The River ran past a table, and on it went.") == 1.0
     assert story.reward(prompt, "The rivers ran past a table, and on it went.") == 0.0

@@ -1,7 +1,7 @@
-"""The rollout engine: what the loop needs of it, and one that lives in this process.
+"""A rollout engine in the trainer's process: `sglang.Engine`, made to survive a training run.
 
-In: prompts, and weights with a version. Out: groups. `ray_engines` has the same interface over many
-machines.
+In: prompts, and weights with a version. Out: groups. `ray_engines` has the same interface,
+`rollout_engine.RolloutEngine`, over many machines.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import atexit
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -18,7 +18,6 @@ from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
-from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.rollout import DENSE, Sampling, sample_request, to_group
 from sparrow_sglang.rl.types import Group, Prompt
@@ -37,56 +36,6 @@ def unwatched(count: int) -> None:
 
 class EngineDied(RuntimeError):
     """A process of an engine is gone, or an engine failed too often; the run cannot go on."""
-
-
-class RolloutEngine(Protocol):
-    """Samples responses from the weights that it was last given."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
-    ) -> list[Group]:
-        """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
-        ...
-
-    def update_weights(self, tensors: NamedTensors, version: str) -> None:
-        """Load weights under their checkpoint names; later rollouts carry `version`."""
-        ...
-
-    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
-        """Load a LoRA adapter in place of the one of that name; used where `Sampling` names it."""
-        ...
-
-    def set_schedule(self, schedule: BudgetSchedule) -> None:
-        """Decode later rollouts under another KV budget schedule."""
-        ...
-
-    def release(self) -> None:
-        """Give the device's memory to the trainer, if it is shared; weights may be lost."""
-        ...
-
-    def resume(self) -> None:
-        """Take the memory back; where there was a release, `update_weights` must follow."""
-        ...
-
-    def close(self) -> None:
-        """End the engine's processes."""
-        ...
-
-
-def open_engine(
-    config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
-) -> RolloutEngine:
-    """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
-
-    `defaults` are arguments of SGLang that those of `config` take precedence over.
-    """
-    arguments = {**defaults, **config.server_args}
-    if config.kind == "local":
-        return LocalEngine(model_path, config.schedule, **arguments)
-    # Ray is needed by those only who ask for it.
-    from sparrow_sglang.rl.engines.ray_engines import RayEngines
-
-    return RayEngines(config.num_engines, model_path, config.schedule, config.transfer, **arguments)
 
 
 class LocalEngine:
@@ -116,8 +65,8 @@ class LocalEngine:
         self._version: str | None = arguments.weight_version
         self._schedule = DENSE
         if arguments.attention_backend == BACKEND:
-            found, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
-            self._schedule = found.name
+            served, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
+            self._schedule = served.name
 
     @property
     def engine(self) -> Any:
@@ -127,8 +76,8 @@ class LocalEngine:
     @property
     def dtype(self) -> torch.dtype:
         """What the engine computes in; weights are rounded to it."""
-        found: torch.dtype = self._manager.model_config.dtype
-        return found
+        dtype: torch.dtype = self._manager.model_config.dtype
+        return dtype
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
@@ -183,7 +132,7 @@ class LocalEngine:
 
         Raises:
             RuntimeError: the engine was still busy after a minute, or SGLang refused a tensor; then
-                it holds parts of both weights and generates nothing until all are loaded again.
+                its weights are a mixture and it generates nothing until all are loaded again.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -202,9 +151,7 @@ class LocalEngine:
             self._require(self._run(self._manager.update_weights_from_tensor(request, None)))
         self.finish_load(version)
 
-    def join(
-        self, address: str, port: int, rank: int, world: int, group: str, backend: str
-    ) -> None:
+    def join(self, address: str, port: int, rank: int, world: int, group: str) -> None:
         """Enter a process group for `receive` with ranks `rank`, `rank` + 1, ... of `world`."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
@@ -214,7 +161,7 @@ class LocalEngine:
             rank_offset=rank,
             world_size=world,
             group_name=group,
-            backend=backend,
+            backend="nccl" if torch.cuda.is_available() else "gloo",
         )
         self._require(self._run(self._manager.init_weights_update_group(request, None)))
 
@@ -227,7 +174,7 @@ class LocalEngine:
 
     def receive(self, layout: Bucket, group: str, version: str) -> None:
         """Load the bucket that rank 0 of the group broadcasts, between `prepare_load` and
-        `finish_load`; `layout` says what it holds, its data are ignored."""
+        `finish_load`; `layout` describes the tensors, its data are ignored."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         dtype = str(layout.dtype).removeprefix("torch.")

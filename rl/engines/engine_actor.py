@@ -1,0 +1,89 @@
+"""One rollout engine as a Ray actor, and how weights lie in Ray's object store for it."""
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from sparrow_sglang.rl.engines.buckets import Bucket
+from sparrow_sglang.rl.engines.local_engine import EngineDied, LocalEngine
+
+
+@dataclass(frozen=True, eq=False)
+class StoredWeights:
+    """References to buckets, each stored as its layout and a NumPy array, which are not copied."""
+
+    version: str
+    buckets: "tuple[ray.ObjectRef, ...]"
+
+
+class EngineActor(LocalEngine):
+    """A `LocalEngine` in a process of its own."""
+
+    def __init__(
+        self,
+        model_path: str,
+        schedule: str,
+        server_args: dict[str, Any],
+        environment: Mapping[str, str],
+    ) -> None:
+        os.environ.update(environment)
+        _fork_engines_on_cpu()
+        super().__init__(model_path, schedule, **{"enable_memory_saver": False} | server_args)
+
+    def ready(self) -> tuple[int, torch.dtype]:
+        """The actor's process id, and what the engine computes in, if it serves."""
+        self.require_alive()
+        return os.getpid(), self.dtype
+
+    def load_stored(self, weights: StoredWeights) -> None:
+        """`load` from the object store."""
+        self.load(map(fetch, weights.buckets), weights.version)
+
+    def leave(self, group: str) -> None:
+        """`LocalEngine.leave`, unless a process of the engine is dead: SGLang would wait for it for
+        ever, and other calls report the death."""
+        try:
+            self.require_alive()
+        except EngineDied:
+            return
+        super().leave(group)
+
+
+def store(bucket: Bucket) -> "ray.ObjectRef":
+    """A reference to a copy of the bucket in Ray's object store."""
+    return ray.put((bucket.layout(), bucket.data.cpu().numpy()))
+
+
+def fetch(reference: "ray.ObjectRef") -> Bucket:
+    """What `store` stored."""
+    layout, data = ray.get(reference)
+    # A copy, because the store's memory is read-only and SGLang's processes share what they get.
+    return replace(layout, data=torch.from_numpy(np.array(data)))
+
+
+def _fork_engines_on_cpu() -> None:
+    """Let engines of this process start in a second instead of half a minute, without a GPU.
+
+    SGLang starts its processes by spawn, and each imports SGLang anew; forked ones share what this
+    process has imported. Only for processes in which torch has not computed anything yet: a forked
+    child hangs in its first parallel region if the parent has started OpenMP threads.
+    """
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
+    from sglang.srt.models import registry  # noqa: F401
+
+    configure = engine._set_envs_and_config
+
+    def then_fork(server_args: Any) -> None:
+        configure(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = then_fork

@@ -1,0 +1,66 @@
+"""What a training run needs of its rollout engine, and the engine that a configuration asks for.
+
+In: prompts, and weights with a version. Out: groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from sparrow_sglang.rl.config import EngineConfig
+from sparrow_sglang.rl.engines.buckets import NamedTensors
+from sparrow_sglang.rl.engines.local_engine import Finished, LocalEngine, unwatched
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.schedule import BudgetSchedule
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from the weights that it was last given."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
+    ) -> list[Group]:
+        """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
+        ...
+
+    def update_weights(self, tensors: NamedTensors, version: str) -> None:
+        """Load weights under their checkpoint names; later rollouts carry `version`."""
+        ...
+
+    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
+        """Load a LoRA adapter in place of the one of that name; used where `Sampling` names it."""
+        ...
+
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        """Decode later rollouts under another KV budget schedule."""
+        ...
+
+    def release(self) -> None:
+        """Give the device's memory to the trainer, if it is shared; weights may be lost."""
+        ...
+
+    def resume(self) -> None:
+        """Take the memory back; where there was a release, `update_weights` must follow."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        ...
+
+
+def open_engine(
+    config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
+) -> RolloutEngine:
+    """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
+
+    `defaults` are arguments of SGLang that those of `config` take precedence over.
+    """
+    arguments = {**defaults, **config.server_args}
+    if config.kind == "local":
+        return LocalEngine(model_path, config.schedule, **arguments)
+    # Ray is needed by those only who ask for it.
+    from sparrow_sglang.rl.engines.ray_engines import RayEngines
+
+    return RayEngines(config.num_engines, model_path, config.schedule, config.transfer, **arguments)

@@ -1,0 +1,83 @@
+"""The attention function that transformers calls for the policy: packed sequences, dense or sparse.
+
+In: queries, keys and values of a micro-batch, the lengths of its sequences, a sparse rule or none.
+Registered under the name `ATTENTION` when this module is imported.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparrow_sglang.rl.policy.packed_attention import causal_attention, like_lengths
+from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule, sparse_attention
+
+ATTENTION = "sparrow_packed"
+
+
+def _attend_within_sequences(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    sequence_lengths: Sequence[int],
+    sparse_rule: SparseRule | None = None,
+    selections: Selections | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of each sequence to itself over [1, heads, T, head_dim]: causal, or by the rule."""
+    ends = np.cumsum([0, *sequence_lengths]).tolist()
+    spans = list(pairwise(ends))
+    if sparse_rule is not None and module.layer_idx in sparse_rule.schedule.dense_layers:
+        sparse_rule = None
+    runs = like_lengths(sequence_lengths)
+    if sparse_rule is not None and query.device.type == "cpu":
+        # Padding would only add to the work.
+        runs = [(index, index + 1) for index in range(len(spans))]
+    parts = []
+    for first, last in runs:
+        run = spans[first:last]
+        if sparse_rule is None:
+            parts.append(causal_attention(query, key, value, run, scaling))
+        else:
+            prompts = sparse_rule.prompt_lengths[first:last]
+            inputs = (query, key, value, run, prompts, sparse_rule, scaling)
+            if selections is None:
+                parts.append(sparse_attention(*inputs))
+            else:
+                once = partial(selections.once, (module.layer_idx, first))
+                parts.append(sparse_attention(*inputs, once))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend_within_sequences)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse what plain causal attention and a plain projection would compute wrongly."""
+    config = model.config
+    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    wrong = [f"layers of type {kind}" for kind in sorted(layers)]
+    if not layers and getattr(config, "sliding_window", None):
+        used = getattr(config, "use_sliding_window", True)
+        wrong += [f"sliding_window={config.sliding_window}"] if used else []
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        wrong += [f"{name}={getattr(config, name)}"] if getattr(config, name, None) else []
+    for name in ("logits_scaling", "logit_scale"):
+        wrong += [name] if getattr(config, name, 1.0) not in (None, 1.0) else []
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        wrong.append("a bias of the vocabulary projection")
+    if wrong:
+        raise ValueError(
+            f"model of type {config.model_type} has {', '.join(wrong)}: expected full causal"
+            " attention and a plain vocabulary projection, such as Llama, Qwen2 and Qwen3 have"
+        )

@@ -1,0 +1,116 @@
+"""The sparse actor: the engine that samples responses, and everything that it samples them with.
+
+In: prompts, and the policy and adapter as they are trained. Out: groups, and exact acceptance rates
+of them. The actor alone knows the active schedule, and moves along the ladder.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
+from sparrow_sglang.rl.engines.buckets import NamedTensors, Weights
+from sparrow_sglang.rl.engines.local_engine import Finished
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
+from sparrow_sglang.rl.ladder import Ladder
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.rollout import DENSE, Sampling
+from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.schedule import BudgetSchedule
+
+
+class SparseActor:
+    """Samples from the policy's weights, with its adapter if it has one, under a schedule.
+
+    `engine` was started with the first schedule of `ladder`; without DistillSparse there is no
+    `adapter`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: RolloutEngine,
+        policy: DensePolicy,
+        adapter: SparseAdapter | None,
+        ladder: Ladder,
+    ) -> None:
+        self.adapter = adapter
+        self.ladder = ladder
+        self._config = config
+        self._engine = engine
+        self._policy = policy
+        self._unmerged = adapter is not None and config.distill.delivery == "lora"
+        self._served = ladder.first
+
+    @property
+    def schedule(self) -> BudgetSchedule | None:
+        """The active one, None for dense rollouts."""
+        return self.ladder.schedule
+
+    @property
+    def schedule_name(self) -> str:
+        return self.schedule.name if self.schedule else DENSE
+
+    def load(self, version: str) -> None:
+        """Have the engine sample from weights, adapter and schedule as they are now."""
+        merged = self.adapter if self._config.distill.delivery == "merged" else None
+        self._load(merged.merged_weights if merged else self._policy.named_weights, version)
+        if self.schedule is not None and self.schedule != self._served:
+            self._engine.set_schedule(self.schedule)
+            self._served = self.schedule
+        if self.adapter is not None and self._unmerged:
+            self._engine.set_adapter(ADAPTER, self.adapter.tensors(), self.adapter.lora_config())
+
+    def roll_out(self, prompts: Sequence[Prompt], finished: Finished) -> list[Group]:
+        """A step's responses; afterwards the device's memory is the trainer's."""
+        settings = self._config.rollout
+        sampling = Sampling(
+            settings.max_new_tokens,
+            settings.temperature,
+            adapter=ADAPTER if self._unmerged else None,
+        )
+        groups = self._engine.generate(prompts, settings.samples_per_prompt, sampling, finished)
+        self._engine.release()
+        return groups
+
+    def evaluate(self, prompts: Sequence[Prompt], version: str, finished: Finished) -> list[Group]:
+        """Responses of the policy itself: dense decode, without adapter."""
+        settings = self._config.evaluation
+        sampling = Sampling(self._config.rollout.max_new_tokens, settings.temperature, dense=True)
+        self._load(self._policy.named_weights, version)
+        return self._engine.generate(prompts, settings.samples_per_prompt, sampling, finished)
+
+    def acceptance(self, batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Exact acceptance rates [N] of some of the batch's responses, and positions of the tokens.
+
+        Of the actor that sampled them, adapter included; none for dense rollouts.
+        """
+        count = self._config.mismatch.sequences
+        if self.schedule is None or count == 0:
+            return np.empty(0), np.empty(0, np.int64)
+        sequences = batch.spread(count).sequences
+        adapted = self.adapter.enabled if self.adapter else nullcontext
+        temperature = self._config.rollout.temperature
+        rates = self._policy.acceptance(sequences, self.schedule, adapted, temperature)
+        positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
+        return np.concatenate(rates), np.concatenate(positions)
+
+    def distill(self, batch: Batch) -> dict[str, float]:
+        """One step of the adapter towards the policy of the next rollouts; its metrics."""
+        if self.adapter is None or self.schedule is None:
+            return {}
+        chosen = batch.spread(self._config.distill.sequences)
+        term = PolicyTerm(chosen.rollout_logprobs, chosen.advantages, self._config.algorithm)
+        temperature = self._config.rollout.temperature
+        return self.adapter.step(chosen.sequences, self.schedule, term, temperature)
+
+    def _load(self, read: Callable[[], NamedTensors], version: str) -> None:
+        # What PyTorch keeps in reserve is not there for the engine of the same device.
+        torch.cuda.empty_cache()
+        self._engine.resume()
+        self._engine.update_weights(Weights(read), version)
