@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 
 from sparrow_sglang.rl.engines.buckets import Bucket
 from sparrow_sglang.rl.engines.local_engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.schedule import BudgetSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +25,9 @@ class StoredWeights:
     buckets: "tuple[ray.ObjectRef, ...]"
 
 
-class EngineActor(LocalEngine):
-    """A `LocalEngine` in a process of its own."""
+class EngineActor:
+    """A `LocalEngine` in a process of its own; not one itself, as Ray runs an actor that has
+    coroutines in an event loop, and the engine has one already."""
 
     def __init__(
         self,
@@ -34,25 +38,47 @@ class EngineActor(LocalEngine):
     ) -> None:
         os.environ.update(environment)
         _fork_engines_on_cpu()
-        super().__init__(model_path, schedule, **{"enable_memory_saver": False} | server_args)
+        arguments = {"enable_memory_saver": False} | server_args
+        self._engine = LocalEngine(model_path, schedule, **arguments)
 
     def ready(self) -> tuple[int, torch.dtype]:
         """The actor's process id, and what the engine computes in, if it serves."""
-        self.require_alive()
-        return os.getpid(), self.dtype
+        self._engine.require_alive()
+        return os.getpid(), self._engine.dtype
+
+    def stream(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
+    ) -> Iterator[tuple[int, Group]]:
+        yield from self._engine.stream(prompts, n, sampling)
 
     def load_stored(self, weights: StoredWeights) -> None:
-        """`load` from the object store."""
-        self.load(map(fetch, weights.buckets), weights.version)
+        self._engine.load(map(fetch, weights.buckets), weights.version)
 
     def leave(self, group: str) -> None:
-        """`LocalEngine.leave`, unless a process of the engine is dead: SGLang would wait for it for
-        ever, and other calls report the death."""
         try:
-            self.require_alive()
+            self._engine.require_alive()
         except EngineDied:
+            # SGLang would wait for the dead process for ever; other calls report the death.
             return
-        super().leave(group)
+        self._engine.leave(group)
+
+    def join(self, address: str, port: int, rank: int, world: int, group: str) -> None:
+        self._engine.join(address, port, rank, world, group)
+
+    def receive(self, layout: Bucket, group: str, version: str) -> None:
+        self._engine.receive(layout, group, version)
+
+    def set_adapter(self, name: str, tensors: dict[str, torch.Tensor], config: Any) -> None:
+        self._engine.set_adapter(name, tensors, config)
+
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
+        self._engine.set_schedule(schedule)
+
+    def prepare_load(self) -> None:
+        self._engine.prepare_load()
+
+    def finish_load(self, version: str) -> None:
+        self._engine.finish_load(version)
 
 
 def store(bucket: Bucket) -> "ray.ObjectRef":
