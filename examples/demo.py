@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import openai
 from sparrow_sglang.benchmarks.rollouts.server_process import (
     Server,
     ServerFailed,
+    free_port,
     log_end,
     started_server,
     stop,
@@ -83,9 +83,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class KVTraffic:
-    """Tokens whose keys and values a decode step finds and reads, mean over steps and layers."""
+    """KV tokens that a decode step finds cached, and reads; mean over steps and layers."""
 
-    held: float
+    cached: float
     read: float
 
 
@@ -97,9 +97,9 @@ def kv_traffic(
     The first generated token comes out of prefill, so there is one decode step less than tokens.
     """
     lengths = np.arange(prompt_tokens + 1, prompt_tokens + completion_tokens)
-    held, read = lengths.mean(), schedule.tokens_read(lengths).mean()
+    cached, read = lengths.mean(), schedule.tokens_read(lengths).mean()
     dense = len([layer for layer in schedule.dense_layers if layer < num_layers]) / num_layers
-    return KVTraffic(float(held), float(dense * held + (1 - dense) * read))
+    return KVTraffic(float(cached), float(dense * cached + (1 - dense) * read))
 
 
 def long_prompt() -> str:
@@ -128,7 +128,7 @@ def running_servers(flags: Iterable[list[str]]) -> Iterator[list[str]]:
     with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as folder, ExitStack() as stack:
         servers = []
         for number, more in enumerate(flags):
-            port, log = _free_port(), Path(folder) / f"server-{number}.log"
+            port, log = free_port(), Path(folder) / f"server-{number}.log"
             serve = [
                 sys.executable,
                 "-m",
@@ -147,12 +147,6 @@ def running_servers(flags: Iterable[list[str]]) -> Iterator[list[str]]:
         except openai.APIError as error:
             logs = "\n".join(log_end(server.log) for server in servers)
             raise DemoError(f"a server failed ({error}):\n{logs}") from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_healthy(servers: list[Server]) -> None:
@@ -210,10 +204,10 @@ def report(sparse: Answer, dense: Answer | None) -> None:
         f"\nprompt            {sparse.prompt_tokens} tokens, read densely in"
         f" {sparse.first_token_s:.1f} s"
         f"\ngenerated         {sparse.completion_tokens} tokens"
-        f"\nKV tokens held    {traffic.held:.0f} per layer, mean over the generated tokens"
+        f"\nKV tokens cached  {traffic.cached:.0f} per layer, mean over the generated tokens"
         f"\nKV tokens read    {traffic.read:.0f} per layer"
-        f" ({traffic.read / traffic.held:.0%}; {len(schedule.dense_layers)} of {num_layers} layers"
-        " read everything)"
+        f" ({traffic.read / traffic.cached:.0%}; {len(schedule.dense_layers)} of {num_layers}"
+        " layers read everything)"
         f"\nsparse decode     {sparse.decode_tokens_per_s:.1f} tokens/s (schedule {schedule.name},"
         f" {'calibrated' if schedule.calibrated else 'not calibrated'})"
     )
@@ -275,9 +269,9 @@ def time_split(steps: list[dict[str, float]]) -> str:
     return (
         f"time of a step    {total / len(steps):.1f} s: {split}"
         f"\ntail              {steps[-1]['sparrow/accept_p05']:.2f}, the 5th percentile of the"
-        " acceptance rate; 0.86 is held to be safe."
-        "\n                  A budget of 48 tokens is far too small, and taken so that texts this"
-        "\n                  short leave something out"
+        " acceptance rate; 0.86 is considered safe."
+        "\n                  A budget of 48 tokens is far too small, and chosen so that"
+        "\n                  responses this short leave something out"
     )
 
 

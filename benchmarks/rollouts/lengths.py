@@ -1,4 +1,4 @@
-"""Response lengths of a rollout that nobody recorded: a long-tailed law of a given mean."""
+"""Response lengths for a rollout without a recording: long-tailed, of a given mean."""
 
 import math
 import random

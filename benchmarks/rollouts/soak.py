@@ -146,7 +146,7 @@ def gpu_mib() -> float:
 
 
 def settle(server: Server) -> int:
-    """Tokens still held when nobody waits any more and the prefix cache is flushed."""
+    """KV tokens still in use when nobody waits any more and the prefix cache is flushed."""
     deadline = time.monotonic() + 120
     while (now := _state(server))["num_running_reqs"] or now["num_waiting_reqs"]:
         if time.monotonic() > deadline:
@@ -258,7 +258,7 @@ def _measure(soaked: list[Soaked], options: argparse.Namespace) -> list[dict[str
         after = resident_mib(one.server)
         checked = asyncio.run(one._call("landmarks")) if one.sparse else None
         if used[index]:
-            one.load.problems.append(f"{used[index]} tokens are held by nobody")
+            one.load.problems.append(f"{used[index]} KV tokens are in use, though no request runs")
         if after > before[index] * (1 + RSS_GROWTH):
             one.load.problems.append(f"memory grew from {before[index]:.0f} to {after:.0f} MiB")
         if one.sparse and (checked is None or not one.page_checks):

@@ -1,7 +1,7 @@
-"""What an adapter costs: its step, and each of the two ways in which rollouts may wear it.
+"""What an adapter costs: its step, and each of the two ways in which rollouts may use it.
 
 In: a trained adapter and responses. Out: decode speed of an engine, the acceptance rate between
-the laws of both deliveries, seconds of an adapter step beside those of a dense update.
+the distributions of both deliveries, seconds of an adapter step beside those of a dense update.
 """
 
 import statistics
@@ -74,17 +74,17 @@ def decode_speed(
 def agreement(
     learner: Learner, model_path: str, sequences: Sequence[TokenSequence], schedule: BudgetSchedule
 ) -> dict[str, dict[str, float]]:
-    """Exact acceptance rates of the sparse law with the adapter beside the weights, with others.
+    """Exact acceptance rates of the sparse distribution with the unmerged adapter, against others.
 
-    "merged" is the law of the merged weights, summed in fp32 and rounded to bf16 once, as an engine
-    loads them; "base" that without the adapter, which says how much there is to lose. The learner's
+    "merged" is the distribution of the merged weights, summed in fp32 and rounded to bf16 once, as
+    an engine loads them; "base" that without the adapter, which says how much there is to lose. The learner's
     weights must be the checkpoint's in `model_path`, which both deliveries then share.
     """
     policy, adapter = learner.policy, learner.adapter
     merged = DensePolicy.load(ModelConfig(path=model_path), OptimizerConfig(), policy.device)
-    held = dict(merged.named_weights())
+    weights = dict(merged.named_weights())
     for name, weight in adapter.merged_weights():
-        held[name].copy_(weight.bfloat16())
+        weights[name].copy_(weight.bfloat16())
     rates: dict[str, list[torch.Tensor]] = {"merged": [], "base": []}
     for model in (policy.model, merged.model):
         model.eval()

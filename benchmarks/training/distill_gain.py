@@ -4,7 +4,7 @@
 
 Arms are learning rates times the schedules to train under; each is measured on held-out prompts
 before and after, under both schedules. Decode speed of both deliveries, the acceptance rate between
-them and the seconds of a step are those of the adapter that is best under the bolder schedule.
+them and the seconds of a step are those of the adapter that is best under the more aggressive one.
 """
 
 import argparse
@@ -58,8 +58,8 @@ from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
 DESCRIPTION = """\
 Train the rollout adapter on the sparse actor's own responses to built-in or given prompts, the
 model itself frozen, and measure the exact tail of the acceptance rate on held-out prompts under a
-given schedule and a bolder one, before and after; then the speed of both deliveries, and the cost
-of a step. Runs on a GPU, or with small numbers on a CPU.
+given schedule and a more aggressive one, before and after; then the speed of both deliveries, and
+the cost of a step. Runs on a GPU, or with small numbers on a CPU.
 """
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.training.distill_gain
@@ -193,7 +193,7 @@ def serving_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_gains(before: Tails, after: Tails, schedules: dict[str, BudgetSchedule]) -> None:
-    """Lines per bin: each schedule's tail before and after, and the bolder one's beside."""
+    """Lines per bin: tails before and after under each schedule, and given against aggressive."""
     for old, new in PAIRS:
         names = dict.fromkeys((schedules[old].name, schedules[new].name))
         what = " -> ".join(names)
@@ -214,9 +214,9 @@ def show_costs(result: dict[str, Any]) -> None:
             f"{delivery:7} {speed['tokens_per_s']:9.0f} tokens/s end to end,"
             f" {speed['step_ms']:.2f} ms a step of {speed['requests']} requests"
         )
-    for law, rates in result["agreement"].items():
+    for distribution, rates in result["agreement"].items():
         print(
-            f"adapter beside the weights against {law}: mean {rates['mean']:.4f},"
+            f"unmerged adapter against {distribution}: mean {rates['mean']:.4f},"
             f" tail {rates['tail']:.4f}, least {rates['min']:.4f} of {rates['tokens']} tokens"
         )
     cost = result["cost"]

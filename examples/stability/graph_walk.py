@@ -87,7 +87,7 @@ class Walk:
         return " ".join(_words(self.lines)[1:])
 
     def payload(self, steps: int) -> dict[str, Any]:
-        """What `reward` needs to judge a response of so many lines."""
+        """What `reward` needs to score a response of so many lines."""
         return {"edges": self.edges, "start": self.lines[0][0], "steps": steps}
 
     def choices(self) -> dict[str, int]:

@@ -63,7 +63,7 @@ def schedule_sections(schedules: dict[Path, dict[str, Any]], left_out: list[str]
 
 
 def check_section(path: Path, content: dict[str, Any]) -> Section:
-    """What fresh generations under given schedules held. Raises `ReportError`."""
+    """Tails of fresh generations under given schedules. Raises `ReportError`."""
     report = parse(path, CheckFile, content)
     widths = {name: width for name, width, *_ in report.settings.get("schedules", ())}
     for check in report.checks:
@@ -170,7 +170,7 @@ def _plain_section(schedule: BudgetSchedule) -> Section:
 
 
 def _share_facts(schedules: Sequence[BudgetSchedule]) -> list[tuple[str, str]]:
-    """Tokens read at the end of the schedule's bins, of those held."""
+    """Tokens read at the end of the schedule's bins, of those cached."""
     facts = []
     for schedule in schedules:
         end = len(schedule.budget_tokens) * schedule.bin_tokens
@@ -194,7 +194,7 @@ def _budget_figure(schedules: Sequence[BudgetSchedule]) -> Figure:
         )
         for i, schedule in enumerate(schedules)
     ]
-    lines.append(Line("all that is held", [0, end], [0, end], PALETTE[-1], dashed=True))
+    lines.append(Line("all that is cached", [0, end], [0, end], PALETTE[-1], dashed=True))
     chart = Chart(
         "KV budget by length", _POSITION_LABEL, "KV tokens read", lines, from_zero=True, top=top
     )

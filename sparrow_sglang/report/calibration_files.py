@@ -54,7 +54,7 @@ class Evidence(BaseModel):
 
 
 class Check(BaseModel):
-    """What fresh generations under one schedule held."""
+    """Tails of fresh generations under one schedule."""
 
     schedule: str
     target: float

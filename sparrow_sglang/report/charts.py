@@ -6,12 +6,13 @@ matplotlib. All charts have one width, at which their text can be read on a phon
 
 import io
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
+from markupsafe import Markup
 
 # Between black and white in lightness, to be told from both.
 PALETTE = (
@@ -231,49 +232,18 @@ def _plot_line(axes: Any, line: Line, gid: str) -> None:
 
 def _inline(svg: str, chart: Chart | HeatMap, name: str) -> str:
     """matplotlib's document as an element of the page: unique ids, theme colours, a title."""
-    root = ElementTree.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            # Its only style rule would hold for the whole page, which has the same.
-            if _local(child.tag) in ("metadata", "style"):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = _local(element.tag)
-        attributes = {_local(key): value for key, value in element.attrib.items()}
-        element.attrib.clear()
-        element.attrib.update({key: _own(key, value, name) for key, value in attributes.items()})
-    title, description = ElementTree.Element("title"), ElementTree.Element("desc")
-    title.set("id", f"{name}-title")
-    title.text = chart.title
-    description.set("id", f"{name}-desc")
-    description.text = f"{chart.y_label} against {chart.x_label}. Lines: {', '.join(chart.labels)}."
-    root[:0] = [title, description]
-    box = root.attrib["viewBox"]
-    root.attrib.clear()
-    root.attrib.update(
-        {
-            "class": "chart",
-            "viewBox": box,
-            "role": "img",
-            "aria-labelledby": f"{name}-title",
-            "aria-describedby": f"{name}-desc",
-        }
+    # Its only style rule would hold for the whole page, which has the same.
+    body = re.sub(r"<(metadata|style)\b.*?</\1>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body).replace("xlink:href", "href")
+    for colour, theme in _THEME.items():
+        body = body.replace(colour, theme)
+    _, opening, body = re.split(r"(<svg\b[^>]*>)", body, maxsplit=1)
+    box = re.findall(r'viewBox="([^"]*)"', opening)[0]
+    head = Markup(
+        '<svg class="chart" viewBox="{box}" role="img" aria-labelledby="{name}-title"'
+        ' aria-describedby="{name}-desc"><title id="{name}-title">{title}</title>'
+        '<desc id="{name}-desc">{y} against {x}. Lines: {lines}.</desc>'
     )
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _own(key: str, value: str, name: str) -> str:
-    if key == "id":
-        return f"{name}-{value}"
-    if key == "href":
-        return value.replace("#", f"#{name}-")
-    value = value.replace("url(#", f"url(#{name}-")
-    if key == "style":
-        for colour, theme in _THEME.items():
-            value = value.replace(colour, theme)
-    return value
-
-
-def _local(tag: str) -> str:
-    """A name without its XML namespace, which HTML gives to all that stands in an <svg>."""
-    return tag.rpartition("}")[2]
+    names = {"title": chart.title, "x": chart.x_label, "y": chart.y_label}
+    lines = ", ".join(chart.labels)
+    return str(head.format(box=box, name=name, lines=lines, **names)) + body

@@ -3,6 +3,7 @@
 In: the folder of a run, as `sparrow train` writes it. Out: a `Section`.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +33,11 @@ _STEP_COLUMNS = {
 def training_section(folder: Path) -> Section:
     """The run in `folder`. Raises `ReportError` if there is no step yet, or a file is damaged."""
     run = read_run(folder)
-    figures = [_reward(run), _length(run), _entropy(run), _tail(run), _tail_by_bin(run)]
-    figures += [_time(run), _speed(run), _kv(run), _distance(run)]
     return Section(
         kind="training",
         title=f"Training run {folder.resolve().name}",
         facts=_facts(run),
-        figures=[figure for figure in figures if figure is not None],
+        figures=_figures(run),
         tables=[_step_table(run), *_event_tables(run)],
         settings=_settings(run),
     )
@@ -97,69 +96,105 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     return facts
 
 
-def _reward(run: RunFiles) -> Figure:
-    lines = [run.line("critic/score/mean", "training", PALETTE[0])]
-    if run.has("eval/pass_rate"):
-        lines.append(run.line("eval/pass_rate", "held out, dense", PALETTE[1]))
-    chart = Chart("Reward", "step", "mean reward", lines, moments=_moves(run))
-    return Figure(chart, "Dotted uprights: another schedule." if _moves(run) else "")
-
-
-def _length(run: RunFiles) -> Figure:
-    lines = [
-        run.line("response_length/mean", "mean", PALETTE[0]),
-        run.line("response_length/max", "longest", PALETTE[1]),
-    ]
+def _figures(run: RunFiles) -> list[Figure]:
+    """A figure for each group of metrics that the run has."""
     limit = run.config.get("rollout", {}).get("max_new_tokens")
-    targets = [(f"limit {limit:,}", limit)] if limit else []
-    return Figure(
-        Chart("Response length", "step", "tokens", lines, targets, _moves(run), from_zero=True)
-    )
-
-
-def _entropy(run: RunFiles) -> Figure | None:
-    if not run.has(ENTROPY):
-        return None
-    line = run.line(ENTROPY, "dense policy", PALETTE[0])
-    chart = Chart("Entropy", "step", "nats per token", [line], (), _moves(run), from_zero=True)
-    return Figure(
-        chart,
-        f"An alarm where its mean over {WINDOW} steps is below {FALL:g} of that of the first"
-        f" {WINDOW} while the tail is above theirs.",
-    )
-
-
-def _tail(run: RunFiles) -> Figure | None:
-    if not run.has("sparrow/accept_p05"):
-        return None
-    lines = [
-        run.line("sparrow/accept_p05", "5th percentile", PALETTE[0]),
-        run.line("sparrow/accept_mean", "mean", PALETTE[2]),
-    ]
-    chart = Chart(
-        "Acceptance rate of the rollouts",
-        "step",
-        "acceptance rate",
-        lines,
-        _tail_target(run),
-        _moves(run),
-    )
-    return Figure(chart, "Exact, from both whole distributions of measured tokens.")
-
-
-def _tail_by_bin(run: RunFiles) -> Figure | None:
-    found = {name for row in run.rows for name in row if name.startswith(_TAIL_OF_BIN)}
-    bins = sorted(int(name.removeprefix(_TAIL_OF_BIN)) for name in found)
-    if not bins:
-        return None
-    lines = [
-        run.line(f"{_TAIL_OF_BIN}{index}", f"{index * BIN_TOKENS:,}+", colour)
+    target = run.config.get("ladder", {}).get("target")
+    limits = [(f"limit {limit:,}", limit)] if limit else []
+    targets = [(f"target {target:g}", target)] if target else []
+    moves = _moves(run)
+    names = {name for row in run.rows for name in row if name.startswith(_TAIL_OF_BIN)}
+    bins = sorted(int(name.removeprefix(_TAIL_OF_BIN)) for name in names)
+    tails_by_bin = {
+        f"{_TAIL_OF_BIN}{index}": (f"{index * BIN_TOKENS:,}+", colour)
         for index, colour in zip(bins, ramp(len(bins)), strict=True)
+    }
+
+    def figure(
+        title: str,
+        unit: str,
+        metrics: Mapping[str, tuple[str, str]],
+        note: str = "",
+        levels: Sequence[tuple[str, float]] = (),
+        from_zero: bool = False,
+    ) -> list[Figure]:
+        lines = [run.line(name, *drawn) for name, drawn in metrics.items() if run.has(name)]
+        chart = Chart(title, "step", unit, lines, levels, moves, from_zero=from_zero)
+        return [Figure(chart, note)] if lines else []
+
+    return [
+        *figure(
+            "Reward",
+            "mean reward",
+            {
+                "critic/score/mean": ("training", PALETTE[0]),
+                "eval/pass_rate": ("held out, dense", PALETTE[1]),
+            },
+            "Dotted vertical lines: another schedule." if moves else "",
+        ),
+        *figure(
+            "Response length",
+            "tokens",
+            {
+                "response_length/mean": ("mean", PALETTE[0]),
+                "response_length/max": ("longest", PALETTE[1]),
+            },
+            levels=limits,
+            from_zero=True,
+        ),
+        *figure(
+            "Entropy",
+            "nats per token",
+            {ENTROPY: ("dense policy", PALETTE[0])},
+            f"An alarm where its mean over {WINDOW} steps is below {FALL:g} of that of the first"
+            f" {WINDOW} while the tail is above theirs.",
+            from_zero=True,
+        ),
+        *figure(
+            "Acceptance rate of the rollouts",
+            "acceptance rate",
+            {
+                "sparrow/accept_p05": ("5th percentile", PALETTE[0]),
+                "sparrow/accept_mean": ("mean", PALETTE[2]),
+            },
+            "Exact, from both whole distributions of measured tokens.",
+            targets,
+        ),
+        *figure(
+            "Tail by position",
+            "5th percentile",
+            tails_by_bin,
+            f"Bins of {BIN_TOKENS:,} positions, named by their first one.",
+            targets,
+        ),
+        _time(run),
+        *figure(
+            "Rollout throughput",
+            "tokens/s",
+            {"sparrow/rollout_tokens_per_s": ("rollout", PALETTE[0])},
+            "Response tokens over the seconds of the rollout.",
+            from_zero=True,
+        ),
+        *figure(
+            "KV tokens per generated token",
+            "tokens",
+            {
+                "sparrow/kv_tokens_cached": ("cached", PALETTE[7]),
+                "sparrow/kv_tokens_read": ("read", PALETTE[0]),
+            },
+            "What a sparse layer reads of what is cached of the sequence, mean over steps.",
+            from_zero=True,
+        ),
+        *figure(
+            "Rollout against dense policy",
+            "nats per token",
+            {
+                "rollout_corr/k3_kl": ("KL", PALETTE[0]),
+                "sparrow/distill_kl": ("KL that DistillSparse lowers", PALETTE[3]),
+            },
+            "KL(rollout ‖ dense), estimated from sampled tokens (rollout_corr/k3_kl).",
+        ),
     ]
-    chart = Chart(
-        "Tail by position", "step", "5th percentile", lines, _tail_target(run), _moves(run)
-    )
-    return Figure(chart, f"Bins of {BIN_TOKENS:,} positions, named by their first one.")
 
 
 def _time(run: RunFiles) -> Figure:
@@ -182,56 +217,12 @@ def _time(run: RunFiles) -> Figure:
         # An area needs a width.
         lines = [Line(ln.label, [places[0] - 0.5, places[0] + 0.5], [*ln.y] * 2, ln.colour)
                  for ln in lines]  # fmt: skip
-    return Figure(
-        Chart(
-            "Where the time of a step goes",
-            "step",
-            "seconds",
-            lines,
-            (),
-            _moves(run),
-            stacked=True,
-            from_zero=True,
-        )  # fmt: skip
-    )
-
-
-def _speed(run: RunFiles) -> Figure:
-    line = run.line("sparrow/rollout_tokens_per_s", "rollout", PALETTE[0])
-    chart = Chart("Rollout throughput", "step", "tokens/s", [line], (), _moves(run), from_zero=True)
-    return Figure(chart, "Response tokens over the seconds of the rollout.")
-
-
-def _kv(run: RunFiles) -> Figure | None:
-    if not run.has("sparrow/kv_tokens_cached"):
-        return None
-    lines = [
-        run.line("sparrow/kv_tokens_cached", "cached", PALETTE[7]),
-        run.line("sparrow/kv_tokens_read", "read", PALETTE[0]),
-    ]
-    chart = Chart(
-        "KV tokens per generated token", "step", "tokens", lines, (), _moves(run), from_zero=True
-    )
-    return Figure(chart, "What a sparse layer reads of the cached tokens, mean over steps.")
-
-
-def _distance(run: RunFiles) -> Figure | None:
-    if not run.has("rollout_corr/k3_kl"):
-        return None
-    lines = [run.line("rollout_corr/k3_kl", "KL", PALETTE[0])]
-    if run.has("sparrow/distill_kl"):
-        lines.append(run.line("sparrow/distill_kl", "KL that DistillSparse lowers", PALETTE[3]))
-    chart = Chart("Rollout against dense policy", "step", "nats per token", lines, (), _moves(run))
-    return Figure(chart, "KL(rollout ‖ dense), estimated from sampled tokens (rollout_corr/k3_kl).")
-
-
-def _tail_target(run: RunFiles) -> list[tuple[str, float]]:
-    target = run.config.get("ladder", {}).get("target")
-    return [(f"target {target:g}", target)] if target else []
+    title, moves = "Where the time of a step goes", _moves(run)
+    return Figure(Chart(title, "step", "seconds", lines, (), moves, stacked=True, from_zero=True))
 
 
 def _moves(run: RunFiles) -> list[float]:
-    """Steps after which another schedule came into force."""
+    """Steps after which another schedule became active."""
     return [event["step"] + 0.5 for event in run.events if "after" in event]
 
 

@@ -109,7 +109,9 @@ def test_the_demo_streams_a_sparse_answer_and_leaves_nothing_behind() -> None:
         process.wait()
     assert process.returncode == 0, err
     assert "generated         8 tokens" in out
-    held, read = (int(line.split()[3]) for line in out.splitlines() if line.startswith("KV tokens"))
-    assert 4000 < held and read < held / 2
+    cached, read = (
+        int(line.split()[3]) for line in out.splitlines() if line.startswith("KV tokens")
+    )
+    assert 4000 < cached and read < cached / 2
     assert "where to go next" in out
     assert group_members(group) == []

@@ -45,7 +45,7 @@ def _measure(
         cached = len(unit.prompt.input_ids) + 1 + np.arange(unit.new_tokens - 1)
         rates = _rates(unit, cached)
         work.add([UnitTokens(unit.number, cached, rates)])
-        progress(1)
+        progress.advance(1)
 
 
 def write_calibration(folder: Path, model: str) -> None:
