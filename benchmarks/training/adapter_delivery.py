@@ -77,8 +77,8 @@ def agreement(
     """Exact acceptance rates of the sparse distribution with the unmerged adapter, against others.
 
     "merged" is the distribution of the merged weights, summed in fp32 and rounded to bf16 once, as
-    an engine loads them; "base" that without the adapter, which says how much there is to lose. The learner's
-    weights must be the checkpoint's in `model_path`, which both deliveries then share.
+    an engine loads them; "base" that without the adapter, which says how much there is to lose. The
+    learner's weights must be the checkpoint's in `model_path`, which both deliveries then share.
     """
     policy, adapter = learner.policy, learner.adapter
     merged = DensePolicy.load(ModelConfig(path=model_path), OptimizerConfig(), policy.device)
