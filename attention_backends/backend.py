@@ -5,6 +5,7 @@ that the host knows, then `forward_extend` or `forward_decode` runs once per lay
 dense is handed to the stock backend of the device, which writes its own KV.
 """
 
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +18,12 @@ from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
 from sparrow_sglang.attention_backends.kernel_limits import dense_backend
-from sparrow_sglang.attention_backends.landmarks import LandmarkPool
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
     PagedDecode,
     TorchPagedDecode,
     TritonPagedDecode,
 )
-from sparrow_sglang.attention_backends.plan_guard import PlanGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -32,6 +31,31 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class PlanGuard:
+    """Waits until FlashInfer's previous plan has been copied to the GPU, before the next is made.
+
+    FlashInfer writes a plan to pinned memory of its wrapper and has it copied to the device behind
+    whatever runs there. SGLang plans a step while the one before runs, and where another process
+    has the device for a while, that copy has not begun when the next plan is written over it.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._copied = torch.cuda.Event() if torch.device(device).type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self._copied:
+            self._copied.synchronize()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._copied:
+            self._copied.record()
 
 
 def _sparse_layer_ids(model_runner: "ModelRunner", schedule: BudgetSchedule) -> list[int]:
@@ -59,6 +83,9 @@ class SparrowAttnBackend(AttentionBackend):
 
     Attributes:
         budgets: the schedules and what requests ask for; hooks write it between passes.
+        landmarks: of each sparse layer, [num_pages, Hkv, D] in the dtype of the KV pool. They are
+            indexed by physical page: a prefix-cache hit has the landmarks of its pages in place,
+            and a page that is freed and used again gets new ones before it is scored.
     """
 
     def __init__(self, model_runner: "ModelRunner", loaded: LoadedSchedules) -> None:
@@ -66,15 +93,14 @@ class SparrowAttnBackend(AttentionBackend):
         pool = model_runner.token_to_kv_pool
         schedule = loaded.active
         self.token_to_kv_pool = pool
-        self.landmarks = LandmarkPool(
-            _sparse_layer_ids(model_runner, schedule),
-            num_pages=pool.k_buffer[0].shape[0] // schedule.page_size,
-            num_kv_heads=pool.head_num,
-            head_dim=pool.head_dim,
-            dtype=pool.dtype,
-            device=pool.device,
-            allocation=pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE),
-        )
+        num_pages = pool.k_buffer[0].shape[0] // schedule.page_size
+        shape = (num_pages, pool.head_num, pool.head_dim)
+        # Released and resumed together with the KV cache.
+        with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            self.landmarks = {
+                layer_id: torch.zeros(shape, dtype=pool.dtype, device=pool.device)
+                for layer_id in _sparse_layer_ids(model_runner, schedule)
+            }
         on_cuda = model_runner.device == "cuda"
         stock = dense_backend(pool.head_dim) if on_cuda else "torch_native"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
@@ -83,10 +109,10 @@ class SparrowAttnBackend(AttentionBackend):
         self.budgets = BudgetTable(loaded, req_to_token.shape[0], req_to_token.device)
         self.sparse: PagedDecode
         if on_cuda:
-            shape = DecodeShape.of_model(
+            decode_shape = DecodeShape.of_model(
                 schedule, model_runner.model_config, get_parallel().attn_tp_size
             )
-            self.sparse = TritonPagedDecode(self.budgets, req_to_token, shape)
+            self.sparse = TritonPagedDecode(self.budgets, req_to_token, decode_shape)
             if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
                 self.sparse.reserve(min(EAGER_ROWS, model_runner.req_to_token_pool.size))
         else:

@@ -26,25 +26,24 @@ def live_pages(scheduler: "Scheduler") -> torch.Tensor:
         if req.req_pool_idx is not None and not req.finished():
             full = req.kv_committed_len // page_size * page_size
             slots.append(req_to_token[req.req_pool_idx, :full])
-    return (
-        torch.cat([found.long() for found in slots]).div(page_size, rounding_mode="floor").unique()
-    )
+    all_slots = torch.cat([tensor.long() for tensor in slots])
+    return all_slots.div(page_size, rounding_mode="floor").unique()
 
 
 def check_landmarks(scheduler: "Scheduler") -> None:
     """Raise RuntimeError naming the first landmark that is not the mean of its page's keys.
 
-    For an idle or paused server (`Engine.collective_rpc("sparrow_check_landmarks")`).
+    For an idle or paused server, by `Endpoint.call_sparrow("landmarks")`.
     """
     backend: SparrowAttnBackend = scheduler.tp_worker.model_runner.attn_backend
     pages = live_pages(scheduler)
     if pages.is_cuda:
         # The last step may still run, on another stream.
         torch.cuda.synchronize(pages.device)
-    for layer_id in backend.landmarks.layer_ids:
+    for layer_id, landmarks in sorted(backend.landmarks.items()):
         keys = backend.token_to_kv_pool.get_key_buffer(layer_id)
         k_pages = keys.view(-1, backend.schedule.page_size, *keys.shape[1:])[pages]
-        stored = backend.landmarks[layer_id][pages].float()
+        stored = landmarks[pages].float()
         expected = reference.page_landmarks(k_pages).float()
         # Both are fp32 means rounded to the KV dtype: one unit in the last place may differ.
         ulp = torch.finfo(keys.dtype).eps

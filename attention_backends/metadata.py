@@ -63,15 +63,15 @@ class BudgetTable:
         """What the requests in these rows of the token table ask for, from the next step on."""
         changed = {}
         for row, option in zip(rows, options, strict=True):
-            wanted = self._slot_and_cap(option)
-            if self._asking.get(row, _DEFAULT) != wanted:
-                changed[row] = self._asking[row] = wanted
-                if wanted == _DEFAULT:
+            slot_and_cap = self._slot_and_cap(option)
+            if self._asking.get(row, _DEFAULT) != slot_and_cap:
+                changed[row] = self._asking[row] = slot_and_cap
+                if slot_and_cap == _DEFAULT:
                     del self._asking[row]
         if changed:
             written = self.tensors.options
             update = torch.tensor(
-                [[row, *wanted] for row, wanted in changed.items()],
+                [[row, *slot_and_cap] for row, slot_and_cap in changed.items()],
                 dtype=torch.int32,
                 # Pinned memory is recycled only once the copy out of it is over.
                 pin_memory=written.is_cuda,

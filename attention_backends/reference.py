@@ -141,8 +141,8 @@ def sparse_decode(
 
     def gather(buffer: torch.Tensor) -> torch.Tensor:
         # On a CPU, whole rows by one index take a third of the time of pages by two.
-        found = buffer.view(-1, buffer.shape[-1]).index_select(0, rows)
-        return found.view(batch, num_kv_heads, width * page_size, -1)
+        kept = buffer.view(-1, buffer.shape[-1]).index_select(0, rows)
+        return kept.view(batch, num_kv_heads, width * page_size, -1)
 
     token = torch.arange(width * page_size, device=q.device)
     tail = (seq_lens - 1) % page_size + 1

@@ -28,8 +28,8 @@ from sparrow_sglang.schedule import BudgetSchedule
 KEY = "sparrow"
 
 
-class RequestOptionError(ValueError):
-    """A request asks for something that there is not; the message says what is allowed."""
+class RequestError(ValueError):
+    """A request cannot be served as it is; the message says what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class RequestOption:
         """The option in a request's `custom_params`; the active schedule where there is none.
 
         Raises:
-            RequestOptionError: it is not one of the three forms, or names what is not loaded.
+            RequestError: it is not one of the three forms, or names what is not loaded.
         """
         given = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
         if given is None:
             return cls(loaded.active)
         report = given.get("report", False) if isinstance(given, Mapping) else None
         if not isinstance(report, bool) or not given:
-            raise RequestOptionError(_expected(given, loaded))
+            raise RequestError(_expected(given, loaded))
         match [item for item in given.items() if item[0] != "report"]:
             case []:
                 return cls(loaded.active, report=report)
@@ -96,7 +96,7 @@ class RequestOption:
                 return cls(loaded.get(name), report=report)
             case [("kv_budget_tokens", value)] if _is_budget(value, loaded.active):
                 return cls(loaded.active, value, report)
-        raise RequestOptionError(_expected(given, loaded))
+        raise RequestError(_expected(given, loaded))
 
     def first_sparse_length(self) -> int | None:
         """Smallest length at which a page is left out, in tokens; None if there is none."""

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.attention_backends.plan_guard import PlanGuard
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.provenance import provenance
@@ -127,6 +126,8 @@ def plan_case(num_q_heads: int, guarded: bool, attend: bool) -> dict[str, Any]:
 
     `attend` runs both steps, too, which may end in an illegal memory access.
     """
+    from sparrow_sglang.attention_backends.backend import PlanGuard
+
     decode = _Decode(num_q_heads)
     plans, outputs = {}, {}
     for name in ("long_last", "long_first"):

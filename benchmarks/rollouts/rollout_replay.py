@@ -31,7 +31,7 @@ from sparrow_sglang.benchmarks.steps.comparison import (
 )
 from sparrow_sglang.command_line import count
 from sparrow_sglang.planning.response_lengths import read_lengths
-from sparrow_sglang.plugin.engine_arguments import engine_arguments
+from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE
 

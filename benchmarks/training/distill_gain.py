@@ -47,7 +47,7 @@ from sparrow_sglang.calibration.prompts import Prompt as CalibrationPrompt
 from sparrow_sglang.command_line import OneLineParser, count
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
-from sparrow_sglang.plugin.engine_arguments import engine_arguments
+from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.distill import ADAPTER, lora_arguments

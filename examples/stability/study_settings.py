@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.plugin.engine_arguments import unknown_argument
+from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.validation import first_problem
 
 CALIBRATED = "calibrated-"

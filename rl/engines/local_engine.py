@@ -17,7 +17,7 @@ import torch
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
-from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.rollout import DENSE, Sampling, sample_request, to_group
 from sparrow_sglang.rl.types import Group, Prompt
@@ -65,8 +65,8 @@ class LocalEngine:
         self._version: str | None = arguments.weight_version
         self._schedule = DENSE
         if arguments.attention_backend == BACKEND:
-            served, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
-            self._schedule = served.name
+            loaded, _ = resolve_schedules(arguments, self._manager.model_config.hf_config)
+            self._schedule = loaded.active.name
 
     @property
     def engine(self) -> Any:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from sparrow_sglang.config import AUTO, ConfigError
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem
-from sparrow_sglang.plugin.engine_arguments import unknown_argument
+from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.runs.log import check_logging

@@ -44,8 +44,8 @@ from sparrow_sglang.config import schedule_from
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME
-from sparrow_sglang.plugin.engine_arguments import engine_arguments
 from sparrow_sglang.plugin.exact_acceptance import recording
+from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import NAME, PAGE_SIZE, PAGE_SIZES, BudgetSchedule
 

@@ -260,10 +260,11 @@ def _completed(
     for key, tensor in tensors.items():
         named = _FACTOR.fullmatch(key)
         assert named is not None, "the names have been checked"
-        parent, _, own = named[1].rpartition(".")
-        for other in (name for group in _FUSED if own in group for name in group):
+        parent, _, last = named[1].rpartition(".")
+        for other in (name for group in _FUSED if last in group for name in group):
             module = f"{parent}.{other}"
-            if module in shapes and (sibling := key.replace(f".{own}.", f".{other}.")) not in whole:
+            sibling = key.replace(f".{last}.", f".{other}.")
+            if module in shapes and sibling not in whole:
                 rows = tensor.shape[0] if named[2] == "A" else shapes[module][0]
                 whole[sibling] = tensor.new_zeros(rows, tensor.shape[1])
     return whole
@@ -272,24 +273,24 @@ def _completed(
 def _require_servable(modules: set[str], config: Mapping[str, Any], served: list[str]) -> None:
     from sglang.srt.lora.utils import get_normalized_target_modules
 
-    wanted = config.get("target_modules")
-    listed = [wanted] if isinstance(wanted, str) else wanted
+    targets = config.get("target_modules")
+    listed = [targets] if isinstance(targets, str) else targets
     if not isinstance(listed, (list, tuple, set)) or not all(isinstance(m, str) for m in listed):
         raise ControlError(
-            f"config: target_modules={quoted(wanted)}: expected a string or a list of strings"
+            f"config: target_modules={quoted(targets)}: expected a string or a list of strings"
         )
-    named = wanted if isinstance(wanted, str) else sorted({*modules, *listed})
+    named = targets if isinstance(targets, str) else sorted({*modules, *listed})
     try:
-        found = get_normalized_target_modules(named) | get_normalized_target_modules(modules)
+        normalized = get_normalized_target_modules(named) | get_normalized_target_modules(modules)
     except ValueError as error:
         raise ControlError(
-            f"config: target_modules={quoted(wanted)}: {cut(str(error))}; expected some of"
+            f"config: target_modules={quoted(targets)}: {cut(str(error))}; expected some of"
             f" {', '.join(served)}"
         ) from None
-    extra = sorted(found - {"all"} - set(served))
-    if extra or not wanted:
+    extra = sorted(normalized - {"all"} - set(served))
+    if extra or not targets:
         raise ControlError(
-            f"config: target_modules={quoted(wanted)}: expected modules that the server has"
+            f"config: target_modules={quoted(targets)}: expected modules that the server has"
             f" room for (--lora-target-modules), {', '.join(served)}"
         )
 

@@ -98,12 +98,13 @@ async def schedule(
     if schedule is None:
         await _require_agreement(manager, previous)
         return _answer(previous, previous)
-    wanted = _wanted(schedule, previous)
-    loaded = previous.with_active(wanted)
+    new = _schedule(schedule, previous)
+    # Refused before anybody waits.
+    previous.with_active(new)
     async with idle(manager, "the schedule was not switched"):
         # Switches may have followed each other while this one waited.
         previous = state.loaded
-        loaded = previous.with_active(wanted)
+        loaded = previous.with_active(new)
         await _switch_all(manager, previous, loaded)
         state.switch(loaded)
         manager.record_config_updates("sparrow", **{FIELD: ",".join(loaded.names)})
@@ -210,12 +211,14 @@ def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
     )
 
 
-def _wanted(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
+def _schedule(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
     if isinstance(schedule, Mapping):
         return _of_its_own_name(BudgetSchedule(**schedule))
     if schedule in loaded.names:
         return loaded.get(schedule)
-    if isinstance(schedule, str) and (FIXED_NAME.fullmatch(schedule) or _is_shipped(schedule)):
+    if isinstance(schedule, str) and (
+        FIXED_NAME.fullmatch(schedule) or schedule in known_schedules()
+    ):
         return load_schedule(schedule, loaded.active.page_size)
     raise ScheduleError(
         f"schedule={quoted(schedule, 60)} is not known to this server: expected the fields of a"
@@ -224,13 +227,10 @@ def _wanted(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
     )
 
 
-def _is_shipped(name: str) -> bool:
-    return name in known_schedules()
-
-
 def _of_its_own_name(schedule: BudgetSchedule) -> BudgetSchedule:
     """`schedule`, unless it would pass for the shipped one of its name."""
-    if _is_shipped(schedule.name) and schedule != shipped_schedule(schedule.name):
+    shipped = schedule.name in known_schedules()
+    if shipped and schedule != shipped_schedule(schedule.name):
         raise ScheduleError(
             f"name={schedule.name!r}: the shipped schedule of that name has other fields: expected"
             " another name, or the name alone"

@@ -85,10 +85,10 @@ def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
 
     Raises `ValueError` if the server does not record.
     """
-    found = answer["meta_info"].get(_RATES)
-    if not found or found[0] is None:
+    rates = answer["meta_info"].get(_RATES)
+    if not rates or rates[0] is None:
         raise ValueError("the server records nothing: expected one started within `recording`")
-    return np.array(found[0], dtype=np.float64)
+    return np.array(rates[0], dtype=np.float64)
 
 
 class StepRecord:
@@ -125,8 +125,8 @@ class StepRecord:
 
         slot, prompt = self._places[rows.long()].unbind(-1)
         step = lengths - prompt
-        wanted = (slot >= 0) & (step >= 0) & (step < self._steps)
-        self._states[torch.where(wanted, slot * self._steps + step, self._nowhere)] = hidden
+        recorded = (slot >= 0) & (step >= 0) & (step < self._steps)
+        self._states[torch.where(recorded, slot * self._steps + step, self._nowhere)] = hidden
 
     def compare(
         self,

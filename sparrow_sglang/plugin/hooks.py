@@ -50,7 +50,7 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_CHAT}._generate_chat_stream", "AROUND", request_hooks.report_in_stream),
     (f"{_TEXT}._generate_completion_stream", "AROUND", request_hooks.report_in_stream),
     # The launching process: the audit.
-    (f"{_MANAGER}._send_one_request", "BEFORE", audit.see_request),
+    (f"{_MANAGER}._send_one_request", "BEFORE", audit.see_requests),
     (f"{_MANAGER}._send_batch_request", "BEFORE", audit.see_requests),
     (f"{_MANAGER}._handle_batch_output", "BEFORE", audit.see_answers),
     (f"{_MANAGER}.pause_generation", "AROUND", audit.hold_back),

@@ -4,14 +4,14 @@ In: SGLang's ServerArgs, its ModelConfig, its model runner; all are only read. O
 problem, naming field, value, reason and remedy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparrow_sglang.plugin.attention_layers import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES
 from sparrow_sglang.sglang_versions import attention_backends, version_problems
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -108,6 +108,48 @@ _ENVIRONMENT = {
 }
 
 
+# Attributes of SGLang's RadixAttention (0.5.17) that sparse decode goes by, or that say nothing of
+# the arithmetic: logit_capping_method is how a logit_cap is applied, which is refused; quant_method
+# creates the scales, which are looked at.
+LAYER_KNOWN = frozenset(
+    {
+        "tp_q_head_num",
+        "tp_k_head_num",
+        "head_dim",
+        "scaling",
+        "layer_id",
+        "logit_capping_method",
+        "quant_method",
+    }
+)
+# Those that must have the value of plain attention.
+LAYER_PLAIN = {
+    "logit_cap": 0.0,
+    "sliding_window_size": -1,
+    "is_cross_attention": False,
+    "use_irope": False,
+    "pos_encoding_mode": "NONE",
+    "xai_temperature_len": -1,
+}
+# Those that must be absent or 1: the KV cache is not quantised.
+LAYER_SCALES = (
+    "k_scale",
+    "v_scale",
+    "k_scale_float",
+    "v_scale_float",
+    "q_scale_float",
+    "idx_q_scale_float",
+    "idx_k_scale_float",
+    "idx_v_scale_float",
+)
+# Those that must equal another attribute of the layer.
+LAYER_EQUAL = {
+    "qk_head_dim": "head_dim",
+    "v_head_dim": "head_dim",
+    "tp_v_head_num": "tp_k_head_num",
+}
+
+
 def uses_sparrow(server_args: "ServerArgs") -> bool:
     """Whether prefill, decode or both are asked for from this backend."""
     return BACKEND in attention_backends(server_args)
@@ -159,7 +201,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     text = model_config.hf_text_config
     kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
     other_kinds = sorted(kinds - {"full_attention"})
-    found = {
+    properties = {
         "multi-head latent attention (MLA): there are no keys per head": (
             model_config.attention_arch.name == "MLA"
         ),
@@ -182,7 +224,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     return [
         f"model {model}: {what}{kinds_text if what.startswith('sliding') else ''}; choose another"
         " --attention-backend for it"
-        for what, present in found.items()
+        for what, present in properties.items()
         if present
     ]
 
@@ -203,7 +245,46 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
             f"KV cache of dtype {runner.kv_cache_dtype}: landmarks need bfloat16, float16 or"
             " float32; pass --kv-cache-dtype bf16"
         )
-    return problems + layer_problems(runner.model)
+    return problems + _layer_problems(runner.model)
+
+
+def _layer_problems(model: "torch.nn.Module") -> list[str]:
+    """Attention layers of a loaded model that sparse decode would compute wrongly."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    problems = []
+    for parent in model.modules():
+        for layer in parent.children():
+            if isinstance(layer, RadixAttention):
+                problems += [
+                    f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
+                    for name, value in (*_odd_attributes(layer), *_sinks(parent))
+                ]
+    return problems
+
+
+def _odd_attributes(layer: Any) -> Iterator[tuple[str, Any]]:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    for name, plain in LAYER_PLAIN.items():
+        if (value := getattr(layer, name)) != plain:
+            yield name, value
+    for name in LAYER_SCALES:
+        value = getattr(layer, name)
+        if value is not None and float(value) != 1.0:
+            yield name, float(value)
+    for name, other in LAYER_EQUAL.items():
+        if (value := getattr(layer, name)) != getattr(layer, other):
+            yield name, value
+    if layer.attn_type != AttentionType.DECODER:
+        yield "attn_type", layer.attn_type
+
+
+def _sinks(parent: "torch.nn.Module") -> Iterator[tuple[str, Any]]:
+    """Shapes of learned sinks, which models hold beside the layer and pass with each call."""
+    for name, value in (*parent.named_parameters(recurse=False), *vars(parent).items()):
+        if "sink" in name and hasattr(value, "shape"):
+            yield name, tuple(value.shape)
 
 
 def refuse(problems: list[str]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from sparrow_sglang.json_values import cut, quoted
 from sparrow_sglang.plugin.state import ATTRIBUTE, RequestState, request_state, server_state
-from sparrow_sglang.requests import KEY, RequestOption
+from sparrow_sglang.requests import KEY, RequestError, RequestOption
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -41,10 +41,6 @@ _UNREADABLE = (
 logger = logging.getLogger("sparrow_sglang")
 
 
-class RequestError(ValueError):
-    """A request cannot be served as it is; the message says why."""
-
-
 def attend_request(
     original: Callable[..., Any], manager: "TokenizerManager", request: Any, *args: Any, **kw: Any
 ) -> Any:
@@ -53,8 +49,8 @@ def attend_request(
     Checked with 0.5.17, where all requests, of `Engine.generate` and of every route, pass through
     `generate_request`, and a ValueError becomes HTTP 400 but other errors HTTP 500.
     """
-    found = original(manager, request, *args, **kw)
-    return found if server_state(manager) is None else _attended(found, request)
+    answers = original(manager, request, *args, **kw)
+    return answers if server_state(manager) is None else _attended(answers, request)
 
 
 def check_request(
@@ -67,8 +63,7 @@ def check_request(
     Checked with 0.5.17, where every part of a request passes through `_create_tokenized_object`.
 
     Raises:
-        RequestOptionError: see `RequestOption.read`.
-        RequestError: see `_require_servable`.
+        RequestError: see `RequestOption.read` and `_require_servable`.
     """
     state = server_state(manager)
     if state is None:
@@ -200,8 +195,8 @@ def _require_begun(answer: Any) -> None:
 
     SGLang does so itself where it does not stream.
     """
-    for one in answer if isinstance(answer, list) else [answer]:
-        reason = one["meta_info"].get("finish_reason")
+    for output in answer if isinstance(answer, list) else [answer]:
+        reason = output["meta_info"].get("finish_reason")
         if isinstance(reason, dict) and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
             raise RequestError(reason.get("message") or "the scheduler refused the request")
 

@@ -66,8 +66,8 @@ async def tell_schedulers(
     refusals = [output.error for output in outputs if not output.success]
     if refusals:
         raise ControlError("; ".join(sorted(refusals)))
-    said = (output.response[0] for output in outputs)
-    return {one["rank"]: one["answer"] for one in said}
+    responses = (output.response[0] for output in outputs)
+    return {response["rank"]: response["answer"] for response in responses}
 
 
 async def is_idle(manager: "TokenizerManager") -> bool:
@@ -172,26 +172,21 @@ def _outcome(answer: Answer, scheduler: "Scheduler", fields: dict[str, Any]) -> 
         return _Outcome(rank, {}, str(error) or type(error).__name__)
 
 
-def _agreed(scheduler: "Scheduler", own: _Outcome) -> _Outcome:
+def _agreed(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
     """The outcome of all tensor-parallel ranks of a replica: one that fails fails the call."""
     ps = scheduler.ps
-    outcomes: list[Any] = [own]
+    outcomes: list[Any] = [local]
     if ps.attn_tp_size > 1:
         import torch
 
         outcomes = [None] * ps.attn_tp_size
-        torch.distributed.all_gather_object(outcomes, own, group=scheduler.attn_tp_cpu_group)
-    failed = [one for one in outcomes if one.error is not None]
+        torch.distributed.all_gather_object(outcomes, local, group=scheduler.attn_tp_cpu_group)
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
     if not failed:
-        if all(one.answer == own.answer for one in outcomes):
-            return own
-        return own._replace(
-            error=f"tensor-parallel ranks differ: {'; '.join(map(_shown, outcomes))}"
-        )
+        if all(outcome.answer == local.answer for outcome in outcomes):
+            return local
+        answers = "; ".join(f"{out.rank}: {reprlib.repr(out.answer)}" for out in outcomes)
+        return local._replace(error=f"tensor-parallel ranks differ: {answers}")
     alone = _replica(scheduler) is None and len(outcomes) == 1
-    said = "; ".join(one.error if alone else f"{one.rank}: {one.error}" for one in failed)
-    return own._replace(error=said)
-
-
-def _shown(outcome: _Outcome) -> str:
-    return f"{outcome.rank}: {reprlib.repr(outcome.answer)}"
+    errors = "; ".join(out.error if alone else f"{out.rank}: {out.error}" for out in failed)
+    return local._replace(error=errors)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang import sglang_versions
 from sparrow_sglang.plugin.refusals import uses_sparrow
-from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.plugin.state import PROCESS
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def reserve_landmarks(
         return None
     from sglang.srt.runtime_context import get_parallel
 
-    schedule, _ = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
+    loaded, _ = resolve_schedules(kvc.server_args, kvc.model_config.hf_config)
+    schedule = loaded.active
     layers = set(range(kvc.layer_info.start_layer, kvc.layer_info.end_layer))
     landmark_bytes = (
         len(layers - set(schedule.dense_layers))
@@ -125,6 +126,6 @@ def reserve_decode_buffers(
     if server_args.max_running_requests is not None:
         requests = server_args.max_running_requests // kvc.ps.attn_dp_size
         rows = min(rows, get_cuda_graph_max_batch_size(server_args, requests))
-    schedule, _ = resolve_schedule(server_args, kvc.model_config.hf_config)
-    shape = DecodeShape.of_model(schedule, kvc.model_config, get_parallel().attn_tp_size)
+    loaded, _ = resolve_schedules(server_args, kvc.model_config.hf_config)
+    shape = DecodeShape.of_model(loaded.active, kvc.model_config, get_parallel().attn_tp_size)
     return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))

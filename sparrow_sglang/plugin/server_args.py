@@ -1,4 +1,4 @@
-"""Adds our choice, fields and checks to SGLang's `ServerArgs`, in place.
+"""SGLang's `ServerArgs`: our choice, fields and checks in it, and the names that it has.
 
 Frameworks build argument parsers and `ServerArgs` in processes that have only imported SGLang, so
 this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`.
@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,16 +26,20 @@ from sparrow_sglang.plugin.refusals import (
     server_problems,
     uses_sparrow,
 )
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule, schedule_for_model
-from sparrow_sglang.sglang_versions import ServerField, add_server_fields, version_problems
+from sparrow_sglang.schedule import PAGE_SIZE, load_schedule, schedule_for_model
+from sparrow_sglang.sglang_versions import (
+    ServerField,
+    add_server_fields,
+    server_argument_names,
+    version_problems,
+)
+from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 PLUGIN_NAME = "sparrow"
 FIELD = "sparrow_schedule"
-AUDIT_RATE_FIELD = "sparrow_audit_rate"
-AUDIT_LOG_FIELD = "sparrow_audit_log"
 
 _MODULE = "sglang.srt.server_args"
 _MARK = "_sparrow_installed"
@@ -50,13 +54,13 @@ FIELDS = {
         " others are loaded for requests that ask for them. Default: the shipped schedule that fits"
         " the model.",
     ),
-    AUDIT_RATE_FIELD: ServerField(
+    "sparrow_audit_rate": ServerField(
         float,
         0.0,
         "Share of finished requests that the attention backend 'sparrow' scores again densely, to"
         " measure the mismatch; 0 to 1.",
     ),
-    AUDIT_LOG_FIELD: ServerField(
+    "sparrow_audit_log": ServerField(
         str | None,
         None,
         "Folder in which the attention backend 'sparrow' logs the mismatch of audited requests.",
@@ -64,12 +68,6 @@ FIELDS = {
 }
 
 logger = logging.getLogger(__name__)
-
-
-def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetSchedule, str]:
-    """The active schedule at start-up and where it comes from; raises as `resolve_schedules`."""
-    loaded, source = resolve_schedules(server_args, hf_config)
-    return loaded.active, source
 
 
 def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[LoadedSchedules, str]:
@@ -85,6 +83,38 @@ def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[Loaded
         for name in config.schedules
     ]
     return LoadedSchedules.of(schedules), source
+
+
+def engine_arguments(text: str) -> dict[str, Any]:
+    """The value of --engine-args. Raises `ValueError` if it is no JSON object of known names."""
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"--engine-args {text}: expected a JSON object of arguments of sglang.Engine, in"
+            " quotes, e.g. '{\"tp_size\": 2}'"
+        )
+    if problem := unknown_argument(arguments):
+        raise ValueError(f"--engine-args: {problem}")
+    return arguments
+
+
+def unknown_argument(names: Iterable[str]) -> str | None:
+    """What to say of the first name that `sglang.Engine` does not know, None if it knows all."""
+    known = argument_names()
+    for name in names:
+        if name not in known:
+            near = " or ".join(map(repr, nearest_first(name, sorted(known), cutoff=0.6)[:3]))
+            hint = f"did you mean {near}?" if near else "expected a field of its ServerArgs"
+            return f"{name} is no argument of SGLang: {hint}"
+    return None
+
+
+def argument_names() -> frozenset[str]:
+    """What `sglang.Engine` takes by name: fields of SGLang's `ServerArgs`, and ours."""
+    return server_argument_names() | FIELDS.keys()
 
 
 def install() -> None:
@@ -154,15 +184,15 @@ def _check_around_post_init(cls: Any) -> None:
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        wanted = uses_sparrow(self)
-        if wanted:
+        sparse = uses_sparrow(self)
+        if sparse:
             _require_plugin()
             refuse(server_problems(self))
             if self.page_size is None:
                 # SGLang's own default is 1; landmarks need pages.
                 self.page_size = PAGE_SIZE
         original(self)
-        if wanted:
+        if sparse:
             _check_resolved(self)
         else:
             _refuse_unused_schedule(self)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.requests import RequestOption, RequestOptionError
+from sparrow_sglang.requests import RequestError, RequestOption
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -84,7 +84,7 @@ class SchedulerState:
         if option is None:
             try:
                 option = RequestOption.read(req.sampling_params.custom_params, self.budgets.loaded)
-            except RequestOptionError:
+            except RequestError:
                 option = RequestOption(self.budgets.loaded.active)
             self._options[req] = option
         return option

@@ -13,7 +13,7 @@ from fuzz import MISSING, Change, cases, changed, complaint, damaged, odd_value,
 
 from sparrow_sglang.config import ConfigError
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.requests import RequestOption, RequestOptionError
+from sparrow_sglang.requests import RequestError, RequestOption
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, known_schedules, load_schedule
 
@@ -265,9 +265,7 @@ def _toml(value: Any) -> str:
 def request_option(draw: random.Random, folder: Path) -> str | None:
     """`custom_params` as the server reads them."""
     given, changes = changed_option(draw)
-    found, message = outcome(
-        lambda: RequestOption.read({"sparrow": given}, LOADED), RequestOptionError
-    )
+    found, message = outcome(lambda: RequestOption.read({"sparrow": given}, LOADED), RequestError)
     right = is_option(given, LOADED.names, 48)
     if message is not None:
         return f"is refused: {message}" if right else complaint(message, [*changes])

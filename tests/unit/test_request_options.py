@@ -3,7 +3,7 @@
 import pytest
 
 from sparrow_sglang.loaded_schedules import MAX_LOADED, LoadedSchedules
-from sparrow_sglang.requests import RequestOption, RequestOptionError
+from sparrow_sglang.requests import RequestError, RequestOption
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 PAGE = 16
@@ -43,7 +43,7 @@ class TestReading:
 
     @pytest.mark.parametrize("given", REFUSED, ids=str)
     def test_refused_with_what_is_allowed(self, given):
-        with pytest.raises(RequestOptionError) as error:
+        with pytest.raises(RequestError) as error:
             RequestOption.read({"sparrow": given}, LOADED)
         message = str(error.value)
         assert repr(given) in message

@@ -14,6 +14,7 @@ import logging
 import random
 import time
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,7 @@ from sparrow_sglang.plugin.audit.requests import (
     AuditQueue,
     RecordedRequest,
     ask_for_logprobs,
-    generates,
     is_auditable,
-    prompt_of,
 )
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.scheduler_calls import is_idle
@@ -111,9 +110,10 @@ class Auditor:
                 continue
             self._prompt_tokens[request.rid] = len(request.input_ids or ())
             parameters = getattr(request, "sampling_params", None)
+            generates = parameters is not None and parameters.max_new_tokens != 0
             # SGLang's own health checks, and scores, are nothing that could be audited.
             state = self._manager.rid_to_state[request.rid]
-            if not state.obj.log_metrics or not generates(parameters):
+            if not state.obj.log_metrics or not generates:
                 continue
             if not is_auditable(request, request_state(state.obj).option, self.report.schedule):
                 self.report.requests["skipped"] += 1
@@ -198,7 +198,7 @@ class Auditor:
         state = self._manager.rid_to_state[request.rid]
         recorded = RecordedRequest(
             request_id=request.rid,
-            prompt=prompt_of(request),
+            prompt=array("i", request.input_ids),
             lora_path=getattr(state.obj, "lora_path", None),
             lora_id=request.lora_id,
             user_top_k=request.top_logprobs_num if request.return_logprob else 0,

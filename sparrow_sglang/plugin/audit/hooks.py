@@ -4,6 +4,7 @@ Does nothing in a process that serves without --sparrow-audit-rate.
 """
 
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,18 +19,11 @@ if TYPE_CHECKING:
 Call = Callable[..., Coroutine[Any, Any, Any]]
 
 
-def see_request(manager: "TokenizerManager", request: Any) -> None:
-    """BEFORE hook: the last place where a request is still a tokenised object of this process."""
+def see_requests(manager: "TokenizerManager", requests: Any) -> None:
+    """BEFORE hook: the last place where requests, one or a list, are objects of this process."""
     auditor = _auditor(manager)
     if auditor is not None:
-        auditor.sees([request])
-
-
-def see_requests(manager: "TokenizerManager", requests: list[Any]) -> None:
-    """BEFORE hook: as `see_request`, for a batch that is tokenised together."""
-    auditor = _auditor(manager)
-    if auditor is not None:
-        auditor.sees(requests)
+        auditor.sees(requests if isinstance(requests, list) else [requests])
 
 
 def see_answers(manager: "TokenizerManager", answers: Any) -> None:
@@ -46,9 +40,7 @@ async def hold_back(call: Call, manager: "TokenizerManager", *args: Any, **kwarg
     update would wait for its answer for ever; a flush fails while anything runs.
     """
     auditor = _auditor(manager)
-    if auditor is None:
-        return await call(manager, *args, **kwargs)
-    async with auditor.held_back():
+    async with auditor.held_back() if auditor else nullcontext():
         return await call(manager, *args, **kwargs)
 
 
@@ -60,9 +52,7 @@ async def hold_back_for_new_weights(
     Checked with 0.5.17, whose check of the weights may also overwrite them.
     """
     auditor = _auditor(manager)
-    if auditor is None:
-        return await call(manager, *args, **kwargs)
-    async with auditor.held_back_for_new_weights():
+    async with auditor.held_back_for_new_weights() if auditor else nullcontext():
         return await call(manager, *args, **kwargs)
 
 
@@ -116,20 +106,20 @@ def top_logprobs_of_some(
     per row to the host; for one audited request among 256 that is longer than the audit itself.
     The scheduler calls `tolist()` on what stands in for the other rows.
     """
-    wanted = [row for row, k in enumerate(top_logprobs_nums) if k > 0]
-    everybody = len(wanted) == len(top_logprobs_nums)
+    asking = [row for row, k in enumerate(top_logprobs_nums) if k > 0]
+    everybody = len(asking) == len(top_logprobs_nums)
     audited = PROCESS.scheduler is not None and PROCESS.scheduler.audited
     if not audited or everybody or not no_copy_to_cpu:
         return original(logprobs, top_logprobs_nums, no_copy_to_cpu=no_copy_to_cpu)
     import torch
 
     values, ids = original(
-        torch.stack([logprobs[row] for row in wanted]),
-        [top_logprobs_nums[row] for row in wanted],
+        torch.stack([logprobs[row] for row in asking]),
+        [top_logprobs_nums[row] for row in asking],
         no_copy_to_cpu=True,
     )
     nothing: list[Any] = [np.empty(0)] * len(top_logprobs_nums)
     all_values, all_ids = nothing, list(nothing)
-    for place, row in enumerate(wanted):
+    for place, row in enumerate(asking):
         all_values[row], all_ids[row] = values[place], ids[place]
     return all_values, all_ids

@@ -6,9 +6,8 @@ the log-probs that the sampler saw, within bounds of requests and tokens.
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,14 +31,6 @@ array up to an eighth more than it holds: 200 MB in the worst case, whatever the
 _ALL_TOP_K = 1 << 30
 
 
-def _int32() -> "array[int]":
-    return array("i")
-
-
-def _float32() -> "array[float]":
-    return array("f")
-
-
 @dataclass
 class RecordedRequest:
     """A request of `prompt` that is being generated or was, and what the sampler saw of it.
@@ -56,10 +47,10 @@ class RecordedRequest:
     user_top_k: int
     top_k: int
     lost: bool = False
-    tokens: "array[int]" = field(default_factory=_int32)
-    logprobs: "array[float]" = field(default_factory=_float32)
-    top_ids: "array[int]" = field(default_factory=_int32)
-    top_logprobs: "array[float]" = field(default_factory=_float32)
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    top_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
 
     @property
     def held_tokens(self) -> int:
@@ -248,14 +239,3 @@ def ask_for_logprobs(request: "TokenizedGenerateReqInput", top_k: int) -> None:
         request.token_ids_logprob = None
     request.top_logprobs_num = max(top_k, request.top_logprobs_num)
     request.return_logprob = True
-
-
-def generates(parameters: Any) -> bool:
-    """Whether sampling parameters ask for tokens; None of `max_new_tokens` is up to the context."""
-    return parameters is not None and parameters.max_new_tokens != 0
-
-
-def prompt_of(request: "TokenizedGenerateReqInput") -> "array[int]":
-    """A copy of a request's token ids."""
-    ids: Sequence[int] = request.input_ids
-    return array("i", ids)

@@ -83,10 +83,10 @@ class AuditReport:
             for bound, statistics in self._bounds.items()
         }
         for bound, tails in bins.items():
-            for found in tails:
-                self._set("sparrow:acceptance_tail", found.tail, bin=found.bin, bound=bound)
-                self._set("sparrow:acceptance_mean", found.mean, bin=found.bin, bound=bound)
-                self._set("sparrow:audited_tokens", found.tokens, bin=found.bin)
+            for tail in tails:
+                self._set("sparrow:acceptance_tail", tail.tail, bin=tail.bin, bound=bound)
+                self._set("sparrow:acceptance_mean", tail.mean, bin=tail.bin, bound=bound)
+                self._set("sparrow:audited_tokens", tail.tokens, bin=tail.bin)
         # Last, so that who sees a request counted sees its tokens, too.
         for outcome, count in requests.items():
             self._set("sparrow:audit_requests", count, outcome=outcome)
@@ -95,7 +95,7 @@ class AuditReport:
         return {
             "schedule": self.schedule.name,
             "requests": requests,
-            "bins": {bound: [vars(found) for found in tails] for bound, tails in bins.items()},
+            "bins": {bound: [vars(tail) for tail in tails] for bound, tails in bins.items()},
         }
 
     def publish_load(self, lengths: Iterable[int]) -> None:

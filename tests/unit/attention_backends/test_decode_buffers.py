@@ -7,11 +7,10 @@ import torch
 from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import paged_decode
-from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+from sparrow_sglang.attention_backends.backend import PlanGuard, SparrowAttnBackend
 from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
-from sparrow_sglang.attention_backends.plan_guard import PlanGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin import scheduler_hooks as hooks
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from sparrow_sglang.plugin.engine_arguments import argument_names, engine_arguments
+from sparrow_sglang.plugin.server_args import argument_names, engine_arguments
 
 
 def test_arguments_of_sglang_and_ours_are_taken_as_they_are() -> None:
@@ -35,7 +35,7 @@ def test_anything_else_is_named_with_what_is_allowed(text: str, message: str) ->
 
 def test_nobody_waits_for_sglang_to_be_told() -> None:
     code = (
-        "import sys; from sparrow_sglang.plugin.engine_arguments import unknown_argument\n"
+        "import sys; from sparrow_sglang.plugin.server_args import unknown_argument\n"
         "assert unknown_argument(['tp_sise'])\n"
         "sys.exit(' '.join({'torch', 'sglang'} & set(sys.modules)) or 0)"
     )

@@ -280,11 +280,16 @@ class TestRunner:
         """A new one in another SGLang must be decided on, not ignored."""
         from sglang.srt.layers.radix_attention import RadixAttention
 
-        from sparrow_sglang.plugin.attention_layers import EQUAL, KNOWN, PLAIN, SCALES
+        from sparrow_sglang.plugin.refusals import (
+            LAYER_EQUAL,
+            LAYER_KNOWN,
+            LAYER_PLAIN,
+            LAYER_SCALES,
+        )
 
         layer = RadixAttention(4, 16, 0.25, 2, layer_id=3)
         own = set(vars(layer)) - set(vars(torch.nn.Module()))
-        assert own == {*KNOWN, *PLAIN, *SCALES, *EQUAL, "attn_type"}
+        assert own == {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, "attn_type"}
 
     def test_arguments_of_a_call_that_would_be_ignored(self):
         from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
