@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.json_values import cut
+from sparrow_sglang.json_values import cut, relative_note
 from sparrow_sglang.renamed import accept_renamed
 from sparrow_sglang.validation import first_problem
 
@@ -327,7 +327,8 @@ class TrainConfig(_Section):
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
-                f"{path}: cannot be read ({error.strerror}); expected a TOML file"
+                f"{path}{relative_note(path)}: cannot be read ({error.strerror}); expected a TOML"
+                " file"
             ) from None
         except (ValueError, RecursionError) as error:
             # Besides its own, tomllib raises those on long numbers and deep arrays.

@@ -4,6 +4,7 @@ Imports neither torch nor SGLang.
 """
 
 import math
+import os
 from typing import Any
 
 MAX_DEPTH = 64
@@ -28,6 +29,11 @@ def cut(text: str, limit: int = _MAX_QUOTE) -> str:
     """At most `limit` characters of `text`, on one line: what cannot be printed is escaped."""
     shown = text if text.isprintable() else repr(text)[1:-1]
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
+
+
+def relative_note(path: str | os.PathLike[str]) -> str:
+    """What a relative path is relative to, for an error message; nothing for an absolute one."""
+    return "" if os.path.isabs(path) else f" (relative to {os.getcwd()})"
 
 
 def require_portable(value: Any, depth: int = 0) -> None:

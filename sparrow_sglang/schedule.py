@@ -28,7 +28,14 @@ from pydantic import (
 )
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.json_values import MAX_DEPTH, JsonError, cut, quoted, require_portable
+from sparrow_sglang.json_values import (
+    MAX_DEPTH,
+    JsonError,
+    cut,
+    quoted,
+    relative_note,
+    require_portable,
+)
 from sparrow_sglang.validation import first_problem, nearest_first
 
 PAGE_SIZES = (16, 32, 64)
@@ -213,7 +220,8 @@ class BudgetSchedule(BaseModel):
             ) from None
         except OSError as error:
             raise ScheduleError(
-                f"{where}: cannot be read ({error.strerror}); expected a schedule file (.json),"
+                f"{where}{relative_note(path)}: cannot be read ({error.strerror}); expected a"
+                " schedule file (.json),"
                 " fixed-<tokens>, or a shipped schedule, such as"
                 f" {', '.join(nearest_first(where, known_schedules())[:5])}"
             ) from None

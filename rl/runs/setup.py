@@ -3,21 +3,26 @@
 In: a configuration. Out: a `Setup`, or one error that names the setting.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
-
 from sparrow_sglang.config import AUTO, ConfigError
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
 from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import Task, chat_render, load_task
 from sparrow_sglang.rl.types import Prompt
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule, schedule_for_model
+from sparrow_sglang.schedule import (
+    PAGE_SIZE,
+    BudgetSchedule,
+    ScheduleError,
+    load_schedule,
+    schedule_for_model,
+)
 
 _OWN_SETTINGS = {
     "model_path": "model.path",
@@ -47,6 +52,36 @@ class Setup:
     notes: tuple[str, ...]
 
 
+def check(config: TrainConfig) -> None:
+    """What can be wrong, as far as it shows in a second, before torch is imported.
+
+    That is settings, files and each line of them, but no model. Raises as `prepare`, which checks
+    the rest.
+    """
+    _check_settings(config)
+    if config.engine.schedule != AUTO:
+        _schedules(config, None)
+    if ":" in config.task.name:
+        # A module of the user's may import anything.
+        return
+    # What a task warns of is said when the run loads it.
+    logging.disable(logging.WARNING)
+    try:
+        load_task(config.task, lambda messages: (0,))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _check_settings(config: TrainConfig) -> None:
+    check_logging(config.logging)
+    if problem := path_problem(config.model.path):
+        raise ConfigError(
+            f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"'
+        )
+    _check_server_args(config.engine)
+    _check_temperature(config.rollout.temperature)
+
+
 def prepare(config: TrainConfig) -> Setup:
     """Everything that can be checked in seconds.
 
@@ -54,7 +89,9 @@ def prepare(config: TrainConfig) -> Setup:
         ConfigError, ScheduleError, ModelError: something that `config` names is not there, is
             wrong or does not fit the rest; the message says which, and what is allowed.
     """
-    check_logging(config.logging)
+    from transformers import AutoConfig, AutoTokenizer
+
+    _check_settings(config)
     model_path = model_folder(config.model.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -86,8 +123,6 @@ def prepare(config: TrainConfig) -> Setup:
                 f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: no {name} prompt of"
                 f" task {config.task.name!r} is that short; expected a higher limit"
             )
-    _check_server_args(config.engine)
-    _check_temperature(config.rollout.temperature)
     _check_context(config, model_config)
     left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
     engine = config.engine
@@ -116,8 +151,8 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
     if engine.schedule == AUTO:
         first = schedule_for_model(model_config, page_size)
     else:
-        first = load_schedule(engine.schedule, page_size)
-    rest = [load_schedule(name, page_size) for name in ladder.schedules]
+        first = _load("engine.schedule", engine.schedule, page_size)
+    rest = [_load("ladder.schedules", name, page_size) for name in ladder.schedules]
     for schedule in rest:
         for field in ("sink_pages", "recent_pages", "dense_layers"):
             if getattr(schedule, field) != getattr(first, field):
@@ -127,6 +162,13 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
                     " engine cannot change it"
                 )
     return (first, *rest)
+
+
+def _load(key: str, name: str, page_size: int) -> BudgetSchedule:
+    try:
+        return load_schedule(name, page_size)
+    except ScheduleError as error:
+        raise ScheduleError(f"{key}: {error}") from None
 
 
 def _check_server_args(engine: EngineConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparrow_sglang.config import ConfigError
+from sparrow_sglang.json_values import relative_note
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem
@@ -24,6 +25,7 @@ Render = Callable[[Sequence[Message]], tuple[int, ...]]
 # Fields of one example -> what the reward needs. Raises `ValueError` with what is allowed.
 ReadPayload = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
+KINDS = (".jsonl", ".parquet")
 HELDOUT_SHARE = 0.1
 MAX_HELDOUT = 512
 SPLIT_SEED = 0
@@ -96,6 +98,13 @@ def load_files(
         raise ConfigError(
             f"task.train_path is not set: task {config.name!r} needs a .jsonl or .parquet file"
         )
+    for key in ("train_path", "heldout_path"):
+        path = getattr(config, key)
+        if path is not None and path.suffix in KINDS and not path.exists():
+            raise ConfigError(
+                f"task.{key}={str(path)!r}: No such file{relative_note(path)}; expected a .jsonl or"
+                " .parquet file"
+            )
     train = _read_prompts(config.train_path, config.name, render, read_payload, options)
     if config.heldout_path is not None:
         return train, _read_prompts(config.heldout_path, config.name, render, read_payload, options)
@@ -132,7 +141,7 @@ def _read_prompts(
 
 def _examples(path: Path) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
     """(file and line, line number from 1, fields) of each example."""
-    if path.suffix not in (".jsonl", ".parquet"):
+    if path.suffix not in KINDS:
         raise ConfigError(f"{path}: kind {path.suffix!r} is not read; use .jsonl or .parquet")
     try:
         if path.suffix == ".parquet":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.json_values import relative_note
 
 Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
 """A text, or chat messages through the model's template, to token ids."""
@@ -67,7 +68,8 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(
-            f"--prompts {path}: cannot be read ({error}); expected a JSONL file of prompts"
+            f"--prompts {path}{relative_note(path)}: cannot be read"
+            f" ({getattr(error, 'strerror', None) or error}); expected a JSONL file of prompts"
         ) from None
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -141,6 +143,11 @@ def builtin_prompts(
                 chars = chars * end // (len(ids) + 16)
                 ids = tokenize(_messages(_slice(corpus, chars, draw), draw.choice(QUESTIONS)))
             prompts.append(Prompt(f"builtin-{_digest(ids)[:12]}", tuple(ids)))
+    if not prompts and context > frame + new_tokens:
+        raise CalibrationError(
+            f"--prompts-per-bin {per_bin}: none of the prompts would be longer than a question's"
+            f" {frame} tokens; expected {per_bin + 1} or more"
+        )
     if not prompts:
         raise CalibrationError(
             f"the model's context of {context} tokens is too short for the built-in prompts:"

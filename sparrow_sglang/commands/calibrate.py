@@ -6,6 +6,7 @@ report on how fresh generations under given schedules hold their targets.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from sparrow_sglang.calibration.measure import (
     tokens_by_arm,
     units_of_work,
 )
+from sparrow_sglang.calibration.prompts import read_prompts
 from sparrow_sglang.calibration.report import (
     check_schedule,
     describe,
@@ -43,7 +45,7 @@ from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.config import schedule_from
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, path_problem
 from sparrow_sglang.plugin.exact_acceptance import recording
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.progress import Progress
@@ -105,7 +107,18 @@ def run(args: argparse.Namespace) -> int:
         if not 0 < target < 1:
             raise CalibrationError(f"--target {target}: expected a tail between 0 and 1, e.g. 0.86")
     engine_args = engine_arguments(args.engine_args)
+    _require_files(args)
     return _check(args, engine_args) if args.check else _calibrate(args, engine_args)
+
+
+def _require_files(args: argparse.Namespace) -> None:
+    """Refuse what is not there or has a wrong line, before torch and SGLang are imported."""
+    if problem := path_problem(args.model_path):
+        raise CalibrationError(f"--model-path {args.model_path}: {problem}")
+    if args.prompts is not None:
+        read_prompts(args.prompts, lambda text: [0], sys.maxsize)
+    for path in args.check or ():
+        BudgetSchedule.from_json(path)
 
 
 def _calibrate(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:

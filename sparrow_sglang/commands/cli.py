@@ -135,6 +135,9 @@ def _serve(argv: Sequence[str]) -> int:
     except serve.ServeError as error:
         print(f"sparrow serve: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("sparrow serve: stopped", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.kernel_limits import describe_fit, kernel_problems
+from sparrow_sglang.commands.server_flags import FlagError, check_flags
 from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
@@ -47,6 +48,14 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
     yield from _check_entry_points()
     yield _check_environment()
     if sglang.status == "FAIL":
+        return
+    try:
+        check_flags(argv)
+    except ScheduleError as error:
+        yield Check("FAIL", "schedule", str(error))
+        return
+    except FlagError as error:
+        yield Check("FAIL", "model", str(error))
         return
     plugin = _check_plugin()
     yield plugin

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from sparrow_sglang.commands.server_flags import MODEL_FLAGS, check_flags, check_port
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     ModelError,
@@ -22,8 +23,6 @@ from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-MODEL_FLAGS = ("--model-path", "--model")
 
 HELP = """\
 usage: sparrow serve [--model-path MODEL] [--sparrow-schedule SCHEDULE] [SGLang flags ...]
@@ -60,6 +59,8 @@ class ServeError(ValueError):
 def serve(argv: Sequence[str]) -> None:
     """Run a server until it is stopped. Raises `ServeError` before it starts, if it cannot."""
     try:
+        check_flags(argv)
+        check_port(argv)
         server_args = parse_server_args(argv)
     except (ValueError, RuntimeError, OSError) as error:
         raise ServeError(str(error)) from error

@@ -11,6 +11,7 @@ from typing import Any
 from sparrow_sglang.config import AUTO, MODEL_DEFAULT, ConfigError, schedule_from
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.defaults import commented_defaults
+from sparrow_sglang.rl.runs.setup import check
 
 _EPILOG = """\
 A minimal file:
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise ConfigError("CONFIG.toml is missing; sparrow train --defaults prints one")
     config = TrainConfig.load(args.config)
+    check(config)
     auto = config.engine.schedule == AUTO
     source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
     try:

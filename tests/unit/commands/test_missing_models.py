@@ -27,7 +27,8 @@ def problem(*argv: str) -> str:
 @pytest.mark.parametrize("form", ["--model-path {}", "--model={}", "{}"])
 def test_a_path_that_is_not_there_is_no_such_folder(path: str, form: str) -> None:
     found = problem(*form.format(path).split())
-    assert found == f"--model-path {path}: no such folder; {ALLOWED}"
+    relative = "" if path.startswith("/") else f" (relative to {Path.cwd()})"
+    assert found == f"--model-path {path}: no such folder{relative}; {ALLOWED}"
 
 
 def test_serve_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:

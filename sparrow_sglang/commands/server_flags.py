@@ -1,0 +1,125 @@
+"""What is wrong with a server's command line, as far as it shows before SGLang is imported.
+
+In: the flags after `sparrow serve`. Out: nothing, or one error. SGLang's own parser checks the rest
+some ten seconds later.
+"""
+
+import difflib
+import errno
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+
+from sparrow_sglang.config import AUTO
+from sparrow_sglang.json_values import relative_note
+from sparrow_sglang.models import path_problem
+from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.server_args import argument_names
+from sparrow_sglang.schedule import PAGE_SIZES, ScheduleError, load_schedule
+
+MODEL_FLAGS = ("--model-path", "--model")
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", "30000"
+_DEFAULT_PAGE_SIZE = "16"
+# From a package of SGLang's that serves gRPC, if it is installed.
+_OF_GRPC = ("--metrics-host", "--metrics-port", "--servicer-impl")
+
+
+class FlagError(ValueError):
+    """A flag or its value cannot be right; the message says which and what to change."""
+
+
+def check_flags(argv: Sequence[str]) -> None:
+    """Check names of flags, the model's folder, schedules and the file of --config.
+
+    Raises `FlagError`, or `ScheduleError` for a schedule.
+    """
+    for word in argv:
+        flag = word.partition("=")[0]
+        # argparse takes the beginning of a flag for the flag.
+        if flag.startswith("--") and not any(known.startswith(flag) for known in known_flags()):
+            near = difflib.get_close_matches(flag, known_flags(), n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise FlagError(
+                f"unrecognized arguments: {word}{hint}; sparrow serve --help-all lists the flags"
+            )
+    config = _value(argv, "--config")
+    if config is not None and not Path(config).exists():
+        raise FlagError(
+            f"--config: Config file not found: {config}{relative_note(config)}; expected a YAML"
+            " file of flags"
+        )
+    first = argv[0] if argv and not argv[0].startswith("-") else None
+    model = _value(argv, *MODEL_FLAGS) or first
+    if model is not None and (problem := path_problem(model)):
+        raise FlagError(f"{MODEL_FLAGS[0]} {model}: {problem}")
+    _check_schedules(argv)
+
+
+def check_port(argv: Sequence[str]) -> None:
+    """Raise `FlagError` if another process listens where the server would."""
+    host = _value(argv, "--host") or _DEFAULT_HOST
+    port = _value(argv, "--port") or _DEFAULT_PORT
+    if not port.isdecimal() or _value(argv, "--config") is not None:
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as listener:
+            # As the server does, so that connections which have just ended are not in the way.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except (OSError, OverflowError) as error:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise FlagError(
+                f"--port {port}: another process listens on {host}:{port}; stop it, or choose"
+                f" another port, such as --port {int(port) + 1}"
+            ) from None
+
+
+def _check_schedules(argv: Sequence[str]) -> None:
+    spec = _value(argv, "--sparrow-schedule")
+    page_size = _value(argv, "--page-size") or _DEFAULT_PAGE_SIZE
+    dense = (_value(argv, "--attention-backend") or BACKEND) != BACKEND
+    if spec is None or dense or page_size not in map(str, PAGE_SIZES):
+        return
+    for name in spec.split(","):
+        if name.strip() and name.strip() != AUTO:
+            try:
+                load_schedule(name.strip(), int(page_size))
+            except ScheduleError as error:
+                raise ScheduleError(f"--sparrow-schedule: {error}") from None
+
+
+def _value(argv: Sequence[str], *flags: str) -> str | None:
+    """The last value given to one of `flags`, which is the one that counts."""
+    found = None
+    for word, following in zip_longest(argv, argv[1:]):
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            found = value if equals else following
+    return found
+
+
+@cache
+def known_flags() -> tuple[str, ...]:
+    """All flags of SGLang's parser and ours, and a few words more, read from SGLang's source."""
+    return tuple(sorted({*_named_after_fields(), *_spelt_out()}))
+
+
+def _named_after_fields() -> Iterator[str]:
+    for name in argument_names():
+        yield f"--{name.replace('_', '-')}"
+        yield f"--no-{name.replace('_', '-')}"
+
+
+def _spelt_out() -> Iterator[str]:
+    package = find_spec("sglang")
+    assert package is not None and package.origin is not None, "argument_names() found it"
+    source = Path(package.origin).with_name("srt") / "server_args.py"
+    yield from re.findall(r"""["'](--[a-z0-9][\w-]*)["']""", source.read_text("utf-8"))
+    yield from ("--help", "--help-all", *_OF_GRPC)
