@@ -176,6 +176,8 @@ def test_while_paused(engine, fresh, mode):
 
     async def switch_in_the_middle() -> dict:
         answers = await start_request(engine, input_ids=PROMPT, sampling_params=sampling)
+        # Read on meanwhile: a pause that aborts waits until its requests have been answered.
+        running = asyncio.ensure_future(last_of(answers))
         await manager.pause_generation(PauseGenerationReqInput(mode=mode))
         if mode == "in_place":
             with pytest.raises(ValueError, match="paused with requests"):
@@ -183,7 +185,7 @@ def test_while_paused(engine, fresh, mode):
         else:
             await manager.sparrow.calls["schedule"](schedule="fixed-128")
         await manager.continue_generation(ContinueGenerationReqInput())
-        return await last_of(answers)
+        return await running
 
     output = engine.loop.run_until_complete(switch_in_the_middle())
     reason = output["meta_info"]["finish_reason"]["type"]
