@@ -1,15 +1,43 @@
-"""An SGLang engine of a calibration's own, whose death is an error and not the end of the process.
+"""Measuring with an SGLang engine whose death is an error and not the end of the process.
 
-In: a model and SGLang's arguments. Out: a running `sglang.Engine`, gone afterwards.
+In: a job. Out: its measurements in the work folder; the engine is gone afterwards.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any
 
 from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.calibration.job import Job
+from sparrow_sglang.calibration.measure import measure
+from sparrow_sglang.config import schedule_from
+from sparrow_sglang.plugin.exact_acceptance import recording
 from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.progress import Progress
+
+
+def measure_missing(job: Job) -> None:
+    """Measure what the job's work folder lacks; starts no engine if that is nothing.
+
+    Raises `CalibrationError` as `measure` does, and if there is nothing to measure at all.
+    """
+    if not job.units:
+        raise CalibrationError(
+            "no generation would decode sparsely: the budgets hold every prompt with its new"
+            " tokens; expected longer prompts, more --new-tokens or smaller --budgets"
+        )
+    if len(job.work.load()) == len(job.units):
+        return
+    batch = job.options.batch
+    with (
+        recording(batch, job.options.new_tokens),
+        schedule_from("sparrow calibrate, whose requests ask for their own"),
+        closing(Progress(len(job.units), "generation")) as progress,
+    ):
+        progress.show("starting the engine")
+        with running_engine(job.model_path, job.engine_args) as engine:
+            measure(engine, job.units, job.work, batch, progress)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ work folder belongs to.
 """
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.calibration.measure import Unit
+from sparrow_sglang.calibration.measure import Unit, fixed_arm, schedule_arm, units_of_work
 from sparrow_sglang.calibration.prompts import (
     Prompt,
     builtin_prompts,
@@ -21,13 +21,15 @@ from sparrow_sglang.calibration.prompts import (
     read_prompts,
     tokenizer_of,
 )
-from sparrow_sglang.calibration.report import MATCHED_FIELDS
 from sparrow_sglang.calibration.store import WorkFolder
+from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.tail import BIN_TOKENS
-from sparrow_sglang.models import model_folder, model_problem
+from sparrow_sglang.models import model_folder, model_problem, path_problem
 from sparrow_sglang.provenance import provenance
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import NAME, BudgetSchedule
 
+MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
+DEFAULT_TARGET = 0.86
 # Steps of a half to a third, from what an 8K model needs to what a 40K model needs.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288)
 SHORT_CONTEXT = 16384
@@ -36,16 +38,159 @@ SHORT_BIN_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be measured, checked and complete before an engine starts."""
+    """What is to be measured, checked and complete before an engine starts.
+
+    Attributes:
+        bin_tokens: positions per bin.
+        settings: what the measurements depend on.
+        engine_args: for `sglang.Engine`.
+        targets: tails to hold, one of each schedule.
+        schedules: those to check; none to calibrate some.
+        out: the file to write; of several schedules, their common name.
+        options: of the command line: min_tokens, batch, new_tokens.
+    """
 
     model: str
     model_path: str
     hf_config: Any
     context: int
     page_size: int
+    bin_tokens: int
     prompts: list[Prompt]
     units: list[Unit]
+    settings: dict[str, Any]
     work: WorkFolder
+    engine_args: dict[str, Any]
+    targets: list[float]
+    schedules: list[BudgetSchedule]
+    out: Path
+    options: argparse.Namespace
+
+    @property
+    def files(self) -> dict[Path, float]:
+        """Schedule files to write and their targets."""
+        return dict(zip(_schedule_files(self.out, self.targets), self.targets, strict=True))
+
+
+def require_files(args: argparse.Namespace) -> None:
+    """Refuse what is not there or has a wrong line, before torch and SGLang are imported."""
+    if problem := path_problem(args.model_path):
+        raise CalibrationError(f"--model-path {args.model_path}: {problem}")
+    if args.prompts is not None:
+        read_prompts(args.prompts, lambda text: [0], sys.maxsize)
+    for path in args.check or ():
+        BudgetSchedule.from_json(path)
+
+
+def calibration_job(args: argparse.Namespace) -> Job:
+    """What to measure to calibrate schedules; raises `ValueError` on options that cannot work."""
+    model, model_path, hf_config, context = find_model(args.model_path, args.engine_args)
+    targets = args.target or [DEFAULT_TARGET]
+    out = args.out or Path(f"{model}.json" if len(targets) > 1 else f"{model}-{targets[0]}.json")
+    _require_names(_schedule_files(out, targets))
+    bin_tokens = args.bin_tokens or default_bin_tokens(context, args.page_size)
+    budgets = sorted(set(args.budgets or default_budgets(context, args.page_size)))
+    arms = [fixed_arm(budget, args.page_size) for budget in budgets]
+    if bin_tokens < 1 or bin_tokens % args.page_size:
+        raise CalibrationError(
+            f"--bin-tokens={bin_tokens}: expected a multiple of the page size {args.page_size}"
+        )
+    prompts = load_prompts(args, model_path, context, bin_tokens, "calibration")
+    units = units_of_work(prompts, arms, args.samples, args.new_tokens, context)
+    settings = settings_of(args, model_path, prompts, context) | {"budgets": budgets}
+    folder = args.work or out.parent / f"{model}-page{args.page_size}.calibration"
+    whole = -(-context // args.page_size) * args.page_size
+    return Job(
+        model=model,
+        model_path=model_path,
+        hf_config=hf_config,
+        context=context,
+        page_size=args.page_size,
+        bin_tokens=bin_tokens,
+        prompts=prompts,
+        units=units,
+        settings=settings,
+        work=WorkFolder(folder, settings),
+        engine_args=_engine_args(args, context, args.page_size, f"fixed-{whole}"),
+        targets=targets,
+        schedules=[],
+        out=out,
+        options=args,
+    )
+
+
+def check_job(args: argparse.Namespace) -> Job:
+    """What to measure to check schedules; raises `ValueError` on options that cannot work."""
+    model, model_path, hf_config, context = find_model(args.model_path, args.engine_args)
+    schedules = [BudgetSchedule.from_json(path) for path in args.check]
+    page_size = schedules[0].page_size
+    names = [schedule.name for schedule in schedules]
+    if len(set(names)) < len(names) or any(s.page_size != page_size for s in schedules):
+        raise CalibrationError(
+            f"--check: got the schedules {', '.join(names)} of page sizes"
+            f" {sorted({s.page_size for s in schedules})}: expected different names and one page"
+            " size; check them one after the other"
+        )
+    targets = [schedule.tail_target or (args.target or [None])[0] for schedule in schedules]
+    if None in targets:
+        raise CalibrationError(
+            f"--check: {names[targets.index(None)]} has no tail_target: pass --target"
+        )
+    first = Path(args.check[0])
+    prompts = load_prompts(args, model_path, context, schedules[0].bin_tokens, "check")
+    arms = [schedule_arm(schedule) for schedule in schedules]
+    settings = settings_of(args, model_path, prompts, context) | {
+        "schedules": [
+            [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers]
+            for s in schedules
+        ]
+    }
+    units = units_of_work(prompts, arms, args.samples, args.new_tokens, context)
+    return Job(
+        model=model,
+        model_path=model_path,
+        hf_config=hf_config,
+        context=context,
+        page_size=page_size,
+        bin_tokens=schedules[0].bin_tokens,
+        prompts=prompts,
+        units=units,
+        settings=settings,
+        work=WorkFolder(args.work or first.with_suffix(".check"), settings),
+        engine_args=_engine_args(args, context, page_size, ",".join(map(str, args.check))),
+        targets=targets,
+        schedules=schedules,
+        out=args.out or first.with_suffix(".check.json"),
+        options=args,
+    )
+
+
+def _engine_args(
+    args: argparse.Namespace, context: int, page_size: int, schedule: str
+) -> dict[str, Any]:
+    defaults = {
+        "context_length": context,
+        "page_size": page_size,
+        "random_seed": args.seed,
+        "sparrow_schedule": schedule,
+    }
+    return defaults | args.engine_args
+
+
+def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
+    """One file per target; each schedule is called what its file is called, without .json."""
+    if len(targets) == 1:
+        return [out]
+    return [out.with_stem(f"{out.stem}-{target}") for target in targets]
+
+
+def _require_names(files: Sequence[Path]) -> None:
+    for path in files:
+        if not NAME.fullmatch(path.stem):
+            raise CalibrationError(
+                f"--out {cut(str(path))}: expected a file name of 1 to 64 letters, digits, '.', '_'"
+                " and '-' before .json, which becomes the name of the schedule"
+            )
 
 
 def find_model(spec: str, engine_args: dict[str, Any]) -> tuple[str, str, Any, int]:
@@ -104,7 +249,7 @@ def settings_of(
         "new_tokens": args.new_tokens,
         "temperature": 1.0,
         "seed": args.seed,
-        "engine_args": json.loads(args.engine_args),
+        "engine_args": args.engine_args,
     }
 
 

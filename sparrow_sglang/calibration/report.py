@@ -4,11 +4,13 @@ In: tails per budget and bin, and the choices made from them. Out: `BudgetSchedu
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.calibration.choice import (
     CONFIDENCE,
     CalibrationError,
@@ -20,11 +22,69 @@ from sparrow_sglang.calibration.choice import (
     holds,
     is_filled,
 )
+from sparrow_sglang.calibration.job import Job, origin
+from sparrow_sglang.calibration.measure import tokens_by_arm
+from sparrow_sglang.calibration.store import WorkFolder
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail
 from sparrow_sglang.schedule import BudgetSchedule
 
 Tails = Mapping[int, Mapping[int, BinTail]]
-MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
+
+
+def write_schedules(job: Job) -> Iterator[str]:
+    """Write schedule files and plot from the stored measurements; yields lines to print meanwhile.
+
+    Raises `CalibrationError` after all has been written that could be, if a target is held nowhere.
+    """
+    measured = tokens_by_arm(job.units, job.work)
+    by_budget = {unit.arm.schedule.budget_tokens[0]: unit.arm.schedule.name for unit in job.units}
+    size, min_tokens = (job.bin_tokens, job.page_size), job.options.min_tokens
+    tails = {budget: bin_tails(measured[name], *size) for budget, name in by_budget.items()}
+    evidence = origin(job) | {"settings": job.settings, "tails": _all_tails(tails)}
+    yield f"measured: {TAIL_PERCENTILE:g}th percentile of the acceptance rate per bin and budget"
+    yield f"{describe_tails(tails, job.targets, job.bin_tokens, min_tokens)}\n"
+    schedules, failures = [], []
+    with _kept(job.work):
+        for path, target in job.files.items():
+            yield from describe_misses(tails, target, job.bin_tokens, min_tokens)
+            try:
+                schedule = make_schedule(
+                    path.stem,
+                    target,
+                    tails,
+                    page_size=job.page_size,
+                    bin_tokens=job.bin_tokens,
+                    context=job.context,
+                    min_tokens=min_tokens,
+                    origin=evidence,
+                )
+            except CalibrationError as error:
+                failures.append(str(error))
+                continue
+            schedule.save(path)
+            schedules.append(schedule)
+            yield f"{path} (target {target})\n{describe(schedule)}\n"
+        picture = job.out.with_suffix(".png")
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{job.model}, page size {job.page_size}, {len(job.prompts)} prompts"
+        plot(picture, tails, schedules, job.bin_tokens, min_tokens, title)
+    yield str(picture)
+    if failures:
+        raise CalibrationError(
+            f"{'; '.join(failures)}; the measurements are kept in {job.work.path}"
+        )
+
+
+def write_check(job: Job) -> list[dict[str, Any]]:
+    """Write how each schedule holds its target; returns the same, one report a schedule."""
+    measured = tokens_by_arm(job.units, job.work)
+    reports = [
+        check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
+        for schedule, target in zip(job.schedules, job.targets, strict=True)
+    ]
+    with _kept(job.work):
+        write_json(job.out, {"checks": reports, **origin(job), "settings": job.settings})
+    return reports
 
 
 def make_schedule(
@@ -263,3 +323,32 @@ def check_schedule(
         "holds": "fails" not in verdicts and bool({"holds", "dense"} & set(verdicts)),
         "bins": rows,
     }
+
+
+def _all_tails(tails: dict[int, Any]) -> dict[str, Any]:
+    """Every curve of the plot: budget -> bins with tail, interval and token count."""
+    return {
+        str(budget): [
+            {
+                "bin": t.bin,
+                "tokens": t.tokens,
+                "tail": t.tail,
+                "low": t.tail_low,
+                "high": t.tail_high,
+            }
+            for t in bins.values()
+        ]
+        for budget, bins in sorted(tails.items())
+    }
+
+
+@contextmanager
+def _kept(work: WorkFolder) -> Iterator[None]:
+    """Turn a failed write of results into an error that says that the measurements are kept."""
+    try:
+        yield
+    except OSError as error:
+        raise CalibrationError(
+            f"cannot write {error.filename or 'the results'} ({error.strerror or error}); the"
+            f" measurements are kept in {work.path}: make room and repeat the command"
+        ) from None
