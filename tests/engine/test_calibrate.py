@@ -15,9 +15,10 @@ import psutil
 import pytest
 from engines import save_tiny_model, start_engine
 
+from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.engine import stop_waiting_when_it_dies
 from sparrow_sglang.calibration.store import WorkFolder
-from sparrow_sglang.commands import calibrate, cli
+from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule import BudgetSchedule
 
 
@@ -37,7 +38,7 @@ def forked_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]
 
 @pytest.fixture(autouse=True)
 def fast_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "running_engine", forked_engine)
+    monkeypatch.setattr(engine, "running_engine", forked_engine)
 
 
 def write_prompts(path: Path, seed: int, count: int = 10) -> Path:
@@ -64,7 +65,7 @@ def calibrated(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the schedules of three targets, from one measurement."""
     folder = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "running_engine", forked_engine)
+        patch.setattr(engine, "running_engine", forked_engine)
         words = command(model, write_prompts(folder / "p.jsonl", 0), *BUDGETS)
         out = ["--target", *TARGETS, "--out", str(folder / "m.json")]
         assert cli.main([*words, *out]) == 0
@@ -90,7 +91,7 @@ def test_budgets_grow_with_the_target_and_carry_their_evidence(calibrated: Path)
 def test_another_target_needs_no_engine(
     calibrated: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "running_engine", None)
+    monkeypatch.setattr(engine, "running_engine", None)
     words = command(model, calibrated / "p.jsonl", *BUDGETS)
     assert cli.main([*words, "--target", "0.8", "--out", str(calibrated / "n.json")]) == 0
     assert BudgetSchedule.from_json(calibrated / "n.json").tail_target == 0.8
@@ -102,7 +103,7 @@ def test_every_measured_tail_is_printed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(calibrate, "running_engine", None)
+    monkeypatch.setattr(engine, "running_engine", None)
     words = command(model, calibrated / "p.jsonl", *BUDGETS)
     out = ["--target", "0.75", "0.86", "--out", str(calibrated / "t.json")]
     assert cli.main([*words, *out]) == 0
@@ -134,7 +135,7 @@ def test_a_target_that_no_budget_holds_is_no_schedule(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(calibrate, "running_engine", None)
+    monkeypatch.setattr(engine, "running_engine", None)
     words = command(model, calibrated / "p.jsonl", *BUDGETS)
     assert cli.main([*words, "--target", "0.99999", "--out", str(calibrated / "none.json")]) == 2
     out, error = capsys.readouterr()
@@ -177,7 +178,7 @@ def test_a_schedule_that_promises_too_much_fails_the_check(calibrated: Path, mod
 def _run_in_child(argv: list[str], kill_after_batches: int | None, report: Path) -> None:
     """A calibration in a session of its own; optionally its scheduler dies midway."""
     os.setsid()
-    calibrate.running_engine = forked_engine  # type: ignore[assignment]
+    engine.running_engine = forked_engine  # type: ignore[assignment]
     if kill_after_batches is not None:
         add, seen = WorkFolder.add, []
 
