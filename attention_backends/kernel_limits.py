@@ -7,6 +7,7 @@ limits.
 from typing import TYPE_CHECKING
 
 from sparrow_sglang.schedule import PAGE_SIZES
+from sparrow_sglang.sglang_versions import attention_tp_size
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -36,9 +37,7 @@ def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> l
     model = "model " + " ".join(model_config.hf_config.architectures or ["of unknown kind"])
     other = "choose another --attention-backend for it"
     page_size = server_args.page_size
-    attn_tp_size = server_args.tp_size // server_args.attn_cp_size
-    if server_args.enable_dp_attention:
-        attn_tp_size //= server_args.dp_size
+    attn_tp_size = attention_tp_size(server_args)
     num_q_heads = model_config.num_attention_heads // attn_tp_size
     group = num_q_heads // model_config.get_num_kv_heads(attn_tp_size)
     problems = []

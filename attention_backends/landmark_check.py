@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.sglang_versions import is_empty, kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -20,12 +21,12 @@ def live_pages(scheduler: "Scheduler") -> torch.Tensor:
     page_size = scheduler.page_size
     req_to_token = scheduler.req_to_token_pool.req_to_token
     slots = [req_to_token.new_empty(0)]
-    if scheduler.tree_cache.root_node.children:
+    if not is_empty(scheduler.tree_cache):
         slots.append(scheduler.tree_cache.all_values_flatten())
     for req in scheduler.running_batch.reqs:
-        if req.req_pool_idx is not None and not req.finished():
-            full = req.kv_committed_len // page_size * page_size
-            slots.append(req_to_token[req.req_pool_idx, :full])
+        if kv_of(req).req_pool_idx is not None and not req.finished():
+            full = kv_of(req).kv_committed_len // page_size * page_size
+            slots.append(req_to_token[kv_of(req).req_pool_idx, :full])
     all_slots = torch.cat([tensor.long() for tensor in slots])
     return all_slots.div(page_size, rounding_mode="floor").unique()
 

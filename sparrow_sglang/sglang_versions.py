@@ -1,4 +1,4 @@
-"""What depends on SGLang's version: which versions are supported, and what differs between them.
+"""What differs between the versions of SGLang that `sparrow_sglang.sglang_install` lists.
 
 To support another version, read this file and `sparrow_sglang.plugin.hooks`, the table of what is
 changed in SGLang. Every import, attribute or parameter of SGLang that some supported version lacks,
@@ -8,16 +8,20 @@ or has elsewhere, is looked up here. SGLang itself is imported only where a func
 import ast
 import dataclasses
 import functools
+import inspect
+import pkgutil
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from sparrow_sglang.sglang_install import INSTALL, SUPPORTED
+
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-SUPPORTED = ("0.5.17",)
+_NAMESPACE = "exec.attention"
 
 
 class ServerField(NamedTuple):
@@ -28,25 +32,67 @@ class ServerField(NamedTuple):
     help: str
 
 
-def version_problems() -> list[str]:
-    """One sentence unless the installed SGLang is a supported version, which hooks are made for."""
-    try:
-        installed = version("sglang")
-    except PackageNotFoundError:
-        installed = "of an unknown version"
-    if installed in SUPPORTED:
-        return []
-    return [
-        f"SGLang {installed}: expected {' or '.join(SUPPORTED)}, as the"
-        " hooks into another version could take no or a wrong effect; pip install"
-        f" sglang=={SUPPORTED[-1]}"
-    ]
-
-
 def attention_backends(server_args: "ServerArgs") -> tuple[str, str]:
     """Names of the backends of prefill and of decode."""
-    prefill, decode = server_args.get_attention_backends()
-    return prefill, decode
+    view: Any = resolved(server_args)
+    backend = view.attention_backend
+    return view.prefill_attention_backend or backend, view.decode_attention_backend or backend
+
+
+class _Resolved:
+    """Fields of a `ServerArgs` that keeps decisions beside what the user gave, from 0.5.20 on."""
+
+    def __init__(self, server_args: "ServerArgs") -> None:
+        self._server_args = server_args
+
+    def __getattr__(self, name: str) -> Any:
+        from sglang.srt.arg_groups.overrides import resolution_result
+
+        if not hasattr(self._server_args, name):
+            raise AttributeError(name)
+        return resolution_result(self._server_args, name)
+
+
+def resolved(server_args: "ServerArgs") -> "ServerArgs":
+    """The arguments to read: what SGLang has decided on so far, else what the user gave."""
+    view: Any = server_args
+    if hasattr(type(server_args), "resolve_once"):
+        view = _Resolved(server_args)
+    return view
+
+
+def resolve(server_args: "ServerArgs") -> None:
+    """Have SGLang decide on what the user left open, and check; until 0.5.17 it has already."""
+    record: Any = server_args
+    if hasattr(record, "resolve_once"):
+        record.resolve_once()
+
+
+def is_resolved(server_args: "ServerArgs") -> bool:
+    """Whether SGLang has been through `server_args` in this or in the launching process."""
+    return getattr(server_args, "_resolution_finished", False)
+
+
+def resolution_method(cls: Any) -> str:
+    """Name of the method of `ServerArgs` in which SGLang decides on what the user left open."""
+    return "resolve_once" if hasattr(cls, "resolve_once") else "__post_init__"
+
+
+def model_config_if_read(server_args: "ServerArgs") -> "ModelConfig | None":
+    """The model's config if SGLang has read it; it does not for dummy and remote models."""
+    fields = vars(server_args)
+    return fields.get("model_config", fields.get("_model_config"))
+
+
+def read_model_config(server_args: "ServerArgs") -> "ModelConfig":
+    """The model's config, read from its folder if need be."""
+    record: Any = server_args
+    if hasattr(record, "get_model_config"):
+        config: ModelConfig = record.get_model_config()
+        return config
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return model_config_of(server_args)
 
 
 @functools.cache
@@ -59,27 +105,73 @@ def server_argument_names() -> frozenset[str]:
     """
     package = find_spec("sglang")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError(f"SGLang is not installed: pip install sglang=={SUPPORTED[-1]}")
-    source = Path(package.origin).with_name("srt") / "server_args.py"
-    for node in ast.parse(source.read_text("utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == "ServerArgs":
-            targets = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
-            return frozenset(target.id for target in targets if isinstance(target, ast.Name))
-    raise RuntimeError(f"{source} has no class ServerArgs: need sglang {' or '.join(SUPPORTED)}")
+        raise ModuleNotFoundError(f"SGLang is not installed: {INSTALL}")
+    folder = Path(package.origin).with_name("srt")
+    # From 0.5.20 on one class per namespace of the configuration.
+    names = {
+        item.target.id
+        for path in (folder / "server_args.py", *folder.glob("arg_groups/fields/*.py"))
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or path.parent != folder)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    if "attention_backend" not in names:
+        raise RuntimeError(f"{folder} has no ServerArgs: {INSTALL}")
+    return frozenset(names)
+
+
+def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:
+    """Have SGLang assemble `ServerArgs` with `fields`, too, where it does so while it is imported.
+
+    From 0.5.20 on ServerArgs is a C struct, put together by `collect_input_fields` from one class
+    per namespace of the configuration; extension fields go to the end.
+    """
+    if find_spec("sglang.srt.arg_groups.fields") is None:
+        return
+    import msgspec
+    from sglang.srt.arg_groups import fields as module
+
+    namespace = msgspec.defstruct(
+        "SparrowFields",
+        [
+            (name, Annotated[field.kind, field.help], field.default)
+            for name, field in fields.items()
+        ],
+        namespace={"_NS_PATH": _NAMESPACE},
+    )
+    original = module.collect_input_fields
+
+    @functools.wraps(original)
+    def collect_input_fields(sources: list[type]) -> Any:
+        return original([*sources, namespace])
+
+    module.collect_input_fields = collect_input_fields
 
 
 def add_server_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
-    """Add keyword-only fields at the end of `ServerArgs`, as its dataclass decorator would have.
+    """Add keyword-only fields at the end of `ServerArgs`, unless it was assembled with them.
 
     Raises:
-        RuntimeError: this SGLang's ServerArgs is no dataclass.
+        RuntimeError: this SGLang's ServerArgs is no dataclass, nor a struct with our fields.
     """
+    if all(name in getattr(cls, "__struct_fields__", ()) for name in fields):
+        return
     if not hasattr(cls, "__dataclass_fields__"):
-        raise RuntimeError(f"ServerArgs is no dataclass: need sglang {' or '.join(SUPPORTED)}")
+        raise RuntimeError(
+            "sglang.srt.server_args.ServerArgs has no fields of sparrow-sglang: expected a"
+            f" dataclass or a struct that is assembled on import, as in SGLang {SUPPORTED[-1]}"
+        )
+    _add_dataclass_fields(cls, fields)
+
+
+def _add_dataclass_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
     from sglang.srt.arg_groups import arg_utils
 
+    # Until 0.5.16 the configuration has no namespaces.
+    marks = [arg_utils.NS(_NAMESPACE)] if hasattr(arg_utils, "NS") else []
     for name, (kind, default, text) in fields.items():
-        annotation = Annotated[kind, text, arg_utils.NS("exec.attention")]  # type: ignore[valid-type]
+        annotation: Any = Annotated[(kind, text, *marks)]  # type: ignore[valid-type]
         field: Any = dataclasses.field(default=default)
         field.name, field.type, field.kw_only = name, annotation, True
         field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
@@ -95,16 +187,188 @@ def add_server_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
         original(self, *args, **kwargs)
 
     cls.__init__ = __init__
-    # Both are memoised per class and may have been asked before.
-    arg_utils.namespace_of.cache_clear()
-    arg_utils.resolvable_fields.cache_clear()
+    # Memoised per class, and may have been asked before.
+    for memoised in ("namespace_of", "resolvable_fields"):
+        if hasattr(arg_utils, memoised):
+            getattr(arg_utils, memoised).cache_clear()
 
 
 def without_insertion(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Keyword arguments of `release_kv_cache` that keep a request's KV out of the prefix tree.
 
-    None if `arguments`, those of the call, keep it out already.
+    None if `arguments`, those of the call, keep it out already. From 0.5.22 on the call must say.
     """
-    if not arguments.get("is_insert", True):
+    name = "checkpoint" if "checkpoint" in arguments else "is_insert"
+    if not arguments.get(name, True):
         return None
-    return {**arguments, "is_insert": False}
+    return {**arguments, name: False}
+
+
+_MOVED: dict[str, str | None] = {
+    "sglang.srt.layers.logprob_processor.get_top_logprobs": (
+        "sglang.srt.layers.utils.logprob.get_top_logprobs"
+    ),
+    "sglang.srt.mem_cache.allocation.get_last_loc": "sglang.srt.mem_cache.common.get_last_loc",
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": (
+        "sglang.srt.model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin"
+        "._profile_available_bytes"
+    ),
+    "sglang.srt.utils.numa_utils.init_threads_binding": (
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding"
+    ),
+    "sglang.srt.distributed.bootstrap._init_cpu_threads_env": None,
+}
+"""Where 0.5.15 has what the table of hooks names; None where it has nothing of the kind."""
+
+
+@functools.cache
+def located(target: str) -> str | None:
+    """`target`, or where this SGLang has it; None if this one has no need of a hook there."""
+    if target in _MOVED and not _exists(target):
+        return _MOVED[target]
+    return target
+
+
+def _exists(target: str) -> bool:
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def last_locations_in_torch() -> Any:
+    """SGLang's `get_last_loc_torch`."""
+    try:
+        from sglang.srt.mem_cache.allocation import get_last_loc_torch
+    except ImportError:
+        from sglang.srt.mem_cache.common import get_last_loc_torch
+    return get_last_loc_torch
+
+
+def config_file_merger(parser: Any) -> Any:
+    """SGLang's `ConfigArgumentMerger`, which puts the flags of a --config file into a list."""
+    try:
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+    except ImportError:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+    return ConfigArgumentMerger(parser)
+
+
+def is_empty(tree_cache: Any) -> bool:
+    """Whether a prefix tree has no nodes; from 0.5.22 on its nodes need not be Python objects."""
+    if hasattr(tree_cache, "tree_core"):
+        return tree_cache.all_values_flatten().numel() == 0
+    return not tree_cache.root_node.children
+
+
+def weight_update_session(manager: Any, step: str) -> Any:
+    """The call that opens ("begin") or closes ("end") the session in which weights are loaded.
+
+    None until 0.5.20, where weights may be loaded at any time.
+    """
+    if not hasattr(manager, "begin_weight_update"):
+        return None
+    from sglang.srt.managers import io_struct
+
+    request = getattr(io_struct, f"{step.title()}WeightUpdateReqInput")()
+    return getattr(manager, f"{step}_weight_update")(request, None)
+
+
+def kv_of(req: Any) -> Any:
+    """What holds `req_pool_idx`, `kv_committed_len` and `cache_protected_len` of a request."""
+    kv = getattr(req, "kv", None)
+    return kv if hasattr(kv, "kv_committed_len") else req
+
+
+def prefilled_tokens(req: Any) -> int:
+    """Where the latest prefill pass of a request ended."""
+    end: int = req.extend_end if hasattr(req, "extend_end") else req.extend_range.end
+    return end
+
+
+def cacheable_tokens(req: Any) -> int:
+    """How many tokens of a request its release may put into the prefix tree."""
+    names = ("owned_kv_len", "effective_kv_committed_len", "_cache_commit_len")
+    method = next(getattr(req, name) for name in names if hasattr(req, name))
+    tokens: int = method()
+    return tokens
+
+
+def cache_prefilled(req: Any, tree_cache: Any) -> None:
+    """Put what was prefilled of a request that is being released into the prefix tree."""
+    if hasattr(tree_cache, "checkpoint"):
+        if not req.skip_radix_cache_insert:
+            tree_cache.checkpoint(req, up_to=prefilled_tokens(req))
+        return
+    from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
+
+    maybe_cache_unfinished_req(req, tree_cache)
+
+
+def ranks(process: Any) -> Any:
+    """What holds `tp_rank`, `pp_rank`, `dp_rank` and those of attention: of a scheduler, a runner
+    or a KV cache configurator."""
+    if hasattr(process, "ps"):
+        return process.ps
+    if hasattr(process, "tp_rank"):
+        return process
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
+
+
+def layer_range(configurator: Any) -> range:
+    """Numbers of the layers whose KV is in this process."""
+    info = getattr(configurator, "layer_info", configurator)
+    return range(info.start_layer, info.end_layer)
+
+
+def rows_of_graphs(server_args: "ServerArgs", requests: int) -> int:
+    """Rows of the largest decode batch of `requests` requests, as SGLang pads it."""
+    try:
+        from sglang.srt.utils.common import get_cuda_graph_max_batch_size
+    except ImportError:
+        # Until 0.5.16 the padding is decided on while graphs are captured.
+        return server_args.cuda_graph_config.decode.max_bs
+    # Until 0.5.18 it reads the arguments, too.
+    if len(inspect.signature(get_cuda_graph_max_batch_size).parameters) == 2:
+        rows: int = get_cuda_graph_max_batch_size(server_args, requests)
+    else:
+        rows = get_cuda_graph_max_batch_size(requests)
+    return rows
+
+
+def attention_tp_size(server_args: "ServerArgs") -> int:
+    """How many ranks the heads of an attention layer are split among."""
+    view: Any = resolved(server_args)
+    replicas = view.dp_size if view.enable_dp_attention else getattr(view, "attn_dp_size", 1)
+    size: int = view.tp_size // view.attn_cp_size // replicas
+    return size
+
+
+def is_mamba_hybrid(model_config: "ModelConfig") -> bool:
+    """Whether some layers of the model keep a state instead of KV."""
+    try:
+        from sglang.srt.configs.hybrid_arch import mambaish_config
+    except ImportError:
+        # Until 0.5.15 only the model runner knows, which has a pool of another class for them.
+        return False
+    return mambaish_config(model_config) is not None
+
+
+def has_asymmetric_kv(model_config: "ModelConfig") -> bool:
+    """Whether keys and values differ in width."""
+    differs: bool = model_config.head_dim != model_config.v_head_dim
+    return getattr(model_config, "has_asymmetric_kv", differs)
+
+
+def report_config(manager: Any, **fields: Any) -> None:
+    """Have SGLang's `server_info` say `fields`."""
+    if hasattr(manager, "record_config_updates"):
+        manager.record_config_updates("sparrow", **fields)
+    elif hasattr(manager.server_args, "override"):
+        manager.server_args.override("sparrow", **fields)
+    else:
+        for name, value in fields.items():
+            setattr(manager.server_args, name, value)

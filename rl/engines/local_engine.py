@@ -22,6 +22,7 @@ from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.rollout import DENSE, Sampling, sample_request, to_group
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.sglang_versions import weight_update_session
 
 IDLE_TIMEOUT_S = 60.0
 _LOOK_S = 1.0
@@ -63,6 +64,7 @@ class LocalEngine:
         self._released = False
         self._ranks = arguments.tp_size
         self._version: str | None = arguments.weight_version
+        self._loading = False
         self._schedule = DENSE
         if arguments.attention_backend == BACKEND:
             loaded, _ = resolve_schedules(arguments, self._manager.model_config.hf_config)
@@ -193,11 +195,23 @@ class LocalEngine:
         """Empty the prefix cache, whose KV is of the old weights, and refuse rollouts meanwhile."""
         # SGLang's own flush after an update kills the scheduler if it is not quite idle yet.
         self._flush()
+        if self._loading:
+            # The former load failed.
+            self._weight_session("end")
         self._version = None
+        self._weight_session("begin")
+        self._loading = True
 
     def finish_load(self, version: str) -> None:
         """Allow rollouts again, from weights that are now complete."""
+        self._weight_session("end")
+        self._loading = False
         self._version = version
+
+    def _weight_session(self, step: str) -> None:
+        call = weight_update_session(self._manager, step)
+        if call is not None:
+            self._require(self._run(call))
 
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
         """See `RolloutEngine`; the engine must have been started with `enable_lora`.

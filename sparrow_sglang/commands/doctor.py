@@ -6,7 +6,9 @@ it failed, what to do. SGLang only logs what goes wrong in a plugin, so somebody
 
 import os
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.kernel_limits import describe_fit, kernel_problems
@@ -15,7 +17,13 @@ from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigErro
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
 from sparrow_sglang.schedule import ScheduleError
-from sparrow_sglang.sglang_versions import version_problems
+from sparrow_sglang.sglang_install import (
+    SUPPORTED,
+    import_problem,
+    installed_version,
+    version_problems,
+)
+from sparrow_sglang.sglang_versions import read_model_config, resolved
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -67,8 +75,18 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
 
 
 def _check_sglang() -> Check:
-    problems = version_problems()
-    return Check("FAIL" if problems else "ok", "SGLang", *(problems or [_version("sglang")]))
+    if problems := version_problems():
+        return Check("FAIL", "SGLang", *problems)
+    try:
+        # Its dependencies are installed separately, and any of them may be missing.
+        folder = Path(str(import_module("sglang.srt.server_args").__file__)).parents[1]
+    except ImportError as error:
+        return Check("FAIL", "SGLang", import_problem(error))
+    place = f"{installed_version()} in {folder}"
+    if installed_version() in SUPPORTED:
+        return Check("ok", "SGLang", place)
+    tested = ", ".join(SUPPORTED)
+    return Check("WARN", "SGLang", f"{place}; not tested with, but probed below; tested: {tested}")
 
 
 def _check_packages() -> Check:
@@ -108,13 +126,16 @@ def _check_plugin() -> Check:
     from sglang.srt.plugins import load_plugins
 
     from sparrow_sglang.plugin import registration as plugin
+    from sparrow_sglang.plugin.server_args import FIELDS
+    from sparrow_sglang.plugin.state import PROCESS
 
     load_plugins()
     try:
         plugin.require_registration()
     except RuntimeError as error:
         return Check("FAIL", "plugin", str(error))
-    return Check("ok", "plugin", f"attention backend {BACKEND!r} registered, all hooks in effect")
+    probed = f"{len(PROCESS.hooks)} hooks probed and in effect, flags {', '.join(FIELDS)}"
+    return Check("ok", "plugin", f"attention backend {BACKEND!r} registered; {probed}")
 
 
 def _check_platform() -> Check:
@@ -153,7 +174,7 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         detail = f"--attention-backend {server_args.attention_backend} decodes densely"
         yield Check("note", "model", detail)
         return
-    model_config = server_args.get_model_config()
+    model_config = read_model_config(server_args)
     hf_config = model_config.hf_config
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
@@ -168,10 +189,11 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
 
 def _check_kernels(server_args: "ServerArgs", model_config: "ModelConfig") -> Check:
     """On a GPU the model has passed already, or its arguments would have been refused."""
-    problems = kernel_problems(server_args, model_config)
-    if server_args.device != "cuda":
-        here = f"plain torch on {server_args.device}"
+    problems = kernel_problems(resolved(server_args), model_config)
+    device = resolved(server_args).device
+    if device != "cuda":
+        here = f"plain torch on {device}"
         if problems:
             return Check("note", "kernels", f"{here}; a GPU would refuse: {'; '.join(problems)}")
         return Check("ok", "kernels", f"{here}; a GPU would take the model, too")
-    return Check("ok", "kernels", describe_fit(server_args, model_config))
+    return Check("ok", "kernels", describe_fit(resolved(server_args), model_config))

@@ -18,7 +18,8 @@ from sparrow_sglang.models import (
     model_problem,
 )
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
-from sparrow_sglang.sglang_versions import version_problems
+from sparrow_sglang.sglang_install import import_problem, version_problems
+from sparrow_sglang.sglang_versions import config_file_merger, resolve
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
@@ -103,13 +104,18 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     """
     for problem in version_problems():
         raise ServeError(problem)
-    parser = _sglang_parser()
+    try:
+        parser = _sglang_parser()
+    except ImportError as error:
+        raise ServeError(import_problem(error)) from error
     full = with_defaults(_with_config_file(argv, parser))
     model_path = parser.parse_args(full).model_path
     from sglang.srt.server_args import prepare_server_args
 
     try:
-        return prepare_server_args(full)
+        server_args = prepare_server_args(full)
+        resolve(server_args)
+        return server_args
     except OSError as error:
         if Path(model_path, "config.json").exists():
             raise
@@ -182,9 +188,7 @@ def _with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> l
     """
     if "--config" not in argv:
         return list(argv)
-    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
-
     try:
-        return ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+        return config_file_merger(parser).merge_config_with_args(list(argv))
     except ValueError as error:
         raise ServeError(f"--config: {error}") from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from sparrow_sglang.json_values import cut, quoted
 from sparrow_sglang.plugin.scheduler_calls import ControlError, answers, idle, tell_schedulers
 from sparrow_sglang.plugin.state import require_server_state
+from sparrow_sglang.sglang_versions import resolved
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ async def load_adapter(
         ControlError: LoRA is off, or name, config or a tensor does not fit this server, and the
             adapter of that name is as it was; or requests are paused; or SGLang refused.
     """
-    if not manager.server_args.enable_lora:
+    if not resolved(manager.server_args).enable_lora:
         raise ControlError("LoRA is off: start the server with --enable-lora")
     if manager.server_args.dp_size > 1 and not manager.server_args.enable_dp_attention:
         raise ControlError(

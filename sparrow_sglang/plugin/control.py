@@ -42,6 +42,7 @@ from sparrow_sglang.schedule import (
     load_schedule,
     shipped_schedule,
 )
+from sparrow_sglang.sglang_versions import report_config
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -107,7 +108,7 @@ async def schedule(
         loaded = previous.with_active(new)
         await _switch_all(manager, previous, loaded)
         state.switch(loaded)
-        manager.record_config_updates("sparrow", **{FIELD: ",".join(loaded.names)})
+        report_config(manager, **{FIELD: ",".join(loaded.names)})
     return _answer(loaded, previous)
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.plugin.state import require_scheduler_state
+from sparrow_sglang.sglang_versions import kv_of
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +165,8 @@ def remember_places(
         return
     model = batch.model_config
     _the_record(model.hidden_size, model.dtype, batch.device).assign(
-        [req.req_pool_idx for req in batch.reqs], [_place(req, _RECORD) for req in batch.reqs]
+        [kv_of(req).req_pool_idx for req in batch.reqs],
+        [_place(req, _RECORD) for req in batch.reqs],
     )
     # By id, as the pass is run with a copy of `forward_batch`.
     places = {req.rid: _place(req, _COMPARE) for req in batch.reqs}

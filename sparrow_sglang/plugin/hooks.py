@@ -6,6 +6,8 @@ attention backend is another one, but for those of `CPU_HOOKS`, which belong to 
 What `ServerArgs` needs is installed by `sparrow_sglang.plugin.server_args`, before there are hooks.
 """
 
+import inspect
+import operator
 import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from sparrow_sglang.plugin import (
 )
 from sparrow_sglang.plugin.audit import hooks as audit
 from sparrow_sglang.plugin.cpu import hooks as cpu
+from sparrow_sglang.sglang_versions import located
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -32,27 +35,36 @@ _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 
 
 class Hook(NamedTuple):
-    """One hook into SGLang; `kind` is the name of a HookType."""
+    """One hook into SGLang.
+
+    Attributes:
+        kind: name of a HookType.
+        parameters: names of the target's first parameters that `function` reads, self left out;
+            "a|b" where versions of SGLang differ.
+    """
 
     target: str
     kind: str
     function: Callable[..., Any]
+    parameters: str = ""
 
 
 # fmt: off
 HOOKS = tuple(Hook(*row) for row in (
     # The launching process: run-time control, then each request on its way in and out.
     (f"{_MANAGER}.__init__", "AFTER", control.attach_server),
-    (f"{_MANAGER}.generate_request", "AROUND", request_hooks.attend_request),
-    (f"{_MANAGER}._create_tokenized_object", "AFTER", request_hooks.check_request),
-    (f"{_CHAT}._build_chat_response", "AFTER", request_hooks.report_in_response),
-    (f"{_TEXT}._build_completion_response", "AFTER", request_hooks.report_in_response),
-    (f"{_CHAT}._generate_chat_stream", "AROUND", request_hooks.report_in_stream),
-    (f"{_TEXT}._generate_completion_stream", "AROUND", request_hooks.report_in_stream),
+    (f"{_MANAGER}.generate_request", "AROUND", request_hooks.attend_request, "obj"),
+    (f"{_MANAGER}._create_tokenized_object", "AFTER", request_hooks.check_request, "obj"),
+    (f"{_CHAT}._build_chat_response", "AFTER", request_hooks.report_in_response, "request ret"),
+    (f"{_TEXT}._build_completion_response", "AFTER", request_hooks.report_in_response,
+     "request ret"),
+    (f"{_CHAT}._generate_chat_stream", "AROUND", request_hooks.report_in_stream, "adapted_request"),
+    (f"{_TEXT}._generate_completion_stream", "AROUND", request_hooks.report_in_stream,
+     "adapted_request"),
     # The launching process: the audit.
-    (f"{_MANAGER}._send_one_request", "BEFORE", audit.see_requests),
-    (f"{_MANAGER}._send_batch_request", "BEFORE", audit.see_requests),
-    (f"{_MANAGER}._handle_batch_output", "BEFORE", audit.see_answers),
+    (f"{_MANAGER}._send_one_request", "BEFORE", audit.see_requests, "tokenized_obj"),
+    (f"{_MANAGER}._send_batch_request", "BEFORE", audit.see_requests, "tokenized_objs"),
+    (f"{_MANAGER}._handle_batch_output", "BEFORE", audit.see_answers, "recv_obj"),
     (f"{_MANAGER}.pause_generation", "AROUND", audit.hold_back),
     (f"{_MANAGER}.flush_cache", "AROUND", audit.hold_back),
     (f"{_MANAGER}.update_weights_from_disk", "AROUND", audit.hold_back_for_new_weights),
@@ -60,25 +72,29 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_MANAGER}.update_weights_from_distributed", "AROUND", audit.hold_back_for_new_weights),
     (f"{_MANAGER}.update_weights_from_ipc", "AROUND", audit.hold_back_for_new_weights),
     (f"{_MANAGER}.check_weights", "AROUND", audit.hold_back_for_new_weights),
-    (f"{_MANAGER}.release_memory_occupation", "AROUND", audit.hold_back_until_resumed),
-    (f"{_MANAGER}.resume_memory_occupation", "AROUND", audit.start_again),
+    (f"{_MANAGER}.release_memory_occupation", "AROUND", audit.hold_back_until_resumed, "obj"),
+    (f"{_MANAGER}.resume_memory_occupation", "AROUND", audit.start_again, "obj"),
     # Schedulers: memory, then each request from its prefill to its end.
-    (f"{_POOL}._compute_cell_size", "AFTER", scheduler_hooks.reserve_landmarks),
+    (f"{_POOL}._compute_cell_size", "AFTER", scheduler_hooks.reserve_landmarks,
+     "kvc|mr num_layers"),
     (f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", "AFTER",
-     scheduler_hooks.reserve_decode_buffers),
-    (f"{_FORWARD_BATCH}.init_new", "AFTER", scheduler_hooks.remember_options),
-    (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private),
-    (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call),
+     scheduler_hooks.reserve_decode_buffers, "pre_model_load_memory"),
+    (f"{_FORWARD_BATCH}.init_new", "AFTER", scheduler_hooks.remember_options, "batch"),
+    (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
+     "req tree_cache is_insert|checkpoint"),
+    (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     # Schedulers: the audit, and exact acceptance rates.
-    ("sglang.srt.layers.logprob_processor.get_top_logprobs", "AROUND", audit.top_logprobs_of_some),
-    (f"{_FORWARD_BATCH}.init_new", "AFTER", exact_acceptance.remember_places),
+    ("sglang.srt.layers.logprob_processor.get_top_logprobs", "AROUND", audit.top_logprobs_of_some,
+     "logprobs top_logprobs_nums no_copy_to_cpu"),
+    (f"{_FORWARD_BATCH}.init_new", "AFTER", exact_acceptance.remember_places, "batch"),
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
-     exact_acceptance.keep_or_compare),
+     exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),
 ))
 
 CPU_HOOKS = tuple(Hook(*row) for row in (
-    ("sglang.srt.utils.common.support_triton", "REPLACE", cpu.no_triton),
-    (f"{_MEMORY}.allocation.get_last_loc", "REPLACE", cpu.last_locations),
+    ("sglang.srt.utils.common.support_triton", "REPLACE", cpu.no_triton, "backend"),
+    (f"{_MEMORY}.allocation.get_last_loc", "REPLACE", cpu.last_locations,
+     "req_to_token req_pool_indices_tensor prefix_lens_tensor"),
     ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "BEFORE", cpu.without_nccl),
     ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", cpu.share_cores),
     ("sglang.srt.utils.numa_utils.init_threads_binding", "REPLACE", cpu.no_binding),
@@ -92,18 +108,42 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
 # fmt: on
 
 
+def failing_probes(hooks: Iterable[Hook]) -> list[str]:
+    """What `hooks` need of SGLang and this one does not have, one phrase each."""
+    return [problem for hook in hooks if (problem := _probe(hook)) is not None]
+
+
+def _probe(hook: Hook) -> str | None:
+    if (target := located(hook.target)) is None:
+        return None
+    try:
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return f"{target} is not there"
+    wanted = [names.split("|") for names in hook.parameters.split()]
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    if len(names) >= len(wanted) and all(map(operator.contains, wanted, names)):
+        return None
+    expected = ", ".join(" or ".join(alternatives) for alternatives in wanted)
+    return f"{target} takes ({', '.join(names)}), expected ({expected})"
+
+
 def register_hooks(hooks: Iterable[Hook]) -> None:
     """Have SGLang apply `hooks` once all plugins are loaded; it only logs what it cannot apply."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
-        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+        if (target := located(hook.target)) is not None:
+            HookRegistry.register(target, hook.function, HookType[hook.kind])
 
 
 def is_applied(hook: Hook) -> bool:
     """Whether the wrappers that SGLang put round the target hold this hook's function."""
+    target = located(hook.target)
+    if target is None:
+        return True
     try:
-        wrapper: Any = pkgutil.resolve_name(hook.target)
+        wrapper: Any = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
         return False
     while wrapper is not None:

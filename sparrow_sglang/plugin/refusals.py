@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.schedule import PAGE_SIZES
-from sparrow_sglang.sglang_versions import attention_backends, version_problems
+from sparrow_sglang.sglang_install import version_problems
+from sparrow_sglang.sglang_versions import (
+    attention_backends,
+    has_asymmetric_kv,
+    is_mamba_hybrid,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +25,7 @@ BACKEND = "sparrow"
 
 _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
 _NO_CHECKS = "nobody would check what requests ask for, nor report what was read"
+_NO_BACKEND = "one kernel would decode densely, past the attention backend"
 _OTHER_LAYOUT = "the backend reads SGLang's own token pool in NHD layout"
 
 
@@ -59,6 +65,10 @@ _RULES = (
     _flag("enable_mixed_chunk", "decode tokens of a mixed batch would be decoded densely"),
     _flag("enable_unified_memory", _OTHER_LAYOUT),
     _flag("enable_page_major_kv_layout", _OTHER_LAYOUT),
+    _flag("enable_kv_cache_sharding", _OTHER_LAYOUT),
+    _flag("enable_unified_cache_external_linker", _PAST_THE_BACKEND),
+    _flag("enable_nvidia_megakernel", _NO_BACKEND),
+    _flag("enable_amd_monokernel", _NO_BACKEND),
     _flag("enable_hisparse", "another sparse attention would own the KV pool"),
     _flag("enable_two_batch_overlap", "one decode plan is held at a time"),
     _flag("enable_pdmux", "one decode plan is held at a time"),
@@ -120,6 +130,8 @@ LAYER_KNOWN = frozenset(
         "layer_id",
         "logit_capping_method",
         "quant_method",
+        # Of graphs of a prefill (0.5.23).
+        "use_prefill_attention_wrapper",
     }
 )
 # Those that must have the value of plain attention.
@@ -175,6 +187,9 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             " --decode-attention-backend"
         )
     for rule in _RULES:
+        if not hasattr(server_args, rule.field):
+            # This version has no such feature.
+            continue
         value = getattr(server_args, rule.field)
         if rule.refused(value):
             problems.append(f"{rule.field}={value!r}: {rule.why}; {rule.fix}")
@@ -188,14 +203,13 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
     if graphs is not None and graphs.backend == "full":
         problems.append("cuda_graph_config[prefill].backend='full': use breakable or disabled")
     for variable, why in _ENVIRONMENT.items():
-        if getattr(envs, variable).get():
+        if hasattr(envs, variable) and getattr(envs, variable).get():
             problems.append(f"{variable}=1: {why}; unset it")
     return problems
 
 
 def model_problems(model_config: "ModelConfig") -> list[str]:
     """Properties of the model, as SGLang reads its config, that the backend cannot serve."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import is_minimax_sparse
 
     text = model_config.hf_text_config
@@ -209,12 +223,12 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
             model_config.is_hybrid_swa
             or bool(other_kinds)
             or model_config.attention_chunk_size is not None
-            or mambaish_config(model_config) is not None
+            or is_mamba_hybrid(model_config)
         ),
         "encoder-decoder: cross-attention has no budget": model_config.is_encoder_decoder,
         "not a generative model: nothing is decoded": not model_config.is_generation,
         "attention sinks": model_config.has_attention_sinks,
-        "keys and values of different width": model_config.has_asymmetric_kv,
+        "keys and values of different width": has_asymmetric_kv(model_config),
         "soft-capped attention scores": bool(getattr(text, "attn_logit_softcapping", None)),
         "dual chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
         "sparse attention of its own": is_minimax_sparse(model_config.hf_config),
@@ -263,6 +277,18 @@ def _layer_problems(model: "torch.nn.Module") -> list[str]:
     return problems
 
 
+def unknown_attributes() -> list[str]:
+    """What this SGLang's attention layer has that nobody has decided on, one phrase if any."""
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layer = RadixAttention(4, 16, 0.25, 2, layer_id=0)
+    names = set(vars(layer)) - set(vars(torch.nn.Module()))
+    known = {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, "attn_type"}
+    unknown = ", ".join(sorted(names - known))
+    return [f"RadixAttention has {unknown}, which may ask for more"] if unknown else []
+
+
 def _odd_attributes(layer: Any) -> Iterator[tuple[str, Any]]:
     from sglang.srt.layers.radix_attention import AttentionType
 
@@ -270,7 +296,8 @@ def _odd_attributes(layer: Any) -> Iterator[tuple[str, Any]]:
         if (value := getattr(layer, name)) != plain:
             yield name, value
     for name in LAYER_SCALES:
-        value = getattr(layer, name)
+        # The later ones are there from 0.5.17 on.
+        value = getattr(layer, name, None)
         if value is not None and float(value) != 1.0:
             yield name, float(value)
     for name, other in LAYER_EQUAL.items():
@@ -285,6 +312,14 @@ def _sinks(parent: "torch.nn.Module") -> Iterator[tuple[str, Any]]:
     for name, value in (*parent.named_parameters(recurse=False), *vars(parent).items()):
         if "sink" in name and hasattr(value, "shape"):
             yield name, tuple(value.shape)
+
+
+def not_registered(error: Exception) -> RuntimeError:
+    """What to raise where the backend is asked for and its plugin has failed with `error`."""
+    return RuntimeError(
+        f"sparrow-sglang could not be registered: {error!r}. Install an SGLang that it runs with,"
+        f" or choose another --attention-backend than {BACKEND}"
+    )
 
 
 def refuse(problems: list[str]) -> None:

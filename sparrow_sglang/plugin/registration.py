@@ -5,21 +5,37 @@ errors of plugins and goes on, and it does the same for hooks that it cannot app
 factory, which no scheduler gets past, looks at what went wrong and refuses to start.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
 from sparrow_sglang.plugin import server_args
-from sparrow_sglang.plugin.hooks import CPU_HOOKS, HOOKS, Hook, is_applied, register_hooks
+from sparrow_sglang.plugin.hooks import (
+    CPU_HOOKS,
+    HOOKS,
+    Hook,
+    failing_probes,
+    is_applied,
+    register_hooks,
+)
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     model_problems,
+    not_registered,
     refuse,
     runner_problems,
     server_problems,
+    unknown_attributes,
 )
 from sparrow_sglang.plugin.server_log import announce, start_up_line
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
-from sparrow_sglang.sglang_versions import version_problems
+from sparrow_sglang.sglang_install import (
+    INSTALL,
+    SUPPORTED,
+    installed_version,
+    version_problems,
+)
+from sparrow_sglang.sglang_versions import ranks, resolved
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -35,6 +51,7 @@ def register() -> None:
         refuse(version_problems())
         server_args.install()
         PROCESS.hooks = HOOKS + _platform_hooks()
+        refuse(probe_problems(PROCESS.hooks))
         register_hooks(PROCESS.hooks)
     except Exception as error:
         PROCESS.error = error
@@ -50,15 +67,21 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     """
     refuse(version_problems())
     require_registration()
-    refuse(server_problems(runner.server_args))
+    refuse(server_problems(resolved(runner.server_args)))
     refuse(model_problems(runner.model_config))
     if runner.device == "cuda":
-        refuse(kernel_problems(runner.server_args, runner.model_config))
+        refuse(kernel_problems(resolved(runner.server_args), runner.model_config))
     refuse(runner_problems(runner))
     loaded, source = server_args.resolve_schedules(
         runner.server_args, runner.model_config.hf_config
     )
-    if runner.ps.tp_rank == runner.ps.pp_rank == 0 and not runner.ps.dp_rank:
+    place = ranks(runner)
+    if place.tp_rank == place.pp_rank == 0 and not place.dp_rank:
+        if installed_version() not in SUPPORTED:
+            announce(
+                f"SGLang {installed_version()} has not been tested with; all"
+                f" {len(PROCESS.hooks)} hooks fit into it"
+            )
         announce(start_up_line(loaded, source, runner.model_config.hf_config))
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
@@ -69,13 +92,18 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     return backend
 
 
+def probe_problems(hooks: Sequence[Hook]) -> list[str]:
+    """What this SGLang lacks or has otherwise, of what we rely on; a sentence for each."""
+    return [
+        f"SGLang {installed_version()}: {problem}; {INSTALL}"
+        for problem in (*failing_probes(hooks), *unknown_attributes())
+    ]
+
+
 def require_registration() -> None:
     """Raise RuntimeError unless `register` succeeded here and SGLang applied every hook."""
     if PROCESS.error is not None:
-        raise RuntimeError(
-            f"sparrow-sglang could not be registered: {PROCESS.error!r}. Install the SGLang"
-            f" that it was made for, or choose another --attention-backend than {BACKEND}"
-        ) from PROCESS.error
+        raise not_registered(PROCESS.error) from PROCESS.error
     missing = [hook.target for hook in PROCESS.hooks if not is_applied(hook)]
     if missing or not PROCESS.hooks:
         raise RuntimeError(

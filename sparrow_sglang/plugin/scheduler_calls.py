@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparrow_sglang.sglang_versions import ranks
+
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import DumperControlReqInput
     from sglang.srt.managers.scheduler import Scheduler
@@ -144,13 +146,13 @@ def answer_call(
 def rank_name(scheduler: "Scheduler") -> str:
     """Which scheduler of the server this is, such as `dp rank 1, tp rank 0`."""
     replica = _replica(scheduler)
-    tp_rank = f"tp rank {scheduler.ps.attn_tp_rank}"
+    tp_rank = f"tp rank {ranks(scheduler).attn_tp_rank}"
     return tp_rank if replica is None else f"dp rank {replica}, {tp_rank}"
 
 
 def _replica(scheduler: "Scheduler") -> int | None:
     """Its data-parallel rank, be it a server or its attention that is replicated; None if alone."""
-    ps = scheduler.ps
+    ps = ranks(scheduler)
     rank: int | None = ps.attn_dp_rank if ps.attn_dp_size > 1 else ps.dp_rank
     return rank
 
@@ -174,7 +176,7 @@ def _outcome(answer: Answer, scheduler: "Scheduler", fields: dict[str, Any]) -> 
 
 def _agreed(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
     """The outcome of all tensor-parallel ranks of a replica: one that fails fails the call."""
-    ps = scheduler.ps
+    ps = ranks(scheduler)
     outcomes: list[Any] = [local]
     if ps.attn_tp_size > 1:
         import torch

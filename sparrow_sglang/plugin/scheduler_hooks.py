@@ -30,7 +30,7 @@ def remember_options(
     if PROCESS.scheduler is None or not forward_batch.forward_mode.is_extend():
         return
     PROCESS.scheduler.budgets.set_options(
-        [req.req_pool_idx for req in batch.reqs],
+        [sglang_versions.kv_of(req).req_pool_idx for req in batch.reqs],
         [PROCESS.scheduler.option(req) for req in batch.reqs],
     )
 
@@ -53,7 +53,7 @@ def keep_sparse_kv_private(
     if PROCESS.scheduler is None or without_insertion is None:
         return None
     first_sparse_length = PROCESS.scheduler.option(req).first_sparse_length()
-    cached_tokens = req.kv_committed_len
+    cached_tokens = sglang_versions.kv_of(req).kv_committed_len
     decoded = cached_tokens > len(req.origin_input_ids)
     if not decoded or first_sparse_length is None or cached_tokens < first_sparse_length:
         return None
@@ -67,12 +67,12 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     SGLang 0.5.17 does so after prefill unless the request has finished there. Under the overlap
     scheduler such a request counts as decoded, as its first decode step runs already.
     """
-    from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
-
-    whole_pages = req.extend_range.end // tree_cache.page_size * tree_cache.page_size
+    prefilled = sglang_versions.prefilled_tokens(req)
+    whole_pages = prefilled // tree_cache.page_size * tree_cache.page_size
     # What `strip_thinking_cache` frees beyond the committed length must not be in the tree.
-    if req.cache_protected_len < whole_pages <= req.effective_kv_committed_len():
-        maybe_cache_unfinished_req(req, tree_cache)
+    in_the_tree = sglang_versions.kv_of(req).cache_protected_len
+    if in_the_tree < whole_pages <= sglang_versions.cacheable_tokens(req):
+        sglang_versions.cache_prefilled(req, tree_cache)
 
 
 def reserve_landmarks(
@@ -88,7 +88,7 @@ def reserve_landmarks(
 
     loaded, _ = resolve_schedules(kvc.server_args, kvc.model_config.hf_config)
     schedule = loaded.active
-    layers = set(range(kvc.layer_info.start_layer, kvc.layer_info.end_layer))
+    layers = set(sglang_versions.layer_range(kvc))
     landmark_bytes = (
         len(layers - set(schedule.dense_layers))
         * kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
@@ -112,7 +112,6 @@ def reserve_decode_buffers(
         return None
     import torch
     from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.utils.common import get_cuda_graph_max_batch_size
 
     from sparrow_sglang.attention_backends.decode_buffers import (
         EAGER_ROWS,
@@ -120,12 +119,12 @@ def reserve_decode_buffers(
         buffer_bytes,
     )
 
-    server_args = kvc.server_args
+    server_args = sglang_versions.resolved(kvc.server_args)
     graphs = server_args.cuda_graph_config.decode
     rows = EAGER_ROWS if graphs.backend == "disabled" else graphs.max_bs
     if server_args.max_running_requests is not None:
-        requests = server_args.max_running_requests // kvc.ps.attn_dp_size
-        rows = min(rows, get_cuda_graph_max_batch_size(server_args, requests))
+        requests = server_args.max_running_requests // sglang_versions.ranks(kvc).attn_dp_size
+        rows = min(rows, sglang_versions.rows_of_graphs(server_args, requests))
     loaded, _ = resolve_schedules(server_args, kvc.model_config.hf_config)
     shape = DecodeShape.of_model(loaded.active, kvc.model_config, get_parallel().attn_tp_size)
     return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))

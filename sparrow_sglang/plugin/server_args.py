@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,24 @@ from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     model_problems,
+    not_registered,
     refuse,
     server_problems,
     uses_sparrow,
 )
+from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedule import PAGE_SIZE, load_schedule, schedule_for_model
+from sparrow_sglang.sglang_install import version_problems
 from sparrow_sglang.sglang_versions import (
     ServerField,
     add_server_fields,
+    extend_fields_before_import,
+    is_resolved,
+    model_config_if_read,
+    read_model_config,
+    resolution_method,
+    resolved,
     server_argument_names,
-    version_problems,
 )
 from sparrow_sglang.validation import nearest_first
 
@@ -77,7 +85,7 @@ def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[Loaded
         ConfigError, ScheduleError: nothing usable is configured; both are ValueErrors.
     """
     config, source = SparrowConfig.resolve(getattr(server_args, FIELD), hf_config)
-    page_size = server_args.page_size
+    page_size = resolved(server_args).page_size
     schedules = [
         schedule_for_model(hf_config, page_size) if name == AUTO else load_schedule(name, page_size)
         for name in config.schedules
@@ -130,7 +138,7 @@ def install() -> None:
         return
     module.add_attention_backend_choices([BACKEND])
     add_server_fields(cls, FIELDS)
-    _check_around_post_init(cls)
+    _check_around_resolution(cls)
     _check_model_config(cls)
     setattr(cls, _MARK, True)
 
@@ -158,12 +166,21 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                _extend_or_log()
                 execute(module)
                 sys.modules[_MODULE] = module
                 _install_or_log()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _extend_or_log() -> None:
+    try:
+        extend_fields_before_import(FIELDS)
+    except Exception:
+        # `install` then finds no fields of ours, and says so to those who use the backend.
+        logger.exception("sparrow-sglang could not extend the fields of SGLang's ServerArgs")
 
 
 def _install_or_log() -> None:
@@ -178,12 +195,16 @@ def _install_or_log() -> None:
             logger.exception("sparrow-sglang could not add its arguments to SGLang's ServerArgs")
 
 
-def _check_around_post_init(cls: Any) -> None:
+def _check_around_resolution(cls: Any) -> None:
     """Refuse early, in the process that builds the engine and before anything is loaded."""
-    original = cls.__post_init__
+    method = resolution_method(cls)
+    original = getattr(cls, method)
 
     @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
+    def resolve(self: Any) -> None:
+        if is_resolved(self):
+            original(self)
+            return
         sparse = uses_sparrow(self)
         if sparse:
             _require_plugin()
@@ -197,12 +218,22 @@ def _check_around_post_init(cls: Any) -> None:
         else:
             _refuse_unused_schedule(self)
 
-    cls.__post_init__ = __post_init__
+    setattr(cls, method, resolve)
 
 
 def _check_model_config(cls: Any) -> None:
     """Refuse a model as soon as SGLang has read its config, before SGLang adapts itself to it."""
-    original = cls.get_model_config
+    original = getattr(cls, "get_model_config", None)
+    if original is None:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        @register_resolution_hook("handle_model_specific_adjustments")
+        def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
+            if uses_sparrow(server_args):
+                refuse(model_problems(read_model_config(server_args)))
+            previous(server_args)
+
+        return
 
     @functools.wraps(original)
     def get_model_config(self: Any) -> Any:
@@ -217,17 +248,19 @@ def _check_model_config(cls: Any) -> None:
 
 def _check_resolved(server_args: "ServerArgs") -> None:
     # SGLang may have replaced the backend for this model, or set other fields.
-    refuse(server_problems(server_args))
-    # Absent where SGLang itself has not read the model's config (dummy and remote models).
-    model_config = vars(server_args).get("model_config")
+    view = resolved(server_args)
+    refuse(server_problems(view))
+    model_config = model_config_if_read(server_args)
     if model_config is not None:
-        if server_args.device == "cuda":
-            refuse(kernel_problems(server_args, model_config))
+        if view.device == "cuda":
+            refuse(kernel_problems(view, model_config))
         resolve_schedules(server_args, model_config.hf_config)
 
 
 def _require_plugin() -> None:
     """Without the plugin the scheduler would only say that the backend's name is unknown."""
+    if PROCESS.error is not None:
+        raise not_registered(PROCESS.error) from PROCESS.error
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
         raise RuntimeError(

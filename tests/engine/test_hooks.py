@@ -22,12 +22,20 @@ class TestPrefixTree:
         again = engine.generate(input_ids=turn, sampling_params={"max_new_tokens": 1})
         return again["meta_info"]["cached_tokens"]
 
-    def test_sparse_turn_leaves_its_prompt_only(self, sharp_llama):
+    @pytest.fixture(scope="class")
+    def dense_hits(self, sharp_llama):
+        """Of 40 + 24 tokens; the KV of the last one is there if SGLang (0.5.17) ran one ahead."""
+        with start_engine(sharp_llama, attention_backend="torch_native", page_size=16) as engine:
+            hits = self.hits(engine, PROMPT[:40], 24)
+        assert hits in (48, 64)
+        return hits
+
+    def test_sparse_turn_leaves_its_prompt_only(self, sharp_llama, dense_hits):
         with start_engine(
             sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64"
         ) as engine:
             # Sparse from 65 tokens on. 40 + 24 tokens stay below, so their KV is dense.
-            assert self.hits(engine, PROMPT[:40], 24) == 64
+            assert self.hits(engine, PROMPT[:40], 24) == dense_hits
             # 40 + 26 do not: the prompt's two whole pages stay.
             assert self.hits(engine, PROMPT[:40], 26) == 32
             assert self.hits(engine, PROMPT, 40) == 144
@@ -53,7 +61,9 @@ class TestLandmarkMemory:
         def per_token(backend: str, start: int, end: int, page_size: int) -> int | None:
             kvc = SimpleNamespace(
                 server_args=SimpleNamespace(
-                    get_attention_backends=lambda: (backend, backend),
+                    attention_backend=backend,
+                    prefill_attention_backend=None,
+                    decode_attention_backend=None,
                     sparrow_schedule="fixed-512",
                     page_size=page_size,
                 ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import NUM_LAYERS, VOCAB_SIZE, flush, save_tiny_model, start_engine
+from engines import NUM_LAYERS, VOCAB_SIZE, flush, save_tiny_model, start_engine, weight_updates
 from transformers import AutoModelForCausalLM
 
 PAGE = 16
@@ -135,9 +135,10 @@ def test_update_weights_from_tensor(sharp_llama, tmp_path):
     with start_engine(sharp_llama, page_size=PAGE) as engine:
         before = generate(engine, [tokens])[0]["output_ids"]
         flush(engine)
-        engine.update_weights_from_tensor(
-            [(name, weight.float()) for name, weight in other.state_dict().items()]
-        )
+        with weight_updates(engine):
+            engine.update_weights_from_tensor(
+                [(name, weight.float()) for name, weight in other.state_dict().items()]
+            )
         [output] = generate(engine, [tokens])
     assert output["meta_info"]["cached_tokens"] == 0
     assert output["output_ids"] != before

@@ -146,7 +146,7 @@ class TestEngineChannels:
 
 # A process that has imported SGLang, and has not let it load plugins.
 FOREIGN = """
-import argparse, dataclasses, json, pickle, sys
+import argparse, dataclasses, json, pickle, sys, types
 import sglang
 from sglang.srt.server_args import ServerArgs
 from sglang.srt import plugins
@@ -167,7 +167,8 @@ by_cli = ServerArgs.from_cli_args(
     plain.parse_args([x if i % 2 else "--" + x for i, x in enumerate(flags)])
 )
 parsed = prefixed.parse_args([x if i % 2 else "--sglang-" + x for i, x in enumerate(flags)])
-names = {field.name for field in dataclasses.fields(ServerArgs)}
+struct = getattr(ServerArgs, "__struct_fields__", None)
+names = struct or {field.name for field in dataclasses.fields(ServerArgs)}
 by_prefix = ServerArgs(
     **{k[7:]: v for k, v in vars(parsed).items() if k.startswith("sglang_") and k[7:] in names}
 )
@@ -175,12 +176,20 @@ by_call = ServerArgs(
     model_path=model, attention_backend="sparrow", sparrow_schedule=schedule, log_level="error"
 )
 built = [by_cli, by_prefix, by_call, pickle.loads(pickle.dumps(by_call))]
+for args in built:
+    if struct:
+        args.resolve_once()
+as_dict = by_call.resolved_dict() if struct else dataclasses.asdict(by_call)
+default = ServerArgs(model_path=model)
+if struct:
+    default.resolve_once()
+    default = types.SimpleNamespace(**default.resolved_dict())
 print("RESULT" + json.dumps({
     "plugins_loaded": plugins._plugins_loaded,
     "plugin_imported": "sparrow_sglang.plugin.registration" in sys.modules,
     "built": [[a.attention_backend, a.sparrow_schedule, a.page_size] for a in built],
-    "as_dict": dataclasses.asdict(by_call)["sparrow_schedule"],
-    "default": ServerArgs(model_path=model).page_size,
+    "as_dict": as_dict["sparrow_schedule"],
+    "default": default.page_size,
 }))
 """
 
@@ -283,10 +292,10 @@ class TestBrokenPlugin:
         return PROCESS
 
     def start_and_fail(self, path: str, capfd) -> str:
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError) as refused:
             with start_engine(path, attention_backend="sparrow", sparrow_schedule="fixed-64"):
                 pass
-        return capfd.readouterr().err
+        return capfd.readouterr().err + str(refused.value)
 
     def test_plugin_raises(self, registration, tiny_llama, monkeypatch, capfd):
         from sparrow_sglang.plugin import registration as plugin

@@ -123,6 +123,16 @@ def flush(engine: Any) -> None:
         time.sleep(0.02)
 
 
+@contextmanager
+def weight_updates(engine: Any) -> Iterator[None]:
+    """Within, weights may be loaded; SGLang asks for it from 0.5.22 on."""
+    for step in ("begin", "end"):
+        if hasattr(engine, f"{step}_weight_update"):
+            getattr(engine, f"{step}_weight_update")()
+        if step == "begin":
+            yield
+
+
 @cache
 def import_for_fork() -> Any:
     """SGLang's engine module, with everything imported that its processes need."""

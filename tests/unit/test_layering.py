@@ -29,6 +29,7 @@ LAYERS = [
         "renamed",
         "run_folder",
         "schedule",
+        "sglang_install",
         "sglang_versions",
         "validation",
     },

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sparrow_sglang.sglang_versions import last_locations_in_torch, ranks
+
 
 class _WithoutPinnedMemory(TorchFunctionMode):
     """Pinned memory needs an accelerator; without one, ordinary memory does the same."""
@@ -48,17 +50,16 @@ def last_locations(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
     """REPLACE hook: SGLang takes the torch version for two backends by name only (0.5.17)."""
-    from sglang.srt.mem_cache.allocation import get_last_loc_torch
-
-    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+    return last_locations_in_torch()(req_to_token, req_pool_indices, prefix_lens)
 
 
-def no_binding(*, tp_rank: int, tp_size: int) -> None:
+def no_binding(*args: Any, **kwargs: Any) -> None:
     """REPLACE hook: SGLang insists on one NUMA node per rank, to bind its AMX kernels (0.5.17)."""
 
 
-def share_cores(*, tp_size: int, tp_rank: int, local_omp_cpuid: Any) -> None:
+def share_cores(*, tp_size: int | None = None, **kwargs: Any) -> None:
     """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always (0.5.17)."""
+    tp_size = tp_size or ranks(None).tp_size
     if tp_size > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // tp_size))
 

@@ -150,7 +150,9 @@ class TestMemory:
 
         def bytes_left(available: int, backend="sparrow", device="cuda", **fields) -> int | None:
             arguments = {
-                "get_attention_backends": lambda: (backend, backend),
+                "attention_backend": backend,
+                "prefill_attention_backend": None,
+                "decode_attention_backend": None,
                 "sparrow_schedule": "fixed-512",
                 "page_size": 16,
                 "max_running_requests": None,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sparrow_sglang import models, sglang_versions
+from sparrow_sglang import models, sglang_install
 from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.commands.doctor import Check
 
@@ -87,13 +87,35 @@ def test_doctor_sees_a_whitelist_without_sparrow(
 
 
 def test_doctor_refuses_another_sglang(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_versions, "SUPPORTED", ("9.9.9",))
+    monkeypatch.setattr(sglang_install, "SUPPORTED", ("9.9.9",))
     found = report(["--model-path", tiny_llama])
     assert found["SGLang"].status == "FAIL"
     assert re.match(
-        "SGLang 0.5.17: expected 9.9.9, .* pip install sglang==9.9.9$", found["SGLang"].detail
+        "SGLang .*: expected 9.9.9 or newer; pip install sglang==", found["SGLang"].detail
     )
     assert "plugin" not in found
+
+
+def test_doctor_warns_of_an_sglang_that_nobody_has_tested_with(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "SUPPORTED", ("9.9.9",))
+    found = report(["--model-path", tiny_llama])
+    assert found["SGLang"].status == "WARN"
+    assert found["SGLang"].detail.endswith("; not tested with, but probed below; tested: 9.9.9")
+    assert "hooks probed and in effect" in found["plugin"].detail
+
+
+def test_doctor_names_what_a_half_installed_sglang_lacks(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise ImportError("No module named 'zmq'")
+
+    monkeypatch.setattr(doctor, "import_module", fail)
+    found = report(["--model-path", tiny_llama])["SGLang"]
+    assert found.status == "FAIL"
+    assert "cannot be imported (No module named 'zmq'); pip install sglang==" in found.detail
 
 
 def test_doctor_sees_missing_hooks(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:

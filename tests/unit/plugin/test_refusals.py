@@ -289,7 +289,7 @@ class TestRunner:
 
         layer = RadixAttention(4, 16, 0.25, 2, layer_id=3)
         own = set(vars(layer)) - set(vars(torch.nn.Module()))
-        assert own == {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, "attn_type"}
+        assert own <= {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, "attn_type"}
 
     def test_arguments_of_a_call_that_would_be_ignored(self):
         from sparrow_sglang.attention_backends.backend import SparrowAttnBackend

@@ -1,99 +1,216 @@
-"""Another SGLang than the supported one is refused before anything is loaded, in one line."""
+"""An SGLang that cannot be run with is refused before anything is loaded, in one line."""
 
 import logging
 import re
 import tomllib
+from collections.abc import Callable
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
-from sparrow_sglang import sglang_versions
+from sparrow_sglang import sglang_install
 from sparrow_sglang.commands.serve import ServeError, parse_server_args
-from sparrow_sglang.plugin import refusals, server_args
+from sparrow_sglang.plugin import hooks, refusals, registration, server_args
 from sparrow_sglang.plugin.refusals import UnsupportedError
+from sparrow_sglang.plugin.state import PROCESS
+from sparrow_sglang.sglang_install import INSTALL, LOCKED, SUPPORTED, version_problems
 
-PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+ROOT = Path(__file__).parents[3]
+Pretend = Callable[..., None]
 
 
 @pytest.fixture
-def newer(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the environment says is installed."""
-    monkeypatch.setattr(sglang_versions, "version", lambda package: "9.9.9")
-    return re.escape("SGLang 9.9.9: expected 0.5.17") + ".*; pip install sglang==0.5.17$"
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Say that these versions of SGLang are on the path."""
+
+    def installed(*versions: str) -> None:
+        found = [SimpleNamespace(version=v, locate_file=lambda path: path) for v in versions]
+        monkeypatch.setattr(sglang_install, "_installed", lambda: found)
+
+    return installed
 
 
-def test_one_version_everywhere() -> None:
-    pins = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
-    assert f"sglang=={sglang_versions.SUPPORTED[-1]}" in pins
-    assert sglang_versions.SUPPORTED == ("0.5.17",)
+@pytest.fixture
+def older(pretend: Pretend) -> str:
+    pretend("0.5.9")
+    return re.escape(f"SGLang 0.5.9: expected {SUPPORTED[0]} or newer; {INSTALL}") + "$"
 
 
-def test_the_installed_version_is_no_problem() -> None:
-    assert sglang_versions.version_problems() == []
+class TestInstallation:
+    def test_the_range_and_the_locked_version_are_those_of_the_package(self) -> None:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        [allowed] = [r for r in map(Requirement, project["dependencies"]) if r.name == "sglang"]
+        assert all(version in allowed.specifier for version in SUPPORTED)
+        assert "0.5.14" not in allowed.specifier
+        assert f"sglang=={LOCKED}" in (ROOT / "constraints.txt").read_text().splitlines()
+        assert LOCKED in SUPPORTED
+
+    def test_what_is_installed_here_is_no_problem(self) -> None:
+        assert version_problems() == []
+
+    @pytest.mark.parametrize("version", [*SUPPORTED, "0.5.18", "0.6.0", "9.9.9"])
+    def test_newer_ones_are_left_to_the_probes(self, pretend: Pretend, version: str) -> None:
+        pretend(version)
+        assert version_problems() == []
+
+    def test_two_on_the_path(self, pretend: Pretend) -> None:
+        pretend("0.5.17", "0.5.20")
+        assert version_problems() == ["SGLang is on the path 2 times (0.5.17, 0.5.20): keep one"]
+
+    def test_a_package_that_hides_the_installed_one(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        for name in ("mine", "theirs"):
+            (tmp_path / name / "sglang" / "srt").mkdir(parents=True)
+            (tmp_path / name / "sglang" / "__init__.py").touch()
+            (tmp_path / name / "sglang" / "srt" / "server_args.py").touch()
+        metadata = tmp_path / "theirs" / "sglang-0.5.17.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Name: sglang\nVersion: 0.5.17\n")
+        monkeypatch.setattr(sglang_install, "_installed", lambda: [PathDistribution(metadata)])
+        mine = SimpleNamespace(origin=str(tmp_path / "mine" / "sglang" / "__init__.py"))
+        monkeypatch.setattr(sglang_install, "find_spec", lambda name: mine)
+        [problem] = version_problems()
+        assert problem == (
+            f"SGLang is on the path twice, in {tmp_path / 'mine' / 'sglang'} and"
+            f" {tmp_path / 'theirs' / 'sglang'}: keep one"
+        )
+
+    @pytest.mark.parametrize(
+        ("versions", "package", "message"),
+        [
+            ([], None, "SGLang is not installed; "),
+            (["0.5.17"], None, "SGLang is installed in part: its package is missing; "),
+            (["0.5.17"], "empty", "is installed in part: srt/server_args.py is missing; "),
+            ([], "whole", "expected one that pip knows; "),
+            (["git"], "whole", "SGLang git in "),
+        ],
+    )
+    def test_a_half_installed_one(
+        self,
+        pretend: Pretend,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        versions: list[str],
+        package: str | None,
+        message: str,
+    ) -> None:
+        pretend(*versions)
+        found = SimpleNamespace(origin=str(tmp_path / "__init__.py")) if package else None
+        if package == "whole":
+            (tmp_path / "srt").mkdir()
+            (tmp_path / "srt" / "server_args.py").touch()
+        monkeypatch.setattr(sglang_install, "find_spec", lambda name: found)
+        [problem] = version_problems()
+        assert message in problem and "\n" not in problem and problem.endswith(INSTALL)
 
 
-def test_the_error_is_one_line_and_reads_no_field_of_that_version(newer: str) -> None:
-    # A ServerArgs without any of the fields that the other rules look at.
-    (problem,) = refusals.server_problems(SimpleNamespace())
-    assert re.match(newer, problem) and "\n" not in problem
+class TestRefusal:
+    def test_the_error_is_one_line_and_reads_no_field_of_that_version(self, older: str) -> None:
+        # A ServerArgs without any of the fields that the other rules look at.
+        (problem,) = refusals.server_problems(SimpleNamespace())
+        assert re.match(older, problem) and "\n" not in problem
+
+    def test_arguments_of_an_engine(self, older: str, tiny_llama: str) -> None:
+        from sglang.srt.server_args import ServerArgs
+
+        with pytest.raises(UnsupportedError, match=older):
+            ServerArgs(
+                model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
+            )
+        # People who use another backend keep their SGLang.
+        ServerArgs(model_path=tiny_llama, attention_backend="torch_native")
+
+    def test_a_scheduler_does_not_start(self, older: str) -> None:
+        with pytest.raises(UnsupportedError, match=older):
+            registration.build_backend(SimpleNamespace())
+
+    def test_serve_says_so_before_anything_else(self, older: str) -> None:
+        with pytest.raises(ServeError, match=older):
+            parse_server_args(["--no-such-flag"])
+
+    def test_what_does_not_fit_into_another_version_is_one_line(
+        self, older: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail() -> None:
+            raise AttributeError("ServerArgs has changed")
+
+        monkeypatch.setattr(server_args, "install", fail)
+        # Servers that other tests have started set up logging anew.
+        monkeypatch.setattr(server_args.logger, "disabled", False)
+        with caplog.at_level(logging.WARNING, server_args.logger.name):
+            server_args._install_or_log()
+        [line] = caplog.messages
+        assert re.search(older, line) and "\n" not in line
 
 
-def test_an_sglang_that_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(package: str) -> str:
-        raise sglang_versions.PackageNotFoundError(package)
+class TestProbes:
+    """What hooks need is looked for at start-up, whatever the version is called."""
 
-    monkeypatch.setattr(sglang_versions, "version", missing)
-    (problem,) = sglang_versions.version_problems()
-    assert problem.startswith("SGLang of an unknown version: expected 0.5.17")
+    @pytest.fixture
+    def registered(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        from sglang.srt.plugins.hook_registry import HookRegistry
 
+        monkeypatch.setattr(PROCESS, "error", None)
+        monkeypatch.setattr(PROCESS, "hooks", PROCESS.hooks)
+        targets: list[str] = []
+        monkeypatch.setattr(HookRegistry, "register", lambda target, *_: targets.append(target))
+        return targets
 
-def test_arguments_of_an_engine(newer: str, tiny_llama: str) -> None:
-    from sglang.srt.server_args import ServerArgs
+    def test_every_probe_passes_here(self) -> None:
+        everything = [*hooks.HOOKS, *hooks.CPU_HOOKS]
+        assert registration.probe_problems(everything) == []
 
-    with pytest.raises(UnsupportedError, match=newer):
-        ServerArgs(model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512")
-    # People who use another backend keep their SGLang.
-    ServerArgs(model_path=tiny_llama, attention_backend="torch_native")
+    def test_an_untried_version_is_registered_if_all_pass(
+        self, pretend: Pretend, registered: list[str]
+    ) -> None:
+        pretend("9.9.9")
+        registration.register()
+        assert len(registered) >= len(hooks.HOOKS)
 
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            (
+                {"target": "sglang.srt.mem_cache.common.gone"},
+                "sglang.srt.mem_cache.common.gone is not there",
+            ),
+            (
+                {"parameters": "req tree_cache keep"},
+                "sglang.srt.mem_cache.common.release_kv_cache takes (req, tree_cache, ",
+            ),
+        ],
+    )
+    def test_one_that_fails_is_named_and_nothing_is_hooked(
+        self,
+        pretend: Pretend,
+        registered: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+        tiny_llama: str,
+        change: dict[str, str],
+        problem: str,
+    ) -> None:
+        from sglang.srt.server_args import ServerArgs
 
-def test_no_hook_is_put_into_another_version(newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry
+        pretend("9.9.9")
+        [hook] = [h for h in hooks.HOOKS if h.target.endswith(".release_kv_cache")]
+        monkeypatch.setattr(registration, "HOOKS", (hook._replace(**change),))
+        line = f"  - SGLang 9.9.9: {problem}"
+        with pytest.raises(UnsupportedError, match=re.escape(line)):
+            registration.register()
+        assert registered == []
+        # Nor is anything loaded: the launching process refuses, and not with a dense decode.
+        with pytest.raises(RuntimeError, match=re.escape(line)):
+            ServerArgs(
+                model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
+            )
 
-    from sparrow_sglang.plugin.registration import register
-    from sparrow_sglang.plugin.state import PROCESS
-
-    monkeypatch.setattr(PROCESS, "error", None)
-    monkeypatch.setattr(PROCESS, "hooks", PROCESS.hooks)
-    registered: list[str] = []
-    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
-    with pytest.raises(UnsupportedError, match=newer):
-        register()
-    assert registered == []
-
-
-def test_a_scheduler_does_not_start(newer: str) -> None:
-    from sparrow_sglang.plugin.registration import build_backend
-
-    with pytest.raises(UnsupportedError, match=newer):
-        build_backend(SimpleNamespace())
-
-
-def test_serve_says_so_before_anything_else(newer: str) -> None:
-    with pytest.raises(ServeError, match=newer):
-        parse_server_args(["--no-such-flag"])
-
-
-def test_what_does_not_fit_into_another_version_is_one_line(
-    newer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise AttributeError("ServerArgs has changed")
-
-    monkeypatch.setattr(server_args, "install", fail)
-    # Servers that other tests have started set up logging anew.
-    monkeypatch.setattr(server_args.logger, "disabled", False)
-    with caplog.at_level(logging.WARNING, server_args.logger.name):
-        server_args._install_or_log()
-    [line] = caplog.messages
-    assert re.search(newer, line) and "\n" not in line
+    def test_an_attribute_of_attention_that_nobody_has_looked_at(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(refusals, "LAYER_KNOWN", refusals.LAYER_KNOWN - {"scaling"})
+        [problem] = registration.probe_problems([])
+        assert ": RadixAttention has scaling, which may ask for more; " in problem

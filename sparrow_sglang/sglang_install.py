@@ -1,0 +1,64 @@
+"""Which SGLang is installed, and whether it can be run with: whole, alone, and not too old.
+
+Versions nobody has tried are not refused here: `sparrow_sglang.plugin.registration` probes what the
+hooks need of them. SGLang is not imported.
+"""
+
+from importlib.metadata import Distribution, distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+SUPPORTED = ("0.5.15.post1", "0.5.16", "0.5.17", "0.5.20", "0.5.23")
+"""Those that the engine and server tests are run on; see docs/versions.md."""
+LOCKED = "0.5.17"
+"""The one that the README installs, and that measurements were made with."""
+INSTALL = f"pip install sglang=={LOCKED}, or another of {', '.join(SUPPORTED)}"
+
+UNKNOWN = "of an unknown version"
+
+
+def installed_version() -> str:
+    """The version of the SGLang that would be imported, as the installer knows it."""
+    installed = _installed()
+    return installed[0].version if installed else UNKNOWN
+
+
+def version_problems() -> list[str]:
+    """One sentence if SGLang is missing, not whole, there twice, or older than those supported."""
+    package = find_spec("sglang")
+    installed = _installed()
+    if package is None or package.origin is None:
+        what = "is installed in part: its package is missing" if installed else "is not installed"
+        return [f"SGLang {what}; {INSTALL}"]
+    folder = Path(package.origin).parent
+    if not (folder / "srt" / "server_args.py").is_file():
+        return [
+            f"SGLang in {folder} is installed in part: srt/server_args.py is missing; {INSTALL}"
+        ]
+    versions = list(dict.fromkeys(distribution.version for distribution in installed))
+    if len(versions) > 1:
+        return [f"SGLang is on the path {len(versions)} times ({', '.join(versions)}): keep one"]
+    try:
+        known = Version(installed[0].version) if installed else None
+    except InvalidVersion:
+        known = None
+    if known is None:
+        return [f"SGLang {installed_version()} in {folder}: expected one that pip knows; {INSTALL}"]
+    own = Path(str(installed[0].locate_file("sglang/__init__.py")))
+    # An installation that can be edited has no package where its metadata is.
+    if own.is_file() and own.resolve().parent != folder.resolve():
+        return [f"SGLang is on the path twice, in {folder} and {own.parent}: keep one"]
+    if known < Version(SUPPORTED[0]):
+        return [f"SGLang {known}: expected {SUPPORTED[0]} or newer; {INSTALL}"]
+    return []
+
+
+def import_problem(error: ImportError) -> str:
+    """What to say of an SGLang of which a part, or a package that it needs, is missing."""
+    return f"SGLang {installed_version()} cannot be imported ({error}); {INSTALL}"
+
+
+def _installed() -> list[Distribution]:
+    return list(distributions(name="sglang"))
