@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.rollouts.requests import Progress
+from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.measure import Unit
 from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
-from sparrow_sglang.commands import calibrate, cli
+from sparrow_sglang.commands import cli
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.ladder import Move
@@ -40,7 +41,7 @@ def _rates(unit: Unit, cached: NDArray[np.int64]) -> NDArray[np.float64]:
 def _measure(
     engine: Any, units: Sequence[Unit], work: WorkFolder, batch: int, progress: Any
 ) -> None:
-    """What `calibration_measure.measure` stores, from a known distribution instead of an engine."""
+    """What `calibration.measure.measure` stores, from a known distribution instead of an engine."""
     for unit in units:
         cached = len(unit.prompt.input_ids) + 1 + np.arange(unit.new_tokens - 1)
         rates = _rates(unit, cached)
@@ -61,8 +62,8 @@ def write_calibration(folder: Path, model: str) -> None:
     schedules = [str(folder / f"m-{target}.json") for target in TARGETS]
     check = ["--check", *schedules, "--out", str(folder / "check.json")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "running_engine", lambda *_: nullcontext())
-        patch.setattr(calibrate, "measure", _measure)
+        patch.setattr(engine, "running_engine", lambda *_: nullcontext())
+        patch.setattr(engine, "measure", _measure)
         assert cli.main([*command, *sizes, *out]) == 0
         assert cli.main([*command, *check]) in (0, 1)
 

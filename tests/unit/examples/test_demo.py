@@ -47,5 +47,5 @@ def test_kv_traffic_counts_tokens_page_by_page(
             read += seq_len if dense else sum(pages[1:budget_pages]) + pages[-1]
     steps = (generated - 1) * layers
     got = demo.kv_traffic(schedule, prompt, generated, layers)
-    assert got.held == pytest.approx(held / steps)
+    assert got.cached == pytest.approx(held / steps)
     assert got.read == pytest.approx(read / steps)

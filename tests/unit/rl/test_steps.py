@@ -236,6 +236,10 @@ def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
     def interrupted(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
+    # What Python makes of the signal, unless this process was started with it ignored.
+    def press_ctrl_c(*args: Any) -> None:
+        raise KeyboardInterrupt
+
     path = tmp_path / "run.toml"
     path.write_text(
         f'run_dir = "{tmp_path}/run"\n[task]\nname = "{ascii_task.NAME}"\n'
@@ -250,6 +254,6 @@ def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
     assert "--resume" not in said
     # And so it is: nothing is in the way of the same command.
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "prepare", interrupted)
+        patch.setattr(trainer, "prepare", press_ctrl_c)
         assert main(["train", str(path)]) == 130
     assert "nothing was saved" in capsys.readouterr().err
