@@ -165,7 +165,8 @@ def _need(
 ) -> int | None:
     """Cheapest budget that holds in this bin, as do all above it; None if none is filled.
 
-    Far below what a model needs it repeats itself, and both laws agree on how that goes on.
+    Far below what a model needs it repeats itself, and both distributions agree on how that
+    goes on.
     """
     filled = {
         budget: bins[index]

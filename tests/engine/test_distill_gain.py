@@ -58,8 +58,8 @@ def test_a_run_measures_both_deliveries(result):
     for speed in result["decode"].values():
         seconds = HELDOUT * NEW_TOKENS / speed["tokens_per_s"]
         assert 0 < speed["step_ms"] * (NEW_TOKENS - 1) < 1e3 * seconds
-    merged, base = (result["agreement"][law] for law in ("merged", "base"))
-    # Rounding the sum to bf16 moves the law less than the adapter does.
+    merged, base = (result["agreement"][distribution] for distribution in ("merged", "base"))
+    # Rounding the sum to bf16 moves the distribution less than the adapter does.
     assert 1 - merged["mean"] < 0.5 * (1 - base["mean"])
     assert merged["min"] <= merged["tail"] <= merged["mean"] < 1
     cost = result["cost"]

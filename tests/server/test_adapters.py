@@ -55,9 +55,9 @@ def generate(engine, name: str | None) -> dict:
 def assert_law(output: dict, model: str) -> None:
     """The log-probs are those of `model`, decoded sparsely."""
     ids = output["output_ids"]
-    law = ContractModel(model, SCHEDULE).log_probs(PROMPT, ids)
+    distribution = ContractModel(model, SCHEDULE).log_probs(PROMPT, ids)
     got = torch.tensor([value for value, *_ in output["meta_info"]["output_token_logprobs"]])
-    expected = law.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+    expected = distribution.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
     torch.testing.assert_close(got.double(), expected, atol=FP32, rtol=0)
 
 

@@ -173,7 +173,7 @@ def test_texts_are_decoded_sparsely_unless_asked_otherwise(evaluated: Evaluated)
         ids = [SYMBOLS.index(symbol) for symbol in text]
         if not ids:
             continue
-        law = contract.log_probs(prompt, ids)
-        chosen = law.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+        distribution = contract.log_probs(prompt, ids)
+        chosen = distribution.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
         # Near-ties may fall either way.
-        assert (law.max(-1).values - chosen).max() < 2 * FP32
+        assert (distribution.max(-1).values - chosen).max() < 2 * FP32

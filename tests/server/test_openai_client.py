@@ -40,7 +40,9 @@ class Served:
     def client(self, api_key: str = KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=120)
 
-    def law(self, model: str, schedule: BudgetSchedule | None, ids: list[int]) -> torch.Tensor:
+    def distribution(
+        self, model: str, schedule: BudgetSchedule | None, ids: list[int]
+    ) -> torch.Tensor:
         """Log-probs [T, V] of what follows PROMPT, decoded under `schedule` (None: densely)."""
         return ContractModel(self.checkpoints[model], schedule).log_probs(PROMPT, ids)
 
@@ -76,11 +78,11 @@ def sparrow(**option) -> dict:
     return {"custom_params": {"sparrow": option}, "ignore_eos": True}
 
 
-def assert_greedy(law: torch.Tensor, ids: list[int], logprobs: list[float]) -> None:
+def assert_greedy(distribution: torch.Tensor, ids: list[int], logprobs: list[float]) -> None:
     """Near-ties may fall either way, so a greedy token must be almost as likely as the best."""
-    chosen = law.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+    chosen = distribution.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
     torch.testing.assert_close(torch.tensor(logprobs).double(), chosen, atol=FP32, rtol=0)
-    assert (law.max(-1).values - chosen).max() < 2 * FP32
+    assert (distribution.max(-1).values - chosen).max() < 2 * FP32
 
 
 def complete(served: Served, **fields):
@@ -98,12 +100,12 @@ def test_text_completions(served):
     answer = complete(served, logprobs=3, extra_body=sparrow(report=True))
     [choice] = answer.choices
     ids = token_ids(choice.text)
-    law = served.law(NAME, A, ids)
+    distribution = served.distribution(NAME, A, ids)
     assert len(ids) == TOKENS and choice.finish_reason == "length"
-    assert_greedy(law, ids, choice.logprobs.token_logprobs)
+    assert_greedy(distribution, ids, choice.logprobs.token_logprobs)
     for position, listed in enumerate(choice.logprobs.top_logprobs):
         found = {token_ids(word)[0]: value for word, value in listed.items()}
-        best = law[position].topk(3).values
+        best = distribution[position].topk(3).values
         torch.testing.assert_close(
             torch.tensor(sorted(found.values(), reverse=True)).double(), best, atol=FP32, rtol=0
         )
@@ -132,7 +134,7 @@ def test_chat_completions(served):
     [choice] = answer.choices
     ids = token_ids(choice.message.content)
     logprobs = [token.logprob for token in choice.logprobs.content]
-    assert_greedy(served.law(NAME, B, ids), ids, logprobs)
+    assert_greedy(served.distribution(NAME, B, ids), ids, logprobs)
     assert [token.token for token in choice.logprobs.content] == choice.message.content.split()
 
 
@@ -161,14 +163,14 @@ def test_streams_carry_the_same_answer(served, kind):
 
 
 def test_several_choices(served):
-    """Each sample of a prompt is one of the sparse law, and has a report of its own."""
+    """Each sample of a prompt is one of the sparse distribution, and has a report of its own."""
     fields = {"n": 3, "temperature": 1, "logprobs": 1, "extra_body": sparrow(report=True)}
     answer = complete(served, **fields)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.text for choice in answer.choices}) == 3
     for choice in answer.choices:
         ids = token_ids(choice.text)
-        chosen = served.law(NAME, A, ids)[range(TOKENS), ids]
+        chosen = served.distribution(NAME, A, ids)[range(TOKENS), ids]
         got = torch.tensor(choice.logprobs.token_logprobs).double()
         torch.testing.assert_close(got, chosen, atol=FP32, rtol=0)
     assert len(answer.metadata["sparrow"]) == 3
@@ -193,9 +195,9 @@ def test_adapters_are_models(served):
     for model in (f"{NAME}:one", f"{NAME}:two"):
         answer = complete(served, model=model, logprobs=1)
         ids = token_ids(answer.choices[0].text)
-        law = served.law(model, A, ids)
-        assert_greedy(law, ids, answer.choices[0].logprobs.token_logprobs)
-        assert (law - served.law(NAME, A, ids)).abs().max() > 100 * FP32
+        distribution = served.distribution(model, A, ids)
+        assert_greedy(distribution, ids, answer.choices[0].logprobs.token_logprobs)
+        assert (distribution - served.distribution(NAME, A, ids)).abs().max() > 100 * FP32
     with pytest.raises(openai.BadRequestError, match="never been loaded: three"):
         complete(served, model=f"{NAME}:three")
 
@@ -235,7 +237,7 @@ def test_a_mixed_batch_gives_each_request_what_it_gets_alone(served):
         assert got.text == alone.text
         assert got.logprobs.token_logprobs == pytest.approx(alone.logprobs.token_logprobs, abs=FP32)
         ids = token_ids(got.text)
-        assert_greedy(served.law(model, schedule, ids), ids, got.logprobs.token_logprobs)
+        assert_greedy(served.distribution(model, schedule, ids), ids, got.logprobs.token_logprobs)
         curves.append(got.logprobs.token_logprobs)
     # Six different answers, or nothing was told apart.
     for one in range(len(curves)):
@@ -253,8 +255,8 @@ def test_only_with_the_key(served):
     assert names == {NAME, "one", "two"}
     response = complete(served).choices[0].text
     [scores] = score_dense(served.url, [(PROMPT, token_ids(response))], api_key=KEY)
-    law = served.law(NAME, None, token_ids(response))
-    chosen = law[range(TOKENS), token_ids(response)]
+    distribution = served.distribution(NAME, None, token_ids(response))
+    chosen = distribution[range(TOKENS), token_ids(response)]
     torch.testing.assert_close(torch.from_numpy(scores.logprobs), chosen, atol=FP32, rtol=0)
 
 

@@ -41,7 +41,7 @@ def test_the_choice_is_the_cheapest_that_holds_with_all_above_it_and_never_falls
 
 
 def test_a_budget_below_one_that_fails_is_not_taken() -> None:
-    """Under a budget far too small a model repeats itself, and both laws agree on that."""
+    """Under a budget far too small a model repeats itself, and both distributions agree on that."""
     tails = {b: {4: tail(4, low)} for b, low in ((64, 0.99), (96, 0.3), (128, 0.7), (192, 0.85))}
     (choice,) = [each for each in choose(tails, 0.8, 5, BIN, min_tokens=500) if each.bin == 4]
     assert (choice.budget, choice.basis) == (192, "measured")

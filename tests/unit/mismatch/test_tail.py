@@ -16,7 +16,7 @@ GRID_ERROR = 2.5e-4
 def requests(
     random: np.random.Generator, count: int, tokens: int, spread: float = 0.0
 ) -> list[tuple[str, NDArray[np.int64], NDArray[np.float64]]]:
-    """Tokens with acceptance rates of a Beta law; `spread` makes the requests differ."""
+    """Tokens with acceptance rates of a Beta distribution; `spread` makes the requests differ."""
     made = []
     for index in range(count):
         b = 2.0 * math.exp(spread * random.normal())

@@ -1,4 +1,4 @@
-"""Measured steps: the fit against known laws and NumPy, their bytes against the step model."""
+"""Measured steps: the fit against known formulas and NumPy, their bytes against the step model."""
 
 import math
 from typing import Any
