@@ -275,6 +275,42 @@ def weight_update_session(manager: Any, step: str) -> Any:
     return getattr(manager, f"{step}_weight_update")(request, None)
 
 
+def request_of(fields: Mapping[str, Any]) -> Any:
+    """SGLang's `GenerateReqInput` of `fields`.
+
+    Left out are those that change only how top log-probs are written, where it lacks them (0.5.16).
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    known = inspect.signature(GenerateReqInput).parameters
+    flat = ("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64")
+    return GenerateReqInput(
+        **{name: value for name, value in fields.items() if name in known or name not in flat}
+    )
+
+
+def adapter_request(
+    name: str, config: Mapping[str, Any], tensors: Mapping[str, Any], tp_size: int
+) -> Any:
+    """SGLang's request to load a LoRA adapter from tensors."""
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    fields: dict[str, Any] = {"lora_name": name, "config_dict": dict(config)}
+    if (
+        "serialized_named_tensors"
+        in inspect.signature(LoadLoRAAdapterFromTensorsReqInput).parameters
+    ):
+        fields["serialized_named_tensors"] = [
+            MultiprocessingSerializer.serialize(dict(tensors)) for _ in range(tp_size)
+        ]
+    else:
+        # Until 0.5.16 all ranks read one copy.
+        serialized = MultiprocessingSerializer.serialize(dict(tensors), output_str=True)
+        fields["serialized_tensors"] = serialized
+    return LoadLoRAAdapterFromTensorsReqInput(**fields)
+
+
 def kv_of(req: Any) -> Any:
     """What holds `req_pool_idx`, `kv_committed_len` and `cache_protected_len` of a request."""
     kv = getattr(req, "kv", None)

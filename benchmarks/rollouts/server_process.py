@@ -112,8 +112,13 @@ def stop(process: "subprocess.Popen[Any]") -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses yet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of this machine that nobody uses yet.
+
+    SGLang 0.5.15 wants the port 10,000 above it, too.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port <= 55535:
+            return port

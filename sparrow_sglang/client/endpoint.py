@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
+from sparrow_sglang.sglang_versions import request_of
+
 Request = Mapping[str, Any]
 Answer = dict[str, Any]
 
@@ -132,9 +134,7 @@ class EngineEndpoint:
 
     async def _one(self, request: Request) -> Answer:
         # `Engine.generate` lacks some fields, extra_key among them.
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        answers = self._engine.tokenizer_manager.generate_request(GenerateReqInput(**request), None)
+        answers = self._engine.tokenizer_manager.generate_request(request_of(request), None)
         try:
             answer: Answer = await anext(answers)
         except (ValueError, TypeError) as error:

@@ -133,9 +133,7 @@ def dense_scores(answer: Mapping[str, Any], response: Sequence[int]) -> DenseSco
     meta = answer["meta_info"]
     # The first entry is the prompt's last token, of which SGLang gives no log-prob.
     entries = meta["input_token_logprobs"][1:]
-    rows, width = meta["input_top_logprobs_shape"]
-    values = _decoded(meta, "val", "<f4", (rows, width))
-    ids = _decoded(meta, "idx", "<i4", (rows, width))
+    values, ids = _top_logprobs(meta)
     _require_tokens([entry[1] for entry in entries], response, int(ids.max(initial=0)))
     return DenseScores(
         logprobs=np.array([entry[0] for entry in entries], dtype=np.float64),
@@ -188,6 +186,17 @@ def _require_tokens(scored: Sequence[int], response: Sequence[int], largest_list
             f"the server scored {len(scored)} tokens that are not the response's {len(response)}:"
             " expected one log-prob per response token; is the target an SGLang 0.5.17 server?"
         )
+
+
+def _top_logprobs(meta: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Log-probs and ids of the most probable tokens, both [T, top_k]."""
+    if "input_top_logprobs_shape" in meta:
+        rows, width = meta["input_top_logprobs_shape"]
+        shape = (rows, width)
+        return _decoded(meta, "val", "<f4", shape), _decoded(meta, "idx", "<i4", shape)
+    # Until 0.5.16 a list for each token; the prompt's last one has none.
+    pairs = np.array([[entry[:2] for entry in row] for row in meta["input_top_logprobs"][1:]])
+    return pairs[..., 0], pairs[..., 1].astype(np.int64)
 
 
 def _decoded(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from sparrow_sglang.json_values import cut, quoted
 from sparrow_sglang.plugin.scheduler_calls import ControlError, answers, idle, tell_schedulers
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.sglang_versions import resolved
+from sparrow_sglang.sglang_versions import adapter_request, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -120,11 +120,7 @@ async def _replace(
     config: dict[str, Any],
     tensors: "Mapping[str, torch.Tensor]",
 ) -> None:
-    from sglang.srt.managers.io_struct import (
-        LoadLoRAAdapterFromTensorsReqInput,
-        UnloadLoRAAdapterReqInput,
-    )
-    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
     former = name in manager.lora_registry.get_all_adapters()
     if former:
@@ -133,13 +129,7 @@ async def _replace(
         if not gone.success:
             raise ControlError(f"adapter {name!r} was not replaced: {gone.error_message}")
     payload = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-    request = LoadLoRAAdapterFromTensorsReqInput(
-        lora_name=name,
-        config_dict=config,
-        serialized_named_tensors=[
-            MultiprocessingSerializer.serialize(payload) for _ in range(manager.server_args.tp_size)
-        ],
-    )
+    request = adapter_request(name, config, payload, manager.server_args.tp_size)
     try:
         loaded = await manager.load_lora_adapter_from_tensors(request, None)
         if not loaded.success:

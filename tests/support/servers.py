@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from typing import Any
 import httpx
 import psutil
 from engines import import_for_fork, kill
+
+from sparrow_sglang.benchmarks.rollouts.server_process import free_port
 
 START_S = 120.0
 
@@ -88,10 +89,3 @@ def _kill_family(pid: int | None) -> None:
     except psutil.NoSuchProcess:
         return
     kill(family)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

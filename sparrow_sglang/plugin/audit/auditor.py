@@ -34,6 +34,7 @@ from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.scheduler_calls import is_idle
 from sparrow_sglang.plugin.state import request_state
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.sglang_versions import request_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BatchStrOutput, TokenizedGenerateReqInput
@@ -273,8 +274,6 @@ class Auditor:
         Returns whether it was entered; not so if it was aborted. Raises whatever SGLang refuses
         the request with.
         """
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         # A generation may fill the context, and the scheduler takes prompts a few tokens shorter.
         room = self._manager.max_req_input_len - 1 - len(recorded.prompt)
         response = list(recorded.tokens[: max(room, 0)])
@@ -284,7 +283,7 @@ class Auditor:
         fields = scoring_request(
             recorded.prompt, response, self._top_k, self._namespace, recorded.lora_path
         )
-        request = GenerateReqInput(**fields, priority=self._lowest_priority(), no_logs=True)
+        request = request_of(fields | {"priority": self._lowest_priority(), "no_logs": True})
         # To its end, where SGLang gives back the lock that its weight updates wait for.
         answers = [answer async for answer in self._manager.generate_request(request, None)]
         if answers[-1]["meta_info"]["finish_reason"]["type"] == "abort":
