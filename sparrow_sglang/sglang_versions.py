@@ -311,6 +311,15 @@ def adapter_request(
     return LoadLoRAAdapterFromTensorsReqInput(**fields)
 
 
+def logits_of(processor: Any, states: Any, lm_head: Any, metadata: Any) -> Any:
+    """Logits [T, vocab] of hidden states [T, hidden], which no later call overwrites."""
+    arguments: dict[str, Any] = {}
+    if "use_logits_buffer" in inspect.signature(processor._get_logits).parameters:
+        # From 0.5.16 on they would lie in a buffer that the decode step uses, too.
+        arguments["use_logits_buffer"] = False
+    return processor._get_logits(states, lm_head, metadata, **arguments)
+
+
 def kv_of(req: Any) -> Any:
     """What holds `req_pool_idx`, `kv_committed_len` and `cache_protected_len` of a request."""
     kv = getattr(req, "kv", None)

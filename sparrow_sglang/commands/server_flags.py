@@ -120,6 +120,8 @@ def _named_after_fields() -> Iterator[str]:
 def _spelt_out() -> Iterator[str]:
     package = find_spec("sglang")
     assert package is not None and package.origin is not None, "argument_names() found it"
-    source = Path(package.origin).with_name("srt") / "server_args.py"
-    yield from re.findall(r"""["'](--[a-z0-9][\w-]*)["']""", source.read_text("utf-8"))
+    folder = Path(package.origin).with_name("srt")
+    # From 0.5.20 on most stand with the fields, in arg_groups.
+    for source in (folder / "server_args.py", *folder.glob("arg_groups/**/*.py")):
+        yield from re.findall(r"""["'](--[a-z0-9][\w-]*)["']""", source.read_text("utf-8"))
     yield from ("--help", "--help-all", *_OF_GRPC)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.plugin.state import require_scheduler_state
-from sparrow_sglang.sglang_versions import kv_of
+from sparrow_sglang.sglang_versions import kv_of, logits_of
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +203,7 @@ def keep_or_compare(
         metadata = LogitsMetadata.from_forward_batch(batch)
 
         def logits(states: "torch.Tensor") -> "torch.Tensor":
-            return processor._get_logits(states, lm_head, metadata, use_logits_buffer=False)
+            return logits_of(processor, states, lm_head, metadata)
 
         rates: list[list[float] | None] = []
         start = 0

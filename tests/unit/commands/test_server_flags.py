@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparrow_sglang.commands.cli import main
-from sparrow_sglang.commands.server_flags import FlagError, check_flags, check_port, known_flags
+from sparrow_sglang.commands.server_flags import FlagError, check_flags, check_port
 
 RUN = "run_dir = 'run'\n[task]\nname = 'math'\ntrain_path = 'rows.jsonl'\n"
 LIGHT = """
@@ -98,9 +98,3 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             with pytest.raises(FlagError, match="another process listens"):
                 check_port([f"--port={port}", "--host", host])
     check_port(["--port", port])
-
-
-def test_every_flag_of_sglang_is_known() -> None:
-    from sparrow_sglang.commands.serve import _sglang_parser
-
-    assert set(_sglang_parser()._option_string_actions) - {"-h"} <= set(known_flags())
