@@ -107,7 +107,7 @@ def _check_entry_points() -> Iterator[Check]:
         if found:
             yield Check("ok", "entry point", f"{group}: {name} = {found[0]}")
         else:
-            fix = "install the package (pip install sparrow-sglang), a checkout alone has none"
+            fix = "run pip install -e . in the checkout, which alone has none"
             yield Check("FAIL", "entry point", f"{group}: no {name}; {fix}")
 
 
