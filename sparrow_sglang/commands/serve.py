@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from sparrow_sglang.commands.server_flags import MODEL_FLAGS, check_flags, check_port
+from sparrow_sglang.commands.server_flags import (
+    ALL_FLAGS,
+    MODEL_FLAGS,
+    check_flags,
+    check_port,
+    unknown_flags,
+)
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     ModelError,
@@ -19,8 +25,7 @@ from sparrow_sglang.models import (
 )
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.sglang_install import import_problem, version_problems
-from sparrow_sglang.sglang_versions import config_file_merger, resolve
-from sparrow_sglang.validation import nearest_first
+from sparrow_sglang.sglang_versions import config_file_merger, read_model_config, resolve
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -83,7 +88,7 @@ def _announce_again(server_args: "ServerArgs") -> None:
     from sparrow_sglang.plugin.server_args import resolve_schedules
     from sparrow_sglang.plugin.server_log import announce, start_up_line
 
-    hf_config = server_args.get_model_config().hf_config
+    hf_config = read_model_config(server_args).hf_config
     loaded, source = resolve_schedules(server_args, hf_config)
     url = f"http://{server_args.host}:{server_args.port}"
     announce(f"ready on {url}, {start_up_line(loaded, source, hf_config)}")
@@ -162,13 +167,10 @@ class _OneLineParser(argparse.ArgumentParser):
     """SGLang has hundreds of flags: its usage text would bury the error."""
 
     def error(self, message: str) -> NoReturn:
-        near = ""
         unknown, _, words = message.partition("unrecognized arguments: ")
         if not unknown and words:
-            flag = words.split()[0].partition("=")[0]
-            close = nearest_first(flag, self._option_string_actions, cutoff=0.6)
-            near = f" (did you mean {close[0]}?)" if close else ""
-        raise ServeError(f"{message}{near}; sparrow serve --help-all lists the flags")
+            raise ServeError(unknown_flags(words, self._option_string_actions))
+        raise ServeError(f"{message}; {ALL_FLAGS}")
 
 
 def _sglang_parser() -> argparse.ArgumentParser:

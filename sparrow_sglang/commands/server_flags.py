@@ -4,11 +4,10 @@ In: the flags after `sparrow serve`. Out: nothing, or one error. SGLang's own pa
 some ten seconds later.
 """
 
-import difflib
 import errno
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -20,12 +19,16 @@ from sparrow_sglang.models import path_problem
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import argument_names
 from sparrow_sglang.schedule import PAGE_SIZES, ScheduleError, load_schedule
+from sparrow_sglang.validation import nearest_first
 
 MODEL_FLAGS = ("--model-path", "--model")
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", "30000"
 _DEFAULT_PAGE_SIZE = "16"
 # From a package of SGLang's that serves gRPC, if it is installed.
 _OF_GRPC = ("--metrics-host", "--metrics-port", "--servicer-impl")
+
+
+ALL_FLAGS = "sparrow serve --help-all lists the flags"
 
 
 class FlagError(ValueError):
@@ -41,11 +44,7 @@ def check_flags(argv: Sequence[str]) -> None:
         flag = word.partition("=")[0]
         # argparse takes the beginning of a flag for the flag.
         if flag.startswith("--") and not any(known.startswith(flag) for known in known_flags()):
-            near = difflib.get_close_matches(flag, known_flags(), n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise FlagError(
-                f"unrecognized arguments: {word}{hint}; sparrow serve --help-all lists the flags"
-            )
+            raise FlagError(unknown_flags(word, known_flags()))
     config = _value(argv, "--config")
     if config is not None and not Path(config).exists():
         raise FlagError(
@@ -57,6 +56,14 @@ def check_flags(argv: Sequence[str]) -> None:
     if model is not None and (problem := path_problem(model)):
         raise FlagError(f"{MODEL_FLAGS[0]} {model}: {problem}")
     _check_schedules(argv)
+
+
+def unknown_flags(words: str, known: Iterable[str]) -> str:
+    """What to say of `words` of a command line, the first of which is none of the `known` flags."""
+    flag = words.split()[0].partition("=")[0]
+    near = nearest_first(flag, known, cutoff=0.6)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"unrecognized arguments: {words}{hint}; {ALL_FLAGS}"
 
 
 def check_port(argv: Sequence[str]) -> None:

@@ -196,14 +196,26 @@ print("RESULT" + json.dumps({
 """
 
 
+# As from a terminal, also where the tests were started with Ctrl-C ignored.
+SERVE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from sparrow_sglang.commands.cli import main
+sys.exit(main())
+"""
+
+
 @pytest.fixture(scope="module")
 def processes(sharp_llama, schedule_file):
     """Started at once, because each spends half a minute importing SGLang."""
-    port = free_port()
-    module = [sys.executable, "-m", "sglang.launch_server", *server_flags(sharp_llama)]
+    port, ours = free_port(), free_port()
+    flags = server_flags(sharp_llama)
+    module = [sys.executable, "-m", "sglang.launch_server", *flags]
     by_name = ["--sparrow-schedule", "fixed-64"]
+    serve = [sys.executable, "-c", SERVE, "serve", *flags, *by_name, "--port", str(ours)]
     commands = {
         "server": [*module, *by_name, "--port", str(port)],
+        "serve": serve,
         "foreign": [sys.executable, "-c", FOREIGN, sharp_llama, schedule_file],
     }
     environment = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
@@ -215,7 +227,8 @@ def processes(sharp_llama, schedule_file):
         started["filtered"] = stack.enter_context(
             process(*module, *by_name, SGLANG_PLUGINS="somebody_else")
         )
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", **started)
+        urls = {"url": f"http://127.0.0.1:{port}", "serve_url": f"http://127.0.0.1:{ours}"}
+        yield SimpleNamespace(**urls, **started)
 
 
 def server_flags(model: str) -> list[str]:
@@ -242,15 +255,32 @@ class TestProcesses:
 
     def test_server(self, processes, by_keyword):
         server = processes.server
-        deadline = time.monotonic() + 300
-        while not is_healthy(processes.url):
-            assert server.poll() is None, server.stdout.read()
-            assert time.monotonic() < deadline
-            time.sleep(1)
+        wait_until_healthy(server, processes.url)
         assert_served(processes.url, "fixed-64", by_keyword)
         server.terminate()
         logged, _ = server.communicate(timeout=60)
         assert f"{START_UP} fixed-64 (NOT calibrated), from --sparrow-schedule" in logged
+
+    def test_sparrow_serve_says_when_it_is_ready_and_ends_by_ctrl_c(self, processes, by_keyword):
+        server = processes.serve
+        wait_until_healthy(server, processes.serve_url)
+        assert_served(processes.serve_url, "fixed-64", by_keyword)
+        logged = ""
+        while "ready on" not in logged:
+            logged += (line := server.stdout.readline())
+            assert line, logged
+        assert f"ready on {processes.serve_url}, {START_UP} fixed-64" in logged
+        os.killpg(server.pid, signal.SIGINT)
+        server.communicate(timeout=120)
+        assert server.returncode == 0
+
+
+def wait_until_healthy(server: subprocess.Popen, url: str) -> None:
+    deadline = time.monotonic() + 300
+    while not is_healthy(url):
+        assert server.poll() is None, server.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(1)
 
 
 def test_sglang_serve(sharp_llama, schedule_file, by_keyword, monkeypatch, capfd):
