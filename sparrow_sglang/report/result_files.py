@@ -22,8 +22,6 @@ _STARTED_AS = {
     "audit_overhead.py": "python -m sparrow_sglang.benchmarks.rollouts.audit_overhead",
     "weight_sync.py": "python -m sparrow_sglang.benchmarks.training.weight_sync",
     "soak.py": "python -m sparrow_sglang.benchmarks.rollouts.soak",
-    "sanitize.py": "python -m sparrow_sglang.benchmarks.kernels.sanitize",
-    "crash_probes.py": "python -m sparrow_sglang.benchmarks.kernels.crash_probes",
 }
 
 

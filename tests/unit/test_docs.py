@@ -46,8 +46,8 @@ SOURCES = [
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of others, whose arguments are theirs to check.
 OTHERS = {
-    "apt-get", "cd", "curl", "export", "git", "kill", "make", "pip", "python3", "ray", "source",
-    "tensorboard", "uv",
+    "apt-get", "cd", "compute-sanitizer", "curl", "export", "git", "kill", "make", "pip", "python3",
+    "ray", "source", "tensorboard", "uv",
 }  # fmt: skip
 LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
 

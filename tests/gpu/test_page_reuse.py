@@ -1,26 +1,29 @@
-"""What `sanitize` runs under compute-sanitizer: a workload that checks itself.
+"""Requests of random lengths come, grow, end, are aborted or retracted; their pages are used again.
 
-`python -m sparrow_sglang.benchmarks.kernels.sanitize_workloads NAME`. Requests of random lengths
-come, grow token by token and end, are aborted or retracted; their pages are used again at once.
+Small enough for NVIDIA's compute-sanitizer, under which docs/testing.md has them run.
 """
 
 import asyncio
 import json
 import random
-import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
+from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICE = "cuda"
 PAGE = 16
 LONGEST = 3000
@@ -44,8 +47,8 @@ class Requests:
     def __init__(self, head_dim: int, seed: int) -> None:
         self.draw = random.Random(seed)
         self.num_q_heads, self.num_kv_heads, self.head_dim = 16, 4, head_dim
-        shape = (POOL_PAGES * PAGE, self.num_kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+        size = (POOL_PAGES * PAGE, self.num_kv_heads, head_dim)
+        self.k = torch.zeros(size, dtype=torch.bfloat16, device=DEVICE)
         self.v = torch.zeros_like(self.k)
         landmarks = (POOL_PAGES, self.num_kv_heads, head_dim)
         self.landmarks = torch.zeros(landmarks, dtype=torch.bfloat16, device=DEVICE)
@@ -55,8 +58,9 @@ class Requests:
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), ROWS + 1, DEVICE)
-        heads = (self.num_q_heads, self.num_kv_heads, head_dim)
-        self.step = TritonPagedDecode(budgets, self.req_to_token, *heads, ROWS, width)
+        shape = DecodeShape.of(SCHEDULE, self.num_q_heads, self.num_kv_heads, head_dim, width)
+        self.step = TritonPagedDecode(budgets, self.req_to_token, shape)
+        self.step.reserve(ROWS)
 
     def admit(self) -> None:
         """Prefill a new request, if there is a row and pages for it."""
@@ -118,38 +122,36 @@ class Requests:
             pool[index] = torch.randn_like(pool[index])
 
 
-def kernels(head_dims: tuple[int, ...] = (64, 128), steps: int = STEPS) -> None:
-    """Steps whose kernels are launched one by one."""
-    for head_dim in head_dims:
-        requests = Requests(head_dim, seed=head_dim)
-        for _ in range(steps):
-            _come_and_go(requests)
-            rows, lengths = requests.advance()
-            requests.step.plan_decode(rows.to(DEVICE), lengths.to(DEVICE), lengths)
-            assert requests.decode(requests.query(len(rows))).isfinite().all()
-        requests.require_landmarks()
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_steps_launched_one_by_one(head_dim: int) -> None:
+    requests = Requests(head_dim, seed=head_dim)
+    for _ in range(STEPS):
+        _come_and_go(requests)
+        rows, lengths = requests.advance()
+        requests.step.plan_decode(rows.to(DEVICE), lengths.to(DEVICE), lengths)
+        assert requests.decode(requests.query(len(rows))).isfinite().all()
+    requests.require_landmarks()
 
 
-def graphs(head_dims: tuple[int, ...] = (64, 128), steps: int = STEPS) -> None:
-    """Steps that are captured once per batch size and replayed, padded as SGLang pads them."""
-    for head_dim in head_dims:
-        requests = Requests(head_dim, seed=head_dim)
-        captured = {batch: _capture(requests, batch) for batch in GRAPH_BATCHES}
-        for _ in range(steps):
-            _come_and_go(requests)
-            rows, lengths = requests.advance()
-            batch = min(size for size in GRAPH_BATCHES if size >= len(rows))
-            graph, static, query, out = captured[batch]
-            padded = torch.ones(batch, dtype=torch.int64)
-            padded[: len(rows)] = lengths
-            static[0].zero_()
-            static[0][: len(rows)].copy_(rows)
-            static[1].copy_(padded)
-            query.copy_(requests.query(batch))
-            requests.step.plan_decode(static[0], static[1], padded)
-            graph.replay()
-            assert out.isfinite().all()
-        requests.require_landmarks()
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_steps_that_are_captured_and_replayed_padded(head_dim: int) -> None:
+    requests = Requests(head_dim, seed=head_dim)
+    captured = {batch: _capture(requests, batch) for batch in GRAPH_BATCHES}
+    for _ in range(STEPS):
+        _come_and_go(requests)
+        rows, lengths = requests.advance()
+        batch = min(size for size in GRAPH_BATCHES if size >= len(rows))
+        graph, static, query, out = captured[batch]
+        padded = torch.ones(batch, dtype=torch.int64)
+        padded[: len(rows)] = lengths
+        static[0].zero_()
+        static[0][: len(rows)].copy_(rows)
+        static[1].copy_(padded)
+        query.copy_(requests.query(batch))
+        requests.step.plan_decode(static[0], static[1], padded, captured=True)
+        graph.replay()
+        assert out.isfinite().all()
+    requests.require_landmarks()
 
 
 def _capture(requests: Requests, batch: int) -> tuple[Any, tuple[Any, Any], Any, Any]:
@@ -158,7 +160,7 @@ def _capture(requests: Requests, batch: int) -> tuple[Any, tuple[Any, Any], Any,
         torch.ones(batch, dtype=torch.int64).to(DEVICE),
     )
     query = requests.query(batch)
-    requests.step.plan_decode(*static, static[1].cpu())
+    requests.step.plan_decode(*static, static[1].cpu(), captured=True)
     for _ in range(2):
         requests.decode(query)
     torch.cuda.synchronize()
@@ -177,31 +179,31 @@ def _come_and_go(requests: Requests) -> None:
         requests.admit()
 
 
-def engine() -> None:
-    """A small engine with overlap scheduling and CUDA graphs, aborts and retraction."""
+def test_an_engine_with_aborts_and_retraction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import sglang
 
-    from sparrow_sglang.client.endpoint import connect
-
-    with tempfile.TemporaryDirectory() as folder:
-        _save_shapes(Path(folder))
-        with sglang.Engine(
-            model_path=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            attention_backend="sparrow",
-            sparrow_schedule="fixed-128",
-            max_running_requests=8,
-            max_total_tokens=6144,
-            cuda_graph_max_bs_decode=8,
-            disable_prefill_cuda_graph=True,
-            chunked_prefill_size=512,
-            # The sanitizer makes everything many times slower.
-            watchdog_timeout=3600,
-            log_level="error",
-        ) as served:
-            served.loop.run_until_complete(_wave(served, 24))
-            assert connect(served).call_sparrow("landmarks")["pages"] > 0
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
+    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "25")
+    _save_shapes(tmp_path)
+    with sglang.Engine(
+        model_path=str(tmp_path),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        attention_backend="sparrow",
+        sparrow_schedule="fixed-128",
+        max_running_requests=8,
+        max_total_tokens=6144,
+        cuda_graph_max_bs_decode=8,
+        disable_prefill_cuda_graph=True,
+        chunked_prefill_size=512,
+        # The sanitizer makes everything many times slower.
+        watchdog_timeout=3600,
+        log_level="error",
+    ) as served:
+        served.loop.run_until_complete(_wave(served, 24))
+        assert connect(served).call_sparrow("landmarks")["pages"] > 0
 
 
 async def _wave(served: Any, count: int) -> None:
@@ -243,11 +245,3 @@ def _save_shapes(folder: Path) -> None:
         "tie_word_embeddings": True,
     }
     (folder / "config.json").write_text(json.dumps(config))
-
-
-WORKLOADS: dict[str, Callable[[], None]] = {"kernels": kernels, "graphs": graphs, "engine": engine}
-
-
-if __name__ == "__main__":
-    WORKLOADS[sys.argv[1]]()
-    print("workload passed", flush=True)
