@@ -1,0 +1,37 @@
+"""`sparrow serve` as a process, started by spawn as users start it: slow, so one test of its end."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from servers import START_S, free_port
+
+from sparrow_sglang.benchmarks.rollouts.server_process import started_server, until_healthy
+
+# Where the tests run in the background of a shell, Ctrl-C is ignored and would remain so.
+COMMAND = """
+import signal, sys
+from sparrow_sglang.commands import cli
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_ends_all_processes_without_a_traceback(tiny_llama: str, tmp_path: Path) -> None:
+    script, log = tmp_path / "sparrow.py", tmp_path / "server.log"
+    script.write_text(COMMAND)
+    port = free_port()
+    command = [sys.executable, str(script), "serve", "--model-path", tiny_llama]
+    command += ["--port", str(port), "--skip-tokenizer-init", "--skip-server-warmup"]
+    command += ["--sparrow-schedule", "fixed-64", "--max-total-tokens", "8192"]
+    with started_server(command, f"http://127.0.0.1:{port}", log) as server:
+        for _ in until_healthy([server], 4 * START_S):
+            pass
+        # As a terminal does, to all processes at once.
+        os.killpg(server.process.pid, signal.SIGINT)
+        code = server.process.wait(START_S)
+    written = log.read_text()
+    assert code == 0 and "Traceback" not in written, written
