@@ -123,8 +123,8 @@ def leave_out_if_asked() -> None:
     if VARIABLE not in os.environ:
         return
     leave_out()
-    # SGLang is imported while the process unpickles what it shall run, and `parent_process` knows of
-    # a parent only after that.
+    # SGLang is imported while the process unpickles what it shall run. `parent_process` knows of a
+    # parent only after that.
     started = multiprocessing.current_process().name != "MainProcess"
     if started and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

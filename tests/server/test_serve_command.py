@@ -1,4 +1,4 @@
-"""`sparrow serve` as a process, started by spawn as users start it: slow, so one test of its end."""
+"""`sparrow serve` with processes by spawn, as users start it: half a minute, so one test."""
 
 import os
 import signal
