@@ -9,6 +9,9 @@ from typing import Any
 
 from sparrow_sglang.command_line import OneLineParser
 
+MODELS = Path(__file__).parent / "models"
+"""Folders with the shapes of models, by name."""
+
 
 def benchmark_parser(prog: str, description: str, examples: str, out: str) -> OneLineParser:
     """Parser of a benchmark that writes `--out`, with commands to copy under its options.
@@ -37,6 +40,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="further arguments of sglang.Engine, e.g. '{\"disable_prefill_cuda_graph\": true}'",
     )
+
+
+def known_models() -> list[str]:
+    """Names of the shapes in `MODELS`."""
+    return sorted(folder.name for folder in MODELS.iterdir())
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -71,10 +79,14 @@ def exit_on_sigterm() -> None:
 
 
 def prepare_out(parser: argparse.ArgumentParser, out: Path) -> None:
-    """Make the folder of `out` now, as minutes of measuring would be lost to a wrong path."""
+    """Make the folder of `out` now, as minutes of measuring would be lost to a wrong path.
+
+    What is started from now on ends with this process on SIGTERM, too.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {out}: cannot make its folder ({error.strerror})")
     if out.is_dir():
         parser.error(f"--out {out}: is a folder; expected a path for a JSON file")
+    exit_on_sigterm()

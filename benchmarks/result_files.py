@@ -1,8 +1,12 @@
-"""Result files that are committed in this checkout."""
+"""Result files: those that a benchmark writes, and those that are committed in this checkout."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.provenance import provenance
+from sparrow_sglang.report.page import number, scalars
 from sparrow_sglang.report.result_files import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -11,6 +15,35 @@ RESULTS = Path("benchmarks/results")
 
 class ResultError(ValueError):
     """A result cannot be used; the message names the file and what is allowed."""
+
+
+class Results:
+    """The rows of a benchmark in `out`, which holds what there is after each of them.
+
+    `fields` stand beside the rows and what `provenance` says.
+    """
+
+    def __init__(self, out: Path, **fields: Any) -> None:
+        self.out = out
+        self.fields = fields
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Write further rows, and print what of them is no list."""
+        self.rows += rows
+        self.save()
+        for row in rows:
+            values = {name: value for name, value in scalars(row).items() if value is not None}
+            words = (
+                f"{name} {value if isinstance(value, str | bool) else number(value)}"
+                for name, value in values.items()
+            )
+            print("  ".join(words), flush=True)
+
+    def save(self, **fields: Any) -> None:
+        """Write all rows, with further fields."""
+        self.fields |= fields
+        write_json(self.out, provenance() | self.fields | {"rows": self.rows})
 
 
 def load_runs(root: Path, key: str) -> list[Run]:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 import openai
 
-from sparrow_sglang.benchmarks.rollouts.server_process import (
+from sparrow_sglang.benchmarks.processes import (
     Server,
     ServerFailed,
     free_port,

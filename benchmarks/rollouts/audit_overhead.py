@@ -8,22 +8,20 @@ on, its re-scores are done.
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
+    MODELS,
     benchmark_parser,
     prepare_out,
     require_cuda,
     settings,
 )
-from sparrow_sglang.benchmarks.steps.decode_step import MODELS
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
-from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE, load_schedule
 
 MEMORY_GB = 40.0
@@ -79,7 +77,7 @@ def run_round(engine: Any, options: argparse.Namespace, rate: float, seed: int) 
     }
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> Results:
     """Rows of all rounds, in the order in which they ran; a short warm-up comes first."""
     import sglang
 
@@ -98,7 +96,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         "disable_prefill_cuda_graph": True,
         "log_level": "error",
     }
-    rows = []
+    results = Results(options.out, settings=settings(options))
     with sglang.Engine(**arguments) as engine:
         warm_up = argparse.Namespace(**vars(options) | {"new_tokens": 32})
         run_round(engine, warm_up, 1.0, seed=0)
@@ -107,14 +105,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             order = [0.0, options.rate] if index % 2 == 0 else [options.rate, 0.0]
             for rate in order:
                 # The audit is a matter of chance, the load is not: a pair serves the same prompts.
-                row = run_round(engine, options, rate, seed=index + 1)
-                print(
-                    f"audit {rate:5.3f}  {row['tokens_per_s']:9.0f} tok/s  {row['seconds']:6.1f} s "
-                    f" {row['requests']}",
-                    flush=True,
-                )
-                rows.append(row | {"pair": index})
-    return rows
+                results.add(run_round(engine, options, rate, seed=index + 1) | {"pair": index})
+    results.save(lost=losses(results.rows))
+    return results
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> list[float]:
@@ -130,21 +123,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(
         "rollouts.audit_overhead", DESCRIPTION, EXAMPLES, "audit_overhead.json"
     )
-    parser.add_argument("--model", default="qwen3-1.7b", help="folder of models/, name or path")
-    parser.add_argument("--schedule", default="fixed-1024", help="as --sparrow-schedule")
-    parser.add_argument("--rate", type=float, default=0.01, help="share of requests to audit")
-    parser.add_argument("--requests", type=count, default=512, help="per round")
-    parser.add_argument("--concurrency", type=count, default=128, help="running at a time")
-    parser.add_argument("--prompt-tokens", type=count, default=512)
-    parser.add_argument("--new-tokens", type=count, default=1024)
-    parser.add_argument("--rounds", type=count, default=2, help="pairs of rounds, off and on")
+    add = parser.add_argument
+    add("--model", default="qwen3-1.7b", help="folder of models/, name or path")
+    add("--schedule", default="fixed-1024", help="as --sparrow-schedule")
+    add("--rate", type=float, default=0.01, help="share of requests to audit")
+    add("--requests", type=count, default=512, help="per round")
+    add("--concurrency", type=count, default=128, help="running at a time")
+    add("--prompt-tokens", type=count, default=512)
+    add("--new-tokens", type=count, default=1024)
+    add("--rounds", type=count, default=2, help="pairs of rounds, off and on")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 2 without usable options or a GPU."""
     parser = _parser()
-    options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    options = parser.parse_args(argv)
     if not 0 < options.rate <= 1:
         parser.error(f"--rate {options.rate}: expected a share above 0 and at most 1")
     try:
@@ -153,10 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     require_cuda(parser, MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
-    rows = measure(options)
-    lost = losses(rows)
-    result = {"settings": settings(options), "rows": rows, "lost": lost}
-    write_json(options.out, provenance() | result)
+    lost = measure(options).fields["lost"]
     print(
         f"throughput lost to an audit of {options.rate:.1%}: {statistics.mean(lost):.2%}"
         f" (pairs: {', '.join(f'{share:.2%}' for share in lost)})"

@@ -5,21 +5,18 @@ sparse and dense in turn, in a process of its own each.
 """
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
     benchmark_parser,
-    exit_on_sigterm,
     prepare_out,
     require_cuda,
 )
+from sparrow_sglang.benchmarks.processes import in_new_process
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.rollouts.lengths import synthetic_lengths
 from sparrow_sglang.benchmarks.rollouts.requests import GROUP, Request, make_requests, replay
 from sparrow_sglang.benchmarks.steps.comparison import (
@@ -32,11 +29,8 @@ from sparrow_sglang.benchmarks.steps.comparison import (
 from sparrow_sglang.command_line import count
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE
 
-# Named in full because each backend starts it again, however it was started itself.
-MODULE = "sparrow_sglang.benchmarks.rollouts.rollout_replay"
 MEMORY_GB = 40.0
 
 DESCRIPTION = """\
@@ -139,7 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=count, default=256, help="per prompt (default: %(default)s)")
     add("--seed", type=int, default=0, help="of prompts and order (default: %(default)s)")
     add_engine_arguments(parser)
-    add("--one", choices=("sparse", "dense"), help=argparse.SUPPRESS)
     return parser
 
 
@@ -162,50 +155,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replay, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
     import torch
 
-    words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     try:
         compared = _check(options, torch.cuda.is_available())
     except ValueError as error:
         parser.error(str(error))
     if not compared.has_weights:
         require_cuda(parser, MEMORY_GB, "weights and KV cache")
-    if options.one:
-        side = next(side for side in compared.sides if side.name == options.one)
-        options.out.write_text(json.dumps(run_side(compared, side, options)))
-        return 0
     prepare_out(parser, options.out)
-    exit_on_sigterm()
-    rows: list[dict[str, Any]] = []
     settings = {key: getattr(options, key) for key in ("mean_tokens", "max_tokens", "seed")}
-    settings["lengths"] = request_lengths(options)
+    results = Results(options.out, settings=settings | {"lengths": request_lengths(options)})
     for side in compared.sides:
-        part = options.out.with_suffix(f".{side.name}.part")
-        command = [sys.executable, "-m", MODULE, *words, "--one", side.name, "--out", str(part)]
-        if subprocess.run(command).returncode or not part.exists():
+        row = in_new_process(run_side, compared, side, options)
+        if row is None:
             print(f"{compared.model} {side.name}: failed, left out", flush=True)
             return 1
-        rows.append(json.loads(part.read_text()))
-        part.unlink()
-        write_json(
-            options.out,
-            {**provenance(), "settings": settings, "rows": rows, "compared": compare(rows)},
-        )
-        print(_line(rows[-1]), flush=True)
-    result = compare(rows)
-    if result:
-        print(f"{compared.model}: {result['speedup']:.2f}x the dense tokens/s")
+        results.add(row)
+        results.save(compared=compare(results.rows))
+    if speed := compare(results.rows):
+        print(f"{compared.model}: {speed['speedup']:.2f}x the dense tokens/s")
     return 0
-
-
-def _line(row: dict[str, Any]) -> str:
-    half = sorted(row["ended_s"])[len(row["ended_s"]) // 2 - 1]
-    return (
-        f"{row['model']:12} {row['backend']:11} {row['schedule'] or 'dense':16}"
-        f" {row['tokens_per_s']:8.0f} tok/s  {row['output_tokens']:,} tokens in"
-        f" {row['seconds']:.1f} s, half of the sequences after {half:.1f} s"
-    )
 
 
 if __name__ == "__main__":

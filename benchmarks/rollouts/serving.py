@@ -13,19 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.options import (
-    benchmark_parser,
-    exit_on_sigterm,
-    prepare_out,
-    require_cuda,
-)
-from sparrow_sglang.benchmarks.rollouts.server_process import (
+from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
+from sparrow_sglang.benchmarks.processes import (
     ServerFailed,
     free_port,
     running_server,
+    server_flags,
 )
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_shapes
 from sparrow_sglang.benchmarks.steps.comparison import (
     Comparison,
     Side,
@@ -34,8 +30,6 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     require_context,
 )
 from sparrow_sglang.command_line import count
-from sparrow_sglang.provenance import provenance
-from sparrow_sglang.schedule import PAGE_SIZE
 
 MEMORY_GB = 40.0
 
@@ -59,8 +53,7 @@ def prepare_model(compared: Comparison, folder: Path) -> Path:
     """A folder that a server can load: that of the model, or its shapes with a tokenizer."""
     if compared.has_weights:
         return compared.path
-    (folder / "config.json").write_text(json.dumps(dict(compared.config)))
-    save_word_tokenizer(folder, compared.config["vocab_size"])
+    save_shapes(folder, compared.config)
     return folder
 
 
@@ -73,15 +66,7 @@ def server_command(
         command += ["sglang.launch_server", "--attention-backend", side.backend]
     else:
         command += ["sparrow_sglang.commands.cli", "serve", "--sparrow-schedule", side.schedule]
-    command += ["--model-path", str(model), "--page-size", str(PAGE_SIZE)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    if not compared.has_weights:
-        # The word tokenizer has no end of text, which a grammar would need.
-        command += ["--load-format", "dummy", "--grammar-backend", "none"]
-    if not on_gpu:
-        # In plain torch, 32-bit arithmetic is the fast path of most CPUs.
-        command += ["--dtype", "float32"]
-    return [*command, *flags]
+    return [*command, *server_flags(model, port, not compared.has_weights, on_gpu), *flags]
 
 
 def drive(url: str, model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -204,32 +189,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not compared.has_weights:
         require_cuda(parser, MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
-    exit_on_sigterm()
-    rows: list[dict[str, Any]] = []
+    results = Results(options.out)
     for side in compared.sides:
         try:
-            rows.append(run_side(compared, side, options, flags, on_gpu))
+            results.add(run_side(compared, side, options, flags, on_gpu))
         except (ServingError, ServerFailed) as error:
             print(f"{parser.prog}: error: {side.name}: {error}", file=sys.stderr)
             return 1
-        write_json(options.out, {**provenance(), "rows": rows, "compared": compare(rows)})
-        print(_line(rows[-1]), flush=True)
-    result = compare(rows)
-    if result:
+        results.save(compared=compare(results.rows))
+    if ratios := compare(results.rows):
         print(
-            f"{compared.model}: {result['throughput_ratio']:.2f}x the dense output tokens/s,"
-            f" a token in 1/{result['tpot_ratio']:.2f} of the dense time"
+            f"{compared.model}: {ratios['throughput_ratio']:.2f}x the dense output tokens/s,"
+            f" a token in 1/{ratios['tpot_ratio']:.2f} of the dense time"
         )
     return 0
-
-
-def _line(row: dict[str, Any]) -> str:
-    measured = row["bench_serving"]
-    return (
-        f"{row['model']:12} {row['backend']:11} {row['schedule'] or 'dense':16}"
-        f" {measured['output_throughput']:8.0f} output tok/s, median TTFT"
-        f" {measured['median_ttft_ms']:.0f} ms, TPOT {measured['median_tpot_ms']:.2f} ms"
-    )
 
 
 if __name__ == "__main__":

@@ -25,31 +25,29 @@ import httpx
 import psutil
 import torch
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
+    MODELS,
     benchmark_parser,
-    exit_on_sigterm,
+    known_models,
     prepare_out,
     require_cuda,
     settings,
 )
-from sparrow_sglang.benchmarks.rollouts.server_process import (
+from sparrow_sglang.benchmarks.processes import (
     START_S,
     Server,
     ServerFailed,
     free_port,
     log_end,
-    started_server,
+    logged_process,
+    server_flags,
     until_healthy,
 )
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.rollouts.soak_load import Load, Traffic
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
-from sparrow_sglang.benchmarks.steps.comparison import known_models
-from sparrow_sglang.benchmarks.steps.decode_step import MODELS
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_shapes
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
-from sparrow_sglang.provenance import provenance
-from sparrow_sglang.schedule import PAGE_SIZE
 
 MEMORY_GB = 60.0
 SCHEDULES = ("fixed-512", "fixed-1024", "fixed-2048")
@@ -157,38 +155,34 @@ def settle(server: Server) -> int:
 
 
 def _state(server: Server) -> dict[str, Any]:
-    answer = httpx.get(f"{server.url}/v1/loads", timeout=60).json()
-    found: dict[str, Any] = answer["loads"][0]
-    return found
+    state: dict[str, Any] = httpx.get(f"{server.url}/v1/loads", timeout=60).json()["loads"][0]
+    return state
 
 
 def prepare_model(name: str, folder: Path) -> dict[str, Any]:
     """Write shapes of models/ (or a folder of such) into `folder`, with a tokenizer."""
     source = MODELS / name if name in known_models() else Path(name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config))
-    save_word_tokenizer(folder, config["vocab_size"])
+    save_shapes(folder, config)
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     return config
 
 
 def command(options: argparse.Namespace, model: Path, port: int, left: int) -> list[str]:
     """Of one server; `left` servers, this one included, share what is free on the GPU."""
-    words = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    words += ["--load-format", "dummy", "--grammar-backend", "none", "--page-size", str(PAGE_SIZE)]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    on_gpu = torch.cuda.is_available()
+    words = [sys.executable, "-m", "sglang.launch_server"]
+    words += server_flags(model, port, random_weights=True, on_gpu=on_gpu)
     words += ["--attention-backend", options.backend, "--served-model-name", "soak"]
     if options.backend == "sparrow":
         words += ["--sparrow-schedule", ",".join(SCHEDULES[:2])]
     words += ["--max-running-requests", str(options.running)]
     words += ["--max-total-tokens", str(options.pool_tokens)]
-    if torch.cuda.is_available():
+    if on_gpu:
         words += ["--mem-fraction-static", f"{0.85 / left:.3f}"]
         # Capturing prefill takes minutes for each server.
         words += ["--disable-prefill-cuda-graph"]
         words += ["--cuda-graph-max-bs-decode", str(options.running)]
-    else:
-        words += ["--dtype", "float32"]
     return words
 
 
@@ -210,7 +204,8 @@ def soak(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             log = options.out.with_suffix(f".server{index}.log")
             words = command(options, model, port, options.servers - index)
             url = f"http://127.0.0.1:{port}"
-            server = stack.enter_context(started_server(words, url, log, os.environ | environment))
+            process = stack.enter_context(logged_process(words, log, os.environ | environment))
+            server = Server(process, url, log)
             # One after the other, as each takes its share of what is free.
             for _ in until_healthy([server], START_S):
                 pass
@@ -309,11 +304,10 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and write; the exit code is 1 if anything was wrong, 2 without usable options."""
     parser = _parser()
-    options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    options = parser.parse_args(argv)
     if options.model in known_models():
         require_cuda(parser, MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
-    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as temporary:
         try:
             rows = soak(options, Path(temporary))
@@ -322,22 +316,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for log in sorted(options.out.parent.glob(f"{options.out.stem}.server*.log")):
                 print(f"{log}:\n{log_end(log)}", file=sys.stderr)
             return 1
-    write_json(options.out, {**provenance(), "settings": settings(options), "rows": rows})
-    for row in rows:
-        print(_line(row))
-    return int(any(row["problems"] for row in rows))
-
-
-def _line(row: dict[str, Any]) -> str:
-    rss = row["rss_mib"]
-    problems = "".join(f"\n  {problem}" for problem in row["problems"])
-    return (
-        f"server {row['server']} ({row['backend']}): {sum(row['requests'].values())} requests in"
-        f" {row['seconds']:.0f} s, {row['output_tokens']} tokens, {row['retractions']} retractions,"
-        f" {row['pages_checked']} landmarks in {row['page_checks']} checks,"
-        f" {row['schedule_switches']} switches, {row['leaked_tokens']} tokens leaked, host memory"
-        f" {rss['before']:.0f} to {rss['after']:.0f} MiB, {len(row['problems'])} problems{problems}"
-    )
+    Results(options.out, settings=settings(options)).add(*rows)
+    problems = [problem for row in rows for problem in row["problems"]]
+    print(f"{len(problems)} problems", *problems, sep="\n  ")
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

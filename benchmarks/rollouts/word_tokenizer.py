@@ -4,7 +4,16 @@ Servers and clients that speak text then work with random weights, and any ids s
 text and back, so that lengths in tokens are exact.
 """
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+
+def save_shapes(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write what a server needs of a model with random weights: its config and a tokenizer."""
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    save_word_tokenizer(folder, config["vocab_size"])
 
 
 def save_word_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.benchmarks.steps.decode_step import MODELS
+from sparrow_sglang.benchmarks.options import MODELS, known_models
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.schedule import PAGE_SIZE, load_schedule, schedule_for_model
@@ -65,11 +65,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def known_models() -> list[str]:
-    """Names of the shapes in `models/`."""
-    return sorted(folder.name for folder in MODELS.iterdir())
-
-
 def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
     """The model and sides that the options name. Raises `ValueError`."""
     if options.model_path is None:
@@ -80,7 +75,10 @@ def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
             )
         path = MODELS / options.model
     else:
-        path = _model_folder(options.model_path)
+        try:
+            path = Path(model_folder(options.model_path))
+        except ModelError as error:
+            raise ValueError(f"--model-path {options.model_path}: {error}") from None
     config = _read_config(path)
     if options.schedule is not None:
         load_schedule(options.schedule, PAGE_SIZE)
@@ -108,13 +106,6 @@ def require_context(context: int, prompt_tokens: int, new_tokens: int) -> None:
             f"{prompt_tokens} prompt and {new_tokens} new tokens do not fit into the model's"
             f" context of {context}: expected less than that together"
         )
-
-
-def _model_folder(spec: str) -> Path:
-    try:
-        return Path(model_folder(spec))
-    except ModelError as error:
-        raise ValueError(f"--model-path {spec}: {error}") from None
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """`sparrow bench step`: time of one decode step of stock SGLang, dense and sparse.
 
-Each (model, backend) runs in a process of its own with CUDA graphs and the overlap scheduler on.
+Each model and backend runs in a process of its own with CUDA graphs and the overlap scheduler on.
 A step's time is the difference of two generations that share their prompts through the prefix
 cache, over the difference of their lengths, so that prefill and request handling cancel.
 """
@@ -11,32 +11,28 @@ import json
 import random
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.options import (
+    MODELS,
     add_engine_arguments,
     benchmark_parser,
+    known_models,
     prepare_out,
     require_cuda,
 )
+from sparrow_sglang.benchmarks.processes import in_new_process
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.command_line import count
 from sparrow_sglang.planning.cost_model import ModelShape, step_costs
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.provenance import provenance
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import pair_rows
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
 
-# Named in full because each (model, backend) starts it again, however it was started itself.
-MODULE = "sparrow_sglang.benchmarks.steps.decode_step"
-MODELS = Path(__file__).parents[1] / "models"
 SHORT, LONG = 16, 144
 CONTEXT = 40960
 
@@ -134,52 +130,51 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
     }
 
 
-def run_engine(options: argparse.Namespace) -> None:
-    """Measure one (model, backend) and write its rows to `options.out`."""
+def run_engine(
+    options: argparse.Namespace, model: str, backend: str, schedule_name: str
+) -> list[dict[str, Any]]:
+    """Rows of all cases of one model and backend; a dense backend ignores the schedule."""
     bandwidth = copy_bandwidth()
     import sglang
     import torch
 
     torch.cuda.empty_cache()
-    shape = model_shape(options.model)
+    shape = model_shape(model)
+    largest_batch = max(len(batch_lengths(case)) for case in options.cases)
     arguments: dict[str, Any] = {
-        "model_path": str(MODELS / options.model),
+        "model_path": str(MODELS / model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "attention_backend": options.backend,
+        "attention_backend": backend,
         "page_size": PAGE_SIZE,
         "context_length": CONTEXT,
         "mem_fraction_static": options.memory_fraction,
-        "cuda_graph_max_bs_decode": max(len(batch_lengths(case)) for case in options.cases),
-        "max_running_requests": max(len(batch_lengths(case)) for case in options.cases),
+        "cuda_graph_max_bs_decode": largest_batch,
+        "max_running_requests": largest_batch,
         "log_level": "error",
         **engine_arguments(options.engine_args),
     }
     schedule = None
-    if options.backend == "sparrow":
-        arguments["sparrow_schedule"] = options.schedule
-        schedule = load_schedule(options.schedule, PAGE_SIZE)
+    if backend == "sparrow":
+        arguments["sparrow_schedule"] = schedule_name
+        schedule = load_schedule(schedule_name, PAGE_SIZE)
     rows = []
     with sglang.Engine(**arguments) as engine:
         for case in options.cases:
             lengths = batch_lengths(case)
-            row = {"model": options.model, "backend": options.backend, "case": case}
-            row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
             bytes_read = step_bytes(shape, lengths, schedule)
+            row = {"model": model, "backend": backend, "case": case}
+            row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
             row |= {
-                "schedule": options.schedule if schedule else None,
+                "schedule": schedule_name if schedule else None,
                 "bytes": bytes_read,
                 "bandwidth_tb_s": bandwidth / 1e12,
                 "floor_ms": bytes_read / bandwidth * 1e3,
                 "tokens_per_s": len(lengths) / row["step_ms"] * 1e3,
             }
-            print(
-                f"{options.model:12} {options.backend:11} {case:22} {row['step_ms']:7.2f} ms"
-                f"  floor {row['floor_ms']:6.2f}  {row['tokens_per_s']:8.0f} tok/s",
-                flush=True,
-            )
+            print(f"{model} {backend} {case}: {row['step_ms']:.2f} ms a step", flush=True)
             rows.append(row)
-    Path(options.out).write_text(json.dumps(rows))
+    return rows
 
 
 def speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -198,19 +193,19 @@ def speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = benchmark_parser("step", DESCRIPTION, EXAMPLES, "decode_step.json")
-    known = ", ".join(sorted(folder.name for folder in MODELS.iterdir()))
-    parser.add_argument(
-        "--models", default="qwen3-1.7b", help=f"comma-separated, of {known} (default: %(default)s)"
+    add = parser.add_argument
+    add(
+        "--models",
+        default="qwen3-1.7b",
+        help=f"comma-separated, of {', '.join(known_models())} (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--backends",
         default="flashinfer,sparrow",
         help="of SGLang, e.g. fa3 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--cases", nargs="+", default=["16x32768"], metavar="CASE", help=CASES.strip()
-    )
-    parser.add_argument(
+    add("--cases", nargs="+", default=["16x32768"], metavar="CASE", help=CASES.strip())
+    add(
         "--schedules",
         nargs="+",
         default=["{model}-0.86"],
@@ -218,12 +213,9 @@ def _parser() -> argparse.ArgumentParser:
         help="for sparrow: shipped names, .json files or fixed-<tokens>; {model} is filled in"
         " (default: {model}-0.86)",
     )
-    parser.add_argument("--repeats", type=count, default=3, help="the median of them counts")
-    parser.add_argument(
-        "--memory-fraction", type=float, default=0.88, help="SGLang's mem_fraction_static"
-    )
+    add("--repeats", type=count, default=3, help="the median of them counts")
+    add("--memory-fraction", type=float, default=0.88, help="SGLang's mem_fraction_static")
     add_engine_arguments(parser)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser
 
 
@@ -231,10 +223,9 @@ def _check(options: argparse.Namespace) -> float:
     """GB that the largest case keeps in memory; `ValueError` names an option that cannot work."""
     most = 0.0
     engine_arguments(options.engine_args)
-    known = sorted(folder.name for folder in MODELS.iterdir())
     for model in options.models.split(","):
-        if model not in known:
-            raise ValueError(f"--models {model!r}: expected some of {', '.join(known)}")
+        if model not in known_models():
+            raise ValueError(f"--models {model!r}: expected some of {', '.join(known_models())}")
         for schedule in options.schedules:
             load_schedule(schedule.replace("{model}", model), PAGE_SIZE)
         for case in options.cases:
@@ -245,36 +236,28 @@ def _check(options: argparse.Namespace) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 1 if a run failed, 2 without options or a GPU."""
-    words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     try:
         memory_gb = _check(options)
     except ValueError as error:
         parser.error(str(error))
     require_cuda(parser, memory_gb, "the largest case")
-    if options.one:
-        options.model, options.backend, options.schedule = options.one.split(",")
-        run_engine(options)
-        return 0
     prepare_out(parser, options.out)
-    rows: list[dict[str, Any]] = []
+    results = Results(options.out)
     failed = False
     for model, backend in itertools.product(options.models.split(","), options.backends.split(",")):
         schedules = [name.replace("{model}", model) for name in options.schedules]
         # The dense backends ignore the schedule.
         for schedule in schedules if backend == "sparrow" else schedules[:1]:
-            part = options.out.with_suffix(f".{model}.{backend}.part")
-            command = [sys.executable, "-m", MODULE, *words]
-            command += ["--one", f"{model},{backend},{schedule}", "--out", str(part)]
-            if subprocess.run(command).returncode or not part.exists():
+            rows = in_new_process(run_engine, options, model, backend, schedule)
+            if rows is None:
                 print(f"{model} {backend} {schedule}: failed, left out", flush=True)
                 failed = True
                 continue
-            rows += json.loads(part.read_text())
-            part.unlink()
-            write_json(options.out, {**provenance(), "rows": rows, "speedups": speedups(rows)})
-    for row in speedups(rows):
+            results.add(*rows)
+            results.save(speedups=speedups(results.rows))
+    for row in results.fields.get("speedups", []):
         print(
             f"{row['model']:12} {row['schedule']:16} {row['case']:22} {row['dense_ms']:7.2f} ->"
             f" {row['sparse_ms']:6.2f} ms  {row['speedup']:5.2f}x  (floor {row['floor_ms']:.2f})"

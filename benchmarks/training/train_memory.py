@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
+    MODELS,
     benchmark_parser,
+    known_models,
     prepare_out,
     require_cuda,
 )
-from sparrow_sglang.command_line import count
-from sparrow_sglang.provenance import provenance
+from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError, load_schedule
 
-MODELS = Path(__file__).parents[1] / "models"
 PROMPT_TOKENS = 64
 CHECKED_TOKENS = 1024
 GIB = 2**30
@@ -141,44 +141,36 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; the exit code is 2 without usable options or a GPU."""
     parser = benchmark_parser("training.train_memory", DESCRIPTION, EXAMPLES, "train-memory.json")
-    parser.add_argument("--model", default="qwen3-1.7b", help="a folder in benchmarks/models")
-    parser.add_argument(
-        "--tokens", nargs="+", type=int, default=[8192, 32768], help="lengths of the sequence"
+    add = parser.add_argument
+    add(
+        "--model",
+        default="qwen3-1.7b",
+        choices=known_models(),
+        help="shapes (default: %(default)s)",
     )
-    parser.add_argument(
+    add("--tokens", nargs="+", type=at_least(PROMPT_TOKENS + 1), default=[8192, 32768],
+        help="lengths of the sequence")  # fmt: skip
+    add(
         "--schedule", default="qwen3-1.7b-0.86", help="of the adapter's step (default: %(default)s)"
     )
     dtypes = ["float32", "bfloat16"]
-    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
-    parser.add_argument("--steps", type=count, default=2, help="timed steps, after one to warm up")
+    add("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    add("--steps", type=count, default=2, help="timed steps, after one to warm up")
     args = parser.parse_args(argv)
-    config = MODELS / args.model
-    if not (config / "config.json").is_file():
-        known = ", ".join(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
-        parser.error(f"--model {args.model}: not known; expected one of {known}")
-    if min(args.tokens) <= PROMPT_TOKENS:
-        parser.error(f"--tokens {min(args.tokens)}: expected more than {PROMPT_TOKENS}")
     try:
         schedule = load_schedule(args.schedule, PAGE_SIZE)
     except ScheduleError as error:
         parser.error(str(error))
     prepare_out(parser, args.out)
     require_cuda(parser, 80, "one training step")
-    result = provenance() | {"model": args.model, "logprob_error": logprob_error(config, "cuda")}
-    rows: list[dict[str, Any]] = []
+    shapes = MODELS / args.model
+    results = Results(args.out, model=args.model, logprob_error=logprob_error(shapes, "cuda"))
     for dtype, tokens in product(args.dtypes, args.tokens):
         gc.collect()
         torch.cuda.empty_cache()
-        rows.append(measure(config, dtype, tokens, args.steps, schedule, "cuda"))
-        write_json(args.out, result | {"rows": rows})
-        row = rows[-1]
-        print(
-            f"{args.model} {dtype} {tokens} tokens: peak {row['step_peak_gib']:.1f} GiB,"
-            f" step {min(row['step_s']):.2f} s, score {row['score_s']:.2f} s, adapter step"
-            f" {min(row['adapter_step_s']):.2f} s",
-            flush=True,
-        )
+        results.add(measure(shapes, dtype, tokens, args.steps, schedule, "cuda"))
     return 0
 
 

@@ -23,20 +23,18 @@ from typing import Any
 
 import torch
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
+    MODELS,
     benchmark_parser,
-    exit_on_sigterm,
+    known_models,
     prepare_out,
     settings,
 )
-from sparrow_sglang.benchmarks.rollouts.server_process import free_port, log_end, stop
-from sparrow_sglang.benchmarks.steps.comparison import known_models
-from sparrow_sglang.benchmarks.steps.decode_step import MODELS
+from sparrow_sglang.benchmarks.processes import free_port, log_end, logged_process
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.training.parallel_runs import toml_lines
 from sparrow_sglang.command_line import count
 from sparrow_sglang.models import embedded_model, model_folder
-from sparrow_sglang.provenance import provenance
 from sparrow_sglang.run_folder import METRICS_FILE
 
 TRANSFERS = ("broadcast", "object_store")
@@ -116,23 +114,13 @@ def cluster(gpu: str, log: Path) -> Iterator[dict[str, str]]:
     ours = {"CUDA_VISIBLE_DEVICES": gpu, "RAY_worker_niceness": "0"}
     # Ray's default depends on whether an earlier run has left a token in the user's folder.
     access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | ours | access,
-        )
-    try:
+    with logged_process(command, log, os.environ | ours | access) as process:
         deadline = time.monotonic() + CLUSTER_START_S
         while "runtime started" not in log.read_text(errors="replace"):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SyncFailed(f"Ray did not start:\n{log_end(log)}")
             time.sleep(0.2)
         yield access | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
-    finally:
-        stop(process)
 
 
 def run(options: argparse.Namespace, model: str, transfer: str, folder: Path) -> dict[str, Any]:
@@ -146,21 +134,13 @@ def run(options: argparse.Namespace, model: str, transfer: str, folder: Path) ->
     with cluster(engine_gpu, options.out.with_suffix(f".{transfer}.ray.log")) as access:
         ours = access | {"CUDA_VISIBLE_DEVICES": options.trainer_gpu if on_gpu else ""}
         command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(config)]
-        with log.open("w") as file:
+        with logged_process(command, log, os.environ | ours) as process:
             try:
-                done = subprocess.run(
-                    command,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | ours,
-                    timeout=options.limit_s,
-                )
+                status = f"status {process.wait(options.limit_s)}"
             except subprocess.TimeoutExpired:
-                raise SyncFailed(
-                    f"{transfer}: not done within {options.limit_s} s; {log}:\n{log_end(log)}"
-                ) from None
-    if done.returncode:
-        raise SyncFailed(f"{transfer}: status {done.returncode}; {log}:\n{log_end(log)}")
+                status = f"not done within {options.limit_s} s"
+    if status != "status 0":
+        raise SyncFailed(f"{transfer}: {status}; {log}:\n{log_end(log)}")
     lines = (folder / transfer / METRICS_FILE).read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     shutil.rmtree(folder / transfer)
@@ -199,38 +179,25 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 1 if a run failed, 2 without usable options."""
     parser = _parser()
-    options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    options = parser.parse_args(argv)
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         parser.error(
             "expected two GPUs on this machine, one for the trainer and one for the engine"
         )
     prepare_out(parser, options.out)
-    exit_on_sigterm()
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = prepare_model(options.model, folder)
         files = Path(model_folder(model)).glob("*.safetensors")
         weight_bytes = sum(file.stat().st_size for file in files)
+        results = Results(options.out, settings=settings(options), weight_bytes=weight_bytes)
         for transfer in options.transfers:
             try:
-                rows.append(run(options, model, transfer, folder))
+                results.add(run(options, model, transfer, folder))
             except SyncFailed as error:
                 print(f"{parser.prog}: error: {error}", file=sys.stderr)
                 return 1
-            result = {"settings": settings(options), "weight_bytes": weight_bytes, "rows": rows}
-            write_json(options.out, {**provenance(), **result})
-            print(line(rows[-1]), flush=True)
     return 0
-
-
-def line(row: dict[str, Any]) -> str:
-    sync = row["sync_s"]
-    return (
-        f"{row['transfer']:12} sync {sync['median']:.2f} s (median), {sync['max']:.2f} s (longest)"
-        f" of {row['steps']} steps, step {row['step_s']:.2f} s,"
-        f" {row['rollout_tokens_per_s']:.0f} tokens/s"
-    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from engines import start_engine
 from sparrow_sglang.benchmarks.result_files import RESULTS
 from sparrow_sglang.benchmarks.rollouts import rollout_replay
 from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
+from sparrow_sglang.benchmarks.steps.comparison import Side
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli
 
@@ -68,15 +67,14 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs each side here, on a forked engine, instead of half a minute of imports; their names."""
     sides: list[str] = []
 
-    def run(command: list[str]) -> "subprocess.CompletedProcess[bytes]":
-        assert command[1:3] == ["-m", rollout_replay.MODULE]
-        sides.append(command[command.index("--one") + 1])
-        return subprocess.CompletedProcess(command, rollout_replay.main(command[3:]))
+    def run(function: Any, compared: Any, side: Side, options: Any) -> Any:
+        sides.append(side.name)
+        return function(compared, side, options)
 
     def engine(model_path: str, **arguments: Any) -> Any:
         return start_engine(model_path, **arguments)
 
-    monkeypatch.setattr(rollout_replay, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(rollout_replay, "in_new_process", run)
     monkeypatch.setattr("sglang.Engine", engine)
     return sides
 

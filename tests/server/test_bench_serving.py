@@ -19,9 +19,9 @@ import pytest
 import servers
 from engines import import_for_fork, save_tiny_model
 
+from sparrow_sglang.benchmarks.processes import running_server
 from sparrow_sglang.benchmarks.result_files import RESULTS
 from sparrow_sglang.benchmarks.rollouts import serving
-from sparrow_sglang.benchmarks.rollouts.server_process import running_server
 from sparrow_sglang.benchmarks.steps.comparison import Comparison, Side
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli, serve

@@ -11,7 +11,7 @@ import httpx
 import psutil
 from engines import import_for_fork, kill
 
-from sparrow_sglang.benchmarks.rollouts.server_process import free_port
+from sparrow_sglang.benchmarks.processes import free_port
 
 START_S = 120.0
 

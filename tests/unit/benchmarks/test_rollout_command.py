@@ -1,14 +1,14 @@
 """`sparrow bench rollout` without an engine: wrong options, and a side that fails."""
 
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_lines import refusal
 
 from sparrow_sglang.benchmarks.rollouts import rollout_replay
+from sparrow_sglang.benchmarks.steps.comparison import Side
 from sparrow_sglang.commands import cli
 
 SMALL = ["--sequences", "8", "--mean-tokens", "40", "--max-tokens", "120", "--prompt-tokens", "48"]
@@ -20,13 +20,10 @@ def test_what_was_measured_survives_a_side_that_fails(
     row = {"model": "m", "backend": "sparrow", "schedule": "fixed-64", "tokens_per_s": 4.0}
     row |= {"output_tokens": 8, "seconds": 2.0, "ended_s": [1.0, 2.0]}
 
-    def run(command: list[str]) -> "subprocess.CompletedProcess[bytes]":
-        if "dense" in command:
-            return subprocess.CompletedProcess(command, 1)
-        Path(command[-1]).write_text(json.dumps(row))
-        return subprocess.CompletedProcess(command, 0)
+    def run_side(_: Any, compared: Any, side: Side, options: Any) -> dict[str, Any] | None:
+        return row if side.name == "sparse" else None
 
-    monkeypatch.setattr(rollout_replay, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(rollout_replay, "in_new_process", run_side)
     out = tmp_path / "rollout.json"
     words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL, "--out", str(out)]
     assert cli.main(["bench", "rollout", *words]) == 1
@@ -59,6 +56,6 @@ def test_nonsense_is_refused_in_one_line_before_an_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(rollout_replay, "subprocess", None)
+    monkeypatch.setattr(rollout_replay, "in_new_process", None)
     usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL]
     assert message in refusal(["bench", "rollout", *usual, *words], capsys)

@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts: waited for, and ended with all their processes."""
+"""Processes that a benchmark starts: waited for, and ended with all that they have started."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from servers import free_port
 
-from sparrow_sglang.benchmarks.rollouts.server_process import ServerFailed, running_server
+from sparrow_sglang.benchmarks.processes import ServerFailed, in_new_process, running_server
 
 SERVER = """
 import http.server, subprocess, sys, time
@@ -71,7 +71,7 @@ def test_sigterm_of_the_benchmark_ends_its_server(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from sparrow_sglang.benchmarks.options import exit_on_sigterm
-from sparrow_sglang.benchmarks.rollouts.server_process import running_server
+from sparrow_sglang.benchmarks.processes import running_server
 exit_on_sigterm()
 command = [sys.executable, "-c", {SERVER!r}, "{port}"]
 with running_server(command, "http://127.0.0.1:{port}", Path({str(log)!r})):
@@ -85,3 +85,10 @@ with running_server(command, "http://127.0.0.1:{port}", Path({str(log)!r})):
     assert bench.wait(timeout=60) == 128 + signal.SIGTERM
     bench.stdout.close()
     assert wait_until_gone(worker)
+
+
+def test_a_function_in_a_new_process_returns_or_fails_alone() -> None:
+    assert in_new_process(os.path.join, "a", "b") == "a/b"
+    assert in_new_process(os.getpid) != os.getpid()
+    assert in_new_process(os.path.join, 1) is None
+    assert in_new_process(os.abort) is None

@@ -1,17 +1,20 @@
-"""A server in a process group of its own: started, waited for until it is healthy, and stopped."""
+"""Processes that a benchmark starts: servers until they are healthy, and functions of their own."""
 
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from sparrow_sglang.schedule import PAGE_SIZE
 
 # The first start on a new machine compiles kernels and captures graphs.
 START_S = 900.0
@@ -50,17 +53,17 @@ def running_server(command: Sequence[str], url: str, log: Path) -> Iterator[None
     It is stopped on leaving. Raises `ServerFailed` if it ends or does not become healthy within
     15 minutes.
     """
-    with started_server(command, url, log) as server:
-        for _ in until_healthy([server], START_S):
+    with logged_process(command, log) as process:
+        for _ in until_healthy([Server(process, url, log)], START_S):
             pass
         yield
 
 
 @contextmanager
-def started_server(
-    command: Sequence[str], url: str, log: Path, env: Mapping[str, str] | None = None
-) -> Iterator[Server]:
-    """Start `command`, in `env` instead of this environment if given; do not wait for it.
+def logged_process(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start `command`, in `env` instead of this environment if given; its output goes to `log`.
 
     On leaving it is asked to end, and what is left of its process group after half a minute is
     killed.
@@ -71,9 +74,43 @@ def started_server(
             command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env
         )
     try:
-        yield Server(process, url, log)
+        yield process
     finally:
         stop(process)
+
+
+def server_flags(model: Path, port: int, random_weights: bool, on_gpu: bool) -> list[str]:
+    """Flags of any SGLang server that a benchmark measures."""
+    flags = ["--model-path", str(model), "--page-size", str(PAGE_SIZE)]
+    flags += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    if random_weights:
+        # The word tokenizer has no end of text, which a grammar would need.
+        flags += ["--load-format", "dummy", "--grammar-backend", "none"]
+    # In plain torch, 32-bit arithmetic is the fast path of most CPUs.
+    return flags if on_gpu else [*flags, "--dtype", "float32"]
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module returns in a fresh Python; None if that fails.
+
+    Engines leave memory, signal handlers and a broken process behind.
+    """
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, function, arguments))
+    process.start()
+    try:
+        connection.wait([receiver, process.sentinel])
+        result = receiver.recv() if receiver.poll() else None
+        process.join()
+        return result
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(sender: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    sender.send(function(*arguments))
 
 
 def until_healthy(servers: Sequence[Server], limit_s: float) -> Iterator[float]:
