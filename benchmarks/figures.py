@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.benchmarks.result_files import ROOT, ResultError, load_runs
+from sparrow_sglang.benchmarks.result_files import ROOT, load_runs
+from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import Pair, dense_backends, model_size, pair_rows
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
@@ -225,11 +226,11 @@ def figures(root: Path = ROOT) -> dict[str, str]:
     """File name of each figure in each theme, and its SVG, from what `root` holds.
 
     Raises:
-        ResultError: no result of a decode step can be drawn.
+        ReportError: no result of a decode step can be drawn.
     """
     device, points = fullest_device(load_runs(root, "step_ms"))
     if not points:
-        raise ResultError(f"{root}: no decode step of batch {BATCH} with its dense side")
+        raise ReportError(f"{root}: no decode step of batch {BATCH} with its dense side")
     schedule = load_schedule(f"{points[0].model}-{TARGET}", PAGE_SIZE)
     steps = [
         f"{point.model} {point.context} {point.pair.dense['backend']}"
@@ -258,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name, svg in figures().items():
             (folder / name).write_text(svg, encoding="utf-8")
-    except (ResultError, OSError) as error:
+    except (ReportError, OSError) as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -11,7 +11,6 @@ from math import hypot
 from pathlib import Path
 from statistics import fmean, median
 
-from sparrow_sglang.benchmarks.tables import markdown_table
 from sparrow_sglang.benchmarks.training.learning_curves import curves_of, plot
 
 REWARD = "critic/score/mean"
@@ -35,8 +34,11 @@ def write_summary(results: Path, arms: Mapping[str, Sequence[Path]]) -> None:
         arm: [[json.loads(line) for line in path.read_text("utf-8").splitlines()] for path in paths]
         for arm, paths in arms.items()
     }
-    table = markdown_table((arm_cells(arm, runs) for arm, runs in metrics.items()), words=1)
-    (results / "summary.md").write_text(f"{table}\n", "utf-8")
+    rows = [arm_cells(arm, runs) for arm, runs in metrics.items()]
+    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
+    lines = [[*rows[0]], rule, *([*row.values()] for row in rows)]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    (results / "summary.md").write_text(table, "utf-8")
     bins = sorted({key for runs in metrics.values() for key in _bins(runs)})
     shown = (REWARD, PASS_RATE, LENGTH, KL, *bins)
     plot(

@@ -6,313 +6,216 @@ as a table.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
-
 from sparrow_sglang.report.charts import PALETTE, Chart, Line
 from sparrow_sglang.report.learning import LearningRun, learning_section
-from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
+from sparrow_sglang.report.page import (
+    Figure,
+    ReportError,
+    Section,
+    Settings,
+    Table,
+    flat,
+    number,
+    provenance,
+    reading,
+    scalars,
+)
 from sparrow_sglang.report.result_files import Run, rerun_command
 from sparrow_sglang.report.step_pairs import Pair, pair_rows, reading_order
-from sparrow_sglang.validation import first_problem
 
 _WIDEST = 8
-_STEP_HEADS = (
-    "model", "schedule", "case", "dense ms", "sparse ms", "speed-up", "floor ms", "dense tokens/s",
-    "sparse tokens/s",
-)  # fmt: skip
+_LENGTH = "cached tokens per sequence"
 _STEP_NOTE = (
     "One decode step of stock SGLang. Floor: the bytes that the step must read over the copy"
     " bandwidth of the run."
 )
 
-
-class _Step(BaseModel):
-    model: str
-    backend: str
-    case: str
-    batch: int = Field(gt=0)
-    cached_tokens: int
-    step_ms: float = Field(gt=0)
-    floor_ms: float
-    tokens_per_s: float
-    schedule: str | None
-
-    @property
-    def label(self) -> str:
-        return self.schedule or f"{self.backend}, dense"
-
-    @property
-    def length(self) -> float:
-        return self.cached_tokens / self.batch
-
-
-class _Point(BaseModel):
-    s: float
-    tokens: float
-    unfinished: float
-    tokens_per_s: float
-
-
-class _Rollout(BaseModel):
-    model: str
-    backend: str
-    schedule: str | None
-    seconds: float
-    output_tokens: int
-    tokens_per_s: float = Field(gt=0)
-    curve: list[_Point]
-
-    @property
-    def label(self) -> str:
-        return self.schedule or f"{self.backend}, dense"
-
-
-class _BinTail(BaseModel):
-    first_position: int
-    end_position: int
-    tail: float
-    tail_low: float | None
-    tail_high: float | None
-
-
-class _Named(BaseModel):
-    name: str
-
-
-class _AdapterRow(BaseModel):
-    lr: float
-    trained_under: str
-    tails: list[dict[str, Any]] = Field(min_length=1)
-
-
-class _Distillation(BaseModel):
-    """Tails without an adapter, and of each adapter after some steps, by schedule and bin."""
-
-    schedules: dict[str, _Named]
-    before: dict[str, list[_BinTail]]
-    rows: list[_AdapterRow]
-
-
-class _Result(BaseModel):
-    """What every result carries."""
-
-    device: str
-    packages: dict[str, str | None]
-    commit: str
-    command: str
-    rows: list[dict[str, Any]] = Field(min_length=1)
+Row = dict[str, Any]
 
 
 def benchmark_sections(results: dict[Path, dict[str, Any]], left_out: list[str]) -> list[Section]:
     """Sections of all results. What is damaged goes to `left_out`, with the reason."""
-    runs: list[Run] = []
+    steps: list[Run] = []
     others: list[Section] = []
     for path, content in results.items():
         try:
-            rows = _Result.model_validate(content).rows
-            if "step_ms" in rows[0]:
-                for row in rows:
-                    _Step.model_validate(row)
-                runs.append(Run(path.as_posix(), content))
-            elif "curve" in rows[0]:
-                replays = [_Rollout.model_validate(row) for row in rows]
-                others.append(_rollout_section(path, content, replays))
-            elif "before" in content and "tails" in rows[0]:
-                others.append(
-                    _distill_section(path, content, _Distillation.model_validate(content))
-                )
-            elif "curves" in rows[0]:
-                learnt = [LearningRun.model_validate(row) for row in rows]
-                title = path.stem.replace("_", " ")
-                others.append(learning_section(learnt, title, _versions(path, content)))
-            else:
-                others.append(_other_section(path, content))
-        except ValidationError as error:
-            left_out.append(f"{path}: {first_problem(error)}; expected what `sparrow bench` writes")
-    return ([_step_section(runs)] if runs else []) + others
+            with reading(path, "sparrow bench"):
+                run = Run.checked(path.as_posix(), content)
+                if "step_ms" in run.rows[0]:
+                    _step_section([run])
+                    steps.append(run)
+                else:
+                    others.append(_section(run))
+        except ReportError as error:
+            left_out.append(str(error))
+    return ([_step_section(steps)] if steps else []) + others
+
+
+def _section(run: Run) -> Section:
+    """The section of one result of another kind than decode steps."""
+    row, title = run.rows[0], Path(run.path).stem.replace("_", " ")
+    if "curves" in row:
+        curves = [LearningRun(r["schedule"], r["seed"], r["curves"]) for r in run.rows]
+        return learning_section(curves, title, _versions(run))
+    facts = [("device", run.content["device"])]
+    figures: list[Figure] = []
+    tables: list[Table] = []
+    if "curve" in row:
+        title, facts, figures = f"Rollout of {row['model']}", _rollout_facts(run), _rollout(run)
+        tables = [_scalar_table("Both sides", run.rows)]
+    elif "tails" in row:
+        trained = dict.fromkeys(r["trained_under"] for r in run.rows)
+        facts.append(("adapter trained under", ", ".join(trained)))
+        figures = list(_distillation(run))
+    else:
+        facts.append(("rows", number(len(run.rows))))
+        tables = [_scalar_table("Results", run.rows)]
+    return Section("benchmark", title, facts, figures, tables, [_versions(run)])
 
 
 def _step_section(runs: list[Run]) -> Section:
     pairs = sorted(pair_rows(runs), key=reading_order)
-    figures = [figure for run in runs for figure in _length_figures(run)]
-    compared = [(pair.speedup, pair) for pair in pairs if pair.speedup is not None]
     facts = [("devices", ", ".join(dict.fromkeys(run.device for run in runs)))]
-    if compared:
-        speedup, pair = max(compared, key=lambda each: each[0])
-        row = pair.sparse
-        facts.append((f"largest speed-up: {row['model']}, {row['case']}", f"{speedup:.2f}×"))
+    best = max((pair for pair in pairs if pair.speedup), key=_speedup, default=None)
+    if best:
+        row = best.sparse
+        facts.append((f"largest speed-up: {row['model']}, {row['case']}", f"{best.speedup:.2f}×"))
         facts.append(("with schedule", row["schedule"]))
+    cells = [_cells(pair) for pair in pairs]
+    heads = list(cells[0]) if cells else ()
     return Section(
         kind="benchmark",
         title="Decode steps",
         facts=facts,
-        figures=figures,
-        tables=[Table("Sparse against dense", _STEP_HEADS, [_cells(p) for p in pairs], words=3)],
-        settings=[_versions(Path(run.path), run.content) for run in runs],
+        figures=[figure for run in runs for figure in _length_figures(run)],
+        tables=[Table("Sparse against dense", heads, [[*row.values()] for row in cells], words=3)],
+        settings=[_versions(run) for run in runs],
     )
 
 
-def _cells(pair: Pair) -> list[str]:
-    dense: dict[str, Any] = pair.dense or {}
-    sparse = pair.sparse
-    return [
-        sparse["model"],
-        sparse["schedule"],
-        sparse["case"].replace("x", " × "),
-        number(dense.get("step_ms")),
-        number(sparse["step_ms"]),
-        "–" if pair.speedup is None else f"{pair.speedup:.2f}×",
-        number(sparse["floor_ms"]),
-        number(dense.get("tokens_per_s")),
-        number(sparse["tokens_per_s"]),
-    ]
+def _speedup(pair: Pair) -> float:
+    return pair.speedup or 0.0
 
 
-def _length_figures(run: Run) -> list[Figure]:
+def _cells(pair: Pair) -> dict[str, str]:
+    dense, sparse = pair.dense or {}, pair.sparse
+    return {
+        "model": sparse["model"],
+        "schedule": sparse["schedule"],
+        "case": sparse["case"].replace("x", " × "),
+        "dense ms": number(dense.get("step_ms")),
+        "sparse ms": number(sparse["step_ms"]),
+        "speed-up": "–" if pair.speedup is None else f"{pair.speedup:.2f}×",
+        "floor ms": number(sparse["floor_ms"]),
+        "dense tokens/s": number(dense.get("tokens_per_s")),
+        "sparse tokens/s": number(sparse["tokens_per_s"]),
+    }
+
+
+def _length_figures(run: Run) -> Iterator[Figure]:
     """Step time and throughput of each model and batch that was timed at several lengths."""
-    groups: dict[tuple[str, int], list[_Step]] = {}
+    groups: dict[tuple[str, int], list[Row]] = {}
     for row in run.rows:
-        step = _Step.model_validate(row)
         # Sequences of mixed length have no one length to be drawn at.
-        if not step.case.startswith("fill:"):
-            groups.setdefault((step.model, step.batch), []).append(step)
-    figures = []
-    for (model, batch), steps in groups.items():
-        if len({step.length for step in steps}) < 2:
+        if not row["case"].startswith("fill:"):
+            groups.setdefault((row["model"], row["batch"]), []).append(row)
+    name = Path(run.path).name
+    for (model, batch), rows in groups.items():
+        if len({_length(row) for row in rows}) < 2:
             continue
-        chart = _time_chart(f"{model}, {batch} sequences: step time", steps)
-        figures.append(Figure(chart, f"{_STEP_NOTE} {Path(run.path).name}."))
-        chart = Chart(
-            f"{model}, {batch} sequences: throughput",
-            "cached tokens per sequence",
-            "tokens/s",
-            _lines(steps, "tokens_per_s"),
-            from_zero=True,
-        )
-        figures.append(Figure(chart, f"All sequences together. {Path(run.path).name}."))
-    return figures
+        sparse = [row for row in rows if row["schedule"]]
+        times = _lines(rows, "step_ms") + _lines(sparse, "floor_ms", "floor of ", dashed=True)
+        title = f"{model}, {batch} sequences"
+        chart = Chart(f"{title}: step time", _LENGTH, "ms", times, from_zero=True)
+        yield Figure(chart, f"{_STEP_NOTE} {name}.")
+        speeds = _lines(rows, "tokens_per_s")
+        chart = Chart(f"{title}: throughput", _LENGTH, "tokens/s", speeds, from_zero=True)
+        yield Figure(chart, f"All sequences together. {name}.")
 
 
-def _time_chart(title: str, steps: Sequence[_Step]) -> Chart:
-    lines = _lines(steps, "step_ms")
-    sparse = [step for step in steps if step.schedule]
-    floors = _lines(sparse, "floor_ms", "floor of ", dashed=True)
-    return Chart(title, "cached tokens per sequence", "ms", [*lines, *floors], from_zero=True)
+def _length(row: Row) -> float:
+    length: float = row["cached_tokens"] / row["batch"]
+    return length
 
 
-def _lines(
-    steps: Sequence[_Step], field: str, prefix: str = "", dashed: bool = False
-) -> list[Line]:
+def _label(row: Row) -> str:
+    return row["schedule"] or f"{row['backend']}, dense"
+
+
+def _lines(rows: Sequence[Row], field: str, prefix: str = "", dashed: bool = False) -> list[Line]:
     """A line per backend and schedule, sparse ones first."""
-    labels = sorted({(step.schedule is None, step.label) for step in steps})
     lines = []
-    for i, (is_dense, label) in enumerate(labels):
-        own = sorted((step for step in steps if step.label == label), key=lambda step: step.length)
-        lines.append(
-            Line(
-                prefix + label,
-                [step.length for step in own],
-                [getattr(step, field) for step in own],
-                PALETTE[-1 - i % 2] if is_dense else PALETTE[i % (len(PALETTE) - 2)],
-                dashed=dashed,
-            )
-        )
+    for i, (is_dense, label) in enumerate(sorted({(not r["schedule"], _label(r)) for r in rows})):
+        points = sorted((_length(row), row[field]) for row in rows if _label(row) == label)
+        colour = PALETTE[-1 - i % 2] if is_dense else PALETTE[i % (len(PALETTE) - 2)]
+        x, y = zip(*points, strict=True)
+        lines.append(Line(prefix + label, x, y, colour, dashed=dashed))
     return lines
 
 
-def _rollout_section(path: Path, content: dict[str, Any], replays: list[_Rollout]) -> Section:
+def _rollout_facts(run: Run) -> list[tuple[str, str]]:
+    facts = [(f"{_label(row)}, tokens/s", number(row["tokens_per_s"])) for row in run.rows]
+    dense = max((row["tokens_per_s"] for row in run.rows if not row["schedule"]), default=None)
+    if dense is not None:
+        facts += [
+            (f"speed-up of {_label(row)}", f"{row['tokens_per_s'] / dense:.2f}×")
+            for row in run.rows
+            if row["schedule"]
+        ]
+    return facts
+
+
+def _rollout(run: Run) -> list[Figure]:
     def chart(title: str, unit: str, field: str) -> Chart:
         lines = [
             Line(
-                replay.label,
-                [point.s for point in replay.curve],
-                [getattr(point, field) for point in replay.curve],
-                PALETTE[i % (len(PALETTE) - 1)] if replay.schedule else PALETTE[-1],
+                _label(row),
+                [point["s"] for point in row["curve"]],
+                [point[field] for point in row["curve"]],
+                PALETTE[i % (len(PALETTE) - 1)] if row["schedule"] else PALETTE[-1],
             )
-            for i, replay in enumerate(replays)
+            for i, row in enumerate(run.rows)
         ]
         return Chart(title, "seconds", unit, lines, from_zero=True)
 
-    facts = [(f"{replay.label}, tokens/s", number(replay.tokens_per_s)) for replay in replays]
-    dense = max((r.tokens_per_s for r in replays if not r.schedule), default=None)
-    if dense is not None:
-        facts += [
-            (f"speed-up of {replay.label}", f"{replay.tokens_per_s / dense:.2f}×")
-            for replay in replays
-            if replay.schedule
-        ]
-    return Section(
-        kind="benchmark",
-        title=f"Rollout of {replays[0].model}",
-        facts=facts,
-        figures=[
-            Figure(chart("Tokens generated", "tokens", "tokens")),
-            Figure(chart("Throughput", "tokens/s", "tokens_per_s")),
-            Figure(
-                chart("Sequences that are not done", "sequences", "unfinished"),
-                "All start together; the rollout lasts until the last one is done.",
-            ),
-        ],
-        tables=[_scalar_table("Both sides", content["rows"])],
-        settings=[_versions(path, content)],
-    )
+    return [
+        Figure(chart("Tokens generated", "tokens", "tokens")),
+        Figure(chart("Throughput", "tokens/s", "tokens_per_s")),
+        Figure(
+            chart("Sequences that are not done", "sequences", "unfinished"),
+            "All start together; the rollout lasts until the last one is done.",
+        ),
+    ]
 
 
-def _distill_section(path: Path, content: dict[str, Any], result: _Distillation) -> Section:
+def _distillation(run: Run) -> Iterator[Figure]:
     """A chart for each schedule: its tails without adapter, and with each adapter."""
-    figures = []
-    for which, named in result.schedules.items():
-        lines = [_tail_line("without adapter", result.before[which], PALETTE[-1])]
-        for row in result.rows:
-            for tails in row.tails:
-                bins = [_BinTail.model_validate(one) for one in tails[which]]
-                label = f"after {tails['after']['step']} steps, lr {row.lr:g}"
-                lines.append(_tail_line(label, bins, PALETTE[len(lines) - 1]))
-        title = f"Tail under {named.name}"
+    for which, schedule in run.content["schedules"].items():
+        lines = [_tail_line("without adapter", run.content["before"][which], PALETTE[-1])]
+        for row in run.rows:
+            for tails in row["tails"]:
+                label = f"after {tails['after']['step']} steps, lr {row['lr']:g}"
+                lines.append(_tail_line(label, tails[which], PALETTE[len(lines) - 1]))
+        title = f"Tail under {schedule['name']}"
         chart = Chart(title, "position (cached tokens)", "acceptance rate, 5th percentile", lines)
-        figures.append(Figure(chart, "With its 95 % confidence band, on held-out prompts."))
-    trained = ", ".join(dict.fromkeys(row.trained_under for row in result.rows))
-    return Section(
-        kind="benchmark",
-        title=path.stem.replace("_", " "),
-        facts=[("device", content["device"]), ("adapter trained under", trained)],
-        figures=figures,
-        settings=[_versions(path, content)],
-    )
+        yield Figure(chart, "With its 95 % confidence band, on held-out prompts.")
 
 
-def _tail_line(label: str, bins: Sequence[_BinTail], colour: str) -> Line:
-    def end(value: float | None) -> float:
-        return math.nan if value is None else value
+def _tail_line(label: str, bins: Sequence[Row], colour: str) -> Line:
+    def ends(key: str) -> list[float]:
+        return [math.nan if each[key] is None else each[key] for each in bins]
 
-    return Line(
-        label,
-        [(each.first_position + each.end_position) / 2 for each in bins],
-        [each.tail for each in bins],
-        colour,
-        low=[end(each.tail_low) for each in bins],
-        high=[end(each.tail_high) for each in bins],
-    )
+    middles = [(each["first_position"] + each["end_position"]) / 2 for each in bins]
+    return Line(label, middles, ends("tail"), colour, ends("tail_low"), ends("tail_high"))
 
 
-def _other_section(path: Path, content: dict[str, Any]) -> Section:
-    return Section(
-        kind="benchmark",
-        title=path.stem.replace("_", " "),
-        facts=[("device", content["device"]), ("rows", number(len(content["rows"])))],
-        figures=[],
-        tables=[_scalar_table("Results", content["rows"])],
-        settings=[_versions(path, content)],
-    )
-
-
-def _scalar_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _scalar_table(title: str, rows: Sequence[Row]) -> Table:
     """Every value of the rows that is no list; a wide and short table lies on its side."""
-    named = [_scalars(row) for row in rows]
+    named = [scalars(row) for row in rows]
     names = list(dict.fromkeys(name for row in named for name in row))
     cells = [[_cell(row.get(name)) for name in names] for row in named]
     words = 0
@@ -325,23 +228,15 @@ def _scalar_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return Table(title, names, cells, words=words)
 
 
-def _scalars(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            named |= _scalars(value, f"{prefix}{key}.")
-        elif not isinstance(value, list):
-            named[prefix + key] = value
-    return named
-
-
 def _cell(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return number(value)
     return "–" if value is None else str(value)
 
 
-def _versions(path: Path, content: dict[str, Any]) -> Settings:
-    configured = flat(content["settings"]) if isinstance(content.get("settings"), dict) else {}
-    recorded = provenance(content | {"command": rerun_command(content["command"])})
-    return Settings(f"Configuration and versions: {path.name}", configured | recorded)
+def _versions(run: Run) -> Settings:
+    configured = run.content.get("settings")
+    recorded = provenance(run.content | {"command": rerun_command(run.content["command"])})
+    name = Path(run.path).name
+    values = flat(configured) if isinstance(configured, dict) else {}
+    return Settings(f"Configuration and versions: {name}", values | recorded)

@@ -4,18 +4,11 @@ In: schedule files with their evidence, and check reports, as `sparrow calibrate
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.report.calibration_files import (
-    BinRow,
-    Check,
-    CheckFile,
-    Evidence,
-    parse,
-)
 from sparrow_sglang.report.charts import PALETTE, Chart, HeatMap, Line
 from sparrow_sglang.report.page import (
     Figure,
@@ -26,12 +19,16 @@ from sparrow_sglang.report.page import (
     flat,
     number,
     provenance,
+    reading,
 )
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import BudgetSchedule
 
 _TAIL_LABEL = "acceptance rate, 5th percentile"
 _POSITION_LABEL = "position (cached tokens)"
 _BIN_HEADS = ("budget", "tail", "95 % from", "to", "tokens")
+_WRITER = "sparrow calibrate"
+
+Row = Mapping[str, Any]
 
 
 def schedule_sections(schedules: dict[Path, dict[str, Any]], left_out: list[str]) -> list[Section]:
@@ -39,90 +36,91 @@ def schedule_sections(schedules: dict[Path, dict[str, Any]], left_out: list[str]
 
     What is no schedule goes to `left_out`, with the reason.
     """
-    measured: list[tuple[BudgetSchedule, Evidence]] = []
-    plain: list[BudgetSchedule] = []
+    measured: list[BudgetSchedule] = []
+    plain: list[Section] = []
     for path, content in schedules.items():
         try:
-            schedule = BudgetSchedule(**content)
-            if "tails" in schedule.provenance:
-                measured.append((schedule, parse(path, Evidence, schedule.provenance)))
-            else:
-                plain.append(schedule)
-        except ScheduleError as error:
-            left_out.append(f"{path}: {error}")
+            with reading(path, _WRITER):
+                schedule = BudgetSchedule(**content)
+                if "tails" in schedule.provenance:
+                    _measured_section([schedule])
+                    measured.append(schedule)
+                else:
+                    plain.append(_plain_section(schedule))
         except ReportError as error:
             left_out.append(str(error))
 
-    def measurement(pair: tuple[BudgetSchedule, Evidence]) -> str:
-        schedule, evidence = pair
-        return f"{schedule.model} {schedule.bin_tokens} {evidence.settings} {evidence.tails}"
+    def measurement(schedule: BudgetSchedule) -> str:
+        evidence = schedule.provenance
+        return f"{schedule.model} {schedule.bin_tokens} {evidence['settings']} {evidence['tails']}"
 
-    measured.sort(key=lambda pair: (measurement(pair), pair[0].tail_target or 0))
-    groups = [list(pairs) for _, pairs in groupby(measured, key=measurement)]
-    return [_measured_section(group) for group in groups] + [_plain_section(each) for each in plain]
+    measured.sort(key=lambda schedule: (measurement(schedule), schedule.tail_target or 0))
+    return [_measured_section([*group]) for _, group in groupby(measured, key=measurement)] + plain
 
 
 def check_section(path: Path, content: dict[str, Any]) -> Section:
     """Tails of fresh generations under given schedules. Raises `ReportError`."""
-    report = parse(path, CheckFile, content)
-    widths = {name: width for name, width, *_ in report.settings.get("schedules", ())}
-    for check in report.checks:
-        if check.schedule not in widths:
-            raise ReportError(
-                f"{path}: settings.schedules: lacks {check.schedule!r}; expected what `sparrow"
-                " calibrate --check` writes"
-            )
-    verdicts = [f"{c.schedule} {'holds' if c.holds else 'does not hold'}" for c in report.checks]
-    tokens = sum(row.tokens for check in report.checks for row in check.bins)
-    return Section(
-        kind="check",
-        title=f"Check on {report.model}",
-        facts=[("verdict", ", ".join(verdicts)), ("sparsely decoded tokens", number(tokens))],
-        figures=[_check_figure(check, widths[check.schedule]) for check in report.checks],
-        tables=[
-            _bin_table(f"Checked bins of {check.schedule}", check.bins, widths[check.schedule])
-            for check in report.checks
-        ],
-        settings=[
-            Settings("Configuration", flat(report.settings)),
-            Settings("Versions", provenance(content)),
-        ],
-    )
+    with reading(path, f"{_WRITER} --check"):
+        checks, settings = content["checks"], content["settings"]
+        widths = {name: width for name, width, *_ in settings["schedules"]}
+        sized = [(check, widths[check["schedule"]]) for check in checks]
+        verdicts = [f"{c['schedule']} {'holds' if c['holds'] else 'does not hold'}" for c in checks]
+        tokens = sum(row["tokens"] for check in checks for row in check["bins"])
+        return Section(
+            kind="check",
+            title=f"Check on {content['model']}",
+            facts=[("verdict", ", ".join(verdicts)), ("sparsely decoded tokens", number(tokens))],
+            figures=[_check_figure(check, width) for check, width in sized],
+            tables=[
+                _bin_table(f"Checked bins of {check['schedule']}", check["bins"], width)
+                for check, width in sized
+            ],
+            settings=[
+                Settings("Configuration", flat(settings)),
+                Settings("Versions", provenance(content)),
+            ],
+        )
 
 
-def _measured_section(group: Sequence[tuple[BudgetSchedule, Evidence]]) -> Section:
-    schedules = [schedule for schedule, _ in group]
-    first, evidence = group[0]
-    width = first.bin_tokens
+def _measured_section(schedules: Sequence[BudgetSchedule]) -> Section:
+    """Of schedules from one measurement, whose evidence each of them holds."""
+    first = schedules[0]
+    evidence: Row = first.provenance
     targets = sorted({s.tail_target for s in schedules if s.tail_target})
-    tokens = sum(row.tokens for rows in evidence.tails.values() for row in rows)
+    tokens = sum(row["tokens"] for rows in evidence["tails"].values() for row in rows)
     return Section(
         kind="calibration",
         title=f"Calibration of {first.model}",
         facts=[
             ("targets", ", ".join(f"{target:g}" for target in targets)),
-            ("prompts", str(evidence.settings.get("num_prompts", "–"))),
+            ("prompts", str(evidence["settings"].get("num_prompts", "–"))),
             ("sparsely decoded tokens", number(tokens)),
             *_share_facts(schedules),
         ],
         figures=[_tail_map(schedules, evidence), _budget_figure(schedules)],
         tables=[
-            *(_bin_table(f"Bins of {schedule.name}", own.bins, width) for schedule, own in group),
-            _tail_table(evidence, width),
+            *(_bins_of(schedule) for schedule in schedules),
+            _tail_table(evidence, first.bin_tokens),
         ],
         settings=[
-            Settings("Configuration", flat(evidence.settings)),
-            Settings("Versions", provenance(first.provenance)),
+            Settings("Configuration", flat(evidence["settings"])),
+            Settings("Versions", provenance(evidence)),
         ],
     )
 
 
-def _tail_map(schedules: Sequence[BudgetSchedule], evidence: Evidence) -> Figure:
+def _bins_of(schedule: BudgetSchedule) -> Table:
+    bins: Any = schedule.provenance["bins"]
+    return _bin_table(f"Bins of {schedule.name}", bins, schedule.bin_tokens)
+
+
+def _tail_map(schedules: Sequence[BudgetSchedule], evidence: Row) -> Figure:
     """Measured tails by position and budget, and which of the budgets each schedule takes."""
-    budgets = sorted(evidence.tails)
+    budgets = sorted(map(int, evidence["tails"]))
+    least = evidence["min_tokens"]
     filled = {
-        budget: {row.bin: row.tail for row in rows if row.tokens >= evidence.min_tokens}
-        for budget, rows in evidence.tails.items()
+        int(budget): {row["bin"]: row["tail"] for row in rows if row["tokens"] >= least}
+        for budget, rows in evidence["tails"].items()
     }
     bins = range(max((bin_ for row in filled.values() for bin_ in row), default=0) + 1)
     width = schedules[0].bin_tokens
@@ -144,7 +142,7 @@ def _tail_map(schedules: Sequence[BudgetSchedule], evidence: Evidence) -> Figure
     return Figure(
         chart,
         "Measured under fixed budgets, over sparsely decoded tokens; empty where fewer than"
-        f" {evidence.min_tokens:,} tokens were. A line is a schedule; it has a gap where the"
+        f" {least:,} tokens were. A line is a schedule; it has a gap where the"
         " schedule takes a budget that was not measured, such as all there is.",
     )
 
@@ -201,54 +199,54 @@ def _budget_figure(schedules: Sequence[BudgetSchedule]) -> Figure:
     return Figure(chart, "Where the budget lies above the dashed line, decode is dense.")
 
 
-def _check_figure(check: Check, width: int) -> Figure:
+def _check_figure(check: Row, width: int) -> Figure:
     judged = [
-        (row, row.interval)
-        for row in check.bins
-        if row.interval is not None and row.tokens >= check.min_tokens
+        row
+        for row in check["bins"]
+        if row["tokens"] >= check["min_tokens"] and row.get("tail_low") is not None
     ]
     line = Line(
-        check.schedule,
-        [(row.bin + 0.5) * width for row, _ in judged],
-        [tail for _, (tail, _, _) in judged],
+        check["schedule"],
+        [(row["bin"] + 0.5) * width for row in judged],
+        [row["tail"] for row in judged],
         PALETTE[0],
-        low=[low for _, (_, low, _) in judged],
-        high=[high for _, (_, _, high) in judged],
+        low=[row["tail_low"] for row in judged],
+        high=[row["tail_high"] for row in judged],
     )
     chart = Chart(
-        f"Tail under {check.schedule}",
+        f"Tail under {check['schedule']}",
         _POSITION_LABEL,
         _TAIL_LABEL,
         [line],
-        [(f"target {check.target:g}", check.target)],
+        [(f"target {check['target']:g}", check["target"])],
     )
     return Figure(
         chart,
         "With its confidence band. A bin fails if the whole band lies below the target. Only bins"
-        f" of {check.min_tokens:,} tokens or more.",
+        f" of {check['min_tokens']:,} tokens or more.",
     )
 
 
-def _bin_table(title: str, bins: Sequence[BinRow], width: int) -> Table:
+def _bin_table(title: str, bins: Sequence[Row], width: int) -> Table:
+    basis = "basis" if "basis" in bins[0] else "verdict"
     rows = [
         (
-            _span(row.bin, width),
-            row.basis or row.verdict,
-            number(row.budget_tokens),
-            *(_tail(value) for value in (row.tail, row.tail_low, row.tail_high)),
-            number(row.tokens),
+            _span(row["bin"], width),
+            row[basis],
+            number(row["budget_tokens"]),
+            *(_tail(row.get(key)) for key in ("tail", "tail_low", "tail_high")),
+            number(row["tokens"]),
         )
         for row in bins
     ]
-    basis = "basis" if any(row.basis for row in bins) else "verdict"
     return Table(title, ("positions", basis, *_BIN_HEADS), rows, words=2)
 
 
-def _tail_table(evidence: Evidence, width: int) -> Table:
-    bins = sorted({row.bin for rows in evidence.tails.values() for row in rows})
+def _tail_table(evidence: Row, width: int) -> Table:
+    bins = sorted({row["bin"] for rows in evidence["tails"].values() for row in rows})
     rows = []
-    for budget, measured in sorted(evidence.tails.items()):
-        by_bin = {row.bin: row.tail for row in measured}
+    for budget, measured in sorted((int(key), rows) for key, rows in evidence["tails"].items()):
+        by_bin = {row["bin"]: row["tail"] for row in measured}
         rows.append((number(budget), *(_tail(by_bin.get(index)) for index in bins)))
     return Table(
         "Tail by budget and position", ("KV budget", *(_span(i, width) for i in bins)), rows

@@ -4,11 +4,10 @@ In: the rows that `benchmarks.learning_curves` writes, or the metrics of runs by
 one chart per quantity, a line per schedule or arm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-
-from pydantic import BaseModel, Field
 
 from sparrow_sglang.report.charts import PALETTE, Chart, Line
 from sparrow_sglang.report.page import Figure, Section, Settings, number
@@ -24,12 +23,13 @@ _SHOWN = {
 }
 
 
-class LearningRun(BaseModel):
+@dataclass(frozen=True)
+class LearningRun:
     """One run: curves of (step, value) by metric."""
 
     schedule: str
     seed: int
-    curves: dict[str, list[tuple[int, float]]] = Field(min_length=1)
+    curves: Mapping[str, Sequence[tuple[int, float]]]
 
     @property
     def label(self) -> str:
@@ -49,9 +49,9 @@ def arms_section(folder: Path, files: Sequence[Path]) -> Section:
         }
         runs.append(LearningRun(schedule=named[1], seed=int(named[2]), curves=curves))
     place = folder.resolve()
-    seeds = {run.seed for run in runs}
-    settings = Settings("Files", {"folder": str(folder), "runs": str(len(runs)),
-                                  "seeds": ", ".join(map(str, sorted(seeds)))})  # fmt: skip
+    seeds = sorted({run.seed for run in runs})
+    facts = {"folder": str(folder), "runs": str(len(runs)), "seeds": ", ".join(map(str, seeds))}
+    settings = Settings("Files", facts)
     return learning_section(runs, f"Learning curves of {place.parent.name}/{place.name}", settings)
 
 

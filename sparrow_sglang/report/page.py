@@ -4,9 +4,11 @@ In: `Section`s. Out: HTML that loads nothing from anywhere.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.report.charts import Chart, HeatMap, draw
@@ -14,6 +16,18 @@ from sparrow_sglang.report.charts import Chart, HeatMap, draw
 
 class ReportError(ValueError):
     """Something cannot be reported on; the message names the file and what is expected."""
+
+
+@contextmanager
+def reading(path: Path | str, writer: str) -> Iterator[None]:
+    """Turn what a damaged file makes the block raise into a `ReportError` that names it."""
+    try:
+        yield
+    except ReportError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ReportError(f"{path}: {reason}; expected what `{writer}` writes") from None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+from sparrow_sglang.report.page import ReportError
 
 _PACKAGES = {
     "sglang": "SGLang",
@@ -31,6 +33,16 @@ class Run:
 
     path: str
     content: dict[str, Any]
+
+    @classmethod
+    def checked(cls, path: str, content: dict[str, Any]) -> Self:
+        """Raises `ReportError` if there are no rows, or what every result carries is missing."""
+        missing = {"device", "packages", "commit", "command", "rows"} - content.keys()
+        rows = content.get("rows")
+        if missing or not rows or not all(isinstance(row, dict) for row in rows):
+            words = ", ".join(sorted(missing)) or "rows"
+            raise ReportError(f"{path}: lacks {words}; expected what `sparrow bench` writes")
+        return cls(path, content)
 
     @property
     def device(self) -> str:

@@ -12,7 +12,7 @@ from command_lines import refusal
 
 from sparrow_sglang.benchmarks import tables
 from sparrow_sglang.benchmarks.kernels import kernel_times
-from sparrow_sglang.benchmarks.result_files import RESULTS, ResultError, load_runs
+from sparrow_sglang.benchmarks.result_files import RESULTS, load_runs
 from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
 from sparrow_sglang.benchmarks.steps import decode_step
 from sparrow_sglang.benchmarks.steps.decode_step import (
@@ -24,6 +24,7 @@ from sparrow_sglang.benchmarks.steps.decode_step import (
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli
 from sparrow_sglang.planning.cost_model import ModelShape
+from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.report.result_files import Run, rerun_command
 from sparrow_sglang.report.step_pairs import pair_rows
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
@@ -300,7 +301,7 @@ def test_commands_can_be_typed_again() -> None:
 def test_an_unusable_result_is_named(tmp_path: Path, content: str, message: str) -> None:
     save(tmp_path, "a.json", [])
     (tmp_path / RESULTS / "a.json").write_text(content)
-    with pytest.raises(ResultError, match=message):
+    with pytest.raises(ReportError, match=message):
         generate(tmp_path)
 
 
@@ -312,7 +313,7 @@ def test_only_the_part_between_the_markers_is_rewritten() -> None:
     link = "[results](benchmarks/results/a.json)"
     assert "[results](../benchmarks/results/a.json)" in tables.replace_tables(readme, link)
     for wrong in ("", tables.BEGIN, f"{tables.END}\n{tables.BEGIN}", readme * 2):
-        with pytest.raises(ResultError, match="expected one line"):
+        with pytest.raises(ReportError, match="expected one line"):
             tables.replace_tables(wrong, "new")
 
 

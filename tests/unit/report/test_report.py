@@ -440,8 +440,8 @@ def test_what_is_damaged_is_left_out_by_name(run: Path, tmp_path: Path, capsys: 
     assert page.sections == ["training"] and len(told) == 5
     for name in (
         "cut.json",
-        "half.json: checks[0].target",
-        "odd.json: device",
+        "half.json: lacks 'settings'",
+        "odd.json: lacks commit, device, packages",
         "/s.json: budget_tokens[0]=7",
         ":2: 'nons",
     ):
