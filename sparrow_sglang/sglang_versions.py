@@ -6,9 +6,11 @@ or has elsewhere, is looked up here. SGLang itself is imported only where a func
 """
 
 import ast
+import base64
 import dataclasses
 import functools
 import inspect
+import pickle
 import pkgutil
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -304,10 +306,13 @@ def adapter_request(
         fields["serialized_named_tensors"] = [
             MultiprocessingSerializer.serialize(dict(tensors)) for _ in range(tp_size)
         ]
-    else:
-        # Until 0.5.16 all ranks read one copy.
+    elif tp_size == 1:
         serialized = MultiprocessingSerializer.serialize(dict(tensors), output_str=True)
         fields["serialized_tensors"] = serialized
+    else:
+        # Until 0.5.16 all ranks read one copy, but memory that is shared can be received once.
+        copies = pickle.dumps({key: tensor.cpu() for key, tensor in tensors.items()})
+        fields["serialized_tensors"] = base64.b64encode(copies).decode()
     return LoadLoRAAdapterFromTensorsReqInput(**fields)
 
 
