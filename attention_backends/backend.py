@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
 from sparrow_sglang.attention_backends.kernel_limits import dense_backend
+from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
     PagedDecode,
@@ -83,9 +84,9 @@ class SparrowAttnBackend(AttentionBackend):
 
     Attributes:
         budgets: the schedules and what requests ask for; hooks write it between passes.
-        landmarks: of each sparse layer, [num_pages, Hkv, D] in the dtype of the KV pool. They are
-            indexed by physical page: a prefix-cache hit has the landmarks of its pages in place,
-            and a page that is freed and used again gets new ones before it is scored.
+        landmarks: of each sparse layer, indexed by physical page: a prefix-cache hit has the
+            landmarks of its pages in place, and a page that is freed and used again gets new ones
+            before it is scored.
     """
 
     def __init__(self, model_runner: "ModelRunner", loaded: LoadedSchedules) -> None:
@@ -94,11 +95,18 @@ class SparrowAttnBackend(AttentionBackend):
         schedule = loaded.active
         self.token_to_kv_pool = pool
         num_pages = pool.k_buffer[0].shape[0] // schedule.page_size
-        shape = (num_pages, pool.head_num, pool.head_dim)
         # Released and resumed together with the KV cache.
         with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.landmarks = {
-                layer_id: torch.zeros(shape, dtype=pool.dtype, device=pool.device)
+                layer_id: allocate_landmarks(
+                    num_pages,
+                    pool.head_num,
+                    pool.head_dim,
+                    schedule.page_size,
+                    schedule.selection,
+                    pool.dtype,
+                    pool.device,
+                )
                 for layer_id in _sparse_layer_ids(model_runner, schedule)
             }
         on_cuda = model_runner.device == "cuda"
@@ -200,6 +208,7 @@ class SparrowAttnBackend(AttentionBackend):
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
             self.landmarks[layer.layer_id],
+            layer.layer_id,
             layer.scaling,
         )
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)

@@ -32,7 +32,7 @@ def live_pages(scheduler: "Scheduler") -> torch.Tensor:
 
 
 def check_landmarks(scheduler: "Scheduler") -> None:
-    """Raise RuntimeError naming the first landmark that is not the mean of its page's keys.
+    """Raise RuntimeError naming the first page whose landmarks are not those of its keys.
 
     For an idle or paused server, by `Endpoint.call_sparrow("landmarks")`.
     """
@@ -44,15 +44,15 @@ def check_landmarks(scheduler: "Scheduler") -> None:
     for layer_id, landmarks in sorted(backend.landmarks.items()):
         keys = backend.token_to_kv_pool.get_key_buffer(layer_id)
         k_pages = keys.view(-1, backend.schedule.page_size, *keys.shape[1:])[pages]
-        stored = landmarks[pages].float()
-        expected = reference.page_landmarks(k_pages).float()
-        # Both are fp32 means rounded to the KV dtype: one unit in the last place may differ.
-        ulp = torch.finfo(keys.dtype).eps
-        wrong = (stored - expected).abs() > ulp * expected.abs() + 1e-6
+        stored = landmarks.at(pages)
+        expected = reference.page_landmarks(k_pages, backend.schedule.selection)
+        error = (stored.values() - expected.values()).abs()
+        wrong = error > expected.rounding()
         if wrong.any():
             index = int(wrong.flatten(1).any(1).nonzero()[0])
+            heads = int(wrong.flatten(2).any(2).sum())
             raise RuntimeError(
                 f"stale landmark in layer {layer_id}, page {int(pages[index])}: it is off by"
-                f" {float((stored - expected)[index].abs().max()):.3g}; {int(wrong.any(-1).sum())}"
-                f" of {len(pages)} pages x KV heads are wrong"
+                f" {float(error[index].max()):.3g}; {heads} of {len(pages)} pages x KV heads are"
+                " wrong"
             )

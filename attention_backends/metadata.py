@@ -39,6 +39,9 @@ class BudgetTable:
             options=torch.tensor([_DEFAULT], dtype=torch.int32, device=device).repeat(
                 num_requests, 1
             ),
+            weights=torch.empty(
+                NUM_SLOTS, loaded.weighted_layers or 1, dtype=torch.float32, device=device
+            ),
         )
         # Of the rows that ask for something. Most ask for nothing, and cost the device nothing.
         self._asking: dict[int, tuple[int, int]] = {}
@@ -48,12 +51,18 @@ class BudgetTable:
         """Hold `loaded` from now on; no request may be running, and this waits for the device."""
         table = torch.full((NUM_SLOTS, MAX_BINS), NO_CAP, dtype=torch.int32)
         bin_pages = torch.ones(NUM_SLOTS, dtype=torch.int32)
+        weights = torch.ones(self.tensors.weights.shape)
         for slot, schedule in enumerate((loaded.active, *loaded.named)):
             table[slot] = schedule.budget_pages[-1]
             table[slot, : len(schedule.budget_pages)] = torch.tensor(schedule.budget_pages)
             bin_pages[slot] = schedule.bin_pages
+            if schedule.selection.layer_weights is not None:
+                weights[slot] = torch.tensor(schedule.selection.layer_weights)
+                dense = [layer for layer in schedule.dense_layers if layer < weights.shape[1]]
+                weights[slot, dense] = 1
         self.tensors.table.copy_(table)
         self.tensors.bin_pages.copy_(bin_pages)
+        self.tensors.weights.copy_(weights)
         if self.tensors.table.is_cuda:
             # Steps run on another stream.
             torch.cuda.synchronize(self.tensors.table.device)
@@ -89,7 +98,9 @@ class BudgetTable:
         return slot, cap
 
     def num_selected(self, num_pages: torch.Tensor, req_pool_indices: torch.Tensor) -> torch.Tensor:
-        """Pages that a sparse layer reads, [B] in num_pages' dtype.
+        """Pages that each layer reads, [layers, B] in num_pages' dtype.
+
+        A single row stands for all layers where no loaded schedule has layer weights.
 
         Args:
             num_pages: [B], pages that each request holds.
@@ -98,7 +109,10 @@ class BudgetTable:
         slot, cap = self.tensors.options[req_pool_indices.long()].long().unbind(-1)
         bins = (num_pages // self.tensors.bin_pages[slot]).clamp_max(MAX_BINS - 1)
         budget = torch.minimum(self.tensors.table[slot, bins.long()].long(), cap)
-        return torch.minimum(num_pages, budget.to(num_pages.dtype))
+        # fp64 holds the product of an fp32 weight and a whole number exactly.
+        weighted = (self.tensors.weights[slot].T.double() * budget + 0.5).floor().long()
+        weighted = weighted.clamp_min(self.loaded.active.least_pages)
+        return torch.minimum(num_pages.long(), weighted).to(num_pages.dtype)
 
 
 @dataclass(frozen=True)

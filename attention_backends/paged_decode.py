@@ -12,6 +12,7 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
+from sparrow_sglang.attention_backends.landmarks import Landmarks, MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 
 
@@ -47,7 +48,7 @@ class PagedDecode(Protocol):
                 requests than were reserved.
         """
 
-    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: torch.Tensor) -> None:
+    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         """Compute the landmarks of the planned pass's full pages from the KV pool.
 
         In a prefill pass these are all full pages of every request, not only those of its new
@@ -55,7 +56,7 @@ class PagedDecode(Protocol):
 
         Args:
             k_buffer: [num_slots, Hkv, D].
-            landmarks: [num_pages, Hkv, D], written in place.
+            landmarks: those of the layer, written in place.
         """
 
     def decode(
@@ -63,7 +64,8 @@ class PagedDecode(Protocol):
         q: torch.Tensor,
         k_buffer: torch.Tensor,
         v_buffer: torch.Tensor,
-        landmarks: torch.Tensor,
+        landmarks: Landmarks,
+        layer_id: int,
         sm_scale: float,
     ) -> torch.Tensor:
         """One sparse layer of the planned decode step; the new token's KV is in the pool already.
@@ -72,7 +74,8 @@ class PagedDecode(Protocol):
             q: [B, Hq, D].
             k_buffer: [num_slots, Hkv, D].
             v_buffer: [num_slots, Hkv, D].
-            landmarks: [num_pages, Hkv, D]; that of the page which this token filled is added.
+            landmarks: those of the layer; that of the page which this token filled is added.
+            layer_id: index of the layer in the model, which its share of the budget goes by.
             sm_scale: factor of the logits.
 
         Returns:
@@ -85,7 +88,7 @@ class TorchPagedDecode:
 
     Args:
         budgets: the KV budget by length and request; the active schedule supplies page size,
-            sinks and recent pages, which all others share.
+            sinks, recent pages and the selection rule, which all others share.
         req_to_token: [requests, max tokens], SGLang's token table.
     """
 
@@ -95,6 +98,7 @@ class TorchPagedDecode:
         self._page_size = schedule.page_size
         self._sink_pages = schedule.sink_pages
         self._recent_pages = schedule.recent_pages
+        self._rule = schedule.selection
         self._budgets = budgets
         self._req_to_token = req_to_token
         self._pages: PageTable
@@ -131,40 +135,43 @@ class TorchPagedDecode:
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
         num_pages = self._pages.num_pages
         self._num_selected = self._budgets.num_selected(num_pages, req_pool_indices)
-        self.within_budget = torch.equal(self._num_selected, num_pages)
+        self.within_budget = bool((self._num_selected == num_pages).all())
         just_filled = (seq_lens % self._page_size == 0).nonzero().squeeze(-1)
         last_page = self._pages.num_pages[just_filled] - 1
         self._full_pages = self._pages.physical[just_filled, last_page]
 
-    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: torch.Tensor) -> None:
+    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         if self._full_pages.numel():
             k_pages = k_buffer.view(-1, self._page_size, *k_buffer.shape[1:])
-            landmarks[self._full_pages] = reference.page_landmarks(k_pages[self._full_pages])
+            computed = reference.page_landmarks(k_pages[self._full_pages], self._rule)
+            landmarks.write(self._full_pages, computed)
 
     def decode(
         self,
         q: torch.Tensor,
         k_buffer: torch.Tensor,
         v_buffer: torch.Tensor,
-        landmarks: torch.Tensor,
+        landmarks: Landmarks,
+        layer_id: int,
         sm_scale: float,
     ) -> torch.Tensor:
         self.update_landmarks(k_buffer, landmarks)
         pages = self._pages
+        num_selected = self._num_selected[layer_id if len(self._num_selected) > 1 else 0]
         selected = reference.select_pages(
-            reference.score_pages(q, landmarks, pages.physical),
+            reference.score_pages(q, landmarks, pages.physical, self._rule),
             pages.num_pages,
-            self._num_selected,
+            num_selected,
             self._sink_pages,
             self._recent_pages,
         )
-        physical = pages.physical[:, None].expand(-1, landmarks.shape[1], -1)
+        physical = pages.physical[:, None].expand(-1, k_buffer.shape[1], -1)
         return reference.sparse_decode(
             q,
             k_buffer,
             v_buffer,
             physical.gather(-1, selected),
-            self._num_selected,
+            num_selected,
             pages.seq_lens,
             self._page_size,
             sm_scale,
@@ -271,10 +278,10 @@ class TritonPagedDecode:
         assert self._buffers is not None
         return self._buffers
 
-    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: torch.Tensor) -> None:
+    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         landmark.update_landmarks_bulk(
             k_buffer,
-            landmarks,
+            _whole_page_means(landmarks),
             self._pages,
             self._seq_lens,
             self._no_prefix,
@@ -287,7 +294,8 @@ class TritonPagedDecode:
         q: torch.Tensor,
         k_buffer: torch.Tensor,
         v_buffer: torch.Tensor,
-        landmarks: torch.Tensor,
+        landmarks: Landmarks,
+        layer_id: int,
         sm_scale: float,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
@@ -300,7 +308,7 @@ class TritonPagedDecode:
             select.select_pages(
                 q[rows],
                 k_buffer,
-                landmarks,
+                _whole_page_means(landmarks),
                 pages,
                 seq_lens,
                 counts,
@@ -325,3 +333,9 @@ class TritonPagedDecode:
                 launch=buffers.decode_launch[batch],
             )
         return out
+
+
+def _whole_page_means(landmarks: Landmarks) -> torch.Tensor:
+    """[num_pages, Hkv, D]; the kernels know no other landmarks."""
+    assert isinstance(landmarks, MeanLandmarks) and landmarks.means.shape[2] == 1
+    return landmarks.means.squeeze(2)

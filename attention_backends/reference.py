@@ -7,35 +7,88 @@ D head dimensions, N pages of the longest request and K selected pages of the la
 
 import torch
 
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
+from sparrow_sglang.selection import SelectionRule
 
-def page_landmarks(k_pages: torch.Tensor) -> torch.Tensor:
-    """The landmark of each page: the mean of its cached (post-RoPE) keys.
+_PUBLISHED = SelectionRule()
+
+
+def page_landmarks(k_pages: torch.Tensor, rule: SelectionRule = _PUBLISHED) -> Landmarks:
+    """The landmarks of full pages: means of cached (post-RoPE) keys, as they are stored.
 
     Args:
         k_pages: [P, page_size, Hkv, D], the keys as they stand in the KV pool.
+        rule: how many landmarks a page has, their channels and their bits.
 
     Returns:
-        [P, Hkv, D] in the dtype of the keys; the mean is taken in fp32.
+        Those of the P pages; means are taken in fp32, and rounded once.
     """
-    return k_pages.mean(dim=1, dtype=torch.float32).to(k_pages.dtype)
+    landmarks_per_page = rule.landmarks_per_page(k_pages.shape[1])
+    groups = k_pages.unflatten(1, (landmarks_per_page, -1))
+    means = groups.mean(dim=2, dtype=torch.float32).transpose(1, 2)
+    means = stored_channels(means, rule)
+    if rule.landmark_bits == 4:
+        return Int4Landmarks.of(means)
+    return MeanLandmarks(means.to(k_pages.dtype))
 
 
-def score_pages(q: torch.Tensor, landmarks: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
-    """Score every page by (mean query of the KV head's group) · landmark, in fp32.
+def stored_channels(vectors: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
+    """The channels [..., C] of keys or queries [..., D] that landmarks keep.
+
+    Pair i of the D/2 rotary pairs is (i, i + D/2), as in GPT-NeoX, and turns the more slowly the
+    larger i is. The first members of the last pairs come first, then their second members.
+    """
+    pairs = vectors.unflatten(-1, (2, -1))
+    return pairs[..., pairs.shape[-1] - rule.pairs_kept(vectors.shape[-1]) :].flatten(-2)
+
+
+def group_queries(q: torch.Tensor, num_kv_heads: int, rule: SelectionRule) -> torch.Tensor:
+    """The queries that score for each KV head: [..., Hkv, 1 or group, C] fp32 of q [..., Hq, D]."""
+    groups = q.float().unflatten(-2, (num_kv_heads, -1))
+    if rule.group_score == "mean_query":
+        groups = groups.mean(dim=-2, keepdim=True)
+    return stored_channels(groups, rule)
+
+
+def score_pages(
+    q: torch.Tensor,
+    landmarks: Landmarks,
+    page_table: torch.Tensor,
+    rule: SelectionRule = _PUBLISHED,
+) -> torch.Tensor:
+    """Score every page by query · landmark in fp32: the largest product that the page gives.
+
+    Of its landmarks, and under "best_head" of the query heads that share a KV head; a product that
+    is not a number does not count. Under "mean_query" the query is the mean of these heads.
 
     Args:
         q: [B, Hq, D], queries after RoPE; Hq is a multiple of Hkv.
-        landmarks: [num_pages, Hkv, D], indexed by physical page.
+        landmarks: those of a layer, indexed by physical page.
         page_table: [B, N], physical page of each logical page; entries past a request's end may
             name any existing page.
+        rule: the one by which the landmarks were made.
 
     Returns:
         [B, Hkv, N] in fp32.
     """
-    batch, num_q_heads, head_dim = q.shape
-    num_kv_heads = landmarks.shape[1]
-    group_query = q.float().view(batch, num_kv_heads, -1, head_dim).mean(dim=2)
-    return torch.einsum("bhd,bnhd->bhn", group_query, landmarks[page_table].float())
+    kept = landmarks.at(page_table)
+    if isinstance(kept, Int4Landmarks):
+        vectors, scales = kept.unpacked(), kept.scales.float()
+        queries = group_queries(q, vectors.shape[2], rule)
+        products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
+        products *= scales.transpose(1, 2)[..., None, :]
+    else:
+        vectors = kept.values()
+        queries = group_queries(q, vectors.shape[2], rule)
+        products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
+    return best_product(products)
+
+
+def best_product(products: torch.Tensor) -> torch.Tensor:
+    """The score [...] of products [..., group, M]; -inf where none is a number."""
+    if products.shape[-2:].numel() == 1:
+        return products[..., 0, 0]
+    return products.nan_to_num(-torch.inf, torch.inf, -torch.inf).flatten(-2).amax(-1)
 
 
 def select_pages(

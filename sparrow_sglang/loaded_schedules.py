@@ -6,6 +6,7 @@ scheduler keeps the same in tables on its device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
@@ -13,6 +14,14 @@ from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 MAX_LOADED = 14
 MAX_BINS = 1024
 _SHARED = ("page_size", "sink_pages", "recent_pages", "dense_layers")
+
+
+def _shared_fields(schedule: BudgetSchedule) -> dict[str, Any]:
+    """What all schedules of a server have in common, by field."""
+    rule = schedule.selection.form(schedule.page_size)
+    return {field: getattr(schedule, field) for field in _SHARED} | {
+        f"selection.{field}": value for field, value in rule.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,12 @@ class LoadedSchedules:
         """What a request may name, the active schedule first."""
         return tuple(dict.fromkeys([self.active.name, *(one.name for one in self.named)]))
 
+    @property
+    def weighted_layers(self) -> int | None:
+        """Layers that have weights in one schedule or more; None where all read the same."""
+        weights = (schedule.selection.layer_weights for schedule in (*self.named, self.active))
+        return next((len(values) for values in weights if values is not None), None)
+
     def get(self, name: str) -> BudgetSchedule:
         """The schedule of that name; raises `ScheduleError`, with the names there are."""
         for schedule in (*self.named, self.active):
@@ -64,11 +79,13 @@ class LoadedSchedules:
     def require_fit(self, schedule: BudgetSchedule) -> None:
         """Raise `ScheduleError` unless `schedule` may be used beside the active one.
 
-        Page size and dense layers decide which landmarks exist, and all requests of a batch share
-        the selection's sinks and recent pages.
+        Page size, dense layers and the selection rule decide which landmarks exist, and all
+        requests of a batch share sinks and recent pages. Only layer weights may differ, as they lie
+        on the device beside the budgets, in tables for as many layers as the server started with.
         """
-        for field in _SHARED:
-            wanted, got = getattr(self.active, field), getattr(schedule, field)
+        shared = _shared_fields(self.active)
+        for field, got in _shared_fields(schedule).items():
+            wanted = shared[field]
             wanted, got = (list(v) if isinstance(v, tuple) else v for v in (wanted, got))
             if got != wanted:
                 raise ScheduleError(
@@ -76,6 +93,14 @@ class LoadedSchedules:
                     f" {self.active.name}: expected {quoted(wanted)}; serve it with a"
                     " server of its own"
                 )
+        weights = schedule.selection.layer_weights
+        if weights is not None and len(weights) != self.weighted_layers:
+            count = self.weighted_layers
+            raise ScheduleError(
+                f"schedule {schedule.name}: selection.layer_weights has {len(weights)} numbers:"
+                f" expected {f'{count}, as others have' if count else 'null, as others have none'};"
+                " serve it with a server of its own"
+            )
         if len(schedule.budget_tokens) > MAX_BINS:
             raise ScheduleError(
                 f"schedule {schedule.name}: {len(schedule.budget_tokens)} bins: expected at most"

@@ -17,13 +17,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
+    SerializerFunctionWrapHandler,
     StrictBool,
     StrictInt,
     StrictStr,
     ValidationError,
+    model_serializer,
     model_validator,
 )
 
@@ -36,12 +39,14 @@ from sparrow_sglang.json_values import (
     relative_note,
     require_portable,
 )
+from sparrow_sglang.selection import SelectionRule, weighted_pages
 from sparrow_sglang.validation import first_problem, nearest_first
 
 PAGE_SIZES = (16, 32, 64)
 PAGE_SIZE = 16
 """Tokens per page where nothing else is chosen."""
 PREFERRED_TAIL_TARGET = 0.86
+_MEAN_WEIGHT_TOLERANCE = 1e-3
 # Tables on the device hold whole numbers of 32 bits.
 MAX_TOKENS = 2**30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -85,6 +90,7 @@ class BudgetSchedule(BaseModel):
     sink_pages: _Count = Field(default=1, ge=0)
     recent_pages: _Count = Field(default=2, ge=1)
     dense_layers: tuple[_Count, ...] = (0, 1)
+    selection: Annotated[SelectionRule, BeforeValidator(SelectionRule.read)] = SelectionRule()
     calibrated: StrictBool = False
     model: StrictStr | None = None
     tail_target: float | None = Field(default=None, gt=0, le=1, strict=True)
@@ -106,7 +112,7 @@ class BudgetSchedule(BaseModel):
             )
         if self.bin_tokens % page:
             raise ValueError(_not_whole_pages("bin_tokens", self.bin_tokens, page))
-        floor = (self.sink_pages + self.recent_pages) * page
+        floor = self.least_pages * page
         for i, tokens in enumerate(self.budget_tokens):
             if tokens < floor:
                 raise ValueError(
@@ -128,12 +134,46 @@ class BudgetSchedule(BaseModel):
                 f"dense_layers={quoted(list(layers))}: expected distinct layer indices from 0"
                 " upwards"
             )
+        self._check_selection()
         for field in ("model", "model_match", "provenance"):
             try:
                 require_portable(getattr(self, field))
             except JsonError as error:
                 raise ValueError(f"{field}: {error}") from None
         return self
+
+    def _check_selection(self) -> None:
+        tokens = self.selection.landmark_tokens
+        if tokens is not None and self.page_size % tokens:
+            raise ValueError(
+                f"selection.landmark_tokens={tokens}: expected a divisor of"
+                f" page_size={self.page_size}, or null"
+            )
+        if self.selection.layer_weights is None:
+            return
+        weights = self.sparse_weights
+        mean = sum(weights) / max(1, len(weights))
+        if abs(mean - 1) > _MEAN_WEIGHT_TOLERANCE:
+            raise ValueError(
+                f"selection.layer_weights: the mean over the sparse layers is"
+                f" {mean:.6g}: expected 1, so that the budget is their mean"
+            )
+
+    @model_serializer(mode="wrap")
+    def _without_published_rule(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the published rule, which files of earlier versions say nothing of."""
+        fields: dict[str, Any] = handler(self)
+        if self.selection == SelectionRule():
+            fields.pop("selection", None)
+        return fields
+
+    @cached_property
+    def sparse_weights(self) -> tuple[float, ...]:
+        """Weights of the layers that are not dense; a single 1 stands for any number of them."""
+        weights = self.selection.layer_weights
+        if weights is None:
+            return (1.0,)
+        return tuple(w for layer, w in enumerate(weights) if layer not in self.dense_layers)
 
     @cached_property
     def bin_pages(self) -> int:
@@ -154,10 +194,32 @@ class BudgetSchedule(BaseModel):
         """Total budget in tokens at `seq_len` cached tokens; may exceed `seq_len`."""
         return self.budget_tokens[self.bin_index(seq_len)]
 
+    @cached_property
+    def least_pages(self) -> int:
+        """Sinks and recent pages, which are always kept."""
+        return self.sink_pages + self.recent_pages
+
+    def layer_budgets(self, weight: float = 1.0, cap: int | None = None) -> NDArray[np.int64]:
+        """Total budget in pages of a sparse layer of this weight, [bins]; `cap` is in tokens."""
+        budgets = np.array(self.budget_pages)
+        if cap is not None:
+            budgets = np.minimum(budgets, cap // self.page_size)
+        return weighted_pages(budgets, weight, self.least_pages)
+
+    def pages_read(
+        self, pages: ArrayLike, weight: float = 1.0, cap: int | None = None
+    ) -> NDArray[np.int64]:
+        """Pages that a sparse layer of this weight reads of `pages` cached ones, in their shape."""
+        cached = np.asarray(pages, dtype=np.int64)
+        budgets = self.layer_budgets(weight, cap)
+        return np.minimum(cached, budgets[np.minimum(cached // self.bin_pages, len(budgets) - 1)])
+
     def tokens_read(self, lengths: ArrayLike, cap: int | None = None) -> NDArray[np.int64]:
         """Cached tokens that a sparse layer reads per KV head, in the shape of `lengths`.
 
-        Everything while it fits into the budget. The pages left out are full ones, never the last.
+        The mean over the sparse layers, rounded down, so that it is below the length wherever any
+        of them leaves a page out. A layer reads everything while it fits into its budget. The pages
+        left out are full ones, never the last.
 
         Args:
             lengths: cached tokens, the current one included.
@@ -165,20 +227,49 @@ class BudgetSchedule(BaseModel):
         """
         cached = np.asarray(lengths, dtype=np.int64)
         pages = -(-cached // self.page_size)
-        budgets = np.array(self.budget_pages)
-        budget = budgets[np.minimum(pages // self.bin_pages, len(budgets) - 1)]
-        if cap is not None:
-            budget = np.minimum(budget, cap // self.page_size)
-        return cached - np.maximum(pages - budget, 0) * self.page_size
+        weights = self.sparse_weights
+        read = sum(self.pages_read(pages, weight, cap) for weight in weights)
+        left_out = len(weights) * pages - read
+        return cached - -(-left_out * self.page_size // len(weights))
 
-    def first_sparse_length(self) -> int:
-        """Smallest length at which a page is left out; decode at shorter lengths is dense."""
-        last = len(self.budget_pages) - 1
-        for i, budget in enumerate(self.budget_pages):
+    def first_sparse_length(self, cap: int | None = None, weight: float | None = None) -> int:
+        """Smallest length at which a page is left out; decode at shorter lengths is dense.
+
+        Args:
+            cap: upper bound of the budget in tokens, as a request may ask for.
+            weight: that of a layer, to ask for this layer alone.
+        """
+        budgets = self.layer_budgets(min(self.sparse_weights) if weight is None else weight, cap)
+        last = len(budgets) - 1
+        for i, budget in enumerate(budgets.tolist()):
             pages = max(i * self.bin_pages, budget + 1)
             if i == last or pages < (i + 1) * self.bin_pages:
                 return (pages - 1) * self.page_size + 1
         raise AssertionError("the last bin has no upper edge, so the loop returns")
+
+    def require_model(self, hf_config: Any) -> None:
+        """Raise `ScheduleError` if the selection rule is for a model of another shape.
+
+        `hf_config` is the model's Hugging Face config, an object or a mapping.
+        """
+        text = _config_value(hf_config, "text_config") or hf_config
+        layers = _config_value(text, "num_hidden_layers")
+        weights, pairs = self.selection.layer_weights, self.selection.landmark_pairs
+        if weights is not None and len(weights) != layers:
+            raise ScheduleError(
+                f"schedule {self.name}: selection.layer_weights has {len(weights)} numbers:"
+                f" expected one for each of the model's {layers} layers"
+            )
+        if pairs is None:
+            return
+        head_dim = _config_value(text, "head_dim") or (
+            _config_value(text, "hidden_size") // _config_value(text, "num_attention_heads")
+        )
+        if pairs > head_dim // 2:
+            raise ScheduleError(
+                f"schedule {self.name}: selection.landmark_pairs={pairs}: expected at most"
+                f" {head_dim // 2}, as the model's heads have {head_dim} dimensions"
+            )
 
     def calibration(self, hf_config: Any) -> str:
         """Whether the budgets were calibrated for this model, in a few words on one line.

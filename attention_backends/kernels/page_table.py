@@ -27,12 +27,16 @@ class Budgets(NamedTuple):
 
     table: [num_schedules, num_bins] int32, total pages to keep in a bin, sinks and recent included;
     bin_pages: [num_schedules] int32, pages a bin (the last bin has no end);
-    options: [num_requests, 2] int32, each request's table row, and the most pages it may keep.
+    options: [num_requests, 2] int32, each request's table row, and the most pages it may keep;
+    weights: [num_schedules, num_layers] fp32: a layer keeps floor(weight * budget + 1/2) pages,
+    computed exactly, and no fewer than sinks and recent ones; one column of 1 for all layers where
+    no schedule has weights.
     """
 
     table: torch.Tensor
     bin_pages: torch.Tensor
     options: torch.Tensor
+    weights: torch.Tensor
 
 
 @triton.jit
@@ -112,7 +116,7 @@ def snapshot_page_table(
         req_pool_indices,
         seq_lens,
         page_table,
-        *(budgets or (page_table, page_table, page_table)),
+        *(budgets[:3] if budgets is not None else (page_table, page_table, page_table)),
         page_table if counts is None else counts,
         req_to_token.stride(0),
         page_table.stride(0),

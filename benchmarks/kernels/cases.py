@@ -8,6 +8,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
+from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.benchmarks.gpu_times import median_s
 from sparrow_sglang.schedule import PAGE_SIZE
 
@@ -156,7 +157,8 @@ class SelectCase:
         table, lengths = self.tables[0][rows], self.seq_lens[rows]
         num_pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
         kept = self.shape.kept(lengths)
-        scores = reference.score_pages(self.q[0][rows], self.pools.landmarks, table.long())
+        landmarks = MeanLandmarks(self.pools.landmarks[:, :, None])
+        scores = reference.score_pages(self.q[0][rows], landmarks, table.long())
         wanted = reference.select_pages(scores, num_pages, kept, SINKS, RECENTS)
         position = torch.zeros(len(self.pools.landmarks), dtype=torch.long, device="cuda")
         worst = 0.0

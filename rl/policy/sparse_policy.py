@@ -222,7 +222,8 @@ def _landmarks(key: torch.Tensor, page_size: int) -> torch.Tensor:
     count, heads, length, dim = key.shape
     full = length // page_size
     pages = key[:, :, : full * page_size].transpose(1, 2).reshape(-1, page_size, heads, dim)
-    return page_landmarks(pages).float().unflatten(0, (count, full)).transpose(1, 2)
+    values = page_landmarks(pages).values().squeeze(2)
+    return values.unflatten(0, (count, full)).transpose(1, 2)
 
 
 # As `padding`: every layer asks.

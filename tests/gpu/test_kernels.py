@@ -35,6 +35,7 @@ from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.checks import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
+from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode, TritonPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
@@ -208,7 +209,8 @@ def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None
     page_ids, counts = step.select(fixed_budget(step, budget), 40, select.SelectLaunch(2, 8))
     kept = torch.full((2,), budget, device=device)
     # Equal landmarks give equal scores, so no rounding can excuse another choice.
-    scores = reference.score_pages(step.q, step.landmarks, step.page_table)
+    landmarks = MeanLandmarks(step.landmarks[:, :, None])
+    scores = reference.score_pages(step.q, landmarks, step.page_table)
     num_pages = torch.tensor(step.pages, device=device)
     wanted = reference.select_pages(scores, num_pages, kept, SINKS, RECENTS)
     physical = step.page_table.long()[torch.arange(2, device=device)[:, None, None], wanted]
@@ -414,14 +416,14 @@ def test_a_batch_beyond_the_buffers_runs_in_slices(device: str, head_dim: int) -
     for step, reserved in zip(
         [*steps, TorchPagedDecode(budgets, table)], [7, 3, None], strict=True
     ):
-        landmarks = k.new_full((len(k) // 16, 2, head_dim), torch.nan)
+        landmarks = MeanLandmarks(k.new_full((len(k) // 16, 2, 1, head_dim), torch.nan))
         before = (seq_lens - 1).clamp_min(1)
         step.plan_extend(rows, before, before.cpu())
         step.update_landmarks(k, landmarks)
         if reserved is not None:
             step.reserve(reserved)
         step.plan_decode(rows, seq_lens, host.lengths)
-        outputs.append(step.decode(q, k, v, landmarks, head_dim**-0.5))
+        outputs.append(step.decode(q, k, v, landmarks, 0, head_dim**-0.5))
     assert relative_error(outputs[0], outputs[2]) <= 2e-3
     assert relative_error(outputs[1], outputs[2]) <= 2e-3
 

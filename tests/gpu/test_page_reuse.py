@@ -14,6 +14,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
+from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
 from sparrow_sglang.client.endpoint import connect
@@ -50,8 +51,8 @@ class Requests:
         size = (POOL_PAGES * PAGE, self.num_kv_heads, head_dim)
         self.k = torch.zeros(size, dtype=torch.bfloat16, device=DEVICE)
         self.v = torch.zeros_like(self.k)
-        landmarks = (POOL_PAGES, self.num_kv_heads, head_dim)
-        self.landmarks = torch.zeros(landmarks, dtype=torch.bfloat16, device=DEVICE)
+        shape = (POOL_PAGES, self.num_kv_heads, 1, head_dim)
+        self.landmarks = MeanLandmarks(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE))
         width = LONGEST + PAGE
         self.req_to_token = torch.zeros(ROWS + 1, width, dtype=torch.int32, device=DEVICE)
         self.free = list(range(1, POOL_PAGES))
@@ -96,8 +97,8 @@ class Requests:
         ]
         index = torch.tensor(full, device=DEVICE)
         keys = self.k.view(POOL_PAGES, PAGE, self.num_kv_heads, self.head_dim)[index]
-        expected = reference.page_landmarks(keys).float()
-        error = (self.landmarks[index].float() - expected).abs()
+        expected = reference.page_landmarks(keys).values()
+        error = (self.landmarks.at(index).values() - expected).abs()
         assert (error <= 2**-7 * expected.abs() + 1e-6).all(), "a landmark is stale"
 
     def query(self, batch: int) -> torch.Tensor:
@@ -105,7 +106,7 @@ class Requests:
         return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
-        return self.step.decode(query, self.k, self.v, self.landmarks, self.head_dim**-0.5)
+        return self.step.decode(query, self.k, self.v, self.landmarks, 0, self.head_dim**-0.5)
 
     def _grow(self, row: int) -> int:
         position = self.lengths[row]

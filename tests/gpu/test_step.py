@@ -7,6 +7,7 @@ from pools import Pool, make_schedule
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.backend import PlanGuard
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
+from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
@@ -29,8 +30,9 @@ class DevicePool:
         self.req_to_token = host.req_to_token.cuda()
         self.rows, self.lengths = host.rows.cuda(), host.lengths.cuda()
         self.lengths_cpu = host.lengths
-        self.landmarks = torch.full(
-            (len(self.k) // PAGE, HEADS[1], DIM), torch.nan, dtype=torch.bfloat16, device="cuda"
+        shape = (len(self.k) // PAGE, HEADS[1], 1, DIM)
+        self.landmarks = MeanLandmarks(
+            torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
         )
 
     def step(self, max_batch: int = 16) -> TritonPagedDecode:
@@ -46,7 +48,7 @@ class DevicePool:
         step.update_landmarks(self.k, self.landmarks)
 
     def decode(self, step: TritonPagedDecode) -> torch.Tensor:
-        return step.decode(self.q, self.k, self.v, self.landmarks, SCALE)
+        return step.decode(self.q, self.k, self.v, self.landmarks, 0, SCALE)
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_step_agrees_with_the_reference_in_fp32(pool):
     out = pool.decode(step)
     pages = PageTable.read(pool.req_to_token, pool.rows, pool.lengths, max(LENGTHS), PAGE)
     budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), len(pool.req_to_token), "cuda")
-    num_selected = budgets.num_selected(pages.num_pages, pool.rows)
+    num_selected = budgets.num_selected(pages.num_pages, pool.rows)[0]
     scores = reference.score_pages(pool.q, pool.landmarks, pages.physical)
     selected = reference.select_pages(scores, pages.num_pages, num_selected, 1, 2)
     physical = pages.physical[:, None].expand(-1, HEADS[1], -1).gather(-1, selected)
@@ -142,7 +144,7 @@ def test_padding_rows_change_nothing(pool):
     lengths = torch.cat([pool.lengths, torch.ones_like(padding)])
     q = torch.cat([pool.q, torch.full_like(pool.q[:6], 3.0)])
     step.plan_decode(rows, lengths, lengths.cpu())
-    padded = step.decode(q, pool.k, pool.v, pool.landmarks, SCALE)
+    padded = step.decode(q, pool.k, pool.v, pool.landmarks, 0, SCALE)
     # Another batch size splits the work differently, so the sums round differently.
     error = (padded[: len(alone)].float() - alone.float()).norm() / alone.float().norm()
     assert error <= 3e-3

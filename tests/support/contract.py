@@ -6,9 +6,22 @@
 3. score = (mean of the query heads of the group) . landmark; landmark = mean of the page's keys,
    stored in the dtype of the KV cache.
 4. Attention over the kept pages is exact; the softmax runs over the kept tokens only.
+
+A selection rule changes 3: a page has a landmark for every few of its tokens, which may be stored
+in int4 and without the fastest rotary pairs, and its score is the largest product of any of them
+with the mean query or, by "best_head", with any query of the group. Under layer weights a layer has
+a budget of its own.
 """
 
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import numpy as np
+
+PUBLISHED = SimpleNamespace(
+    landmark_tokens=None, landmark_bits=16, landmark_pairs=None, group_score="mean_query"
+)
 
 
 def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: list[int]) -> int:
@@ -19,6 +32,31 @@ def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: li
     while index + 1 < len(budget_tokens) and pages >= (index + 1) * pages_per_bin:
         index += 1
     return budget_tokens[index] // page_size
+
+
+def layer_budget(budget: int, weight: float, least: int) -> int:
+    """Budget in pages of a layer of this weight."""
+    return max(least, math.floor(float(np.float32(weight)) * budget + 0.5))
+
+
+def landmarks_of(page_keys: np.ndarray, rule: object, store: Callable) -> list[np.ndarray]:
+    """Landmarks of a page's keys [page, D], each [D] with 0 in the rotary pairs left out."""
+    size, dim = page_keys.shape
+    half = dim // 2
+    tokens, pairs = rule.landmark_tokens or size, rule.landmark_pairs or half
+    kept = [channel for channel in range(dim) if channel % half >= half - pairs]
+    landmarks = []
+    for first in range(0, size, tokens):
+        mean, landmark = page_keys[first : first + tokens].mean(0), np.zeros(dim)
+        landmark[kept] = store(mean[kept])
+        if rule.landmark_bits == 4:
+            mean = mean.astype(np.float32)
+            scale = np.float32(np.float16(max(abs(mean[kept])) / np.float32(7)))
+            for channel in kept:
+                code = round(float(mean[channel] / scale)) if scale else 0
+                landmark[channel] = float(scale) * min(7, max(-7, code))
+        landmarks.append(landmark)
+    return landmarks
 
 
 def choose_pages(scores: list[float], pages: int, budget: int, sinks: int, recents: int) -> list:
@@ -47,31 +85,34 @@ def decode_one(
     sinks: int = 1,
     recents: int = 2,
     store=lambda landmark: landmark,
+    rule: object = PUBLISHED,
 ) -> tuple[np.ndarray, list]:
     """One request's decode step.
 
     Args:
         q: [Hq, D]; keys, values: [L, Hkv, D], all float64; `store` rounds a landmark [D] the way
-        the KV dtype does.
+        the KV dtype does; `rule` has the fields of a schedule's selection.
 
     Returns:
         Output [Hq, D] and the list of kept logical pages per KV head.
     """
-    num_q_heads, head_dim = q.shape
+    num_q_heads = len(q)
     length, num_kv_heads, _ = keys.shape
     group = num_q_heads // num_kv_heads
     pages = -(-length // page_size)
     out = np.zeros((num_q_heads, values.shape[-1]))
     kept_by_head = []
     for head in range(num_kv_heads):
-        mean_query = np.zeros(head_dim)
-        for member in range(group):
-            mean_query += q[head * group + member] / group
+        queries = [q[head * group + member] for member in range(group)]
+        if rule.group_score == "mean_query":
+            queries = [sum(queries) / group]
         scores = []
         for page in range(pages):
             page_keys = keys[page * page_size : (page + 1) * page_size, head]
             full = len(page_keys) == page_size
-            scores.append(float(mean_query @ store(page_keys.mean(0))) if full else float("nan"))
+            marks = landmarks_of(page_keys, rule, store) if full else []
+            products = [float(query @ mark) for query in queries for mark in marks]
+            scores.append(max(products) if full else float("nan"))
         kept = choose_pages(scores, pages, budget, sinks, recents)
         kept_by_head.append(kept)
         tokens = [

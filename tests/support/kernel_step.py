@@ -14,6 +14,7 @@ from sparrow_sglang.attention_backends.kernels.page_table import (
     Budgets,
     snapshot_page_table,
 )
+from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SINKS, RECENTS = 1, 2
@@ -87,7 +88,8 @@ class Step:
         self.q = torch.randn(len(lengths), heads[0], head_dim, generator=generator)
         self.q = self.q.to(dtype).to(device)
         # The landmark of a page with unwritten slots is NaN: a kernel that scores one shows it.
-        self.landmarks = reference.page_landmarks(self.k.view(held, page_size, *shape[1:]))
+        computed = reference.page_landmarks(self.k.view(held, page_size, *shape[1:]))
+        self.landmarks = computed.means.squeeze(2)
 
     def _slots(self, pages: torch.Tensor) -> torch.Tensor:
         return (pages[:, None].long() * self.page_size + torch.arange(self.page_size)).flatten()
@@ -202,7 +204,7 @@ def budgets_of(
         torch.tensor(values, dtype=torch.int32, device=step.q.device)
         for values in (table, bin_pages, options)
     )
-    return Budgets(*tensors)
+    return Budgets(*tensors, torch.ones(len(table), 1, device=step.q.device))
 
 
 def assert_selected(
@@ -213,7 +215,7 @@ def assert_selected(
     kept = [min(n, b) for n, b in zip(step.pages, budgets, strict=True)]
     assert counts.tolist() == kept
     num_pages, num_kept = (torch.tensor(x, device=table.device) for x in (step.pages, kept))
-    scores = reference.score_pages(step.q, landmarks, table)
+    scores = reference.score_pages(step.q, MeanLandmarks(landmarks[:, :, None]), table)
     wanted = reference.select_pages(scores, num_pages, num_kept, SINKS, RECENTS)
     group = step.q.shape[1] // landmarks.shape[1]
     for row, count in enumerate(kept):

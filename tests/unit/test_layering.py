@@ -29,6 +29,7 @@ LAYERS = [
         "renamed",
         "run_folder",
         "schedule",
+        "selection",
         "sglang_install",
         "sglang_versions",
         "validation",
@@ -159,7 +160,7 @@ def test_kernels_import_nothing_of_ours_but_themselves() -> None:
 
 
 def test_light_modules_import_neither_torch_nor_sglang() -> None:
-    names = ("schedule", "config", "models", "commands.cli")
+    names = ("schedule", "selection", "config", "models", "commands.cli")
     code = """
 import importlib, sys
 from sparrow_sglang import BudgetSchedule, SparrowConfig

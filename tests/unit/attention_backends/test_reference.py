@@ -3,17 +3,23 @@
 import numpy as np
 import pytest
 import torch
-from contract import budget_pages, choose_pages, decode_one
+from contract import budget_pages, choose_pages, decode_one, layer_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.landmarks import (
+    Int4Landmarks,
+    Landmarks,
+    allocate_landmarks,
+)
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.requests import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (4, 4)]
 
@@ -22,15 +28,27 @@ def budgets_of(schedule: BudgetSchedule, pool: Pool) -> BudgetTable:
     return BudgetTable(LoadedSchedules.of([schedule]), len(pool.req_to_token), "cpu")
 
 
-def run_step(pool: Pool, schedule: BudgetSchedule, sm_scale: float) -> torch.Tensor:
+def landmarks_of(pool: Pool, schedule: BudgetSchedule) -> Landmarks:
+    """Landmarks of the pool's pages, none of them computed: NaN where scored."""
+    pages = pool.k.shape[0] // schedule.page_size
+    landmarks = allocate_landmarks(
+        pages, *pool.k.shape[1:], schedule.page_size, schedule.selection, pool.k.dtype, "cpu"
+    )
+    (landmarks.scales if isinstance(landmarks, Int4Landmarks) else landmarks.means).fill_(torch.nan)
+    return landmarks
+
+
+def run_step(
+    pool: Pool, schedule: BudgetSchedule, sm_scale: float, layer_id: int = 0
+) -> torch.Tensor:
     """Prefill all but the last token of each request, then decode it, as a server does."""
     step = TorchPagedDecode(budgets_of(schedule, pool), pool.req_to_token)
-    landmarks = torch.full((pool.k.shape[0] // schedule.page_size, *pool.k.shape[1:]), torch.nan)
+    landmarks = landmarks_of(pool, schedule)
     before = (pool.lengths - 1).clamp_min(1)
     step.plan_extend(pool.rows, before, before)
     step.update_landmarks(pool.k, landmarks)
     step.plan_decode(pool.rows, pool.lengths, pool.lengths)
-    return step.decode(pool.q, pool.k, pool.v, landmarks, sm_scale)
+    return step.decode(pool.q, pool.k, pool.v, landmarks, layer_id, sm_scale)
 
 
 def edge_lengths(page_size: int, bin_pages: int, bins: int) -> list[int]:
@@ -113,6 +131,98 @@ def test_a_score_that_is_not_finite_ranks_last_and_nothing_past_the_end_is_chose
     assert selected[0, 0].tolist() == [0, 2, 3, 4, 5]
 
 
+RULES = {
+    "int4 for 4 tokens, best head": (4, 4, 3, "best_head"),
+    "int4 for 4 tokens": (4, 4, None, "mean_query"),
+    "int4 for 8 tokens": (8, 4, 8, "mean_query"),
+    "int4 for pages": (None, 4, None, "best_head"),
+    "best head": (None, 16, None, "best_head"),
+    "8 tokens, fewer channels": (8, 16, 5, "mean_query"),
+}
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", RULES)
+def test_step_equals_the_contract_under_every_rule(name: str, heads: tuple, page_size: int):
+    tokens, bits, pairs, group_score = RULES[name]
+    rule = SelectionRule(
+        landmark_tokens=tokens,
+        landmark_bits=bits,
+        landmark_pairs=pairs,
+        group_score=group_score,
+        layer_weights=(9, 0.5, 1.25, 1.25),
+    )
+    schedule = make_schedule(page_size, 4, [5, 6, 9]).model_copy(
+        update={"selection": rule, "dense_layers": (0,)}
+    )
+    lengths = [1, 4 * page_size, 6 * page_size + 3, 9 * page_size, 15 * page_size - 1]
+    pool = Pool(lengths, heads, head_dim=16, page_size=page_size, seed=page_size + heads[0])
+    for layer in (1, 2):
+        out = run_step(pool, schedule, 0.25, layer)
+        for row, length in enumerate(lengths):
+            budget = budget_pages(length, page_size, schedule.bin_tokens, schedule.budget_tokens)
+            expected, _ = decode_one(
+                pool.q[row].double().numpy(),
+                pool.keys_of(row),
+                pool.values_of(row),
+                layer_budget(budget, rule.layer_weights[layer], least=3),
+                page_size,
+                0.25,
+                store=lambda mean: mean.astype(np.float32).astype(np.float64),
+                rule=rule,
+            )
+            np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6, err_msg=f"{length=}")
+
+
+def test_the_published_rule_scores_bit_for_bit_by_the_mean_query_and_the_pages_mean():
+    keys, q = torch.randn(30, 16, 3, 64), torch.randn(2, 9, 64)
+    table = torch.randperm(30).view(2, 15)
+    means = keys.mean(dim=1, dtype=torch.float32)
+    mean_query = q.view(2, 3, 3, 64).mean(dim=2)
+    expected = torch.einsum("bhd,bnhd->bhn", mean_query, means[table])
+    assert torch.equal(reference.score_pages(q, reference.page_landmarks(keys), table), expected)
+
+
+def test_int4_landmarks_are_packed_by_rotary_pair_and_rounded_half_to_even():
+    """One head of 16 dimensions, 7 tokens a landmark unit: scale 1, so that a mean is its code."""
+    rule = SelectionRule(landmark_tokens=8, landmark_bits=4, landmark_pairs=4)
+    keys = torch.zeros(1, 16, 1, 16)
+    # Stored channels are the first members 4..7 and the second members 12..15.
+    keys[0, :8, 0, 4:8] = torch.tensor([7.0, 0.5, 1.5, -2.5])
+    keys[0, :8, 0, 12:16] = torch.tensor([-7.0, -0.5, 2.5, 3.4])
+    keys[0, :, 0, :4] = 1e4
+    landmarks = reference.page_landmarks(keys, rule)
+    assert landmarks.scales.dtype == torch.float16 and landmarks.scales.tolist() == [[[1, 0]]]
+    codes = [(7, -7), (0, 0), (2, 2), (-2, 3)]
+    packed = [first + 8 | (second + 8) << 4 for first, second in codes]
+    assert landmarks.codes.tolist() == [[[packed, [0x88] * 4]]]
+    assert landmarks.values()[0, 0, 0].tolist() == [7, 0, 2, -2, -7, 0, 2, 3]
+
+
+def test_a_page_whose_keys_overflow_a_scale_ranks_last():
+    rule = SelectionRule(landmark_tokens=8, landmark_bits=4, group_score="best_head")
+    keys = torch.randn(5, 16, 1, 8)
+    keys[2] = 1e38
+    scores = reference.score_pages(
+        torch.randn(1, 2, 8), reference.page_landmarks(keys, rule), torch.arange(5)[None], rule
+    )
+    assert scores.isfinite().tolist() == [[[True, True, False, True, True]]]
+
+
+def test_bytes_of_landmarks_are_those_that_a_rule_announces():
+    for tokens, bits, pairs, group_score in RULES.values():
+        rule = SelectionRule(
+            landmark_tokens=tokens,
+            landmark_bits=bits,
+            landmark_pairs=pairs,
+            group_score=group_score,
+        )
+        landmarks = allocate_landmarks(10, 3, 16, 32, rule, torch.bfloat16, "cpu")
+        held = sum(tensor.nbytes for tensor in vars(landmarks).values())
+        assert held == 10 * 3 * rule.landmark_bytes(32, 16, kv_itemsize=2)
+
+
 def test_a_request_in_a_batch_selects_and_attends_as_it_does_alone():
     lengths = [700, 33, 350, 1]
     schedule = make_schedule(16, 5, [4, 6, 8])
@@ -120,18 +230,18 @@ def test_a_request_in_a_batch_selects_and_attends_as_it_does_alone():
     together = run_step(pool, schedule, 0.25)
     for row in range(len(lengths)):
         step = TorchPagedDecode(budgets_of(schedule, pool), pool.req_to_token)
-        landmarks = torch.zeros((pool.k.shape[0] // 16, 3, 16))
+        landmarks = landmarks_of(pool, schedule)
         one = slice(row, row + 1)
         step.plan_extend(pool.rows[one], pool.lengths[one], pool.lengths[one])
         step.update_landmarks(pool.k, landmarks)
         step.plan_decode(pool.rows[one], pool.lengths[one], pool.lengths[one])
-        alone = step.decode(pool.q[one], pool.k, pool.v, landmarks, 0.25)
+        alone = step.decode(pool.q[one], pool.k, pool.v, landmarks, 0, 0.25)
         torch.testing.assert_close(alone[0], together[row], atol=1e-6, rtol=0)
 
 
 def test_a_landmark_is_rounded_to_the_kv_dtype_only_after_the_mean():
     keys = torch.randn(7, 16, 3, 8, dtype=torch.bfloat16) + 100
-    landmarks = reference.page_landmarks(keys)
+    landmarks = reference.page_landmarks(keys).means.squeeze(2)
     assert landmarks.dtype == torch.bfloat16
     exact = keys.double().mean(1)
     # Half a bf16 unit in the last place at 100 is 0.25; a bf16 running sum would be off by more.
@@ -145,4 +255,4 @@ def test_budget_table_follows_the_schedule_at_every_length():
     table.set_options([1], [RequestOption(schedule, kv_budget_tokens=80)])
     for row, cap in ((0, None), (1, 80)):
         selected = table.num_selected(pages, torch.full_like(pages, row))
-        assert selected.tolist() == (schedule.tokens_read(pages * 16, cap) // 16).tolist()
+        assert selected.tolist() == [(schedule.tokens_read(pages * 16, cap) // 16).tolist()]

@@ -1,0 +1,113 @@
+"""Landmarks of one layer as they are stored, in the KV dtype or as int4 codes with fp16 scales.
+
+Both are indexed by physical page: a prefix-cache hit has the landmarks of its pages in place. M is
+the number of landmarks per page and C the number of stored channels: the first members of the kept
+rotary pairs, then the second ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparrow_sglang.selection import SelectionRule
+
+_FP16_EPS = torch.finfo(torch.float16).eps
+_FP32_ERROR = 1e-6
+
+
+@dataclass(frozen=True)
+class MeanLandmarks:
+    """Landmarks in the dtype of the KV cache.
+
+    Attributes:
+        means: [pages, Hkv, M, C].
+    """
+
+    means: torch.Tensor
+
+    def at(self, pages: torch.Tensor) -> "MeanLandmarks":
+        """Those of `pages`, [*pages.shape, Hkv, M, ...]."""
+        return MeanLandmarks(self.means[pages])
+
+    def write(self, pages: torch.Tensor, landmarks: "MeanLandmarks") -> None:
+        """Replace those of `pages` [P] by `landmarks`, in place."""
+        self.means[pages] = landmarks.means
+
+    def values(self) -> torch.Tensor:
+        """[pages, Hkv, M, C] in fp32."""
+        return self.means.float()
+
+    def rounding(self) -> torch.Tensor:
+        """How far the values of the same pages may lie apart if sums run in another order."""
+        # One unit in the last place of the KV dtype.
+        return torch.finfo(self.means.dtype).eps * self.values().abs() + _FP32_ERROR
+
+
+@dataclass(frozen=True)
+class Int4Landmarks:
+    """Landmarks as int4 codes, each with one scale: a value is scale * code, -7 <= code <= 7.
+
+    Attributes:
+        codes: [pages, Hkv, M, C/2] uint8; byte j holds 8 + code of the first member of stored pair
+            j in its low four bits, and 8 + code of the second member in its high ones.
+        scales: [pages, Hkv, M] fp16.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, means: torch.Tensor) -> "Int4Landmarks":
+        """`means` [pages, Hkv, M, C] in fp32, rounded half to even.
+
+        The scale, max |mean| / 7, is rounded to fp16 first. A code is 0 where the scale is 0.
+        """
+        scales = (means.abs().amax(-1) / 7).half()
+        codes = (means / scales.float()[..., None]).round().clamp(-7, 7)
+        first, second = (codes.nan_to_num(0) + 8).to(torch.uint8).chunk(2, dim=-1)
+        return cls(first | second << 4, scales)
+
+    def at(self, pages: torch.Tensor) -> "Int4Landmarks":
+        """Those of `pages`, [*pages.shape, Hkv, M, ...]."""
+        return Int4Landmarks(self.codes[pages], self.scales[pages])
+
+    def write(self, pages: torch.Tensor, landmarks: "Int4Landmarks") -> None:
+        """Replace those of `pages` [P] by `landmarks`, in place."""
+        self.codes[pages] = landmarks.codes
+        self.scales[pages] = landmarks.scales
+
+    def unpacked(self) -> torch.Tensor:
+        """The codes, [pages, Hkv, M, C] in fp32."""
+        return torch.cat([self.codes & 15, self.codes >> 4], dim=-1).float() - 8
+
+    def values(self) -> torch.Tensor:
+        """[pages, Hkv, M, C] in fp32."""
+        return self.scales.float()[..., None] * self.unpacked()
+
+    def rounding(self) -> torch.Tensor:
+        """How far the values of the same pages may lie apart if sums run in another order."""
+        # A code may be the next one, and the largest shows a scale one unit of fp16 away.
+        return self.scales.float()[..., None] * (1 + 8 * _FP16_EPS) + _FP32_ERROR
+
+
+Landmarks = MeanLandmarks | Int4Landmarks
+
+
+def allocate_landmarks(
+    num_pages: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    rule: SelectionRule,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Landmarks:
+    """Landmarks, all 0, for a KV pool of `num_pages` pages whose keys are of `dtype`."""
+    rows = (num_pages, num_kv_heads, rule.landmarks_per_page(page_size))
+    pairs = rule.pairs_kept(head_dim)
+    if rule.landmark_bits == 4:
+        return Int4Landmarks(
+            codes=torch.full((*rows, pairs), 8 << 4 | 8, dtype=torch.uint8, device=device),
+            scales=torch.zeros(rows, dtype=torch.float16, device=device),
+        )
+    return MeanLandmarks(torch.zeros(*rows, 2 * pairs, dtype=dtype, device=device))

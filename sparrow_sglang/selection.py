@@ -1,0 +1,116 @@
+"""How a sparse layer chooses its pages: the `selection` of a schedule.
+
+`attention_backends.reference` defines what the fields mean, in torch. Imports neither torch nor
+SGLang.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+
+from sparrow_sglang.validation import first_problem
+
+_EXPECTED = {
+    "landmark_tokens": "a whole number of tokens that divides page_size, or null for page_size",
+    "landmark_bits": "16 or 4",
+    "landmark_pairs": "a whole number of rotary pairs, 1 or more, or null for all",
+    "group_score": "'mean_query' or 'best_head'",
+    "layer_weights": "a list with one finite number, 0 or more, per layer of the model, or null",
+}
+_FORM = ("landmark_tokens", "landmark_bits", "landmark_pairs", "group_score")
+_INT4_SCALE_BYTES = 2
+
+_Weight = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+
+
+class SelectionRule(BaseModel):
+    """What landmarks are kept of a page, how they are scored, and how layers share the budget.
+
+    The default is the published rule: one landmark per page, the mean of its keys in the dtype of
+    the KV cache, scored by the mean query of a KV head's group, with the same budget in each layer.
+    Raises `ValueError` on construction, in one line that names the field.
+
+    Attributes:
+        landmark_tokens: tokens per landmark, a divisor of the page size; None for a whole page. A
+            page scores as its best landmark does.
+        landmark_bits: 16 for the dtype of the KV cache; 4 for int4 codes with an fp16 scale per
+            landmark.
+        landmark_pairs: rotary pairs that a landmark keeps, those that turn slowest; None for all.
+            Pair i of a head of D dimensions is (i, i + D/2), and a larger i turns more slowly.
+        group_score: "mean_query" scores by the mean of the query heads that share a KV head,
+            "best_head" takes the largest score that any of them gives.
+        layer_weights: one per layer of the model: layer l reads
+            max(sink_pages + recent_pages, floor(w_l * budget_pages + 1/2)) pages. Those of dense
+            layers are ignored; None for 1 in each layer.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    landmark_tokens: StrictInt | None = Field(default=None, ge=1)
+    landmark_bits: Literal[16, 4] = 16
+    landmark_pairs: StrictInt | None = Field(default=None, ge=1)
+    group_score: Literal["mean_query", "best_head"] = "mean_query"
+    layer_weights: tuple[_Weight, ...] | None = Field(default=None, min_length=1)
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ValueError(first_problem(error, type(self), _EXPECTED)) from None
+
+    def __str__(self) -> str:
+        """The rule in a few words, such as a log line has."""
+        if self == SelectionRule():
+            return "published selection rule"
+        tokens = "whole pages" if self.landmark_tokens is None else f"{self.landmark_tokens} tokens"
+        kind = "int4 landmarks" if self.landmark_bits == 4 else "landmarks"
+        pairs = f" in {self.landmark_pairs} rotary pairs" if self.landmark_pairs else ""
+        weights = self.layer_weights
+        spread = f", layer weights {min(weights):g} to {max(weights):g}" if weights else ""
+        return f"{kind} of {tokens}{pairs}, {self.group_score.replace('_', ' ')}{spread}"
+
+    @classmethod
+    def read(cls, given: Any) -> "SelectionRule":
+        """The rule in a schedule's `selection`. Raises `ValueError` if it is not one."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ValueError(f"expected an object with any of {', '.join(cls.model_fields)}")
+        return cls(**given)
+
+    def landmarks_per_page(self, page_size: int) -> int:
+        return page_size // (self.landmark_tokens or page_size)
+
+    def pairs_kept(self, head_dim: int) -> int:
+        """Rotary pairs that a landmark holds, of the `head_dim` / 2 of a head."""
+        return self.landmark_pairs or head_dim // 2
+
+    def landmark_bytes(self, page_size: int, head_dim: int, kv_itemsize: int) -> int:
+        """Memory of the landmarks of one page and KV head, where a cached number takes
+        `kv_itemsize` bytes."""
+        channels = 2 * self.pairs_kept(head_dim)
+        per_landmark = channels * kv_itemsize
+        if self.landmark_bits == 4:
+            per_landmark = channels // 2 + _INT4_SCALE_BYTES
+        return self.landmarks_per_page(page_size) * per_landmark
+
+    def form(self, page_size: int) -> dict[str, Any]:
+        """The fields that decide which landmarks exist and how they are read, None resolved."""
+        fields = {name: getattr(self, name) for name in _FORM}
+        return fields | {"landmark_tokens": self.landmark_tokens or page_size}
+
+    def is_published_form(self, page_size: int) -> bool:
+        """Whether landmarks and scores are those of the published rule."""
+        return self.form(page_size) == SelectionRule().form(page_size)
+
+
+def weighted_pages(budget_pages: NDArray[np.int64], weight: float, least: int) -> NDArray[np.int64]:
+    """Pages that a layer of this weight may read where the schedule has `budget_pages`.
+
+    The weight is rounded to fp32, as it lies on the device; the product is exact.
+    """
+    share = np.floor(np.float64(np.float32(weight)) * budget_pages + 0.5)
+    return np.maximum(share, least).astype(np.int64)
