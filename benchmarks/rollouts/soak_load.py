@@ -148,8 +148,7 @@ class Load:
         if answer.status_code == CLIENT_CLOSED:
             return
         reason = answer.json().get("meta_info", {}).get("finish_reason", {}).get("type")
-        # A random model may end its text first.
-        if reason not in ("abort", "length", "stop"):
+        if reason not in ("abort", "length"):
             self.problems.append(f"abort: {answer.status_code} {answer.text[:300]}")
 
     async def _left(self, http: httpx.AsyncClient, draw: random.Random) -> None:
@@ -220,6 +219,7 @@ class Load:
             "n": draw.choice([1, 1, 2]),
             "stream": draw.random() < 0.5,
             "logprobs": draw.choice([None, 1]) if kind == 1 else draw.random() < 0.5,
+            "ignore_eos": True,
         }
         if option is not None:
             body["custom_params"] = {"sparrow": {**option, "report": draw.random() < 0.5}}
@@ -244,6 +244,8 @@ class Load:
         parameters: dict[str, Any] = {
             "max_new_tokens": self._new_tokens(draw),
             "n": draw.choice([1, 1, 2]),
+            # Random weights end a text once in as many tokens as the vocabulary has.
+            "ignore_eos": True,
         }
         if option is not None:
             parameters["custom_params"] = {"sparrow": option}
