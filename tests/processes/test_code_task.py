@@ -1,33 +1,17 @@
 """Rewards of the code task, by programs that are run."""
 
-import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from task_files import jsonl, load
 
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.sandbox.run import KINDS, Kind, sandbox_problem, weaknesses
-from sparrow_sglang.rl.tasks import Task, code, load_task
+from sparrow_sglang.rl.tasks import code
 
 WHICH = shutil.which
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "-7\n", "output": "-14\n"}]
-
-
-def render(messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-    return tuple("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
-
-
-def load(name: str, path: Path | None = None, **fields: Any) -> Task:
-    return load_task(TaskConfig(name=name, train_path=path, **fields), render)
-
-
-def jsonl(path: Path, rows: Sequence[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize("kind", KINDS)

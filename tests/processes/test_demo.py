@@ -1,34 +1,17 @@
 """What `make demo` runs: its arithmetic, the demo itself, and that it leaves nothing behind."""
 
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from types import ModuleType
 
 import psutil
 import pytest
+from demo_module import DEMO, demo
 
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.schedule import load_schedule
-
-DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
-
-
-def load_demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sparrow_demo", DEMO)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses looks the module up while the classes are made.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-demo = load_demo()
 
 
 def test_the_prompt_is_long_enough_to_be_sparse_and_fits_the_model() -> None:

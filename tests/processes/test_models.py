@@ -10,28 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from model_cache import MODEL, visible, write_files
 
 from sparrow_sglang import models
 from sparrow_sglang.atomic_write import DRAFT_PREFIX
-
-MODEL = "smollm2-135m-instruct-0.1.2"
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPARROW_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def visible(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
-
-
-def write_files(gguf: Path, folder: Path) -> None:
-    """A conversion that takes no time."""
-    folder.mkdir()
-    for name in models.FILES:
-        (folder / name).write_text("x")
 
 
 def _convert_slowly_in_this_process(calls: Path) -> None:

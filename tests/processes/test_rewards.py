@@ -1,34 +1,14 @@
 """Groups are scored in order, and no reward function stops the pool."""
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
+from reward_groups import group, obey
 
 from sparrow_sglang.rl.tasks.rewards import RewardPool
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
-
-
-def obey(prompt: Prompt, text: str) -> float:
-    """Does what the text says."""
-    if text == "raise":
-        raise ValueError("no reward")
-    if text == "nan":
-        return float("nan")
-    if text == "crash":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if text == "exit":
-        os._exit(0)
-    if text == "hang":
-        # Not to be interrupted by anything milder than a kill.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        time.sleep(600)
-    if text.startswith("slow "):
-        time.sleep(0.2)
-    return float(text.split()[-1]) + prompt.payload["offset"]
+from sparrow_sglang.rl.types import Prompt
 
 
 def told(prompt: Prompt, text: str, finish_reason: str) -> float:
@@ -43,15 +23,6 @@ class RefusesToLoad:
 
     def __call__(self, prompt: Prompt, text: str) -> float:
         return 0.0
-
-
-def group(name: str, offset: float, texts: list[str], finish_reason: str = "stop") -> Group:
-    prompt = Prompt(name, "test", (1,), {"offset": offset})
-    rollouts = [
-        Rollout(name, i, (1,), (2,), np.zeros(1, np.float32), finish_reason, "0", "dense", text)
-        for i, text in enumerate(texts)
-    ]
-    return Group(prompt, tuple(rollouts))
 
 
 @pytest.fixture(scope="module")

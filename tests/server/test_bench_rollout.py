@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engines import start_engine
+from small_benchmarks import ROLLOUT
 
 from sparrow_sglang.benchmarks.result_files import RESULTS
 from sparrow_sglang.benchmarks.rollouts import rollout_replay
@@ -14,8 +15,6 @@ from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, 
 from sparrow_sglang.benchmarks.steps.comparison import Side
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli
-
-SMALL = ["--sequences", "8", "--mean-tokens", "40", "--max-tokens", "120", "--prompt-tokens", "48"]
 
 
 async def abort_once_running(manager: Any) -> None:
@@ -83,7 +82,7 @@ def test_both_sides_serve_the_same_requests_and_come_into_one_file(
     tiny_qwen3: str, tmp_path: Path, in_this_process: list[str]
 ) -> None:
     out = tmp_path / RESULTS / "cpu" / "rollout.json"
-    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL, "--out", str(out)]
+    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT, "--out", str(out)]
     assert cli.main(["bench", "rollout", *words]) == 0
     assert in_this_process == ["sparse", "dense"]
     assert [path.name for path in out.parent.iterdir()] == ["rollout.json"]

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import servers
 from engines import import_for_fork, save_tiny_model
+from small_benchmarks import INPUT, OUTPUT, REQUESTS, SERVING
 
 from sparrow_sglang.benchmarks.processes import running_server
 from sparrow_sglang.benchmarks.result_files import RESULTS
@@ -25,9 +26,6 @@ from sparrow_sglang.benchmarks.rollouts import serving
 from sparrow_sglang.benchmarks.steps.comparison import Comparison, Side
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli, serve
-
-REQUESTS, INPUT, OUTPUT = 3, 40, 60
-SMALL = ["--num-prompts", str(REQUESTS), "--input-len", str(INPUT), "--output-len", str(OUTPUT)]
 
 
 @contextmanager
@@ -96,7 +94,8 @@ def test_bench_serving_measures_both_servers_into_one_file(
     monkeypatch.setattr(serving, "require_cuda", lambda *needs: None)
     out = tmp_path / RESULTS / "serving.json"
     assert (
-        cli.main(["bench", "serving", *SMALL, "--out", str(out), "--", "--skip-server-warmup"]) == 0
+        cli.main(["bench", "serving", *SERVING, "--out", str(out), "--", "--skip-server-warmup"])
+        == 0
     )
     result = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(name))
     sparse, dense = result["rows"]
@@ -135,7 +134,7 @@ def test_a_server_that_does_not_start_fails_the_command(
 
     monkeypatch.setattr(serving, "running_server", dies)
     out = tmp_path / "serving.json"
-    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL, "--out", str(out)]
+    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SERVING, "--out", str(out)]
     assert cli.main(["bench", "serving", *words]) == 1
     error = capsys.readouterr().err
     assert error.startswith("sparrow bench serving: error: sparse: the server ended with code 1")

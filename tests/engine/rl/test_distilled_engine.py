@@ -3,34 +3,19 @@
 import numpy as np
 import pytest
 import torch
+from distillation import SEQUENCES, new_policy, settings
 from engines import import_for_fork, random_prompt
 from training import SERVER_ARGS
 
-from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import (
     ADAPTER,
     SparseAdapter,
     lora_arguments,
 )
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import BudgetSchedule
-
-SCHEDULE = BudgetSchedule.fixed(48)
-SEQUENCES = [
-    (random_prompt(1, 20), random_prompt(2, 150)),
-    (random_prompt(3, 120), random_prompt(4, 60)),
-]
-
-
-def new_policy(path: str, dtype: str = "float32") -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimizerConfig(lr=1e-3), "cpu")
-
-
-def settings(**fields) -> DistillConfig:
-    return DistillConfig(enabled=True, rank=4, alpha=8, lr=3e-3, **fields)
 
 
 @pytest.fixture(scope="module")

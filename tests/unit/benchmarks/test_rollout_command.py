@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 from command_lines import refusal
+from small_benchmarks import ROLLOUT
 
 from sparrow_sglang.benchmarks.rollouts import rollout_replay
 from sparrow_sglang.benchmarks.steps.comparison import Side
 from sparrow_sglang.commands import cli
-
-SMALL = ["--sequences", "8", "--mean-tokens", "40", "--max-tokens", "120", "--prompt-tokens", "48"]
 
 
 def test_what_was_measured_survives_a_side_that_fails(
@@ -25,7 +24,7 @@ def test_what_was_measured_survives_a_side_that_fails(
 
     monkeypatch.setattr(rollout_replay, "in_new_process", run_side)
     out = tmp_path / "rollout.json"
-    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL, "--out", str(out)]
+    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT, "--out", str(out)]
     assert cli.main(["bench", "rollout", *words]) == 1
     result = json.loads(out.read_text())
     assert (result["rows"], result["compared"]) == ([row], None)
@@ -57,5 +56,5 @@ def test_nonsense_is_refused_in_one_line_before_an_engine_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(rollout_replay, "in_new_process", None)
-    usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL]
+    usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT]
     assert message in refusal(["bench", "rollout", *usual, *words], capsys)

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 from command_lines import refusal
+from small_benchmarks import SERVING
 
 from sparrow_sglang.benchmarks.rollouts import serving
-
-REQUESTS, INPUT, OUTPUT = 3, 40, 60
-SMALL = ["--num-prompts", str(REQUESTS), "--input-len", str(INPUT), "--output-len", str(OUTPUT)]
 
 
 def test_requests_that_were_not_answered_are_no_result(
@@ -26,7 +24,7 @@ def test_requests_that_were_not_answered_are_no_result(
     monkeypatch.setattr(
         serving, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE, STDOUT=None)
     )
-    options = serving._parser().parse_args(SMALL)
+    options = serving._parser().parse_args(SERVING)
     with pytest.raises(serving.ServingError, match="(?s)2 of 3 requests.*queue is full"):
         serving.drive("http://127.0.0.1:1", tmp_path, options, tmp_path)
 
@@ -51,5 +49,5 @@ def test_nonsense_is_refused_in_one_line_before_a_server_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(serving, "running_server", None)
-    usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SMALL]
+    usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SERVING]
     assert message in refusal(["bench", "serving", *usual, *words], capsys)

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from distillation import SCHEDULE, SEQUENCES, new_policy, settings
 from engines import random_prompt
 from peft import PeftModel
 from scipy.special import log_softmax
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.rl import distill
 from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig, ModelConfig, OptimizerConfig
+from sparrow_sglang.rl.config import AlgorithmConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import (
     PolicyTerm,
     SparseAdapter,
@@ -24,21 +25,6 @@ from sparrow_sglang.rl.policy import optimizer, sparse_policy
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
-from sparrow_sglang.schedule import BudgetSchedule
-
-SCHEDULE = BudgetSchedule.fixed(48)
-SEQUENCES = [
-    (random_prompt(1, 20), random_prompt(2, 150)),
-    (random_prompt(3, 120), random_prompt(4, 60)),
-]
-
-
-def new_policy(path: str, dtype: str = "float32") -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimizerConfig(lr=1e-3), "cpu")
-
-
-def settings(**fields) -> DistillConfig:
-    return DistillConfig(enabled=True, rank=4, alpha=8, lr=3e-3, **fields)
 
 
 def test_divergences_equal_loops_over_the_tokens():

@@ -1,42 +1,11 @@
 """Rewards without the processes that compute them."""
 
-import os
-import signal
-import time
-
 import numpy as np
 import pytest
+from reward_groups import group, obey
 
 from sparrow_sglang.rl.tasks.rewards import RewardPool, without_truncated
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
-
-
-def obey(prompt: Prompt, text: str) -> float:
-    """Does what the text says."""
-    if text == "raise":
-        raise ValueError("no reward")
-    if text == "nan":
-        return float("nan")
-    if text == "crash":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if text == "exit":
-        os._exit(0)
-    if text == "hang":
-        # Not to be interrupted by anything milder than a kill.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        time.sleep(600)
-    if text.startswith("slow "):
-        time.sleep(0.2)
-    return float(text.split()[-1]) + prompt.payload["offset"]
-
-
-def group(name: str, offset: float, texts: list[str], finish_reason: str = "stop") -> Group:
-    prompt = Prompt(name, "test", (1,), {"offset": offset})
-    rollouts = [
-        Rollout(name, i, (1,), (2,), np.zeros(1, np.float32), finish_reason, "0", "dense", text)
-        for i, text in enumerate(texts)
-    ]
-    return Group(prompt, tuple(rollouts))
+from sparrow_sglang.rl.types import Group, Prompt
 
 
 def test_truncated_responses_lose_their_reward() -> None:

@@ -1,35 +1,16 @@
 """Tasks: what they read, what they refuse, and how they reward."""
 
-import json
 import re
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from task_files import jsonl, load
 
 from sparrow_sglang.config import ConfigError
-from sparrow_sglang.rl.config import TaskConfig
-from sparrow_sglang.rl.tasks import TASKS, Task, chat_render, code, load_task, math, story
+from sparrow_sglang.rl.tasks import TASKS, chat_render, code, math, story
 from sparrow_sglang.rl.types import Prompt
-
-WHICH = shutil.which
-DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "-7\n", "output": "-14\n"}]
-
-
-def render(messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-    return tuple("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
-
-
-def load(name: str, path: Path | None = None, **fields: Any) -> Task:
-    return load_task(TaskConfig(name=name, train_path=path, **fields), render)
-
-
-def jsonl(path: Path, rows: Sequence[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def sums(count: int) -> list[dict[str, Any]]:

@@ -1,0 +1,14 @@
+"""Benchmarks of a size that takes seconds, as options of their command lines."""
+
+REQUESTS, INPUT, OUTPUT = 3, 40, 60
+SERVING = ["--num-prompts", str(REQUESTS), "--input-len", str(INPUT), "--output-len", str(OUTPUT)]
+ROLLOUT = [
+    "--sequences",
+    "8",
+    "--mean-tokens",
+    "40",
+    "--max-tokens",
+    "120",
+    "--prompt-tokens",
+    "48",
+]
