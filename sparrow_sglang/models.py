@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.json_values import relative_note
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ _EXPECTED_MODEL = (
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 
 
-class ModelError(RuntimeError):
+class ModelError(SparrowError, RuntimeError):
     """The embedded model cannot be prepared; the message says what to do."""
 
 

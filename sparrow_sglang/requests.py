@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
@@ -28,7 +29,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 KEY = "sparrow"
 
 
-class RequestError(ValueError):
+class RequestError(InputError):
     """A request cannot be served as it is; the message says what is allowed."""
 
 

@@ -26,7 +26,7 @@ from sparrow_sglang.benchmarks.options import (
 )
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, merged, run_all
 from sparrow_sglang.command_line import count
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
@@ -52,7 +52,7 @@ CURVES = (
 def plan_runs(
     path: Path, schedules: Sequence[str], seeds: Sequence[int], work: Path
 ) -> list[RunPlan]:
-    """The runs, all seeds of a schedule together; raises `ConfigError` as `TrainConfig` does."""
+    """The runs, all seeds of a schedule together; raises `InputError` as `TrainConfig` does."""
     base = tomllib.loads(path.read_text("utf-8"))
     plans = []
     for schedule in schedules:
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         plans = plan_runs(args.config, args.schedules, args.seeds, args.work)
-    except (ConfigError, OSError, tomllib.TOMLDecodeError) as error:
+    except (InputError, OSError, tomllib.TOMLDecodeError) as error:
         parser.error(str(error))
     prepare_out(parser, args.out)
     args.work.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ def plan_runs(
     """All runs, the first seed of every arm before the second.
 
     `schedules` are the files of the calibrated ones by the names that arms use. Raises
-    `ConfigError` if a setting of `train` is not allowed.
+    `InputError` if a setting of `train` is not allowed.
     """
     plans = []
     for seed in settings.seeds:

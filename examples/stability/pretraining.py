@@ -25,7 +25,7 @@ from graph_walk import (
 )
 from study_settings import PretrainSettings, StudySettings
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.provenance import provenance
 
 ROPE_THETA = 1e6
@@ -50,7 +50,7 @@ class Example:
 def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
     """Train until the held-out reward is reached, and save to `folder`; returns the record.
 
-    Raises `ConfigError` if `pretrain.steps` do not suffice; nothing is saved then.
+    Raises `InputError` if `pretrain.steps` do not suffice; nothing is saved then.
     """
     tokenizer = make_tokenizer(settings.walk)
     torch.manual_seed(settings.walk.seed)
@@ -67,7 +67,7 @@ def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
         )
     reached = history[-1]["reward"]
     if reached < settings.pretrain.reward:
-        raise ConfigError(
+        raise InputError(
             f"pretrain.steps={settings.pretrain.steps}: the reward is {reached:.3f} after them,"
             f" with graphs of up to {history[-1]['nodes']} nodes; expected more steps, or a"
             f" pretrain.reward below {settings.pretrain.reward}"

@@ -32,7 +32,7 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import exit_on_sigterm
 from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, run_all
 from sparrow_sglang.command_line import count
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.renamed import current_names
 from sparrow_sglang.run_folder import METRICS_FILE
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = StudySettings.load(SETTINGS, args.scale)
         out = (args.out or Path("runs") / f"stability-{args.scale}").resolve()
         study(settings, out, args.parallel or settings.parallel)
-    except ConfigError as error:
+    except InputError as error:
         print(f"study: error: {error}", file=sys.stderr)
         return 2
     except RunFailed as error:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def study(settings: StudySettings, out: Path, parallel: int) -> None:
     """All stages, into `out`.
 
-    Raises `ConfigError` if `out` holds a study of other settings, or as the stages do.
+    Raises `InputError` if `out` holds a study of other settings, or as the stages do.
     """
     results = out / "results"
     schedules = schedule_files(settings, results)
@@ -181,7 +181,7 @@ def _own(path: Path, settings: StudySettings) -> None:
     noted["train"] = current_names(noted["train"])
     for key, value in values.items():
         if key != "seeds" and noted.get(key) != value:
-            raise ConfigError(
+            raise InputError(
                 f"{key}={value!r}: the study in {path.parents[1]} was begun with"
                 f" {noted.get(key)!r}; set it back, or use another --out"
             )

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.validation import first_problem
 
@@ -155,17 +155,17 @@ class StudySettings(_Section):
     def load(cls, path: Path, scale: str) -> Self:
         """The table `scale` of a TOML file.
 
-        Raises `ConfigError`: the file cannot be read, or a key is unknown, missing or not allowed.
+        Raises `InputError`: the file cannot be read, or a key is unknown, missing or not allowed.
         """
         try:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); expected a TOML file") from None
+            raise InputError(f"{path}: cannot be read ({error}); expected a TOML file") from None
         if scale not in tables:
-            raise ConfigError(
+            raise InputError(
                 f"--scale {scale}: {path} has no such table; it has {', '.join(tables)}"
             )
         try:
             return cls.model_validate(tables[scale])
         except ValidationError as error:
-            raise ConfigError(f"{path}: {first_problem(error, cls, prefix=scale)}") from None
+            raise InputError(f"{path}: {first_problem(error, cls, prefix=scale)}") from None

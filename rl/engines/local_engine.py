@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from sparrow_sglang.client.control import set_schedule
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
@@ -35,7 +36,7 @@ def unwatched(count: int) -> None:
     """The `Finished` of rollouts whose progress nobody follows."""
 
 
-class EngineDied(RuntimeError):
+class EngineDied(SparrowError, RuntimeError):
     """A process of an engine is gone, or an engine failed too often; the run cannot go on."""
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
@@ -34,10 +34,6 @@ _NAME = re.compile(r"step-(\d{6,})")
 # What may differ between a checkpoint and the run that resumes it; anything else would make the
 # steps before and after those of two different runs.
 _FREE = ("run_dir", "steps", "engine", "mismatch", "checkpoint", "logging", "evaluation")
-
-
-class CheckpointError(ValueError):
-    """A run cannot begin or go on in a folder; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +51,20 @@ class State:
 def owned(run_dir: Path) -> Iterator[None]:
     """Make the folder and keep other processes out of it.
 
-    Raises `CheckpointError` if another process trains in it, `ConfigError` if it cannot be made.
+    Raises `InputError` if another process trains in it, or if it cannot be made.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = open(run_dir / ".lock", "w")
     except OSError as error:
-        raise ConfigError(
+        raise InputError(
             f"run_dir={str(run_dir)!r}: cannot be written ({error.strerror or error})"
         ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise CheckpointError(
+            raise InputError(
                 f"run_dir={str(run_dir)!r}: another process is training there; stop it, or use"
                 " another folder"
             ) from None
@@ -89,7 +85,7 @@ class Checkpoints:
     def begin(self, config: TrainConfig, resume: bool) -> Path | None:
         """The checkpoint to go on from, None for a run that starts from the beginning.
 
-        Raises `CheckpointError` if there is a run that is not to be resumed, or that was trained
+        Raises `InputError` if there is a run that is not to be resumed, or that was trained
         with other settings.
         """
         delete_drafts(self._folder)
@@ -98,7 +94,7 @@ class Checkpoints:
             # Empty where a run ended before its first step, of a wrong engine argument say.
             metrics = config.run_dir / METRICS_FILE
             if newest or (metrics.exists() and metrics.stat().st_size):
-                raise CheckpointError(
+                raise InputError(
                     f"run_dir={str(config.run_dir)!r} holds a run already: resume it, with --resume"
                     " or resume=True, or use another folder"
                 )
@@ -188,7 +184,7 @@ def _check_resumable(folder: Path, config: TrainConfig) -> None:
     saved = current_names(json.loads((folder / "state.json").read_text("utf-8"))["config"])
     for key, before, now in _differences(saved, config.model_dump(mode="json")):
         if key.split(".")[0] not in _FREE:
-            raise CheckpointError(
+            raise InputError(
                 f"{key}={now!r}: the run in {folder.parents[1]} was trained with {before!r}; set it"
                 f" back, or use another run_dir. Free to change are {', '.join(_FREE[1:])}"
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
@@ -59,7 +59,7 @@ class RunLog:
     """
 
     def __init__(self, config: TrainConfig, first: int) -> None:
-        """Raises `ConfigError` if something asked for is not installed."""
+        """Raises `InputError` if something asked for is not installed."""
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
         self._rows = _drop_rows(self._path, first)
@@ -150,14 +150,14 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def check_logging(logging: LoggingConfig) -> None:
-    """Raises `ConfigError` if a place for metrics needs a package that is not installed."""
+    """Raises `InputError` if a place for metrics needs a package that is not installed."""
     if logging.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError(
+        raise InputError(
             "logging.tensorboard=true: the package tensorboard is not installed; install"
             " sparrow-sglang[rl], or set it to false"
         )
     if logging.wandb_project and find_spec("wandb") is None:
-        raise ConfigError(
+        raise InputError(
             f"logging.wandb_project={logging.wandb_project!r}: the package wandb is not installed;"
             " install it, or leave the key out"
         )

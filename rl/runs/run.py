@@ -93,7 +93,7 @@ class Run:
 def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
     """A run at the point where it was left; saved at the end, and whenever it ends early.
 
-    Raises `CheckpointError` if `config.run_dir` is in use, holds a run that is not to be resumed,
+    Raises `InputError` if `config.run_dir` is in use, holds a run that is not to be resumed,
     or one that was trained with other settings.
     """
     with owned(config.run_dir), Termination() as termination:

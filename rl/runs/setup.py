@@ -8,7 +8,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from sparrow_sglang.config import AUTO, ConfigError
+from sparrow_sglang.config import AUTO
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
 from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
@@ -75,9 +76,7 @@ def check(config: TrainConfig) -> None:
 def _check_settings(config: TrainConfig) -> None:
     check_logging(config.logging)
     if problem := path_problem(config.model.path):
-        raise ConfigError(
-            f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"'
-        )
+        raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
     _check_server_args(config.engine)
     _check_temperature(config.rollout.temperature)
 
@@ -86,7 +85,7 @@ def prepare(config: TrainConfig) -> Setup:
     """Everything that can be checked in seconds.
 
     Raises:
-        ConfigError, ScheduleError, ModelError: something that `config` names is not there, is
+        InputError, ScheduleError, ModelError: something that `config` names is not there, is
             wrong or does not fit the rest; the message says which, and what is allowed.
     """
     from transformers import AutoConfig, AutoTokenizer
@@ -97,18 +96,18 @@ def prepare(config: TrainConfig) -> Setup:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model_config = AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        raise InputError(
             f"model.path={config.model.path!r}: {model_problem(model_path, error)}, or"
             f' "{EMBEDDED_MODEL_NAME}"'
         ) from None
     if tokenizer.chat_template is None:
-        raise ConfigError(
+        raise InputError(
             f"model.path={config.model.path!r}: its tokenizer has no chat template, by which tasks"
             " render their prompts; put a chat_template.jinja into the folder"
         )
     schedules = _schedules(config, model_config)
     if config.distill.enabled and not schedules:
-        raise ConfigError(
+        raise InputError(
             "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
             " already; expected a sparse schedule, or false"
         )
@@ -119,7 +118,7 @@ def prepare(config: TrainConfig) -> Setup:
     )
     for name, kept in (("training", train), ("held-out", heldout)):
         if not kept:
-            raise ConfigError(
+            raise InputError(
                 f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: no {name} prompt of"
                 f" task {config.task.name!r} is that short; expected a higher limit"
             )
@@ -140,7 +139,7 @@ def prepare(config: TrainConfig) -> Setup:
 def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
     engine, ladder = config.engine, config.ladder
     if ladder.schedules and (engine.schedule == DENSE or config.mismatch.sequences == 0):
-        raise ConfigError(
+        raise InputError(
             f"ladder.schedules={list(ladder.schedules)} needs tails to follow: expected a sparse"
             f" engine.schedule, not {engine.schedule!r}, and mismatch.sequences above 0, not"
             f" {config.mismatch.sequences}"
@@ -156,7 +155,7 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
     for schedule in rest:
         for field in ("sink_pages", "recent_pages", "dense_layers"):
             if getattr(schedule, field) != getattr(first, field):
-                raise ConfigError(
+                raise InputError(
                     f"ladder.schedules: {schedule.name!r} has {field}={getattr(schedule, field)},"
                     f" {first.name!r} has {getattr(first, field)}: expected the same, as a running"
                     " engine cannot change it"
@@ -176,18 +175,18 @@ def _check_server_args(engine: EngineConfig) -> None:
         if name == "attention_backend" and engine.schedule == DENSE:
             continue
         if name in _OWN_SETTINGS:
-            raise ConfigError(
+            raise InputError(
                 f"engine.server_args.{name} is not set there: set {_OWN_SETTINGS[name]} instead"
             )
     if problem := unknown_argument(engine.server_args):
-        raise ConfigError(f"engine.server_args.{problem}")
+        raise InputError(f"engine.server_args.{problem}")
 
 
 def _check_temperature(temperature: float) -> None:
     # As SGLang reads it; the processes of an engine inherit it.
     untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
     if untempered and temperature != 1:
-        raise ConfigError(
+        raise InputError(
             f"rollout.temperature={temperature:g} with SGLANG_RETURN_ORIGINAL_LOGPROB set: SGLang"
             " records log-probs at temperature 1 then; expected that variable unset, or temperature"
             " 1"
@@ -201,7 +200,7 @@ def _check_context(config: TrainConfig, model_config: Any) -> None:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     # SGLang keeps one token of the context to itself.
     if context is not None and longest >= context:
-        raise ConfigError(
+        raise InputError(
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and"
             f" max_new_tokens={config.rollout.max_new_tokens} make {longest} tokens: the model's"
             f" context is {context}; expected less than that together"

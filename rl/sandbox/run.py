@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.rl.sandbox.cgroup import usable_parent
 from sparrow_sglang.rl.sandbox.confine import ARCHITECTURES, landlock_version
 from sparrow_sglang.rl.sandbox.supervisor import BOX, FILTER_FD, PROGRAM, PROGRAM_FD, Order
@@ -45,7 +46,7 @@ WEAKNESSES = {
 }
 
 
-class SandboxError(RuntimeError):
+class SandboxError(SparrowError, RuntimeError):
     """Untrusted code cannot be run safely here; the message says why and what to do."""
 
 

@@ -8,7 +8,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.tasks import code, math, story
 from sparrow_sglang.rl.tasks.base import Render, Task, chat_render
@@ -28,13 +28,13 @@ TASKS: dict[str, Load] = {
 def load_task(config: TaskConfig, render: Render) -> Task:
     """The task that `config.name` names, with its prompts rendered to token ids.
 
-    Raises `ConfigError` if there is none of that name, or if its files or options are wrong.
+    Raises `InputError` if there is none of that name, or if its files or options are wrong.
     """
     if ":" in config.name:
         return _imported(config.name)(config, render)
     if config.name not in TASKS:
         near = nearest_first(config.name, TASKS)[0]
-        raise ConfigError(
+        raise InputError(
             f"task.name={config.name!r} is not known: did you mean {near!r}? Known tasks:"
             f" {', '.join(TASKS)}; one of your own is module:function"
         )
@@ -46,7 +46,7 @@ def _imported(name: str) -> Load:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise ConfigError(
+        raise InputError(
             f"task.name={name!r}: {error}; expected module:function, of a module that Python can"
             " import: add its folder to PYTHONPATH"
         ) from None
@@ -57,7 +57,7 @@ def _imported(name: str) -> Load:
             for key, value in inspect.getmembers(module, inspect.isfunction)
             if value.__module__ == module_name
         ]
-        raise ConfigError(
+        raise InputError(
             f"task.name={name!r}: {module_name} has no function {function!r}; it has"
             f" {', '.join(functions) or 'none'}"
         )

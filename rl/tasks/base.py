@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import relative_note
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.types import Prompt
@@ -79,11 +79,11 @@ def chat_render(tokenizer: Any) -> Render:
 
 
 def parse_options(kind: type[OptionsT], config: TaskConfig) -> OptionsT:
-    """`config.options`, checked; raises `ConfigError` with field, value and what is allowed."""
+    """`config.options`, checked; raises `InputError` with field, value and what is allowed."""
     try:
         return kind(**config.options)
     except ValidationError as error:
-        raise ConfigError(first_problem(error, kind, prefix="task.options")) from None
+        raise InputError(first_problem(error, kind, prefix="task.options")) from None
 
 
 def load_files(
@@ -92,16 +92,16 @@ def load_files(
     """Training and held-out prompts out of `config`'s files.
 
     Without a held-out file a tenth of the examples, 512 at most, is kept apart, the same ones each
-    time. Raises `ConfigError` with file, line, field and what is allowed.
+    time. Raises `InputError` with file, line, field and what is allowed.
     """
     if config.train_path is None:
-        raise ConfigError(
+        raise InputError(
             f"task.train_path is not set: task {config.name!r} needs a .jsonl or .parquet file"
         )
     for key in ("train_path", "heldout_path"):
         path = getattr(config, key)
         if path is not None and path.suffix in KINDS and not path.exists():
-            raise ConfigError(
+            raise InputError(
                 f"task.{key}={str(path)!r}: No such file{relative_note(path)}; expected a .jsonl or"
                 " .parquet file"
             )
@@ -112,7 +112,7 @@ def load_files(
     random.Random(SPLIT_SEED).shuffle(order)
     kept = min(MAX_HELDOUT, int(len(order) * HELDOUT_SHARE))
     if kept == 0:
-        raise ConfigError(
+        raise InputError(
             f"{config.train_path}: {len(order)} examples are too few to keep some apart for"
             f" evaluation: expected at least {int(1 / HELDOUT_SHARE)}, or set task.heldout_path"
         )
@@ -132,37 +132,37 @@ def _read_prompts(
             if name in prompts:
                 raise ValueError(f"id {name!r} is used twice: expected a unique id, or none")
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise InputError(f"{where}: {error}") from None
         prompts[name] = Prompt(name, task, render(messages), payload)
     if not prompts:
-        raise ConfigError(f"{path}: holds no examples; expected one JSON object per line or row")
+        raise InputError(f"{path}: holds no examples; expected one JSON object per line or row")
     return tuple(prompts.values())
 
 
 def _examples(path: Path) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
     """(file and line, line number from 1, fields) of each example."""
     if path.suffix not in KINDS:
-        raise ConfigError(f"{path}: kind {path.suffix!r} is not read; use .jsonl or .parquet")
+        raise InputError(f"{path}: kind {path.suffix!r} is not read; use .jsonl or .parquet")
     try:
         if path.suffix == ".parquet":
             yield from _parquet_rows(path)
             return
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 text; expected one JSON object per line") from None
+        raise InputError(f"{path}: not UTF-8 text; expected one JSON object per line") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             example = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ConfigError(
+            raise InputError(
                 f"{path}:{number}: not JSON ({error}); expected one object per line"
             ) from None
         if not isinstance(example, dict):
-            raise ConfigError(
+            raise InputError(
                 f"{path}:{number}: holds a {type(example).__name__}; expected a JSON object"
             )
         yield f"{path}:{number}", number, example
@@ -175,7 +175,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path}: not a Parquet file ({error})") from None
+        raise InputError(f"{path}: not a Parquet file ({error})") from None
     for number, row in enumerate(rows, 1):
         yield f"{path} row {number}", number, row
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.sandbox.run import (
     Kind,
@@ -49,13 +49,13 @@ class CodeOptions(FileOptions):
 def load(config: TaskConfig, render: Render) -> Task:
     """Prompts out of `config`'s files.
 
-    Raises `ConfigError` as `base.load_files` does, and where the sandbox does not work.
+    Raises `InputError` as `base.load_files` does, and where the sandbox does not work.
     """
     options = parse_options(CodeOptions, config)
     try:
         check_sandbox(options.sandbox)
     except SandboxError as error:
-        raise ConfigError(f"task.options.sandbox={options.sandbox!r}: {error}") from None
+        raise InputError(f"task.options.sandbox={options.sandbox!r}: {error}") from None
     if options.sandbox == "weak":
         logger.warning("WEAK SANDBOX: does not keep programs from: %s", "; ".join(weaknesses()))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.tasks.base import Options, Render, Task, parse_options
 from sparrow_sglang.rl.types import Prompt
@@ -41,7 +41,7 @@ class StoryOptions(Options):
 def load(config: TaskConfig, render: Render) -> Task:
     """The same prompts for the same options, at any time and on any machine.
 
-    Raises `ConfigError` if the options ask for more prompts than there are choices of words.
+    Raises `InputError` if the options ask for more prompts than there are choices of words.
     """
     options = parse_options(StoryOptions, config)
     choices = _choices(options.words, options.seed)
@@ -55,7 +55,7 @@ def load(config: TaskConfig, render: Render) -> Task:
         ids = render([{"role": "user", "content": text}])
         prompts.append(Prompt("-".join(words), config.name, ids, payload))
     if len(prompts) < wanted:
-        raise ConfigError(
+        raise InputError(
             f"task.options.train={options.train} and heldout={options.heldout} ask for {wanted}"
             f" choices of {options.words} words: expected at most {len(prompts)} together"
         )

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.sglang_versions import request_of
 
 Request = Mapping[str, Any]
@@ -25,7 +26,7 @@ def _unwatched() -> None:
     """Nobody follows the progress."""
 
 
-class EndpointError(RuntimeError):
+class EndpointError(SparrowError, RuntimeError):
     """A request failed or the server is gone; the message says which and why, in one line."""
 
 

@@ -9,6 +9,7 @@ from sparrow_sglang import noise
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.commands import calibrate, doctor, plan, serve, train
 from sparrow_sglang.commands import report as report
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 
 DESCRIPTION = """\
@@ -132,7 +133,7 @@ def _serve(argv: Sequence[str]) -> int:
             serve.print_all_flags()
         else:
             serve.serve(argv)
-    except serve.ServeError as error:
+    except InputError as error:
         print(f"sparrow serve: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.kernel_limits import describe_fit, kernel_problems
-from sparrow_sglang.commands.server_flags import FlagError, check_flags
+from sparrow_sglang.commands.server_flags import check_flags
 from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
 from sparrow_sglang.schedule import ScheduleError
@@ -62,7 +63,7 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
     except ScheduleError as error:
         yield Check("FAIL", "schedule", str(error))
         return
-    except FlagError as error:
+    except InputError as error:
         yield Check("FAIL", "model", str(error))
         return
     plugin = _check_plugin()
@@ -152,7 +153,7 @@ def _check_platform() -> Check:
 
 
 def _check_model(argv: Sequence[str]) -> Iterator[Check]:
-    from sparrow_sglang.commands.serve import ServeError, parse_server_args
+    from sparrow_sglang.commands.serve import parse_server_args
     from sparrow_sglang.plugin.server_args import resolve_schedules
     from sparrow_sglang.plugin.server_log import start_up_line
 
@@ -166,7 +167,7 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         yield Check("ok", "model", "nothing in the way of sparse decode")
         yield Check("FAIL", "schedule", str(error))
         return
-    except (ServeError, ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         missing = isinstance(error.__cause__, ModelError)
         yield Check("note" if missing else "FAIL", "model", str(error))
         return

@@ -12,6 +12,7 @@ from typing import Any
 
 from sparrow_sglang.command_line import count
 from sparrow_sglang.config import AUTO
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware, ModelShape
 from sparrow_sglang.planning.response_lengths import read_lengths
@@ -20,10 +21,6 @@ from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule, schedule_for_model
 
 _HUB_TIMEOUT_S = 10.0
-
-
-class PlanError(ValueError):
-    """A plan cannot be made; the message names the option or file and what is allowed."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -74,7 +71,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Raises `ValueError` (a `PlanError`, `ScheduleError` or `CostModelError`)."""
+    """Print the plan. Raises `InputError` or `ScheduleError`."""
     print(render(make_plan(args)))
     return 0
 
@@ -82,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> Plan:
     """Read and check everything that the parsed options name."""
     if args.intensity is not None and not 0 < args.intensity < float("inf"):
-        raise PlanError(f"--intensity={args.intensity}: expected FLOPs per byte, e.g. 206 (H200)")
+        raise InputError(f"--intensity={args.intensity}: expected FLOPs per byte, e.g. 206 (H200)")
     model, config = _read_config(args.model_path)
     shape = ModelShape.from_config(config)
     if args.lengths_file is not None:
@@ -118,7 +115,7 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
         name, path = path.name, _hub_config(model_path)
     config = _read_json(path, "--model-path")
     if not isinstance(config, dict):
-        raise PlanError(f"{path}: holds a {type(config).__name__}; expected a JSON object")
+        raise InputError(f"{path}: holds a {type(config).__name__}; expected a JSON object")
     return name, config
 
 
@@ -136,7 +133,7 @@ def _hub_config(model: str) -> Path:
         httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
         return Path(hf_hub_download(model, "config.json"))
     except (HFValidationError, HfHubHTTPError, OSError, httpx.TransportError) as error:
-        raise PlanError(f"--model-path {model}: {model_problem(model, error)}") from None
+        raise InputError(f"--model-path {model}: {model_problem(model, error)}") from None
 
 
 def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:
@@ -153,7 +150,7 @@ def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredS
     content = _read_json(path, "--measured")
     rows = content.get("rows") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
-        raise PlanError(
+        raise InputError(
             f'{path}: holds no rows; expected {{"rows": [...]}} as `sparrow bench` writes, or a'
             " JSON list of rows"
         )
@@ -161,7 +158,7 @@ def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredS
     if models:
         rows = [row for row in rows if str(row.get("model", "")).lower() == model.lower()]
     if not rows:
-        raise PlanError(
+        raise InputError(
             f"{path}: no row is of the model {model!r}; it measures {', '.join(models)}; expected"
             " rows of the model of --model-path"
         )
@@ -172,15 +169,15 @@ def _read_json(path: Path, option: str) -> Any:
     try:
         return json.loads(_read_text(path, option))
     except json.JSONDecodeError as error:
-        raise PlanError(f"{path}: not JSON ({error}); expected a JSON file for {option}") from None
+        raise InputError(f"{path}: not JSON ({error}); expected a JSON file for {option}") from None
 
 
 def _read_text(path: Path, option: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise PlanError(f"{path}: not UTF-8 text; expected a text file for {option}") from None
+        raise InputError(f"{path}: not UTF-8 text; expected a text file for {option}") from None
     except OSError as error:
-        raise PlanError(
+        raise InputError(
             f"{path}: cannot be read ({error.strerror}); expected a file for {option}"
         ) from None

@@ -17,6 +17,7 @@ from sparrow_sglang.commands.server_flags import (
     check_port,
     unknown_flags,
 )
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     ModelError,
@@ -58,18 +59,14 @@ Does your model work? sparrow doctor --model-path MODEL
 """
 
 
-class ServeError(ValueError):
-    """The server cannot be started as asked; the message says what to change."""
-
-
 def serve(argv: Sequence[str]) -> None:
-    """Run a server until it is stopped. Raises `ServeError` before it starts, if it cannot."""
+    """Run a server until it is stopped. Raises `InputError` before it starts, if it cannot."""
     try:
         check_flags(argv)
         check_port(argv)
         server_args = parse_server_args(argv)
     except (ValueError, RuntimeError, OSError) as error:
-        raise ServeError(str(error)) from error
+        raise InputError(str(error)) from error
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.utils import kill_process_tree
@@ -103,16 +100,16 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     """SGLang's ServerArgs for this command line and our defaults, checked by SGLang and by us.
 
     Raises:
-        ServeError: another SGLang than the supported one, an unknown flag, a wrong value, a file
+        InputError: another SGLang than the supported one, an unknown flag, a wrong value, a file
             that cannot be read, or a model that is neither a folder nor on the hub.
         ValueError, RuntimeError, OSError: what SGLang or the plugin refuses.
     """
     for problem in version_problems():
-        raise ServeError(problem)
+        raise InputError(problem)
     try:
         parser = _sglang_parser()
     except ImportError as error:
-        raise ServeError(import_problem(error)) from error
+        raise InputError(import_problem(error)) from error
     full = with_defaults(_with_config_file(argv, parser))
     model_path = parser.parse_args(full).model_path
     from sglang.srt.server_args import prepare_server_args
@@ -125,7 +122,7 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
         if Path(model_path, "config.json").exists():
             raise
         problem = model_problem(model_path, error)
-        raise ServeError(f"{MODEL_FLAGS[0]} {model_path}: {problem}") from error
+        raise InputError(f"{MODEL_FLAGS[0]} {model_path}: {problem}") from error
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
@@ -160,7 +157,7 @@ def _embedded() -> str:
     try:
         return str(embedded_model())
     except ModelError as error:
-        raise ServeError(str(error)) from error
+        raise InputError(str(error)) from error
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -169,8 +166,8 @@ class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown, _, words = message.partition("unrecognized arguments: ")
         if not unknown and words:
-            raise ServeError(unknown_flags(words, self._option_string_actions))
-        raise ServeError(f"{message}; {ALL_FLAGS}")
+            raise InputError(unknown_flags(words, self._option_string_actions))
+        raise InputError(f"{message}; {ALL_FLAGS}")
 
 
 def _sglang_parser() -> argparse.ArgumentParser:
@@ -193,4 +190,4 @@ def _with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> l
     try:
         return config_file_merger(parser).merge_config_with_args(list(argv))
     except ValueError as error:
-        raise ServeError(f"--config: {error}") from error
+        raise InputError(f"--config: {error}") from error

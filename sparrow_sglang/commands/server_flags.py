@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from sparrow_sglang.config import AUTO
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import relative_note
 from sparrow_sglang.models import path_problem
 from sparrow_sglang.plugin.refusals import BACKEND
@@ -31,30 +32,26 @@ _OF_GRPC = ("--metrics-host", "--metrics-port", "--servicer-impl")
 ALL_FLAGS = "sparrow serve --help-all lists the flags"
 
 
-class FlagError(ValueError):
-    """A flag or its value cannot be right; the message says which and what to change."""
-
-
 def check_flags(argv: Sequence[str]) -> None:
     """Check names of flags, the model's folder, schedules and the file of --config.
 
-    Raises `FlagError`, or `ScheduleError` for a schedule.
+    Raises `InputError`, or `ScheduleError` for a schedule.
     """
     for word in argv:
         flag = word.partition("=")[0]
         # argparse takes the beginning of a flag for the flag.
         if flag.startswith("--") and not any(known.startswith(flag) for known in known_flags()):
-            raise FlagError(unknown_flags(word, known_flags()))
+            raise InputError(unknown_flags(word, known_flags()))
     config = _value(argv, "--config")
     if config is not None and not Path(config).exists():
-        raise FlagError(
+        raise InputError(
             f"--config: Config file not found: {config}{relative_note(config)}; expected a YAML"
             " file of flags"
         )
     first = argv[0] if argv and not argv[0].startswith("-") else None
     model = _value(argv, *MODEL_FLAGS) or first
     if model is not None and (problem := path_problem(model)):
-        raise FlagError(f"{MODEL_FLAGS[0]} {model}: {problem}")
+        raise InputError(f"{MODEL_FLAGS[0]} {model}: {problem}")
     _check_schedules(argv)
 
 
@@ -67,7 +64,7 @@ def unknown_flags(words: str, known: Iterable[str]) -> str:
 
 
 def check_port(argv: Sequence[str]) -> None:
-    """Raise `FlagError` if another process listens where the server would."""
+    """Raise `InputError` if another process listens where the server would."""
     host = _value(argv, "--host") or _DEFAULT_HOST
     port = _value(argv, "--port") or _DEFAULT_PORT
     if not port.isdecimal() or _value(argv, "--config") is not None:
@@ -82,7 +79,7 @@ def check_port(argv: Sequence[str]) -> None:
             listener.bind(address)
     except (OSError, OverflowError) as error:
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise FlagError(
+            raise InputError(
                 f"--port {port}: another process listens on {host}:{port}; stop it, or choose"
                 f" another port, such as --port {int(port) + 1}"
             ) from None

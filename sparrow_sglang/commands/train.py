@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.config import AUTO, MODEL_DEFAULT, ConfigError, schedule_from
+from sparrow_sglang.config import AUTO, MODEL_DEFAULT, schedule_from
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.defaults import commented_defaults
 from sparrow_sglang.rl.runs.setup import check
@@ -52,12 +53,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. Raises `ValueError` (a `ConfigError`, `ScheduleError` or `CheckpointError`)."""
+    """Train. Raises `InputError` or `ScheduleError`."""
     if args.defaults:
         print(commented_defaults(), end="")
         return 0
     if args.config is None:
-        raise ConfigError("CONFIG.toml is missing; sparrow train --defaults prints one")
+        raise InputError("CONFIG.toml is missing; sparrow train --defaults prints one")
     config = TrainConfig.load(args.config)
     check(config)
     auto = config.engine.schedule == AUTO

@@ -23,16 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import BudgetSchedule
 
 Array = NDArray[np.float64]
 
 _BYTES_PER_VALUE = 2
 _REFUSED = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
-
-
-class CostModelError(ValueError):
-    """The cost cannot be computed; the message names the field, its value and what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +69,13 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From the fields of a Hugging Face config.json.
 
-        Raises `CostModelError` on a missing field and on mixture-of-experts, latent or
+        Raises `InputError` on a missing field and on mixture-of-experts, latent or
         sliding-window attention, whose weights and KV these formulas do not count.
         """
         windowed = ("sliding_window",) if config.get("use_sliding_window", True) else ()
         for key in (*_REFUSED, *windowed):
             if config.get(key):
-                raise CostModelError(
+                raise InputError(
                     f"{key}={config[key]}: the cost model covers dense models with full"
                     " grouped-query attention; mixture-of-experts, latent and sliding-window"
                     " attention are not counted"
@@ -92,7 +89,7 @@ class ModelShape:
         }
         for key in names.values():
             if not isinstance(config.get(key), int) or config[key] < 1:
-                raise CostModelError(
+                raise InputError(
                     f"{key}={config.get(key)!r} in the model's config.json: expected a whole number"
                     " of 1 or more; is this the config of a transformer decoder?"
                 )
@@ -231,7 +228,7 @@ def step_costs(
     and recent pages, once the sequence exceeds its budget.
     """
     if not batch > 0:
-        raise CostModelError(f"batch={batch}: expected 1 or more running sequences")
+        raise InputError(f"batch={batch}: expected 1 or more running sequences")
     lengths = np.asarray(seq_lens, dtype=np.int64)
     per_layer = shape.kv_width / shape.num_layers
     token_layers: Array = lengths * np.float64(shape.num_layers)
@@ -266,11 +263,11 @@ def rollout_costs(
     """Sum of `step_costs` over all decoded tokens of generations with these lengths.
 
     The batch counts as always full, which continuous batching comes close to until the last
-    requests run out. Raises `CostModelError` without any length, or with one below 1.
+    requests run out. Raises `InputError` without any length, or with one below 1.
     """
     ordered = np.sort(np.asarray(list(output_lengths), dtype=np.int64))
     if not ordered.size or ordered[0] < 1 or prompt_tokens < 0:
-        raise CostModelError(
+        raise InputError(
             f"prompt_tokens={prompt_tokens}, output_lengths={ordered[:3].tolist()}: expected a"
             " prompt of 0 or more tokens and at least one length, each of 1 or more"
         )

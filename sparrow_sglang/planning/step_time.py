@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from sparrow_sglang.planning.cost_model import CostModelError, ModelShape, StepCosts
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.planning.cost_model import ModelShape, StepCosts
 from sparrow_sglang.schedule import PAGE_SIZE
 
 _DENSE_LAYERS = 2
@@ -31,14 +32,14 @@ class MeasuredStep:
 
         `cached_tokens` and, for a sparse step, `budget_tokens` are sums over the batch. Without
         `bytes`, two dense layers and pages of 16 are taken unless the row has `dense_layers` (a
-        number) and `page_size`. Raises `CostModelError` on a missing or impossible value.
+        number) and `page_size`. Raises `InputError` on a missing or impossible value.
         """
         budget = row.get("budget_tokens")
         sparse = budget is not None or row.get("schedule") is not None
         if "bytes" in row:
             size = _positive(row, "bytes")
         elif sparse and budget is None:
-            raise CostModelError(
+            raise InputError(
                 "a sparse row has neither bytes nor budget_tokens: expected one of them, the bytes"
                 " that the step reads or the tokens read per sparse layer, summed over the batch"
             )
@@ -69,13 +70,13 @@ class StepTimeFit:
 def fit_step_time(steps: Sequence[MeasuredStep]) -> StepTimeFit:
     """Least squares over all `steps`.
 
-    Raises `CostModelError` if they hold fewer than two different sizes, or if larger steps are not
+    Raises `InputError` if they hold fewer than two different sizes, or if larger steps are not
     slower.
     """
     sizes = np.array([step.bytes for step in steps])
     times = np.array([step.step_ms for step in steps])
     if np.unique(sizes).size < 2:
-        raise CostModelError(
+        raise InputError(
             f"{len(steps)} measured steps hold {np.unique(sizes).size} different sizes: expected at"
             " least two (another length or batch), or bandwidth and constant cannot be told apart"
         )
@@ -83,7 +84,7 @@ def fit_step_time(steps: Sequence[MeasuredStep]) -> StepTimeFit:
     centre = sizes.mean()
     slope = float((sizes - centre) @ times / ((sizes - centre) ** 2).sum())
     if slope <= 0:
-        raise CostModelError(
+        raise InputError(
             "the measured steps do not get slower with their bytes: expected step_ms to grow;"
             " measure longer sequences or larger batches, where reading dominates"
         )
@@ -110,7 +111,7 @@ def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
 def _positive(row: Mapping[str, Any], key: str) -> float:
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
-        raise CostModelError(
+        raise InputError(
             f"{key}={value!r} in a measured step: expected a number above 0; rows need step_ms and"
             " either bytes, or batch and cached_tokens (with budget_tokens if sparse)"
         )

@@ -7,6 +7,7 @@ problem, naming field, value, reason and remedy.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import PAGE_SIZES
 from sparrow_sglang.sglang_install import version_problems
 from sparrow_sglang.sglang_versions import (
@@ -29,7 +30,7 @@ _NO_BACKEND = "one kernel would decode densely, past the attention backend"
 _OTHER_LAYOUT = "the backend reads SGLang's own token pool in NHD layout"
 
 
-class UnsupportedError(ValueError):
+class UnsupportedError(InputError):
     """The backend cannot run here; the message lists every problem found."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.sglang_versions import ranks
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _PAUSED_TIMEOUT_S = 1.0
 _answers: dict[str, Answer] = {}
 
 
-class ControlError(ValueError):
+class ControlError(InputError):
     """The server cannot do now what it was asked for; the message says why."""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from task_files import jsonl, load
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.sandbox.run import KINDS, Kind, sandbox_problem, weaknesses
 from sparrow_sglang.rl.tasks import code
 
@@ -40,14 +40,14 @@ def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox
     monkeypatch.setattr(code.logger, "warning", lambda text, *args: said.append(text % args))
     monkeypatch.setattr("sparrow_sglang.rl.sandbox.run.shutil.which", no_bubblewrap)
     # Refused before its files are looked at.
-    with pytest.raises(ConfigError, match="task.options.sandbox='bubblewrap'") as caught:
+    with pytest.raises(InputError, match="task.options.sandbox='bubblewrap'") as caught:
         load("code", tmp_path / "not-there.jsonl")
     assert "\n" not in str(caught.value) and 'sandbox = "weak"' in str(caught.value)
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Double it.", "tests": DOUBLE}] * 10)
     task = load("code", path, options={"sandbox": "weak"})
     assert all(weakness in said[0] for weakness in weaknesses())
     assert code.reward(task.train[0], "```python\nprint(2 * int(input()))\n```") == 1.0
-    with pytest.raises(ConfigError, match="options.sandbox='none' is .*'bubblewrap' or 'weak'"):
+    with pytest.raises(InputError, match="options.sandbox='none' is .*'bubblewrap' or 'weak'"):
         load("code", path, options={"sandbox": "none"})
 
 

@@ -18,4 +18,4 @@ def new_policy(path: str, dtype: str = "float32") -> DensePolicy:
 
 
 def settings(**fields) -> DistillConfig:
-    return DistillConfig(enabled=True, rank=4, alpha=8, lr=3e-3, **fields)
+    return DistillConfig(**{"enabled": True, "rank": 4, "alpha": 8, "lr": 3e-3} | fields)

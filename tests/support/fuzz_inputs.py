@@ -11,7 +11,7 @@ from typing import Any
 
 from fuzz import MISSING, Change, cases, changed, complaint, damaged, odd_value, outcome
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.requests import RequestError, RequestOption
 from sparrow_sglang.rl.config import TrainConfig
@@ -180,7 +180,7 @@ def run_configuration(draw: random.Random, folder: Path) -> str | None:
         content = damaged(draw, content)
     path = folder / "r.toml"
     path.write_bytes(content)
-    found, message = outcome(lambda: TrainConfig.load(path), ConfigError)
+    found, message = outcome(lambda: TrainConfig.load(path), InputError)
     try:
         readable = tomllib.loads(content.decode())
     except (ValueError, RecursionError):

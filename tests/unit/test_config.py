@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from sparrow_sglang.config import ConfigError, SparrowConfig, schedule_from
+from sparrow_sglang.config import SparrowConfig, schedule_from
+from sparrow_sglang.errors import InputError
 
 NO_OVERRIDE = SimpleNamespace()
 
@@ -73,14 +74,14 @@ def test_config_variable_may_be_a_path(monkeypatch, tmp_path):
 )
 def test_bad_config_variable(monkeypatch, value, message):
     monkeypatch.setenv("SPARROW_CONFIG", value)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(InputError) as error:
         SparrowConfig.resolve(None, NO_OVERRIDE)
     assert message in str(error.value)
 
 
 def test_a_bad_source_is_refused_even_when_another_one_wins(monkeypatch):
     monkeypatch.setenv("SPARROW_CONFIG", '{"budget": 512}')
-    with pytest.raises(ConfigError, match="unknown key 'budget'"):
+    with pytest.raises(InputError, match="unknown key 'budget'"):
         SparrowConfig.resolve("fixed-512", NO_OVERRIDE)
 
 
@@ -89,12 +90,12 @@ def test_bad_config_file(monkeypatch, tmp_path, content):
     path = tmp_path / "sparrow.json"
     path.write_text(content)
     monkeypatch.setenv("SPARROW_CONFIG", str(path))
-    with pytest.raises(ConfigError, match="expected a JSON object"):
+    with pytest.raises(InputError, match="expected a JSON object"):
         SparrowConfig.resolve(None, NO_OVERRIDE)
 
 
 def test_bad_override():
-    with pytest.raises(ConfigError, match="json_model_override_args: holds a str"):
+    with pytest.raises(InputError, match="json_model_override_args: holds a str"):
         SparrowConfig.resolve(None, SimpleNamespace(sparrow="fixed-512"))
 
 

@@ -21,6 +21,7 @@ LAYERS = [
     {
         "atomic_write",
         "command_line",
+        "errors",
         "json_values",
         "models",
         "noise",

@@ -17,10 +17,11 @@ from ascii_task import rows
 from training import FP32, settings
 from transformers import AutoModelForCausalLM
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.runs.checkpoint import CheckpointError, owned
+from sparrow_sglang.rl.runs.checkpoint import owned
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 
 
@@ -203,7 +204,7 @@ def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
     names = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-??????"))
     assert names == [f"step-{kept:06d}"]
     before = rows(config.run_dir)
-    with pytest.raises(CheckpointError, match="holds a run already: resume it"):
+    with pytest.raises(InputError, match="holds a run already: resume it"):
         trainer.train(config)
     used: list[list[str]] = []
 
@@ -270,7 +271,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(byte_model, tmp_path):
     changed = config.model_copy(
         update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-5})}
     )
-    with pytest.raises(CheckpointError, match=r"optimizer.lr=1e-05: the run in .* with 0.005"):
+    with pytest.raises(InputError, match=r"optimizer.lr=1e-05: the run in .* with 0.005"):
         trainer.train(changed, resume=True)
-    with owned(config.run_dir), pytest.raises(CheckpointError, match="another process is training"):
+    with owned(config.run_dir), pytest.raises(InputError, match="another process is training"):
         trainer.train(config, resume=True)

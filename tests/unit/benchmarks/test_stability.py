@@ -21,7 +21,7 @@ from study_settings import StudySettings
 
 from sparrow_sglang.benchmarks.training.distill_result import PAIRS, gains
 from sparrow_sglang.benchmarks.training.parallel_runs import run_all, toml_lines
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.tasks import load_task
 from sparrow_sglang.schedule import BudgetSchedule
@@ -101,13 +101,13 @@ def test_a_wrong_word_costs_the_lines_that_it_makes_wrong() -> None:
     ],
 )
 def test_tasks_that_cannot_be_imported_are_refused(name: str, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises(InputError, match=match):
         load_task(TaskConfig(name=name), lambda messages: (1,))
 
 
 def test_options_that_no_graph_fits_are_refused() -> None:
     config = TaskConfig(name="graph_walk:load", options=OPTIONS.model_dump() | {"names": 8})
-    with pytest.raises(ConfigError, match=r"task\.options\.names=8 is not allowed: .*most_nodes"):
+    with pytest.raises(InputError, match=r"task\.options\.names=8 is not allowed: .*most_nodes"):
         load_task(config, lambda messages: (1,))
 
 
@@ -156,7 +156,7 @@ def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Pat
     found = pretraining.sampled_reward(model, tokenizer, walks, 1)
     mean = sum(masses) / 2
     assert 0.1 < mean < 0.9 and abs(found - mean) < 4 * (mean * (1 - mean) / 600) ** 0.5
-    with pytest.raises(ConfigError, match=r"pretrain\.steps=3: the reward is 0\.0\d+ after"):
+    with pytest.raises(InputError, match=r"pretrain\.steps=3: the reward is 0\.0\d+ after"):
         hasty = settings.pretrain.model_copy(update={"steps": 3})
         pretraining.pretrain(settings.model_copy(update={"pretrain": hasty}), tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -195,7 +195,7 @@ def test_a_study_goes_on_with_its_own_settings_only(tmp_path: Path) -> None:
     study._own(file, tiny())
     study._own(file, tiny(parallel=7, seeds=(0, 1)))
     assert json.loads(file.read_text())["seeds"] == [0, 1]
-    with pytest.raises(ConfigError, match=r"walk=.*'steps': 40.* was begun with .*--out"):
+    with pytest.raises(InputError, match=r"walk=.*'steps': 40.* was begun with .*--out"):
         study._own(file, tiny(walk__degree=3))
 
 
@@ -270,9 +270,9 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     ):
         assert old in text
         file.write_text(text.replace(old, new, 1))
-        with pytest.raises(ConfigError, match=match):
+        with pytest.raises(InputError, match=match):
             StudySettings.load(file, "tiny")
-    with pytest.raises(ConfigError, match=r"--scale huge: .* it has tiny, full"):
+    with pytest.raises(InputError, match=r"--scale huge: .* it has tiny, full"):
         StudySettings.load(FOLDER / "study.toml", "huge")
 
 

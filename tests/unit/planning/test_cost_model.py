@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shapes import GROUPED, MODELS, qwen
 
 from sparrow_sglang.attention_backends.reference import select_pages
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.cost_model import (
     GPUS,
-    CostModelError,
     ModelShape,
     Workload,
     equal_cost_budget,
@@ -86,7 +86,7 @@ class TestShape:
         self, change: dict[str, Any], message: str
     ) -> None:
         config = json.loads((MODELS / "qwen3-4b" / "config.json").read_text())
-        with pytest.raises(CostModelError, match=message):
+        with pytest.raises(InputError, match=message):
             ModelShape.from_config(config | change)
 
 
@@ -242,11 +242,11 @@ class TestStepModel:
         assert float(total.eflops(206)) == pytest.approx(by_loop, rel=1e-12)
 
     def test_refuses_lengths_and_batches_that_are_none(self) -> None:
-        with pytest.raises(CostModelError, match="at least one length"):
+        with pytest.raises(InputError, match="at least one length"):
             rollout_costs(PLAIN, 10, [], batch=1)
-        with pytest.raises(CostModelError, match=r"output_lengths=\[0, 5\]"):
+        with pytest.raises(InputError, match=r"output_lengths=\[0, 5\]"):
             rollout_costs(PLAIN, 10, [5, 0], batch=1)
-        with pytest.raises(CostModelError, match="batch=0"):
+        with pytest.raises(InputError, match="batch=0"):
             step_costs(PLAIN, [1], batch=0)
 
 

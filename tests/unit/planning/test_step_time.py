@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from shapes import GROUPED, qwen
 
-from sparrow_sglang.planning.cost_model import CostModelError, rollout_costs, step_costs
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.planning.cost_model import rollout_costs, step_costs
 from sparrow_sglang.planning.step_time import MeasuredStep, StepTimeFit, fit_step_time
 from sparrow_sglang.schedule import load_schedule
 
@@ -82,16 +83,16 @@ def test_rollout_time_adds_the_constant_once_per_step_of_the_batch() -> None:
     ],
 )
 def test_refuses_rows_that_lack_something(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(CostModelError, match=message):
+    with pytest.raises(InputError, match=message):
         MeasuredStep.from_row(row, GROUPED)
 
 
 def test_refuses_what_cannot_be_fitted() -> None:
     same = [MeasuredStep("", False, 5e9, 3.0), MeasuredStep("", False, 5e9, 3.1)]
-    with pytest.raises(CostModelError, match="2 measured steps hold 1 different sizes"):
+    with pytest.raises(InputError, match="2 measured steps hold 1 different sizes"):
         fit_step_time(same)
-    with pytest.raises(CostModelError, match="0 measured steps"):
+    with pytest.raises(InputError, match="0 measured steps"):
         fit_step_time([])
     falling = [MeasuredStep("", False, 5e9, 3.0), MeasuredStep("", False, 9e9, 2.0)]
-    with pytest.raises(CostModelError, match="do not get slower"):
+    with pytest.raises(InputError, match="do not get slower"):
         fit_step_time(falling)

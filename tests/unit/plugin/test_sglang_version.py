@@ -12,7 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from sparrow_sglang import sglang_install
-from sparrow_sglang.commands.serve import ServeError, parse_server_args
+from sparrow_sglang.commands.serve import parse_server_args
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import hooks, refusals, registration, server_args
 from sparrow_sglang.plugin.refusals import UnsupportedError
 from sparrow_sglang.plugin.state import PROCESS
@@ -129,7 +130,7 @@ class TestRefusal:
             registration.build_backend(SimpleNamespace())
 
     def test_serve_says_so_before_anything_else(self, older: str) -> None:
-        with pytest.raises(ServeError, match=older):
+        with pytest.raises(InputError, match=older):
             parse_server_args(["--no-such-flag"])
 
     def test_what_does_not_fit_into_another_version_is_one_line(

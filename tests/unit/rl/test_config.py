@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -87,7 +87,7 @@ def test_nothing_changes_it_later(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_name_file_key_value_and_reason(tmp_path: Path, extra: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(InputError, match=message) as refused:
         load(tmp_path, f"{LEAST}{extra}\n")
     line = str(refused.value)
     assert line.startswith(f"{tmp_path}/train.toml: ") and "\n" not in line
@@ -102,7 +102,7 @@ def test_refusals_name_file_key_value_and_reason(tmp_path: Path, extra: str, mes
     ],
 )
 def test_paths_and_seeds_that_nothing_takes(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(InputError, match=message) as refused:
         load(tmp_path, text.replace("'", '"') + '\ntask = {name = "story"}\n')
     assert str(refused.value).isprintable()
 
@@ -121,9 +121,9 @@ def test_the_old_name_of_a_section_is_accepted_with_one_line(tmp_path: Path, cap
 
 
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="task is missing"):
+    with pytest.raises(InputError, match="task is missing"):
         load(tmp_path, 'run_dir = "x"')
-    with pytest.raises(ConfigError, match="no.toml: cannot be read"):
+    with pytest.raises(InputError, match="no.toml: cannot be read"):
         TrainConfig.load(tmp_path / "no.toml")
 
 

@@ -218,14 +218,14 @@ class TestGradient:
             assert torch.equal(left[1], right[1])
 
     def test_bf16_gradients_of_many_micro_batches_add_up_as_in_float64(self) -> None:
-        """A sum in bf16 of 256 is 1.7 % off, of its worst tensor 3.6 %."""
+        """A sum in bf16 of 64 is 0.8 % off, of its worst tensor 1.2 %."""
         dense = policy(
             dtype="bfloat16",
             optimizer=OptimizerConfig(grad_clip=1e9, betas=(0.9, 0.98)),
             gradient_checkpointing=False,
             micro_batch_tokens=1,
         )
-        many = sequences(*[(2, 1)] * 256)
+        many = sequences(*[(2, 1)] * 64)
         parameters = list(dense.model.parameters())
         expected = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
         for packed in dense.micro_batches(many):
@@ -233,7 +233,7 @@ class TestGradient:
             for total, part in zip(expected, torch.autograd.grad(loss, parameters), strict=True):
                 total += part.double()
         result = dense.loss_step(many, lambda logprobs, _: logprobs.sum())
-        assert result.micro_batches == 256
+        assert result.micro_batches == 64
         # AdamW's first moment after one step from 0 is 0.1 times the gradient.
         moments = dense.state_dict()["optimizer"]["state"]
         order = [p for p in parameters if p.ndim > 1] + [p for p in parameters if p.ndim <= 1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from task_files import jsonl, load
 
-from sparrow_sglang.config import ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.tasks import TASKS, chat_render, code, math, story
 from sparrow_sglang.rl.types import Prompt
 
@@ -130,7 +130,7 @@ def test_messages_instruction_and_heldout_file(tmp_path: Path) -> None:
 def test_wrong_files_are_refused_by_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         load("math", path)
     assert "\n" not in str(caught.value)
 
@@ -145,16 +145,16 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (tmp_path / "b.jsonl", "not UTF-8"),
         (tmp_path / "c.csv", r"kind '.csv' is not read; use .jsonl or .parquet"),
     ]:
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(InputError, match=message):
             load("math", path)
 
 
 def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="task.name='mth' is not known: did you mean 'math'"):
+    with pytest.raises(InputError, match="task.name='mth' is not known: did you mean 'math'"):
         load("mth")
-    with pytest.raises(ConfigError, match=r"\[task.options\] unknown key 'word': .* 'words'"):
+    with pytest.raises(InputError, match=r"\[task.options\] unknown key 'word': .* 'words'"):
         load("story", options={"word": 3})
-    with pytest.raises(ConfigError, match="task.options.words=0"):
+    with pytest.raises(InputError, match="task.options.words=0"):
         load("story", options={"words": 0})
     assert set(TASKS) == {"math", "code", "story"}
 
@@ -162,7 +162,7 @@ def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
 def test_wrong_tests_are_refused(tmp_path: Path) -> None:
     for tests in ([], "no", [{"input": "1"}], [1]):
         path = jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "tests": tests}])
-        with pytest.raises(ConfigError, match=r"a.jsonl:1: tests.*expected a list of objects"):
+        with pytest.raises(InputError, match=r"a.jsonl:1: tests.*expected a list of objects"):
             load("code", path, options={"sandbox": "weak"})
     # From a loader of somebody else's: any program would pass.
     payload = {"tests": [], "limits": {"wall_clock_s": 5.0}, "sandbox": "weak"}
@@ -193,7 +193,7 @@ def test_stories_are_rewarded_by_whole_words_and_length() -> None:
 
 
 def test_more_stories_than_there_are_words_for_are_refused() -> None:
-    with pytest.raises(ConfigError, match="ask for 1216 choices of 1 words: expected at most 50"):
+    with pytest.raises(InputError, match="ask for 1216 choices of 1 words: expected at most 50"):
         load("story", options={"words": 1})
     load("story")
 

@@ -1,0 +1,12 @@
+"""What this package raises. A message is one line: the name, the value, and what is allowed.
+
+Another class is for what somebody handles otherwise than the rest, and stands where it is raised.
+"""
+
+
+class SparrowError(Exception):
+    """Base of every error of this package."""
+
+
+class InputError(SparrowError, ValueError):
+    """A flag, a setting, a file or an argument cannot be used as it is."""
