@@ -37,6 +37,7 @@ class RequestError(InputError):
 class KvUsage:
     """What the decode steps of one request read, per KV head of a sparse layer, in tokens.
 
+    Under layer weights that is the mean over the sparse layers.
     The first token comes out of prefill, so T tokens take T - 1 decode steps. Layers of the
     schedule's `dense_layers` read all that is cached. A retraction, of which `meta_info` counts
     `num_retractions`, replaces one decode step by a prefill, which this leaves out of account.
@@ -67,7 +68,8 @@ class RequestOption:
 
     Attributes:
         schedule: None to read everything in every layer.
-        kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included.
+        kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included;
+            layer weights multiply what is left of the budget.
         report: say in the answer what was read and cached.
     """
 
@@ -103,10 +105,7 @@ class RequestOption:
         """Smallest length at which a page is left out, in tokens; None if there is none."""
         if self.schedule is None:
             return None
-        first = self.schedule.first_sparse_length()
-        if self.kv_budget_tokens is None:
-            return first
-        return min(first, self.kv_budget_tokens + 1)
+        return self.schedule.first_sparse_length(self.kv_budget_tokens)
 
     def usage(self, prompt_tokens: int, completion_tokens: int) -> KvUsage:
         """Usage of a request that generated `completion_tokens` after `prompt_tokens`."""
@@ -129,7 +128,7 @@ class RequestOption:
 
 
 def _floor(schedule: BudgetSchedule) -> int:
-    return (schedule.sink_pages + schedule.recent_pages) * schedule.page_size
+    return schedule.least_pages * schedule.page_size
 
 
 def _is_budget(value: Any, schedule: BudgetSchedule) -> bool:

@@ -175,6 +175,10 @@ class BudgetSchedule(BaseModel):
             return (1.0,)
         return tuple(w for layer, w in enumerate(weights) if layer not in self.dense_layers)
 
+    def layer_weight(self, layer: int) -> float:
+        weights = self.selection.layer_weights
+        return 1.0 if weights is None else weights[layer]
+
     @cached_property
     def bin_pages(self) -> int:
         return self.bin_tokens // self.page_size

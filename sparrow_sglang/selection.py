@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.validation import first_problem
 
 _EXPECTED = {
@@ -31,7 +32,7 @@ class SelectionRule(BaseModel):
 
     The default is the published rule: one landmark per page, the mean of its keys in the dtype of
     the KV cache, scored by the mean query of a KV head's group, with the same budget in each layer.
-    Raises `ValueError` on construction, in one line that names the field.
+    Raises `InputError` on construction, in one line that names the field.
 
     Attributes:
         landmark_tokens: tokens per landmark, a divisor of the page size; None for a whole page. A
@@ -59,7 +60,7 @@ class SelectionRule(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise ValueError(first_problem(error, type(self), _EXPECTED)) from None
+            raise InputError(first_problem(error, type(self), _EXPECTED)) from None
 
     def __str__(self) -> str:
         """The rule in a few words, such as a log line has."""
@@ -74,11 +75,11 @@ class SelectionRule(BaseModel):
 
     @classmethod
     def read(cls, given: Any) -> "SelectionRule":
-        """The rule in a schedule's `selection`. Raises `ValueError` if it is not one."""
+        """The rule in a schedule's `selection`. Raises `InputError` if it is not one."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
-            raise ValueError(f"expected an object with any of {', '.join(cls.model_fields)}")
+            raise InputError(f"expected an object with any of {', '.join(cls.model_fields)}")
         return cls(**given)
 
     def landmarks_per_page(self, page_size: int) -> int:

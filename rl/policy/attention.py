@@ -50,11 +50,12 @@ def _attend_within_sequences(
             parts.append(causal_attention(query, key, value, run, scaling))
         else:
             prompts = sparse_rule.prompt_lengths[first:last]
-            inputs = (query, key, value, run, prompts, sparse_rule, scaling)
+            layer = module.layer_idx
+            inputs = (query, key, value, run, prompts, sparse_rule, layer, scaling)
             if selections is None:
                 parts.append(sparse_attention(*inputs))
             else:
-                once = partial(selections.once, (module.layer_idx, first))
+                once = partial(selections.once, (layer, first))
                 parts.append(sparse_attention(*inputs, once))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 

@@ -16,7 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparrow_sglang.attention_backends.reference import kept_pages, page_landmarks
+from sparrow_sglang.attention_backends.reference import (
+    best_product,
+    group_queries,
+    kept_pages,
+    page_landmarks,
+)
 from sparrow_sglang.rl.policy.packed_attention import causal_attention, padding
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, attend_by_blocks, block_mask
 from sparrow_sglang.schedule import BudgetSchedule
@@ -42,20 +47,21 @@ class SparseRule:
 
     schedule: BudgetSchedule
     prompt_lengths: tuple[int, ...]
-    _read: dict[torch.device, torch.Tensor] = field(
+    _read: dict[tuple[torch.device, float], torch.Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def pages_read(self, cached: int, device: torch.device) -> torch.Tensor:
+    def pages_read(self, cached: int, layer: int, device: torch.device) -> torch.Tensor:
         """Pages that a sparse layer reads of 0, 1, ... `cached` pages or more: int64, indexed so.
 
-        The schedule is asked once for all layers, as 32K positions are too many for each.
+        The schedule is asked once for all layers of a weight, as 32K positions are too many for
+        each.
         """
-        known = self._read.get(device)
+        weight = self.schedule.layer_weight(layer)
+        known = self._read.get((device, weight))
         if known is None or len(known) <= cached:
-            size = self.schedule.page_size
-            counts = self.schedule.tokens_read(np.arange(cached + 1) * size) // size
-            known = self._read[device] = torch.from_numpy(counts).to(device)
+            counts = self.schedule.pages_read(np.arange(cached + 1), weight)
+            known = self._read[device, weight] = torch.from_numpy(counts).to(device)
         return known
 
 
@@ -83,6 +89,7 @@ def sparse_attention(
     spans: Sequence[tuple[int, int]],
     prompt_lengths: Sequence[int],
     rule: SparseRule,
+    layer: int,
     scaling: float | None,
     once: Callable[[Callable[[], Any]], Any] = lambda choose: choose(),
 ) -> torch.Tensor:
@@ -90,15 +97,16 @@ def sparse_attention(
 
     `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D], all after RoPE. Positions of the
     prompt attend to everything before them; a later position t attends at sequence length t + 1 to
-    the pages that the schedule's budget allows then. Returns [1, Hq, n, D], the spans' tokens one
-    after the other. Under autocast all is rounded first, landmarks included, as the server's are.
-    `once` is asked for the selection, and may remember what it was.
+    the pages that the schedule's budget allows this layer of the model then. Returns [1, Hq, n, D],
+    the spans' tokens one after the other. Under autocast all is rounded first, landmarks included,
+    as the server's are. `once` is asked for the selection, and may remember what it was.
     """
     device = query.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    always_dense = rule.schedule.first_sparse_length() - 1
+    schedule = rule.schedule
+    always_dense = schedule.first_sparse_length(weight=schedule.layer_weight(layer)) - 1
     lengths = [end - first for first, end in spans]
     if max(lengths) <= always_dense:
         return causal_attention(query, key, value, spans, scaling)
@@ -114,11 +122,11 @@ def sparse_attention(
     rest = padding(tuple((cut, end) for cut, (_, end) in zip(cuts, spans, strict=True)), device)
     rows, keys = rest.pad(query), whole.pad(key)
     values = whole.pad(value)
-    positions, page_size = padding(late, device).source, rule.schedule.page_size
+    positions, page_size = padding(late, device).source, schedule.page_size
     by_rows = _by_rows(rows)
 
     def choose() -> Any:
-        selection = selected_pages(rows.detach(), keys.detach(), late, rule)
+        selection = selected_pages(rows.detach(), keys.detach(), late, rule, layer)
         if by_rows:
             return list(selection)
         group = rows.shape[1] // keys.shape[1]
@@ -173,7 +181,11 @@ def attend_by_rows(
 
 
 def selected_pages(
-    query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...], rule: SparseRule
+    query: torch.Tensor,
+    key: torch.Tensor,
+    late: tuple[tuple[int, int], ...],
+    rule: SparseRule,
+    layer: int,
 ) -> Iterator[torch.Tensor]:
     """Pages that the positions `late` (start, end) of each of S sequences attend to.
 
@@ -184,15 +196,24 @@ def selected_pages(
     """
     schedule = rule.schedule
     count, heads, length, _ = key.shape
-    landmarks = _landmarks(key, schedule.page_size)
+    landmarks = _landmarks(key, schedule)
     positions = padding(late, query.device).source
-    read = rule.pages_read(schedule.num_pages(length), query.device)
-    rows = _rows_at_once(count * heads * schedule.num_pages(length))
+    read = rule.pages_read(schedule.num_pages(length), layer, query.device)
+    landmarks_per_page = landmarks.shape[3]
+    products_of_row = count * heads * schedule.num_pages(length) * landmarks_per_page
+    if schedule.selection.group_score == "best_head":
+        products_of_row *= query.shape[1] // heads
+    rows = _rows_at_once(products_of_row)
     for first in range(0, query.shape[2], rows):
         last = min(first + rows, query.shape[2])
         end = min(max(start for start, _ in late) + last, length)
-        group_query = query[:, :, first:last].float().unflatten(1, (heads, -1)).mean(2)
-        scores = group_query @ landmarks[:, :, : end // schedule.page_size].transpose(2, 3)
+        by_position = query[:, :, first:last].transpose(1, 2)
+        queries = group_queries(by_position, heads, schedule.selection).permute(0, 2, 3, 1, 4)
+        scored = landmarks[:, :, : end // schedule.page_size].flatten(2, 3)
+        products = queries @ scored.transpose(2, 3)[:, :, None]
+        scores = best_product(
+            products.unflatten(-1, (-1, landmarks_per_page)).permute(0, 1, 3, 4, 2, 5)
+        )
         # A page that is still partial at the end is the last one, and always kept.
         pages_cached = schedule.num_pages(end)
         scores = F.pad(scores, (0, pages_cached - scores.shape[-1])).transpose(1, 2).flatten(0, 1)
@@ -201,7 +222,7 @@ def selected_pages(
             scores,
             pages,
             read[pages],
-            schedule.num_pages(int(schedule.tokens_read(end))),
+            int(schedule.pages_read(schedule.num_pages(end), schedule.layer_weight(layer))),
             schedule.sink_pages,
             schedule.recent_pages,
         )
@@ -213,16 +234,17 @@ def _by_rows(query: torch.Tensor) -> bool:
     return query.device.type == "cpu" or query.shape[2] <= BLOCK
 
 
-def _rows_at_once(scores_of_row: int) -> int:
-    return max(1, SCORES_AT_ONCE // (scores_of_row * BLOCK)) * BLOCK
+def _rows_at_once(products_of_row: int) -> int:
+    return max(1, SCORES_AT_ONCE // (products_of_row * BLOCK)) * BLOCK
 
 
-def _landmarks(key: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[S, Hkv, full pages, D] fp32, rounded to the dtype in which the server stores them."""
+def _landmarks(key: torch.Tensor, schedule: BudgetSchedule) -> torch.Tensor:
+    """[S, Hkv, full pages, M, C] fp32, rounded to what the server stores."""
     count, heads, length, dim = key.shape
-    full = length // page_size
-    pages = key[:, :, : full * page_size].transpose(1, 2).reshape(-1, page_size, heads, dim)
-    values = page_landmarks(pages).values().squeeze(2)
+    full = length // schedule.page_size
+    pages = key[:, :, : full * schedule.page_size].transpose(1, 2)
+    pages = pages.reshape(-1, schedule.page_size, heads, dim)
+    values = page_landmarks(pages, schedule.selection).values()
     return values.unflatten(0, (count, full)).transpose(1, 2)
 
 

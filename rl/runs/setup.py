@@ -10,6 +10,7 @@ from typing import Any
 
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
 from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
@@ -152,15 +153,19 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
     else:
         first = _load("engine.schedule", engine.schedule, page_size)
     rest = [_load("ladder.schedules", name, page_size) for name in ladder.schedules]
+    _require_fit("engine.schedule", first, first, model_config)
     for schedule in rest:
-        for field in ("sink_pages", "recent_pages", "dense_layers"):
-            if getattr(schedule, field) != getattr(first, field):
-                raise InputError(
-                    f"ladder.schedules: {schedule.name!r} has {field}={getattr(schedule, field)},"
-                    f" {first.name!r} has {getattr(first, field)}: expected the same, as a running"
-                    " engine cannot change it"
-                )
+        _require_fit("ladder.schedules", schedule, first, model_config)
     return (first, *rest)
+
+
+def _require_fit(key: str, schedule: BudgetSchedule, first: BudgetSchedule, model: Any) -> None:
+    """Refuse what the model, or an engine that was started with `first`, cannot switch to."""
+    try:
+        schedule.require_model(model)
+        LoadedSchedules(first).require_fit(schedule)
+    except ScheduleError as error:
+        raise InputError(f"{key}: {error}") from None
 
 
 def _load(key: str, name: str, page_size: int) -> BudgetSchedule:

@@ -224,15 +224,17 @@ def step_costs(
     a schedule.
 
     Weights are read once a step and shared by the batch; KV is read by each sequence for itself;
-    dense layers read everything; one landmark product per KV head scores every page between sinks
-    and recent pages, once the sequence exceeds its budget.
+    dense layers read everything; landmarks score every page between sinks and recent pages, once
+    the sequence exceeds the layer's budget: by one product per landmark and KV head, or per query
+    head.
     """
     if not batch > 0:
         raise InputError(f"batch={batch}: expected 1 or more running sequences")
     lengths = np.asarray(seq_lens, dtype=np.int64)
     per_layer = shape.kv_width / shape.num_layers
     token_layers: Array = lengths * np.float64(shape.num_layers)
-    page_layers: Array = np.zeros(lengths.shape)
+    scoring_bytes: Array = np.zeros(lengths.shape)
+    scoring_flops: Array = np.zeros(lengths.shape)
     if schedule is not None:
         dense_layers = len([layer for layer in schedule.dense_layers if layer < shape.num_layers])
         sparse_layers = shape.num_layers - dense_layers
@@ -240,16 +242,22 @@ def step_costs(
         token_layers = dense_layers * lengths + sparse_layers * read
         pages = -(-lengths // schedule.page_size)
         scored = pages - schedule.sink_pages - schedule.recent_pages
-        page_layers = sparse_layers * np.where(read < lengths, scored, 0)
+        weights = schedule.sparse_weights
+        over = np.mean([schedule.pages_read(pages, w) < pages for w in weights], axis=0)
+        head_pages = shape.num_kv_heads * sparse_layers * over * scored
+        rule, page_size = schedule.selection, schedule.page_size
+        page_bytes = rule.landmark_bytes(page_size, shape.head_dim, _BYTES_PER_VALUE)
+        channels = 2 * rule.pairs_kept(shape.head_dim) * rule.landmarks_per_page(page_size)
+        queries = shape.gqa_ratio if rule.group_score == "best_head" else 1
+        scoring_bytes = page_bytes * head_pages
+        scoring_flops = 2 * queries * channels * head_pages
     return StepCosts(
         weight_bytes=np.full(lengths.shape, _BYTES_PER_VALUE * shape.parameters / batch),
         kv_bytes=_BYTES_PER_VALUE * per_layer * token_layers,
-        # A landmark has the width of the keys, which are half of the cached values.
-        scoring_bytes=_BYTES_PER_VALUE * per_layer / 2 * page_layers,
+        scoring_bytes=scoring_bytes,
         linear_flops=np.full(lengths.shape, 2.0 * shape.parameters),
         attention_flops=2 * shape.gqa_ratio * per_layer * token_layers,
-        # The query heads of a group are averaged first: one product per KV head.
-        scoring_flops=per_layer * page_layers,
+        scoring_flops=scoring_flops,
     )
 
 

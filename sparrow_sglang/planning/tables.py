@@ -149,7 +149,7 @@ def _rollout_table(plan: Plan, fits: tuple[StepTimeFit, StepTimeFit] | None) -> 
     note = (
         f"paper's formula: {plan.samples} samples share a prompt's KV, weights are free"
         f" (large batch)\nstep model: weights read once per step of {plan.batch}, layers"
-        f" {list(plan.schedule.dense_layers)} dense"
+        f" {list(plan.schedule.dense_layers)} dense, {plan.schedule.selection}"
     )
     if fits is not None:
         heads.append("measured")

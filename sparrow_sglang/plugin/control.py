@@ -101,6 +101,7 @@ async def schedule(
         return _answer(previous, previous)
     new = _schedule(schedule, previous)
     # Refused before anybody waits.
+    new.require_model(manager.model_config.hf_config)
     previous.with_active(new)
     async with idle(manager, "the schedule was not switched"):
         # Switches may have followed each other while this one waited.

@@ -89,13 +89,13 @@ def reserve_landmarks(
     loaded, _ = resolve_schedules(kvc.server_args, kvc.model_config.hf_config)
     schedule = loaded.active
     layers = set(sglang_versions.layer_range(kvc))
+    page_size, head_dim = schedule.page_size, kvc.model_config.head_dim
     landmark_bytes = (
         len(layers - set(schedule.dense_layers))
         * kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
-        * kvc.model_config.head_dim
-        * kvc.kv_cache_dtype.itemsize
+        * schedule.selection.landmark_bytes(page_size, head_dim, kvc.kv_cache_dtype.itemsize)
     )
-    return bytes_per_token + -(-landmark_bytes // schedule.page_size)
+    return bytes_per_token + -(-landmark_bytes // page_size)
 
 
 def reserve_decode_buffers(

@@ -90,6 +90,8 @@ def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[Loaded
         schedule_for_model(hf_config, page_size) if name == AUTO else load_schedule(name, page_size)
         for name in config.schedules
     ]
+    for schedule in schedules:
+        schedule.require_model(hf_config)
     return LoadedSchedules.of(schedules), source
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 _logger = logging.getLogger("sparrow_sglang")
 
@@ -26,11 +27,13 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
 
     `source` says where it comes from; `hf_config` is that of the model that is served by it.
     """
-    budgets = schedule.budget_tokens
+    budgets, rule = schedule.budget_tokens, schedule.selection
+    selection = "" if rule == SelectionRule() else f", {rule}"
     return (
         f"schedule {schedule.name} ({schedule.calibration(hf_config)}), from {source}: KV budget"
         f" {budgets[0]}..{budgets[-1]} tokens, sparse from {schedule.first_sparse_length()} tokens"
         f" on, page size {schedule.page_size}, dense layers {list(schedule.dense_layers)}"
+        f"{selection}"
     )
 
 

@@ -95,6 +95,7 @@ def _measured_section(schedules: Sequence[BudgetSchedule]) -> Section:
             ("targets", ", ".join(f"{target:g}" for target in targets)),
             ("prompts", str(evidence["settings"].get("num_prompts", "–"))),
             ("sparsely decoded tokens", number(tokens)),
+            ("selection", str(first.selection)),
             *_share_facts(schedules),
         ],
         figures=[_tail_map(schedules, evidence), _budget_figure(schedules)],
@@ -159,6 +160,7 @@ def _plain_section(schedule: BudgetSchedule) -> Section:
         facts=[
             ("calibrated", "yes" if schedule.calibrated else "no"),
             ("tail target", target),
+            ("selection", str(schedule.selection)),
             *_share_facts([schedule]),
         ],
         figures=[_budget_figure([schedule])],

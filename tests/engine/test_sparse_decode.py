@@ -4,8 +4,12 @@ import random
 
 import pytest
 import torch
-from engines import SCHEDULE, start_engine
+from engines import RULE, RULED, SCHEDULE, start_engine
 from oracle import ContractModel
+
+from sparrow_sglang.client.control import set_schedule
+from sparrow_sglang.client.endpoint import EndpointError, connect
+from sparrow_sglang.schedule import BudgetSchedule
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 
@@ -27,6 +31,43 @@ def sparse_engine(sharp_llama, schedule_file):
         yield engine
 
 
+# As RULED, with the budget shared otherwise among the layers.
+OTHER = BudgetSchedule(
+    **RULED.model_dump()
+    | {
+        "name": "other",
+        "selection": RULE.model_copy(update={"layer_weights": (1.5, 0.5, 1.25, 0.75)}),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def ruled_engine(sharp_llama, tmp_path_factory):
+    """An engine with int4 landmarks, best head, layer weights and no dense layers."""
+    folder = tmp_path_factory.mktemp("ruled")
+    paths = [str(folder / f"{schedule.name}.json") for schedule in (RULED, OTHER)]
+    for schedule, path in zip((RULED, OTHER), paths, strict=True):
+        schedule.save(path)
+    with start_engine(
+        sharp_llama,
+        attention_backend="sparrow",
+        sparrow_schedule=",".join(paths),
+        chunked_prefill_size=64,
+        dtype="float32",
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def ruled_oracle(sharp_llama) -> ContractModel:
+    return ContractModel(sharp_llama, RULED)
+
+
+@pytest.fixture(scope="module")
+def other_oracle(sharp_llama) -> ContractModel:
+    return ContractModel(sharp_llama, OTHER)
+
+
 @pytest.fixture(scope="module")
 def sparse_oracle(sharp_llama) -> ContractModel:
     return ContractModel(sharp_llama, SCHEDULE)
@@ -37,13 +78,26 @@ def dense_oracle(sharp_llama) -> ContractModel:
     return ContractModel(sharp_llama)
 
 
-def generate(engine, prompts: list, new_tokens: int | list[int], lora=None) -> list[dict]:
-    """Greedy generations: token ids, their log-probs and the prompt tokens found in the cache."""
+def generate(
+    engine, prompts: list, new_tokens: int | list[int], lora=None, options=None
+) -> list[dict]:
+    """Greedy generations: token ids, their log-probs and the prompt tokens found in the cache.
+
+    Args:
+        options: what each of the prompts asks of sparse decode.
+    """
     lengths = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(prompts)
+    options = options or [{"report": True}] * len(prompts)
     answers = engine.generate(
         input_ids=prompts,
         sampling_params=[
-            {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths
+            {
+                "temperature": 0,
+                "max_new_tokens": length,
+                "ignore_eos": True,
+                "custom_params": {"sparrow": option},
+            }
+            for length, option in zip(lengths, options, strict=True)
         ],
         return_logprob=True,
         lora_path=lora,
@@ -205,3 +259,51 @@ def test_short_generations_stay_reusable(sparse_engine):
     first = generate(sparse_engine, [prompt], 30)[0]
     second = generate(sparse_engine, [prompt + first["ids"] + tokens(15, 4)], 1)[0]
     assert second["cached"] == 48
+
+
+def test_a_rule_is_followed_by_every_request_of_a_batch(
+    ruled_engine, ruled_oracle, other_oracle, sharp_llama, dense_oracle
+):
+    """Each under a budget of its own, cold and from the prefix cache."""
+    lengths = [3, 63, 100, 129, 150]
+    prompts = [tokens(300 + length, length) for length in lengths]
+    options = [
+        {"report": True},
+        {"report": True},
+        {"schedule": "other"},
+        {"kv_budget_tokens": 64},
+        {"dense": True},
+    ]
+    capped = ContractModel(sharp_llama, RULED, cap=64)
+    oracles = [ruled_oracle, ruled_oracle, other_oracle, capped, dense_oracle]
+    cold = generate(ruled_engine, prompts, 50, options=options)
+    warm = generate(ruled_engine, prompts, 50, options=options)
+    for prompt, answer, again, oracle in zip(prompts, cold, warm, oracles, strict=True):
+        assert_follows(oracle, prompt, answer)
+        assert again["cached"] == (len(prompt) - 1) // 16 * 16
+        torch.testing.assert_close(again["log_probs"], answer["log_probs"], atol=FP32, rtol=0)
+    connect(ruled_engine).call_sparrow("landmarks")
+
+
+def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_oracle, other_oracle):
+    prompt = tokens(17, 110)
+    answers = []
+    for name in ("other", "ruled"):
+        set_schedule(ruled_engine, name)
+        answers.append(generate(ruled_engine, [prompt], 40)[0])
+    assert_follows(other_oracle, prompt, answers[0])
+    assert_follows(ruled_oracle, prompt, answers[1])
+    assert (answers[0]["log_probs"] - answers[1]["log_probs"]).abs().max() > 10 * FP32
+
+
+def test_what_a_switch_would_have_to_reallocate_is_refused(ruled_engine):
+    fields = RULED.model_dump(mode="json") | {"name": "new"}
+    for selection, message in [
+        ({**RULE.model_dump(), "landmark_pairs": 8}, "selection.landmark_pairs=8 differs"),
+        ({**RULE.model_dump(), "landmark_pairs": 9}, "selection.landmark_pairs=9: expected at"),
+        ({**RULE.model_dump(), "layer_weights": [1] * 5}, "layer_weights has 5 numbers: expected"),
+    ]:
+        with pytest.raises(EndpointError, match=message):
+            set_schedule(ruled_engine, BudgetSchedule(**fields | {"selection": selection}))
+    with pytest.raises(EndpointError, match="dense_layers=.* differs"):
+        set_schedule(ruled_engine, "fixed-64")

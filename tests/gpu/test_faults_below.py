@@ -231,5 +231,5 @@ def _sparse_gradients(
     tensors: Sequence[torch.Tensor], grad: torch.Tensor, *arguments: Any
 ) -> list[torch.Tensor]:
     query, key, value = leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    sparse_policy.sparse_attention(query, key, value, *arguments, None).backward(grad)
+    sparse_policy.sparse_attention(query, key, value, *arguments, 2, None).backward(grad)
     return [leaf.grad for leaf in leaves if leaf.grad is not None]

@@ -48,7 +48,7 @@ def attend(kernel, tensors, late, dtype):
     positions = padding(late, query.device).source
     # Of the same numbers in every dtype, so that all read the same pages.
     rule = SparseRule(SCHEDULE, tuple(start for start, _ in late))
-    chosen = sparse_policy.selected_pages(*tensors[:2], late, rule)
+    chosen = sparse_policy.selected_pages(*tensors[:2], late, rule, 2)
     out = kernel(query, key, value, chosen, positions, SCHEDULE.page_size, None)
     used = torch.arange(positions.shape[1], device=out.device)
     used = used < torch.tensor([[end - start] for start, end in late], device=out.device)

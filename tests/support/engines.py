@@ -26,6 +26,7 @@ import torch
 import zmq
 
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
@@ -33,6 +34,17 @@ SERVED_MODEL_FILES = ("llama", "qwen2", "qwen3")
 # Bins and budgets so small that generations of 300 tokens cross several of them.
 SCHEDULE = BudgetSchedule(
     name="test", page_size=16, bin_tokens=4 * 16, budget_tokens=(4 * 16, 5 * 16, 5 * 16, 7 * 16)
+)
+# The same budgets under another selection rule, and no layer that is dense. Heads have 8 pairs.
+RULE = SelectionRule(
+    landmark_tokens=4,
+    landmark_bits=4,
+    landmark_pairs=6,
+    group_score="best_head",
+    layer_weights=(0.5, 1.75, 0.75, 1.0),
+)
+RULED = BudgetSchedule(
+    **SCHEDULE.model_dump() | {"name": "ruled", "dense_layers": (), "selection": RULE}
 )
 
 

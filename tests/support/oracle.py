@@ -6,7 +6,7 @@ for every later position. It shares nothing with the backend but the checkpoint.
 
 import numpy as np
 import torch
-from contract import budget_pages, decode_one
+from contract import budget_pages, decode_one, layer_budget
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from sparrow_sglang.schedule import BudgetSchedule
@@ -17,11 +17,15 @@ class ContractModel:
 
     Args:
         path: a checkpoint folder.
-        schedule: supplies numbers only (page size, bins, budgets); None attends densely throughout.
+        schedule: supplies numbers only (page size, bins, budgets, the fields of its selection);
+            None attends densely throughout.
+        cap: upper bound of the budget in tokens, as a request may ask for.
     """
 
-    def __init__(self, path: str, schedule: BudgetSchedule | None = None) -> None:
-        self._schedule = schedule
+    def __init__(
+        self, path: str, schedule: BudgetSchedule | None = None, cap: int | None = None
+    ) -> None:
+        self._schedule, self._cap = schedule, cap
         self._prompt_len = 0
         name = f"contract_{id(self)}"
         AttentionInterface.register(name, self._attend)
@@ -57,6 +61,10 @@ class ContractModel:
                 budget = budget_pages(
                     length, schedule.page_size, schedule.bin_tokens, schedule.budget_tokens
                 )
+                if self._cap is not None:
+                    budget = min(budget, self._cap // schedule.page_size)
+                if (weights := schedule.selection.layer_weights) is not None:
+                    budget = layer_budget(budget, weights[module.layer_idx], least=3)
                 row, _ = decode_one(
                     queries[position],
                     keys[:length],
@@ -65,6 +73,7 @@ class ContractModel:
                     schedule.page_size,
                     scaling,
                     store=lambda mean: mean.astype(np.float32).astype(np.float64),
+                    rule=schedule.selection,
                 )
                 out[position] = torch.from_numpy(row)
         return out[None], None

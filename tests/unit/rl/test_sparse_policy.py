@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engines import random_prompt
+from engines import RULED, random_prompt
 from oracle import ContractModel
 from scipy.special import softmax
 
@@ -29,12 +29,14 @@ def policy(sharp_llama) -> DensePolicy:
     return DensePolicy.load(ModelConfig(path=sharp_llama), OptimizerConfig(), "cpu")
 
 
-@pytest.mark.parametrize("rows", [7, 512])
-def test_acceptance_rates_are_those_of_the_contract(policy, sharp_llama, monkeypatch, rows):
-    monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda scores_of_row: rows)
+@pytest.mark.parametrize(("rows", "schedule"), [(7, GROWING), (512, GROWING), (50, RULED)])
+def test_acceptance_rates_are_those_of_the_contract(
+    policy, sharp_llama, monkeypatch, rows, schedule
+):
+    monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda products_of_row: rows)
     monkeypatch.setattr(sparse_policy, "MASK_ROWS", 5 * rows // 7)
-    sparse, dense = ContractModel(sharp_llama, GROWING), ContractModel(sharp_llama)
-    measured = policy.acceptance(SEQUENCES, GROWING)
+    sparse, dense = ContractModel(sharp_llama, schedule), ContractModel(sharp_llama)
+    measured = policy.acceptance(SEQUENCES, schedule)
     for (prompt, response), rates in zip(SEQUENCES, measured, strict=True):
         distributions = [
             softmax(model.log_probs(prompt, response), axis=1) for model in (sparse, dense)
@@ -64,7 +66,7 @@ def test_gradients_flow_through_the_chosen_pages_only():
         torch.randn(1, heads, 317, 8, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
     )
-    out = sparse_policy.sparse_attention(query, key, value, spans, prompts, rule, 0.3)
+    out = sparse_policy.sparse_attention(query, key, value, spans, prompts, rule, 2, 0.3)
     direction = torch.randn_like(out)
     grads = torch.autograd.grad((out * direction).sum(), (query, key, value))
     kept = torch.zeros(4, 317, 317, dtype=torch.bool)
@@ -121,7 +123,7 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(
     heads, prompt, length, page_size, blocks_at_once, monkeypatch
 ):
     at_once = blocks_at_once * BLOCK
-    monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda scores_of_row: at_once)
+    monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda products_of_row: at_once)
     bins = {"bin_tokens": 4 * page_size, "budget_tokens": (3 * page_size, 5 * page_size)}
     schedule = BudgetSchedule(name="t", page_size=page_size, **bins)
     (query, key, _), spans, prompts = case(heads, prompt, length)
@@ -132,7 +134,7 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(
     keys = padding(tuple(spans), CPU).pad(key)
 
     def selection():
-        return sparse_policy.selected_pages(rows, keys, late, rule)
+        return sparse_policy.selected_pages(rows, keys, late, rule, 2)
 
     group, count = heads[0] // heads[1], rows.shape[2]
     chosen = torch.zeros(2, heads[1], count, length, dtype=torch.bool)
@@ -158,16 +160,35 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(
 @pytest.mark.parametrize(("heads", "prompt", "length"), CASES)
 def test_attention_by_blocks_is_attention_by_rows(heads, prompt, length, monkeypatch):
     tensors, spans, prompts = case(heads, prompt, length)
-    arguments = (*tensors, spans, prompts, SparseRule(GROWING, prompts), None)
+    arguments = (*tensors, spans, prompts, SparseRule(GROWING, prompts), 2, None)
     expected = sparse_policy.sparse_attention(*arguments)
     monkeypatch.setattr(sparse_policy, "_by_rows", lambda query: False)
     torch.testing.assert_close(sparse_policy.sparse_attention(*arguments), expected)
 
 
+def test_the_published_rule_selects_bit_for_bit_by_the_mean_query_and_the_pages_mean(monkeypatch):
+    """The scores are compared, in the order of operations in which they were always computed."""
+    (query, key, _), spans, prompts = case((9, 3, 64), 127, 513)
+    late, scored = ((127, 513),), []
+    keep = sparse_policy.kept_pages
+
+    def remember(scores, *arguments):
+        scored.append(scores)
+        return keep(scores, *arguments)
+
+    monkeypatch.setattr(sparse_policy, "kept_pages", remember)
+    query, key = query[:, :, 127:513], key[:, :, :513]
+    list(sparse_policy.selected_pages(query, key, late, SparseRule(GROWING, prompts), 2))
+    means = key[:, :, :512].unflatten(2, (32, 16)).mean(3)
+    mean_query = query.unflatten(1, (3, 3)).mean(2)
+    expected = (mean_query @ means.transpose(2, 3)).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(torch.cat(scored)[..., :32], expected)
+
+
 def test_under_autocast_pages_are_selected_by_rounded_keys():
     """As the server selects them: its keys, queries and landmarks are bf16."""
     tensors, spans, prompts = case((4, 2, 16), 20, 400)
-    rest = (spans, prompts, SparseRule(GROWING, prompts), None)
+    rest = (spans, prompts, SparseRule(GROWING, prompts), 2, None)
     expected = sparse_policy.sparse_attention(*(x.bfloat16() for x in tensors), *rest)
     with torch.autocast("cpu", torch.bfloat16):
         attended = sparse_policy.sparse_attention(*tensors, *rest)
