@@ -414,11 +414,24 @@ def has_asymmetric_kv(model_config: "ModelConfig") -> bool:
 
 
 def report_config(manager: Any, **fields: Any) -> None:
-    """Have SGLang's `server_info` say `fields`."""
+    """Have SGLang's `server_info` say `fields`, both the server's and that of `sglang.Engine`."""
+    source, record = "sparrow", manager.server_args
     if hasattr(manager, "record_config_updates"):
-        manager.record_config_updates("sparrow", **fields)
-    elif hasattr(manager.server_args, "override"):
-        manager.server_args.override("sparrow", **fields)
+        manager.record_config_updates(source, **fields)
+        # The engine reads the arguments, which are sealed but for what has been decided on.
+        decided = [entry for entry in record._resolved_overrides or () if entry[0] != source]
+        record._resolved_overrides = [*decided, (source, fields)]
+    elif hasattr(record, "override"):
+        record.override(source, **fields)
     else:
         for name, value in fields.items():
-            setattr(manager.server_args, name, value)
+            setattr(record, name, value)
+
+
+def weight_metadata(meta_info: Mapping[str, Any]) -> dict[str, Any]:
+    """What SGLang's completions say of the weights, of a request's `meta_info`.
+
+    From 0.5.20 on also which tokens are of which version.
+    """
+    names = ("weight_version", "weight_versions")
+    return {"weight_version": None} | {name: meta_info[name] for name in names if name in meta_info}

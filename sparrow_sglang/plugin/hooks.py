@@ -31,6 +31,7 @@ _TEXT = f"{_OPENAI}.serving_completions.OpenAIServingCompletion"
 _MEMORY = "sglang.srt.mem_cache"
 _FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _POOL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 
 
@@ -99,6 +100,7 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", cpu.share_cores),
     ("sglang.srt.utils.numa_utils.init_threads_binding", "REPLACE", cpu.no_binding),
     ("llguidance.torch.apply_token_bitmask_inplace_kernel", "AROUND", cpu.without_compiler),
+    (f"{_WEIGHTS}.release_memory_occupation", "AROUND", cpu.without_accelerator),
     (f"{_LORA}.__init__", "AROUND", cpu.without_pinned_memory),
     (f"{_LORA}.load_lora_adapter", "AROUND", cpu.without_pinned_memory),
     (f"{_LORA}.load_lora_adapter_from_tensors", "AROUND", cpu.without_pinned_memory),

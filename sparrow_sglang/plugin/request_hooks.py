@@ -21,6 +21,7 @@ import numpy as np
 from sparrow_sglang.json_values import cut, quoted
 from sparrow_sglang.plugin.state import ATTRIBUTE, RequestState, request_state, server_state
 from sparrow_sglang.requests import KEY, RequestError, RequestOption
+from sparrow_sglang.sglang_versions import weight_metadata
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -146,9 +147,8 @@ async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
         async for event in events:
             first = first or event
             if event == _DONE and (reports := request_state(adapted).reports):
-                version = reports[min(reports)].get("weight_version")
                 usages = [meta[KEY] for _, meta in sorted(reports.items())]
-                metadata = {"weight_version": version, KEY: usages}
+                metadata = weight_metadata(reports[min(reports)]) | {KEY: usages}
                 chunk = json.loads(first.removeprefix("data: "))
                 head = {key: chunk.get(key) for key in ("id", "object", "created", "model")}
                 yield f"data: {json.dumps(head | {'choices': [], 'metadata': metadata})}\n\n"

@@ -1,11 +1,12 @@
 """What an audit keeps of requests until it scores them: within bounds, and of one model only."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from engines import random_prompt, start_engine
+from engines import random_prompt, start_engine, weight_updates
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin.audit import requests as audit_requests
@@ -75,14 +76,16 @@ def test_weights_change_at_once_after_answers_with_audits_queued(
     name = "model.norm.weight"
     weight = torch.tensor(engine.get_weights_by_name(name, 100_000))
     check = CheckWeightsReqInput(action="reset_tensors")
+    updates = [lambda: engine.update_weights_from_tensor([(name, weight)])] * 3
     changes = [
-        *[lambda: engine.update_weights_from_tensor([(name, weight)])] * 3,
+        *updates,
         lambda: engine.loop.run_until_complete(engine.tokenizer_manager.check_weights(check)),
         lambda: engine.update_weights_from_disk(sharp_llama),
     ]
     for change in changes:
         endpoint.generate(requests(4, 400))
-        assert change()[0]
+        with weight_updates(engine) if change in updates else nullcontext():
+            assert change()[0]
         # None is left to be scored by the new weights.
         after = outcomes(engine, wait_s=0.0)
         assert after["audited"] + after["dropped"] - before["audited"] - before["dropped"] == 4

@@ -15,6 +15,7 @@ from sparrow_sglang.plugin import control
 from sparrow_sglang.plugin.scheduler_calls import rank_name
 from sparrow_sglang.plugin.state import require_scheduler_state
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.sglang_versions import ranks
 
 PROMPT = random_prompt(0, 100)
 TARGETS = ("q_proj", "v_proj")
@@ -56,7 +57,7 @@ def failing() -> Iterator[None]:
     load_weights = LoRAManager.load_lora_weights_from_tensors
 
     def failing_weights(manager: Any, lora_ref: Any, tensors: Any) -> None:
-        if lora_ref.lora_name == "fails" and manager.tp_rank == 1:
+        if lora_ref.lora_name == "fails" and ranks(manager).tp_rank == 1:
             raise RuntimeError("out of memory")
         load_weights(manager, lora_ref, tensors)
 
@@ -170,16 +171,8 @@ def test_replicas_that_disagree_are_reported_until_one_schedule_is_set(replicas:
     set_schedule(replicas, "fixed-64")
 
 
-def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
-    """SGLang hears of the first one only."""
-    with pytest.raises(EndpointError, match="not switched: tp rank 1: out of memory"):
-        set_schedule(halves, schedule("fails-tp-rank-1"))
-    assert get_schedule(halves) == BudgetSchedule.fixed(64)
-    assert set_schedule(halves, "fixed-128").name == "fixed-64"
-    assert get_schedule(halves).name == "fixed-128"
-
-
 def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
+    """Before the engine of two halves starts: SGLang 0.5.23 then asks that one how many it has."""
     set_schedule(replicas, "fixed-64")
     for rank in (0, 1):
         replicas.generate(
@@ -187,6 +180,15 @@ def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
         )
     found = connect(replicas).call_sparrow("landmarks")
     assert found == {"pages": 2 * (len(PROMPT) // 16)}
+
+
+def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
+    """SGLang hears of the first one only."""
+    with pytest.raises(EndpointError, match="not switched: tp rank 1: out of memory"):
+        set_schedule(halves, schedule("fails-tp-rank-1"))
+    assert get_schedule(halves) == BudgetSchedule.fixed(64)
+    assert set_schedule(halves, "fixed-128").name == "fixed-64"
+    assert get_schedule(halves).name == "fixed-128"
 
 
 def test_an_adapter_that_one_rank_has_not_loaded_is_on_none(

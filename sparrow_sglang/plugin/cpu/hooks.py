@@ -6,6 +6,7 @@ Out: the same in plain torch. `sparrow_sglang.plugin.hooks` says where each func
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,6 +33,13 @@ class _WithoutPinnedMemory(TorchFunctionMode):
 def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """AROUND hook: LoRA asks for pinned memory unconditionally (0.5.17)."""
     with _WithoutPinnedMemory():
+        return original(*args, **kwargs)
+
+
+def without_accelerator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook: memory is released on the device that torch was built for, and torch 2.14, of
+    SGLang 0.5.23, says CUDA where there is none."""
+    with mock.patch.object(torch, "get_device_module", lambda device=None: torch.cpu):
         return original(*args, **kwargs)
 
 

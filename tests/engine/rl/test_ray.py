@@ -305,6 +305,7 @@ def test_an_engine_that_does_not_receive_ends_the_run_with_what_to_check(
     engines, model, monkeypatch
 ) -> None:
     monkeypatch.setattr(weight_broadcast, "LIMIT_S", 5.0)
+    engines._call_all("prepare_load")
     with stopped(family(engines.pids[1])[:1]):
         with pytest.raises(EngineDied, match="engines 1 of 2.*NCCL_SOCKET_IFNAME.*object_store"):
             engines._broadcast.send(engines._actors, bucket_of(model), "6")
