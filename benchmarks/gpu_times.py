@@ -1,6 +1,7 @@
 """Times of GPU work, and the memory bandwidth that floors of times are computed from."""
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,15 @@ def median_s(launch: Callable[[], object], repeats: int) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times[WARM_UP:])
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    """Seconds of a step on the host, with what it has a GPU do."""
+    start = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def copy_bandwidth(gib: float = 4.0, repeats: int = 20) -> float:

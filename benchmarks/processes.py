@@ -22,8 +22,8 @@ STOP_S = 30.0
 _LOG_LINES = 30
 
 
-class ServerFailed(RuntimeError):
-    """The server did not become healthy; the message holds the end of its log."""
+class ProcessFailed(RuntimeError):
+    """A process that was started has failed; the message says which, and what it said last."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Server:
     log: Path
 
     def is_healthy(self) -> bool:
-        """Whether `url`/health answers 200. Raises `ServerFailed` if the process has ended."""
+        """Whether `url`/health answers 200. Raises `ProcessFailed` if the process has ended."""
         if self.process.poll() is not None:
-            raise ServerFailed(
+            raise ProcessFailed(
                 f"the server ended with code {self.process.returncode}:\n{log_end(self.log)}"
             )
         try:
@@ -50,7 +50,7 @@ class Server:
 def running_server(command: Sequence[str], url: str, log: Path) -> Iterator[None]:
     """Run `command`, whose output goes to `log`, from when `url`/health answers 200.
 
-    It is stopped on leaving. Raises `ServerFailed` if it ends or does not become healthy within
+    It is stopped on leaving. Raises `ProcessFailed` if it ends or does not become healthy within
     15 minutes.
     """
     with logged_process(command, log) as process:
@@ -116,7 +116,7 @@ def _send(sender: Any, function: Callable[..., Any], arguments: Sequence[Any]) -
 def until_healthy(servers: Sequence[Server], limit_s: float) -> Iterator[float]:
     """Seconds waited so far, again and again until all of them are healthy.
 
-    Raises `ServerFailed` if one ends, or not all are healthy within `limit_s` seconds.
+    Raises `ProcessFailed` if one ends, or not all are healthy within `limit_s` seconds.
     """
     start = time.monotonic()
     # A list, so that the end of one is seen while another is still starting.
@@ -124,7 +124,7 @@ def until_healthy(servers: Sequence[Server], limit_s: float) -> Iterator[float]:
         waited = time.monotonic() - start
         if waited > limit_s:
             logs = "\n".join(log_end(server.log) for server in servers)
-            raise ServerFailed(f"the server was not healthy after {limit_s:.0f} s:\n{logs}")
+            raise ProcessFailed(f"the server was not healthy after {limit_s:.0f} s:\n{logs}")
         yield waited
         time.sleep(0.5)
 

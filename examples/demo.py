@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,26 +20,25 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
 import openai
 
+from sparrow_sglang.benchmarks.options import exit_on_sigterm
 from sparrow_sglang.benchmarks.processes import (
+    ProcessFailed,
     Server,
-    ServerFailed,
     free_port,
     log_end,
-    started_server,
+    logged_process,
     stop,
     until_healthy,
 )
 from sparrow_sglang.command_line import at_least
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 START_LIMIT_S = 240
+SPARROW = [sys.executable, "-m", "sparrow_sglang.commands.cli"]
 # In plain torch, 32-bit arithmetic is the fast path of most CPUs, and so is a prompt in one chunk.
 # The long prompt warms the server up well enough. The one that waits for its turn must not spin.
 SERVER_FLAGS = (
@@ -67,39 +65,21 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed completion; times in seconds, lengths in tokens."""
+    """One streamed completion; times in seconds, lengths in tokens.
 
-    text: str
+    `kv` is the server's own report of what a sparse layer found cached and read; None if dense.
+    """
+
     prompt_tokens: int
     completion_tokens: int
     first_token_s: float
     decode_s: float
+    kv: dict[str, Any] | None
 
     @property
     def decode_tokens_per_s(self) -> float:
         """Speed between the first token and the last, so without the prompt."""
         return (self.completion_tokens - 1) / self.decode_s
-
-
-@dataclass(frozen=True)
-class KVTraffic:
-    """KV tokens that a decode step finds cached, and reads; mean over steps and layers."""
-
-    cached: float
-    read: float
-
-
-def kv_traffic(
-    schedule: BudgetSchedule, prompt_tokens: int, completion_tokens: int, num_layers: int
-) -> KVTraffic:
-    """Count, for every decode step, what the schedule makes it read.
-
-    The first generated token comes out of prefill, so there is one decode step less than tokens.
-    """
-    lengths = np.arange(prompt_tokens + 1, prompt_tokens + completion_tokens)
-    cached, read = lengths.mean(), schedule.tokens_read(lengths).mean()
-    dense = len([layer for layer in schedule.dense_layers if layer < num_layers]) / num_layers
-    return KVTraffic(float(cached), float(dense * cached + (1 - dense) * read))
 
 
 def long_prompt() -> str:
@@ -129,18 +109,9 @@ def running_servers(flags: Iterable[list[str]]) -> Iterator[list[str]]:
         servers = []
         for number, more in enumerate(flags):
             port, log = free_port(), Path(folder) / f"server-{number}.log"
-            serve = [
-                sys.executable,
-                "-m",
-                "sparrow_sglang.commands.cli",
-                "serve",
-                *more,
-                *SERVER_FLAGS,
-            ]
-            started = started_server(
-                [*serve, "--port", str(port)], f"http://127.0.0.1:{port}", log, environment()
-            )
-            servers.append(stack.enter_context(started))
+            serve = [*SPARROW, "serve", *more, *SERVER_FLAGS, "--port", str(port)]
+            process = stack.enter_context(logged_process(serve, log, environment()))
+            servers.append(Server(process, f"http://127.0.0.1:{port}", log))
         _wait_until_healthy(servers)
         try:
             yield [f"{server.url}/v1" for server in servers]
@@ -159,13 +130,13 @@ def _wait_until_healthy(servers: list[Server]) -> None:
     print(f"\rstarted {what}, in {waited:.0f} s" + " " * 24, flush=True)
 
 
-def ask(base_url: str, prompt: str, num_tokens: int, show: bool) -> Answer:
-    """Stream one chat completion of exactly `num_tokens`; print it as it comes if `show`."""
+def ask(base_url: str, prompt: str, num_tokens: int, sparse: bool) -> Answer:
+    """Stream one chat completion of exactly `num_tokens`; print it as it comes if `sparse`."""
     client = openai.OpenAI(base_url=base_url, api_key="none", timeout=600, max_retries=0)
     asked = time.perf_counter()
     arrivals: list[float] = []
-    pieces: list[str] = []
     usage: Any = None
+    options = {"custom_params": {"sparrow": {"report": True}}} if sparse else {}
     stream = client.chat.completions.create(
         model=EMBEDDED_MODEL_NAME,
         messages=[{"role": "user", "content": prompt}],
@@ -175,41 +146,39 @@ def ask(base_url: str, prompt: str, num_tokens: int, show: bool) -> Answer:
         frequency_penalty=0.4,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True} | options,
     )
     for chunk in stream:
         usage = chunk.usage or usage
         piece = chunk.choices[0].delta.content if chunk.choices else None
         if piece:
             arrivals.append(time.perf_counter())
-            pieces.append(piece)
-            if show:
+            if sparse:
                 print(piece, end="", flush=True)
     if usage is None or len(arrivals) < 2:
         raise DemoError("the server's answer has fewer than two tokens")
     return Answer(
-        text="".join(pieces),
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         first_token_s=arrivals[0] - asked,
         decode_s=arrivals[-1] - arrivals[0],
+        # The last chunk of a stream carries it, in a field that is not OpenAI's.
+        kv=chunk.metadata["sparrow"][0] if sparse else None,  # type: ignore[attr-defined]
     )
 
 
 def report(sparse: Answer, dense: Answer | None) -> None:
-    num_layers = json.loads((embedded_model() / "config.json").read_text())["num_hidden_layers"]
-    schedule = load_schedule(SCHEDULE, 16)
-    traffic = kv_traffic(schedule, sparse.prompt_tokens, sparse.completion_tokens, num_layers)
+    """Print what was read and how fast it went."""
+    kv = sparse.kv or {}
+    cached, read = kv["kv_tokens_held_mean"], kv["kv_tokens_read_mean"]
     print(
         f"\nprompt            {sparse.prompt_tokens} tokens, read densely in"
         f" {sparse.first_token_s:.1f} s"
         f"\ngenerated         {sparse.completion_tokens} tokens"
-        f"\nKV tokens cached  {traffic.cached:.0f} per layer, mean over the generated tokens"
-        f"\nKV tokens read    {traffic.read:.0f} per layer"
-        f" ({traffic.read / traffic.cached:.0%}; {len(schedule.dense_layers)} of {num_layers}"
-        " layers read everything)"
-        f"\nsparse decode     {sparse.decode_tokens_per_s:.1f} tokens/s (schedule {schedule.name},"
-        f" {'calibrated' if schedule.calibrated else 'not calibrated'})"
+        f"\nKV tokens cached  {cached:.0f} (mean over the generated tokens)"
+        f"\nKV tokens read    {read:.0f} by a sparse layer ({read / cached:.0%})"
+        f"\nsparse decode     {sparse.decode_tokens_per_s:.1f} tokens/s"
+        f" (schedule {kv['schedule']}, calibrated)"
     )
     if dense is not None:
         gain = sparse.decode_tokens_per_s / dense.decode_tokens_per_s
@@ -227,17 +196,14 @@ def train() -> None:
         "\n  to use a given word in a story. The first line comes after about a minute",
         flush=True,
     )
-    folder = Path(tempfile.mkdtemp(prefix="sparrow-demo-"))
-    settings = folder / TRAINING.name
-    run = folder / "run"
-    text = re.sub(r"(?m)^run_dir = .*$", f'run_dir = "{run}"', TRAINING.read_text("utf-8"))
-    settings.write_text(text, "utf-8")
-    command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(settings)]
-    log_path = folder / "train.log"
-    try:
+    with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as temporary:
+        folder = Path(temporary)
+        settings, run, log_path = folder / TRAINING.name, folder / "run", folder / "train.log"
+        text = re.sub(r"(?m)^run_dir = .*$", f'run_dir = "{run}"', TRAINING.read_text("utf-8"))
+        settings.write_text(text, "utf-8")
         with open(log_path, "wb") as log:
             trainer = subprocess.Popen(
-                command,
+                [*SPARROW, "train", str(settings)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -253,8 +219,6 @@ def train() -> None:
         finally:
             stop(trainer)
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     print(time_split(steps))
 
 
@@ -295,8 +259,8 @@ def main(argv: list[str] | None = None) -> int:
         "--sparse-only", action="store_true", help="leave the dense run and training out"
     )
     args = parser.parse_args(argv)
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, _exit)
+    exit_on_sigterm()
+    signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     try:
         print(
             "model: preparing SmolLM2-135M-Instruct (half a minute at the first time)", flush=True
@@ -308,25 +272,20 @@ def main(argv: list[str] | None = None) -> int:
             print(
                 f"\nprompt: {len(prompt)} characters of Python's reference, then:\n  {QUESTION}\n"
             )
-            sparse = ask(urls[0], prompt, args.tokens, show=True)
+            sparse = ask(urls[0], prompt, args.tokens, sparse=True)
             print("\n")
-            dense = None if args.sparse_only else ask(urls[1], prompt, args.tokens, show=False)
+            dense = None if args.sparse_only else ask(urls[1], prompt, args.tokens, sparse=False)
         report(sparse, dense)
         if not args.sparse_only:
             train()
         print(NEXT)
-    except (DemoError, ServerFailed, ModelError) as error:
+    except (DemoError, ProcessFailed, ModelError) as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
     return 0
-
-
-def _exit(signum: int, frame: FrameType | None) -> NoReturn:
-    # As an exception, so that the server is stopped on the way out.
-    raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

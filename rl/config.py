@@ -5,7 +5,6 @@ something else than its name says are refused here, before a model is loaded. Im
 torch nor SGLang.
 """
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -24,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
+from sparrow_sglang.config import read_toml
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.json_values import cut, relative_note
 from sparrow_sglang.renamed import accept_renamed
 from sparrow_sglang.validation import first_problem
 
@@ -323,19 +322,7 @@ class TrainConfig(_Section):
             InputError: the file cannot be read, is no TOML, or holds an unknown key or a value
                 that is not allowed; one line names file, key, value and what is allowed.
         """
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(
-                f"{path}{relative_note(path)}: cannot be read ({error.strerror}); expected a TOML"
-                " file"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            # Besides its own, tomllib raises those on long numbers and deep arrays.
-            raise InputError(
-                f"{path}: not TOML ({cut(str(error))}); expected a TOML file"
-            ) from None
-        return cls.parse(values, str(path))
+        return cls.parse(read_toml(path), str(path))
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "config") -> Self:

@@ -7,6 +7,7 @@ came from. Imports neither torch nor SGLang.
 
 import json
 import os
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.json_values import quoted
+from sparrow_sglang.json_values import cut, quoted, relative_note
 from sparrow_sglang.validation import first_problem
 
 CONFIG_VARIABLE = "SPARROW_CONFIG"
@@ -103,6 +104,19 @@ def schedule_from(source: str) -> Iterator[None]:
         os.environ.pop(SOURCE_VARIABLE)
         if before is not None:
             os.environ[SOURCE_VARIABLE] = before
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A TOML file's values; raises `InputError` if it cannot be read."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{path}{relative_note(path)}: cannot be read ({error.strerror}); expected a TOML file"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        # Besides its own, tomllib raises those on long numbers and deep arrays.
+        raise InputError(f"{path}: not TOML ({cut(str(error))}); expected a TOML file") from None
 
 
 def _one(schedule: str | None) -> dict[str, str]:

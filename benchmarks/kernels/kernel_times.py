@@ -7,12 +7,10 @@ replays over input sets that do not fit in the L2 cache.
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
@@ -29,7 +27,7 @@ from sparrow_sglang.benchmarks.kernels.cases import (
 )
 from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
-from sparrow_sglang.provenance import provenance
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.schedule import PAGE_SIZE
 
 DESCRIPTION = """\
@@ -57,30 +55,18 @@ _QUICK_DECODE = [
 _DENSE = [Shape(16, 32768, 2048), Shape(64, 2048, 128, group=4), Shape(1, 8192, 512)]
 
 
-class Table:
+class Table(Results):
     """Rows measured so far; a row that fails says why and the run goes on."""
 
-    def __init__(self, bandwidth: float, out: Path) -> None:
-        self.bandwidth = bandwidth
-        self.out = out
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, name: str, num_bytes: int, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure and print one row; `measure` checks the result and returns what to record."""
-        floor = num_bytes / self.bandwidth * 1e6
+    def measure(self, name: str, num_bytes: int, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure one row; `measure` checks the result and returns what to record."""
+        floor = num_bytes / self.fields["copy_bandwidth"] * 1e6
         row: dict[str, Any] = {"name": name, "bytes": num_bytes, "floor_us": round(floor, 2)}
-        self.rows.append(row)
         try:
-            row.update(measure())
+            row |= measure()
         except Exception as failure:  # a missing peer, or a variant that does not fit the chip
             row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
-            print(f"{name:<58} {floor:8.1f}   failed: {row['failed'][:110]}", flush=True)
-        else:
-            share = 100 * floor / row["us"]
-            print(f"{name:<58} {floor:8.1f} {row['us']:8.1f} {share:6.0f} %", flush=True)
-        # After every row: a run that is cut short keeps what it has measured.
-        result = {**provenance(), "copy_bandwidth": self.bandwidth, "rows": self.rows}
-        write_json(self.out, result)
+        self.add(row)
 
 
 def _measure(case: Callable[[], Any], launch: Any = None) -> dict[str, Any]:
@@ -133,7 +119,7 @@ def time_landmarks(table: Table, pools: Pools) -> None:
         return {"error": check(), "us": round(replay_us([bulk]), 2)}
 
     read = 16 * 32768 * NUM_KV_HEADS * HEAD_DIM * 2
-    table.add("landmarks of a batch of 16 at 32K", read + read // 16, measure_bulk)
+    table.measure("landmarks of a batch of 16 at 32K", read + read // 16, measure_bulk)
 
 
 def time_snapshot(table: Table, pools: Pools) -> None:
@@ -156,7 +142,7 @@ def time_snapshot(table: Table, pools: Pools) -> None:
         return {"us": round(replay_us([snapshot(copy) for copy in copies]), 2)}
 
     # A 32-byte sector for each entry read, 4 bytes written.
-    table.add("page table snapshot, bs 16 at 32K", 36 * page_table.numel(), measure)
+    table.measure("page table snapshot, bs 16 at 32K", 36 * page_table.numel(), measure)
 
 
 def time_cases(table: Table, pools: Pools, quick: bool) -> None:
@@ -164,10 +150,10 @@ def time_cases(table: Table, pools: Pools, quick: bool) -> None:
     for batch, context in _QUICK_SELECT if quick else _SELECT:
         shape = Shape(batch, context, _BUDGETS[context])
         selecting = cache(partial(SelectCase, pools, shape))
-        table.add(_select_name(shape), shape.select_bytes, partial(_measure, selecting))
+        table.measure(_select_name(shape), shape.select_bytes, partial(_measure, selecting))
     for shape in _QUICK_DECODE if quick else _QUICK_DECODE + _DENSE:
         attending = cache(partial(DecodeCase, pools, shape))
-        table.add(_decode_name(shape), shape.decode_bytes, partial(_measure, attending))
+        table.measure(_decode_name(shape), shape.decode_bytes, partial(_measure, attending))
 
 
 def time_peers(table: Table, pools: Pools) -> None:
@@ -180,12 +166,12 @@ def time_peers(table: Table, pools: Pools) -> None:
         selecting = cache(partial(SelectCase, pools, shape))
         for name, select_peer in SELECT_PEERS.items():
             title = f"{_select_name(shape)}: {name}"
-            table.add(title, shape.select_bytes, partial(measure, select_peer, selecting))
+            table.measure(title, shape.select_bytes, partial(measure, select_peer, selecting))
     for shape in [*_QUICK_DECODE, _DENSE[0]]:
         attending = cache(partial(DecodeCase, pools, shape))
         for name, decode_peer in DECODE_PEERS.items():
             title = f"{_decode_name(shape)}: {name}"
-            table.add(title, shape.decode_bytes, partial(measure, decode_peer, attending))
+            table.measure(title, shape.decode_bytes, partial(measure, decode_peer, attending))
 
 
 def sweep(table: Table, pools: Pools) -> None:
@@ -201,14 +187,14 @@ def sweep(table: Table, pools: Pools) -> None:
         for split, warps, (block, stages, radix) in choices:
             launch = select.SelectLaunch(split, block, warps, stages, radix)
             name = f"{_select_name(shape)} s{split} n{block} w{warps} st{stages} r{radix}"
-            table.add(name, shape.select_bytes, partial(_measure, selecting, launch))
+            table.measure(name, shape.select_bytes, partial(_measure, selecting, launch))
     for shape, splits in ((Shape(16, 32768, 256), (2, 4, 8)), (Shape(1, 32768, 256), (16, 32))):
         attending = cache(partial(DecodeCase, pools, shape))
         variants = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (64, 2, 5), (32, 2, 5), (32, 1, 5)]
         for split, (block, warps, stages) in itertools.product(splits, variants):
             shaped = decode.DecodeLaunch(split, block, warps, stages)
             name = f"{_decode_name(shape)} s{split} n{block} w{warps} st{stages}"
-            table.add(name, shape.decode_bytes, partial(_measure, attending, shaped))
+            table.measure(name, shape.decode_bytes, partial(_measure, attending, shaped))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -220,10 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
     prepare_out(parser, args.out)
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
-    print(f"copy {bandwidth / 1e12:.2f} TB/s; floor = bytes at that rate", flush=True)
-    print(f"{'':<58} {'floor us':>8} {'us':>8}  of floor", flush=True)
-    table = Table(bandwidth, args.out)
+    table = Table(args.out, copy_bandwidth=copy_bandwidth())
     small = args.quick or args.sweep
     pools = Pools.random(tokens=2**20, landmark_pages=2**17 if small else 2**20)
     if args.sweep:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.processes import (
-    ServerFailed,
+    ProcessFailed,
     free_port,
     running_server,
     server_flags,
@@ -45,10 +45,6 @@ EXAMPLES = """\
 """
 
 
-class ServingError(RuntimeError):
-    """A side could not be measured; the message says what failed."""
-
-
 def prepare_model(compared: Comparison, folder: Path) -> Path:
     """A folder that a server can load: that of the model, or its shapes with a tokenizer."""
     if compared.has_weights:
@@ -72,7 +68,7 @@ def server_command(
 def drive(url: str, model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What bench_serving measures at the server behind `url`, under its own names.
 
-    Raises `ServingError` if it fails, or if not all requests were answered.
+    Raises `ProcessFailed` if it fails, or if not all requests were answered.
     """
     out = folder / "bench_serving.jsonl"
     out.unlink(missing_ok=True)
@@ -88,13 +84,13 @@ def drive(url: str, model: Path, options: argparse.Namespace, folder: Path) -> d
     if options.max_concurrency is not None:
         command += ["--max-concurrency", str(options.max_concurrency)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = f"the end of what bench_serving said:\n{done.stdout[-2000:]}"
     if done.returncode or not out.exists():
-        raise ServingError(f"bench_serving failed; the end of what it said:\n{done.stdout[-2000:]}")
+        raise ProcessFailed(f"bench_serving failed; {said}")
     measured: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
     if measured["completed"] != options.num_prompts:
-        raise ServingError(
-            f"{measured['completed']} of {options.num_prompts} requests were answered; the end of"
-            f" what bench_serving said:\n{done.stdout[-2000:]}"
+        raise ProcessFailed(
+            f"{measured['completed']} of {options.num_prompts} requests were answered; {said}"
         )
     # All settings of the server, thousands of lines; ours are in the command.
     del measured["server_info"]
@@ -105,7 +101,7 @@ def drive(url: str, model: Path, options: argparse.Namespace, folder: Path) -> d
 def run_side(
     compared: Comparison, side: Side, options: argparse.Namespace, flags: Sequence[str], gpu: bool
 ) -> dict[str, Any]:
-    """Start one side's server, measure it and stop it. Raises `ServingError` or `ServerFailed`."""
+    """Start one side's server, measure it and stop it. Raises `ProcessFailed`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = prepare_model(compared, folder)
@@ -193,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for side in compared.sides:
         try:
             results.add(run_side(compared, side, options, flags, on_gpu))
-        except (ServingError, ServerFailed) as error:
+        except ProcessFailed as error:
             print(f"{parser.prog}: error: {side.name}: {error}", file=sys.stderr)
             return 1
         results.save(compared=compare(results.rows))

@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,8 +36,8 @@ from sparrow_sglang.benchmarks.options import (
 )
 from sparrow_sglang.benchmarks.processes import (
     START_S,
+    ProcessFailed,
     Server,
-    ServerFailed,
     free_port,
     log_end,
     logged_process,
@@ -75,10 +76,7 @@ class Soaked:
     load: Load
     sparse: bool
     seed: int
-    page_checks: int = 0
-    pages_checked: int = 0
-    most_pages: int = 0
-    switches: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     rss_mib: list[float] = field(default_factory=list)
 
     async def run(self, clients: int, seconds: float, check_s: float) -> None:
@@ -98,9 +96,8 @@ class Soaked:
                 continue
             await asyncio.shield(asyncio.ensure_future(self._check_pages()))
             if turn % 4 == 0:
-                name = draw.choice(SCHEDULES)
-                await self._call("schedule", schedule=name)
-                self.switches += 1
+                await self._call("schedule", schedule=draw.choice(SCHEDULES))
+                self.counts["schedule_switches"] += 1
 
     async def _check_pages(self) -> None:
         """Compare landmarks with pages, those of running requests too."""
@@ -114,9 +111,8 @@ class Soaked:
             finally:
                 await http.post("/continue_generation", json={})
         if answer is not None:
-            self.page_checks += 1
-            self.pages_checked += answer["pages"]
-            self.most_pages = max(self.most_pages, answer["pages"])
+            self.counts["page_checks"] += 1
+            self.counts["pages_checked"] += answer["pages"]
 
     async def _call(self, method: str, **fields: Any) -> dict[str, Any] | None:
         try:
@@ -249,15 +245,16 @@ def _measure(soaked: list[Soaked], options: argparse.Namespace) -> list[dict[str
     seconds = time.monotonic() - start
     rows = []
     for index, one in enumerate(soaked):
-        used[index] = max(used[index], settle(one.server))
-        after = resident_mib(one.server)
+        leaked = max(used[index], settle(one.server))
+        rss = {"before": before[index], "after": resident_mib(one.server)}
+        problems = one.load.problems
         checked = asyncio.run(one._call("landmarks")) if one.sparse else None
-        if used[index]:
-            one.load.problems.append(f"{used[index]} KV tokens are in use, though no request runs")
-        if after > before[index] * (1 + RSS_GROWTH):
-            one.load.problems.append(f"memory grew from {before[index]:.0f} to {after:.0f} MiB")
-        if one.sparse and (checked is None or not one.page_checks):
-            one.load.problems.append("no landmarks were checked")
+        if leaked:
+            problems.append(f"{leaked} KV tokens are in use, though no request runs")
+        if rss["after"] > rss["before"] * (1 + RSS_GROWTH):
+            problems.append(f"memory grew: {rss} MiB")
+        if one.sparse and (checked is None or not one.counts["page_checks"]):
+            problems.append("no landmarks were checked")
         rows.append(
             {
                 "server": index,
@@ -266,13 +263,10 @@ def _measure(soaked: list[Soaked], options: argparse.Namespace) -> list[dict[str
                 "requests": dict(one.load.done),
                 "output_tokens": one.load.tokens,
                 "retractions": one.load.retractions,
-                "page_checks": one.page_checks,
-                "pages_checked": one.pages_checked,
-                "most_pages_at_once": one.most_pages,
-                "schedule_switches": one.switches,
-                "leaked_tokens": used[index],
-                "rss_mib": {"before": before[index], "after": after, "during": one.rss_mib},
-                "problems": one.load.problems[:50],
+                **one.counts,
+                "leaked_tokens": leaked,
+                "rss_mib": rss | {"during": one.rss_mib},
+                "problems": problems[:50],
             }
         )
     gpu = {"before": gpu_before, "after": gpu_mib()}
@@ -311,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         try:
             rows = soak(options, Path(temporary))
-        except (ServerFailed, httpx.HTTPError, psutil.Error) as error:
+        except (ProcessFailed, httpx.HTTPError, psutil.Error) as error:
             print(f"{parser.prog}: error: {type(error).__name__}: {error}", file=sys.stderr)
             for log in sorted(options.out.parent.glob(f"{options.out.stem}.server*.log")):
                 print(f"{log}:\n{log_end(log)}", file=sys.stderr)

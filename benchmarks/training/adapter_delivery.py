@@ -5,13 +5,13 @@ the distributions of both deliveries, seconds of an adapter step beside those of
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sparrow_sglang.benchmarks.gpu_times import seconds_of
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
@@ -47,15 +47,9 @@ def decode_speed(
     def seconds(tokens: int) -> float:
         endpoint.flush_cache(60.0)
         parameters = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
-        beside = {"lora_path": adapter} if adapter else {}
-        start = time.perf_counter()
-        endpoint.generate(
-            [
-                {"input_ids": list(prompt.input_ids), "sampling_params": parameters} | beside
-                for prompt in prompts
-            ]
-        )
-        return time.perf_counter() - start
+        common = {"sampling_params": parameters} | ({"lora_path": adapter} if adapter else {})
+        requests = [{"input_ids": list(prompt.input_ids)} | common for prompt in prompts]
+        return seconds_of(lambda: endpoint.generate(requests))
 
     seconds(new_tokens)
     whole = [seconds(new_tokens) for _ in range(REPEATS)]
@@ -107,36 +101,30 @@ def adapter_cost(
     is of no use afterwards. Peak memory is given on a GPU.
     """
     policy, adapter = learner.policy, learner.adapter
-    distill = _timed(lambda: adapter.step(sequences, schedule))
-    update = _timed(lambda: policy.loss_step(sequences, lambda logprobs, _: -logprobs.mean()))
+    step_s, step_gib = _timed(lambda: adapter.step(sequences, schedule))
+    update_s, update_gib = _timed(
+        lambda: policy.loss_step(sequences, lambda logprobs, _: -logprobs.mean())
+    )
     return {
         "responses": len(sequences),
         "tokens": sum(len(response) for _, response in sequences),
         "longest": max(len(prompt) + len(response) for prompt, response in sequences),
-        "adapter_step_s": distill["seconds"],
-        "adapter_step_peak_gib": distill["peak_gib"],
-        "dense_update_s": update["seconds"],
-        "dense_update_peak_gib": update["peak_gib"],
-        "share_of_dense_update": distill["seconds"] / update["seconds"],
+        "adapter_step_s": step_s,
+        "adapter_step_peak_gib": step_gib,
+        "dense_update_s": update_s,
+        "dense_update_peak_gib": update_gib,
+        "share_of_dense_update": step_s / update_s,
     }
 
 
-def _timed(step: Callable[[], object]) -> dict[str, Any]:
+def _timed(step: Callable[[], object]) -> tuple[float, float | None]:
+    """Seconds of a step, the median after one to warm up, and its peak GiB on a GPU."""
     on_gpu = torch.cuda.is_available()
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    seconds()
+    seconds_of(step)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    median = statistics.median(seconds() for _ in range(REPEATS))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
-    return {"seconds": median, "peak_gib": peak}
+    median = statistics.median(seconds_of(step) for _ in range(REPEATS))
+    return median, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
 
 
 def _summary(alpha: torch.Tensor) -> dict[str, float]:

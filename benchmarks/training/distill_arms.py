@@ -117,12 +117,7 @@ def run_arm(
                 "step_s": time.perf_counter() - rolled_out,
             }
         )
-        row = rows[-1]
-        print(
-            f"  step {step + 1} of {steps}: {row['responses']} responses, {tokens} tokens, KL"
-            f" {row['kl']:.4f}, {row['rollout_s']:.1f} s rollouts, {row['step_s']:.1f} s step",
-            flush=True,
-        )
+        print(f"  step {step + 1} of {steps}: {rows[-1]}", flush=True)
         if step + 1 in measured_at:
-            tails.append({"after": row} | rig.tails(learner))
+            tails.append({"after": rows[-1]} | rig.tails(learner))
     return {"trained_under": schedule.name, "steps": rows, "tails": tails}

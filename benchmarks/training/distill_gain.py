@@ -8,9 +8,10 @@ them and the seconds of a step are those of the adapter that is best under the m
 """
 
 import argparse
+import itertools
+import json
 import math
 import random
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -20,13 +21,13 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
     benchmark_parser,
     prepare_out,
     settings,
 )
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.training.adapter_delivery import (
     Learner,
     adapter_cost,
@@ -48,7 +49,6 @@ from sparrow_sglang.command_line import OneLineParser, count
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.distill import ADAPTER, lora_arguments
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
@@ -68,54 +68,53 @@ EXAMPLES = """\
 """
 
 
-def measure(options: argparse.Namespace, model_path: str) -> dict[str, Any]:
+def measure(options: argparse.Namespace, model_path: str) -> None:
     """All arms, then deliveries and cost; written to `options.out` after each arm and at the end.
 
     Raises `CalibrationError` if `--context` is too short for a prompt, or prompts are missing.
     """
     start = time.perf_counter()
     schedules = dict(zip((GIVEN, AGGRESSIVE), loaded(options.schedules), strict=True))
-    result: dict[str, Any] = provenance() | {
-        "settings": settings(options),
-        "schedules": {name: each.model_dump(mode="json") for name, each in schedules.items()},
-    }
+    results = Results(
+        options.out,
+        settings=settings(options),
+        schedules={name: each.model_dump(mode="json") for name, each in schedules.items()},
+    )
     training, heldout = prompts_for(options, model_path)
     arguments = serving_arguments(options)
     with closing(LocalEngine(model_path, options.schedules[0], **arguments)) as engine:
         rig = Rig(
             engine, model_path, schedules, training, heldout, options.new_tokens, options.bin_tokens
         )
-        before = result["before"] = rig.tails(rig.new_learner(options.lr[0]))
+        before = results.fields["before"] = rig.tails(rig.new_learner(options.lr[0]))
         print(f"before, after {time.perf_counter() - start:.0f} s", flush=True)
         best: tuple[float, Learner] | None = None
-        result["rows"] = []
-        for lr in options.lr:
-            for under in options.train_under:
-                print(f"lr {lr:g}, trained under {schedules[under].name}", flush=True)
-                learner = rig.new_learner(lr)
-                arm = run_arm(rig, learner, under, options.steps, options.steps_per_rollout)
-                result["rows"].append({"lr": lr} | arm)
-                write_json(options.out, result)
-                after: Tails = arm["tails"][-1]
-                show_gains(before, after, schedules)
-                worst = min((row["tail"] for row in after[AGGRESSIVE]), default=0.0)
-                if best is None or worst > best[0]:
-                    best = worst, learner
+        for lr, under in itertools.product(options.lr, options.train_under):
+            learner = rig.new_learner(lr)
+            arm = run_arm(rig, learner, under, options.steps, options.steps_per_rollout)
+            results.add({"lr": lr} | arm)
+            after: Tails = arm["tails"][-1]
+            show_gains(before, after, schedules)
+            worst = min((row["tail"] for row in after[AGGRESSIVE]), default=0.0)
+            if best is None or worst > best[0]:
+                best = worst, learner
         assert best is not None, "the parser wants a learning rate and a schedule"
         learner = best[1]
         rig.deliver(learner)
         sequences = rig.roll_out(training[: options.responses], GIVEN)
         speed = {"merged": decode_speed(engine, heldout, options.new_tokens)}
-    beside = lora_arguments(DistillConfig(enabled=True, delivery="lora"))
-    with closing(LocalEngine(model_path, options.schedules[0], **arguments | beside)) as engine:
+    lora = lora_arguments(DistillConfig(enabled=True, delivery="lora"))
+    with closing(LocalEngine(model_path, options.schedules[0], **arguments | lora)) as engine:
         engine.set_adapter(ADAPTER, learner.adapter.tensors(), learner.adapter.lora_config())
         speed["lora"] = decode_speed(engine, heldout, options.new_tokens, ADAPTER)
-    result["decode"] = speed
-    result["agreement"] = agreement(learner, model_path, sequences, schedules[GIVEN])
-    result["cost"] = adapter_cost(learner, sequences, schedules[GIVEN])
-    result["seconds"] = time.perf_counter() - start
-    write_json(options.out, result)
-    return result
+    measured = {
+        "decode": speed,
+        "agreement": agreement(learner, model_path, sequences, schedules[GIVEN]),
+        "cost": adapter_cost(learner, sequences, schedules[GIVEN]),
+        "seconds": time.perf_counter() - start,
+    }
+    results.save(**measured)
+    print(json.dumps(measured, indent=1))
 
 
 def loaded(names: Sequence[str]) -> tuple[BudgetSchedule, ...]:
@@ -195,35 +194,8 @@ def serving_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def show_gains(before: Tails, after: Tails, schedules: dict[str, BudgetSchedule]) -> None:
     """Lines per bin: tails before and after under each schedule, and given against aggressive."""
     for old, new in PAIRS:
-        names = dict.fromkeys((schedules[old].name, schedules[new].name))
-        what = " -> ".join(names)
         for row in gains(before[old], after[new]):
-            verdict = "raised" if row["raised"] else "reached" if row["reached"] else "below"
-            first, end = row["positions"]
-            print(
-                f"    {what:24} {first:>5}-{end - 1:<5} {row['before']:.3f} -> {row['after']:.3f}"
-                f"  {verdict:8} {row['tokens'][0]} and {row['tokens'][1]} tokens",
-                flush=True,
-            )
-
-
-def show_costs(result: dict[str, Any]) -> None:
-    """Lines about the deliveries and the step."""
-    for delivery, speed in result["decode"].items():
-        print(
-            f"{delivery:7} {speed['tokens_per_s']:9.0f} tokens/s end to end,"
-            f" {speed['step_ms']:.2f} ms a step of {speed['requests']} requests"
-        )
-    for distribution, rates in result["agreement"].items():
-        print(
-            f"unmerged adapter against {distribution}: mean {rates['mean']:.4f},"
-            f" tail {rates['tail']:.4f}, least {rates['min']:.4f} of {rates['tokens']} tokens"
-        )
-    cost = result["cost"]
-    print(
-        f"adapter step {cost['adapter_step_s']:.2f} s, dense update {cost['dense_update_s']:.2f} s"
-        f" on the same {cost['responses']} responses: {cost['share_of_dense_update']:.0%} of it"
-    )
+            print(f"    {schedules[old].name} -> {schedules[new].name}: {row}", flush=True)
 
 
 def _parser() -> OneLineParser:
@@ -275,14 +247,12 @@ def _checked(parser: OneLineParser, options: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 2 without usable options."""
     parser = _parser()
-    options = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    options = parser.parse_args(argv)
     model_path = _checked(parser, options)
     try:
-        result = measure(options, model_path)
+        measure(options, model_path)
     except CalibrationError as error:
         parser.error(str(error))
-    show_costs(result)
-    print(f"{result['seconds']:.0f} s; written to {options.out}")
     return 0
 
 

@@ -5,29 +5,24 @@
 In: a training configuration, schedules and seeds; an `attention_backend` among the engine's
 arguments is that of the dense runs. Each pair is a run of `sparrow train` from the same start;
 several are under way at a time, and those that were stopped go on when the command is repeated.
-Out: the curves as JSON, with device, versions and commit, and a plot.
+Out: the curves as JSON, with device, versions and commit; `sparrow report` draws them.
 """
 
 import copy
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.options import (
-    benchmark_parser,
-    exit_on_sigterm,
-    prepare_out,
-    settings,
-)
-from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, merged, run_all
+from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
+from sparrow_sglang.benchmarks.processes import ProcessFailed
+from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.training.parallel_runs import RunPlan, merged, run_all
 from sparrow_sglang.command_line import count
+from sparrow_sglang.config import read_toml
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 
@@ -53,7 +48,7 @@ def plan_runs(
     path: Path, schedules: Sequence[str], seeds: Sequence[int], work: Path
 ) -> list[RunPlan]:
     """The runs, all seeds of a schedule together; raises `InputError` as `TrainConfig` does."""
-    base = tomllib.loads(path.read_text("utf-8"))
+    base = read_toml(path)
     plans = []
     for schedule in schedules:
         arm = Path(schedule).name.removesuffix(".json")
@@ -104,31 +99,8 @@ def collect(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
     return runs
 
 
-def plot(path: Path, runs: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> None:
-    """A panel per metric against steps: thin lines the runs, thick ones means over the seeds of a
-    schedule, which has one colour in all panels."""
-    from matplotlib.figure import Figure
-
-    panel_rows = -(-len(metrics) // 2)
-    figure = Figure(figsize=(11, 3.5 * panel_rows), layout="constrained")
-    schedules = list(dict.fromkeys(run["schedule"] for run in runs))
-    for axes, metric in zip(figure.subplots(panel_rows, 2).flat, metrics, strict=False):
-        for index, schedule in enumerate(schedules):
-            curves = [dict(run["curves"][metric]) for run in runs if run["schedule"] == schedule]
-            colour, name = f"C{index}", Path(schedule).name.removesuffix(".json")
-            for curve in curves:
-                axes.plot(curve.keys(), curve.values(), color=colour, alpha=0.3, linewidth=1)
-            steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-            means = [np.mean([curve[step] for curve in curves]) for step in steps]
-            axes.plot(steps, means, color=colour, linewidth=2, label=name)
-        axes.set(title=metric, xlabel="step")
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=110, format="png")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, write and plot; the exit code is 1 if a run is incomplete, 2 if a setting is wrong."""
+    """Train and write; the exit code is 1 if a run is incomplete, 2 if a setting is wrong."""
     parser = benchmark_parser(
         "training.learning_curves", DESCRIPTION, EXAMPLES, "learning_curves.json"
     )
@@ -140,32 +112,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         plans = plan_runs(args.config, args.schedules, args.seeds, args.work)
-    except (InputError, OSError, tomllib.TOMLDecodeError) as error:
+    except InputError as error:
         parser.error(str(error))
     prepare_out(parser, args.out)
     args.work.mkdir(parents=True, exist_ok=True)
     recorded = settings(args) | {
         "config": args.config.name,
-        "train": tomllib.loads(args.config.read_text("utf-8")),
+        "train": read_toml(args.config),
     }
     del recorded["work"]
-    exit_on_sigterm()
     try:
         run_all(plans, args.parallel)
-    except RunFailed as error:
+    except ProcessFailed as error:
         print(f"learning-curves: error: {error}", file=sys.stderr)
     except (KeyboardInterrupt, SystemExit):
         print("stopped; repeat the command to go on", file=sys.stderr)
     finally:
-        found = collect(plans)
-        write_json(args.out, {**provenance(), "settings": recorded, "rows": found})
-        plot(args.out.with_suffix(".png"), found, CURVES[:4])
-    wanted = plans[0].config.steps
-    for run in found:
-        rates = run["curves"]["eval/pass_rate"]
-        text = f"{rates[0][1]:.3f} -> {rates[-1][1]:.3f}" if rates else "no evaluation"
-        print(f"{run['run']}: {run['steps']} of {wanted} steps, held-out pass rate {text}")
-    return int(any(run["steps"] < wanted for run in found))
+        results = Results(args.out, settings=recorded)
+        results.add(*collect(plans))
+    for run in results.rows:
+        print(f"{run['run']}: held-out pass rate by step {dict(run['curves']['eval/pass_rate'])}")
+    return int(any(run["steps"] < plans[0].config.steps for run in results.rows))
 
 
 if __name__ == "__main__":

@@ -16,15 +16,12 @@ from typing import Any, TextIO
 
 import torch
 
+from sparrow_sglang.benchmarks.processes import ProcessFailed
 from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.run_folder import METRICS_FILE
 
 _LOOK_S = 1.0
-
-
-class RunFailed(RuntimeError):
-    """A run has ended with an error; the message says which, and where its log is."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def run_all(plans: Sequence[RunPlan], parallel: int, modules: Sequence[Path] = (
     """Train until all runs are complete, at most `parallel` at a time on each visible GPU.
 
     Without a GPU as many in all. `modules` are folders of tasks that are no part of the package.
-    Raises `RunFailed` as soon as one fails; the others are asked to write a checkpoint and end.
+    Raises `ProcessFailed` as soon as one fails; the others are asked to write a checkpoint and end.
     """
     waiting = [plan for plan in plans if not plan.is_complete()]
     print(f"runs: {len(plans) - len(waiting)} of {len(plans)} are complete", flush=True)
@@ -86,7 +83,7 @@ def run_all(plans: Sequence[RunPlan], parallel: int, modules: Sequence[Path] = (
                 running.remove(run)
                 run.log.close()
                 if run.process.returncode or not run.plan.is_complete():
-                    raise RunFailed(
+                    raise ProcessFailed(
                         f"run {run.plan.name} has ended with status {run.process.returncode}: see"
                         f" {run.log.name}; repeat the command to go on"
                     )

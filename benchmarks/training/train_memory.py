@@ -9,8 +9,7 @@ what is meant.
 """
 
 import gc
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sparrow_sglang.benchmarks.gpu_times import seconds_of
 from sparrow_sglang.benchmarks.options import (
     MODELS,
     benchmark_parser,
@@ -103,26 +103,20 @@ def measure(
     weights = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
 
-    def seconds(step: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     def update() -> object:
         return policy.loss_step([sequence], lambda logprobs, _: -logprobs.mean())
 
-    warm_up = seconds(update)
-    times = [seconds(update) for _ in range(steps)]
+    warm_up = seconds_of(update)
+    times = [seconds_of(update) for _ in range(steps)]
     step_peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     idle = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    score = seconds(lambda: policy.score([sequence]))
+    score = seconds_of(lambda: policy.score([sequence]))
     score_peak = torch.cuda.max_memory_allocated()
     adapter = SparseAdapter(policy, DistillConfig(enabled=True))
-    seconds(lambda: adapter.step([sequence], schedule))
+    seconds_of(lambda: adapter.step([sequence], schedule))
     torch.cuda.reset_peak_memory_stats()
-    adapted = [seconds(lambda: adapter.step([sequence], schedule)) for _ in range(steps)]
+    adapted = [seconds_of(lambda: adapter.step([sequence], schedule)) for _ in range(steps)]
     return {
         "dtype": dtype,
         "tokens": tokens,

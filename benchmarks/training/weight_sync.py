@@ -30,7 +30,7 @@ from sparrow_sglang.benchmarks.options import (
     prepare_out,
     settings,
 )
-from sparrow_sglang.benchmarks.processes import free_port, log_end, logged_process
+from sparrow_sglang.benchmarks.processes import ProcessFailed, free_port, log_end, logged_process
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.training.parallel_runs import toml_lines
 from sparrow_sglang.command_line import count
@@ -48,10 +48,6 @@ EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.training.weight_sync --trainer-gpu 0 --engine-gpu 1
   python -m sparrow_sglang.benchmarks.training.weight_sync --model qwen3-1.7b --steps 20
 """
-
-
-class SyncFailed(RuntimeError):
-    """A run did not come through; the message holds the end of its log."""
 
 
 def run_config(options: argparse.Namespace, model: str, transfer: str, folder: Path) -> Any:
@@ -118,13 +114,13 @@ def cluster(gpu: str, log: Path) -> Iterator[dict[str, str]]:
         deadline = time.monotonic() + CLUSTER_START_S
         while "runtime started" not in log.read_text(errors="replace"):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SyncFailed(f"Ray did not start:\n{log_end(log)}")
+                raise ProcessFailed(f"Ray did not start:\n{log_end(log)}")
             time.sleep(0.2)
         yield access | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
 
 
 def run(options: argparse.Namespace, model: str, transfer: str, folder: Path) -> dict[str, Any]:
-    """One training run; raises `SyncFailed`."""
+    """One training run; raises `ProcessFailed`."""
     on_gpu = torch.cuda.is_available()
     config = folder / f"{transfer}.toml"
     values = run_config(options, model, transfer, folder)
@@ -140,7 +136,7 @@ def run(options: argparse.Namespace, model: str, transfer: str, folder: Path) ->
             except subprocess.TimeoutExpired:
                 status = f"not done within {options.limit_s} s"
     if status != "status 0":
-        raise SyncFailed(f"{transfer}: {status}; {log}:\n{log_end(log)}")
+        raise ProcessFailed(f"{transfer}: {status}; {log}:\n{log_end(log)}")
     lines = (folder / transfer / METRICS_FILE).read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     shutil.rmtree(folder / transfer)
@@ -194,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for transfer in options.transfers:
             try:
                 results.add(run(options, model, transfer, folder))
-            except SyncFailed as error:
+            except ProcessFailed as error:
                 print(f"{parser.prog}: error: {error}", file=sys.stderr)
                 return 1
     return 0

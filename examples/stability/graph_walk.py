@@ -9,8 +9,7 @@ A walk has no end: it is cut at the length that the task asks for.
 
 import json
 import random
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,10 +89,6 @@ class Walk:
         """What `reward` needs to score a response of so many lines."""
         return {"edges": self.edges, "start": self.lines[0][0], "steps": steps}
 
-    def choices(self) -> dict[str, int]:
-        """How many edges lead on from each node."""
-        return Counter(source for source, *_ in self.edges)
-
 
 def draw_walk(
     draw: random.Random, options: WalkOptions, nodes: int, degree: int, steps: int, labels: int = 0
@@ -147,13 +142,8 @@ def reward(prompt: Prompt, text: str) -> float:
     A line, between separators, is right if it is an edge of the graph from where the one before
     says to lead.
     """
-    return reward_of(prompt.payload, text)
-
-
-def reward_of(payload: Mapping[str, Any], text: str) -> float:
-    """As `reward`, of a payload."""
-    edges = {tuple(edge) for edge in payload["edges"]}
-    at, steps, right = payload["start"], payload["steps"], 0
+    edges = {tuple(edge) for edge in prompt.payload["edges"]}
+    at, steps, right = prompt.payload["start"], prompt.payload["steps"], 0
     for line in f"{at} {text}".split(SEPARATOR)[:steps]:
         words = line.split()
         right += tuple(words) in edges and words[0] == at

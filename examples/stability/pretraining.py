@@ -10,8 +10,8 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,30 +21,21 @@ from graph_walk import (
     draw_walk,
     heldout_and_train,
     make_tokenizer,
-    reward_of,
+    reward,
 )
 from study_settings import PretrainSettings, StudySettings
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.provenance import provenance
+from sparrow_sglang.rl.types import Prompt
 
 ROPE_THETA = 1e6
 GRAD_CLIP = 1.0
 LABELS_TO_COPY = 2
+Batch = tuple[torch.Tensor, int]
+"""Token ids [B, T] of prompts with a right response each, and where the responses start."""
 # Share of the new value in the running mean of the loss that decides when graphs grow.
 LOSS_WINDOW = 0.1
-
-
-@dataclass(frozen=True, eq=False)
-class Example:
-    """Token ids of a prompt with one right response to it.
-
-    `least_loss` is the mean over the response, in nats, that choosing edges at random has.
-    """
-
-    prompt: list[int]
-    response: list[int]
-    least_loss: float
 
 
 def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
@@ -62,7 +53,7 @@ def pretrain(settings: StudySettings, folder: Path) -> dict[str, Any]:
         history.append(row | {"seconds": round(time.perf_counter() - began, 1)})
         print(
             f"pretraining: step {row['step']}, graphs of up to {row['nodes']} nodes, loss"
-            f" {row['loss']:.4f} above the least, reward {row['reward']:.3f}",
+            f" {row['loss']:.4f}, reward {row['reward']:.3f}",
             flush=True,
         )
     reached = history[-1]["reward"]
@@ -89,11 +80,11 @@ def new_model(settings: StudySettings, tokenizer: Any) -> Any:
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
             tie_word_embeddings=True,
             # Such that a projection keeps the size of what it projects.
-            initializer_range=settings.model.hidden_size**-0.5,
+            initializer_range=settings.model["hidden_size"] ** -0.5,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
             dtype="float32",
-            **settings.model.model_dump(),
+            **settings.model,
         )
     )
 
@@ -102,7 +93,7 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
     """Train in place, and give a row of progress now and then, the last one at the end.
 
     A row holds the steps taken, the largest graphs so far, the running loss in nats a response
-    token above the least possible, and the held-out reward, 0 until graphs are the task's.
+    token, and the held-out reward, 0 until graphs are the task's.
     """
     options, plan = settings.walk, settings.pretrain
     walks = heldout_and_train(options.model_copy(update={"train": 0}))[: plan.evaluate_walks]
@@ -149,16 +140,13 @@ def sampled_reward(model: Any, tokenizer: Any, walks: Sequence[Walk], lines: int
         pad_token_id=tokenizer.pad_token_id,
     )
     texts = tokenizer.batch_decode(found[:, padded.input_ids.shape[1] :], skip_special_tokens=True)
-    rewards = [
-        reward_of(walk.payload(lines), text) for walk, text in zip(walks, texts, strict=True)
-    ]
-    return sum(rewards) / len(rewards)
+    asked = [Prompt("", "", (0,), walk.payload(lines)) for walk in walks]
+    return fmean(map(reward, asked, texts))
 
 
-def _train_on(model: Any, optimizer: torch.optim.Optimizer, batch: Sequence[Example]) -> float:
-    """One step; the loss above the least, in nats a response token."""
-    start = len(batch[0].prompt)
-    tokens = torch.tensor([example.prompt + example.response for example in batch])
+def _train_on(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+    """One step; the loss in nats a response token."""
+    tokens, start = batch
     logits = _logits(model, tokens, start)
     targets = tokens[:, start:].to(logits.device)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -166,7 +154,7 @@ def _train_on(model: Any, optimizer: torch.optim.Optimizer, batch: Sequence[Exam
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss.detach()) - sum(example.least_loss for example in batch) / len(batch)
+    return float(loss.detach())
 
 
 def _logits(model: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
@@ -184,7 +172,7 @@ def _logits(model: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
 
 def _batch(
     draw: random.Random, tokenizer: Any, settings: StudySettings, nodes: int | None
-) -> list[Example]:
+) -> Batch:
     """Walks of one length: through graphs of at most so many nodes, or those of the task."""
     options, plan = settings.walk, settings.pretrain
     if nodes is None:
@@ -196,18 +184,9 @@ def _batch(
     length = (STEP_TOKENS + labels) * (size * degree + steps)
     count = max(1, min(plan.walks_per_step, plan.tokens_per_step // length))
     walks = [draw_walk(draw, options, size, degree, steps, labels) for _ in range(count)]
-    return _examples(walks, tokenizer)
-
-
-def _examples(walks: Sequence[Walk], tokenizer: Any) -> list[Example]:
-    texts = [text for walk in walks for text in (walk.prompt(), walk.response())]
+    texts = [f"{walk.prompt()} {walk.response()}" for walk in walks]
     ids = tokenizer(texts, add_special_tokens=False).input_ids
-    found = []
-    for walk, prompt, response in zip(walks, ids[::2], ids[1::2], strict=True):
-        choices = walk.choices()
-        least = sum(math.log(choices[line[0]]) for line in walk.lines) / len(response)
-        found.append(Example(prompt, response, least))
-    return found
+    return torch.tensor(ids), len(walks[0].prompt().split())
 
 
 def _optimizer(model: Any, plan: PretrainSettings) -> torch.optim.AdamW:

@@ -9,8 +9,8 @@ What to run is in study.toml.
   python examples/stability/study.py                    one GPU
   python examples/stability/study.py --scale tiny       any machine, to see that it works
 
-The results folder in the output folder then holds summary.md, curves.png and all metrics;
-`sparrow report` makes a page of it.
+The results folder in the output folder then holds summary.md and all metrics; `sparrow report`
+makes a page of it, with learning curves.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import plan_runs
 from graph_walk import save_prompts
 from pretraining import pretrain
 from study_settings import CALIBRATED, StudySettings
@@ -30,7 +29,8 @@ from summary import write_summary
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.options import exit_on_sigterm
-from sparrow_sglang.benchmarks.training.parallel_runs import RunFailed, RunPlan, run_all
+from sparrow_sglang.benchmarks.processes import ProcessFailed
+from sparrow_sglang.benchmarks.training.parallel_runs import RunPlan, run_all
 from sparrow_sglang.command_line import count
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.renamed import current_names
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"study: error: {error}", file=sys.stderr)
         return 2
-    except RunFailed as error:
+    except ProcessFailed as error:
         print(f"study: error: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -76,7 +76,7 @@ def study(settings: StudySettings, out: Path, parallel: int) -> None:
     results = out / "results"
     schedules = schedule_files(settings, results)
     # First of all, as a wrong setting of the runs must not be found after hours.
-    plans = plan_runs(settings, out / "model", schedules, out / "runs")
+    plans = settings.plan_runs(out / "model", schedules, out / "runs")
     _own(results / "settings.json", settings)
     model = make_model(settings, out)
     calibrate(settings, model, results)
@@ -102,7 +102,7 @@ def schedule_files(settings: StudySettings, results: Path) -> Mapping[str, Path]
 
 
 def calibrate(settings: StudySettings, model: Path, results: Path) -> None:
-    """Write the schedules that are missing; raises `RunFailed` if `sparrow calibrate` does."""
+    """Write the schedules that are missing; raises `ProcessFailed` if `sparrow calibrate` does."""
     plan, folder = settings.calibration, results / "schedules"
     if all(file.exists() for file in schedule_files(settings, results).values()):
         return
@@ -129,7 +129,7 @@ def calibrate(settings: StudySettings, model: Path, results: Path) -> None:
 def distil(
     settings: StudySettings, model: Path, schedules: Mapping[str, Path], results: Path
 ) -> None:
-    """What an adapter gains without any reinforcement learning; raises `RunFailed`."""
+    """What an adapter gains without any reinforcement learning; raises `ProcessFailed`."""
     result, plan = results / "distillation.json", settings.distillation
     if result.exists():
         return
@@ -158,7 +158,7 @@ def distil(
 def _run(what: str, module: Sequence[str], options: Mapping[str, Sequence[Any]]) -> None:
     words = [str(word) for option, values in options.items() for word in (option, *values)]
     if subprocess.run([sys.executable, "-m", *module, *words]).returncode:
-        raise RunFailed(f"{what} has failed; repeat the command to go on")
+        raise ProcessFailed(f"{what} has failed; repeat the command to go on")
 
 
 def collect(plans: Sequence[RunPlan], results: Path) -> None:

@@ -1,9 +1,10 @@
 """What the study may be told: one table of study.toml, checked before anything starts.
 
-In: a TOML file and the name of a scale. Out: `StudySettings`.
+In: a TOML file and the name of a scale. Out: `StudySettings`, and a plan per arm and seed.
 """
 
-import tomllib
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,8 +20,11 @@ from pydantic import (
     model_validator,
 )
 
+from sparrow_sglang.benchmarks.training.parallel_runs import RunPlan, merged
+from sparrow_sglang.config import read_toml
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.server_args import unknown_argument
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.validation import first_problem
 
 CALIBRATED = "calibrated-"
@@ -28,18 +32,6 @@ CALIBRATED = "calibrated-"
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ModelShape(_Section):
-    """A Qwen3 model with random weights."""
-
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: int = Field(ge=3)
-    """At least 3, as layers 0 and 1 are dense under every schedule."""
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
 
 
 class PretrainSettings(_Section):
@@ -55,7 +47,7 @@ class PretrainSettings(_Section):
     """Peak of the learning rate, which rises over `warmup_steps` and falls to a tenth."""
     warmup_steps: PositiveInt
     grow_below: PositiveFloat
-    """Loss above the least possible, in nats a token, at which the largest graphs double."""
+    """Loss, in nats a response token, at which the largest graphs double."""
     evaluate_every: PositiveInt
     """Steps between measurements of the reward, once graphs are those of the task."""
     evaluate_walks: PositiveInt
@@ -109,7 +101,8 @@ class StudySettings(_Section):
     """Runs at a time on each GPU."""
     arms: dict[str, Arm] = Field(min_length=1)
     walk: WalkOptions
-    model: ModelShape
+    model: dict[str, PositiveInt]
+    """Shapes of a Qwen3 model, as its config names them. Layers 0 and 1 are always dense."""
     pretrain: PretrainSettings
     calibration: CalibrationSettings
     distillation: DistillationSettings
@@ -133,17 +126,14 @@ class StudySettings(_Section):
                 f"pretrain.evaluate_lines={lines}: expected at most walk.steps={self.walk.steps}"
             )
         known = [f"{CALIBRATED}{target}" for target in self.calibration.targets]
-        used = {f"arms.{name}.schedule": arm.schedule for name, arm in self.arms.items()}
-        used |= {
-            f"distillation.schedules[{i}]": name
+        used = [(f"arms.{name}.schedule", arm.schedule) for name, arm in self.arms.items()]
+        used += [
+            (f"distillation.schedules[{i}]", name)
             for i, name in enumerate(self.distillation.schedules)
-        }
-        for field, schedule in used.items():
+        ]
+        for field, schedule in used:
             if schedule.startswith(CALIBRATED) and schedule not in known:
-                raise ValueError(
-                    f"{field}={schedule!r}: expected one of {', '.join(known)}, or another target"
-                    " among calibration.targets"
-                )
+                raise ValueError(f"{field}={schedule!r}: expected one of {', '.join(known)}")
         return self
 
     @property
@@ -157,10 +147,7 @@ class StudySettings(_Section):
 
         Raises `InputError`: the file cannot be read, or a key is unknown, missing or not allowed.
         """
-        try:
-            tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise InputError(f"{path}: cannot be read ({error}); expected a TOML file") from None
+        tables = read_toml(path)
         if scale not in tables:
             raise InputError(
                 f"--scale {scale}: {path} has no such table; it has {', '.join(tables)}"
@@ -169,3 +156,34 @@ class StudySettings(_Section):
             return cls.model_validate(tables[scale])
         except ValidationError as error:
             raise InputError(f"{path}: {first_problem(error, cls, prefix=scale)}") from None
+
+    def plan_runs(self, model: Path, schedules: Mapping[str, Path], runs: Path) -> list[RunPlan]:
+        """`sparrow train` configurations, the first seed of every arm before the second.
+
+        `schedules` are the files of the calibrated ones by the names that arms use. Raises
+        `InputError` if a setting of `train` is not allowed.
+        """
+        plans = []
+        for seed, (arm, how) in itertools.product(self.seeds, self.arms.items()):
+            server_args = dict(self.server_args)
+            if how.attention_backend:
+                server_args["attention_backend"] = how.attention_backend
+            ours = {
+                "run_dir": str(runs / f"{arm}-seed{seed}"),
+                "seed": seed,
+                "model": {"path": str(model)},
+                "task": {"name": "graph_walk:load", "options": self.walk.model_dump()},
+                "engine": {
+                    "schedule": str(schedules.get(how.schedule, how.schedule)),
+                    "server_args": server_args,
+                },
+                "rollout": {
+                    "max_prompt_tokens": self.walk.prompt_tokens(),
+                    "max_new_tokens": self.walk.response_tokens(),
+                },
+                "distill": {"enabled": how.distill},
+            }
+            values = merged(self.train, ours)
+            config = TrainConfig.parse(values, f"study.toml, arm {arm}")
+            plans.append(RunPlan(arm, seed, config, values))
+        return plans

@@ -1,7 +1,7 @@
-"""The runs of a study in one table and one picture.
+"""The runs of a study in one table.
 
-In: the metrics of each run. Out: summary.md, a row for each arm, and curves.png. `sparrow report`
-makes a page of the same folder.
+In: the metrics of each run. Out: summary.md, a row for each arm. `sparrow report` draws the same
+folder's learning curves.
 """
 
 import json
@@ -10,8 +10,6 @@ from itertools import accumulate
 from math import hypot
 from pathlib import Path
 from statistics import fmean, median
-
-from sparrow_sglang.benchmarks.training.learning_curves import curves_of, plot
 
 REWARD = "critic/score/mean"
 PASS_RATE = "eval/pass_rate"
@@ -29,7 +27,7 @@ Rows = Sequence[Mapping[str, float]]
 
 
 def write_summary(results: Path, arms: Mapping[str, Sequence[Path]]) -> None:
-    """Write summary.md and curves.png into `results`; `arms` are metrics files by arm."""
+    """Write summary.md into `results`; `arms` are metrics files by arm."""
     metrics = {
         arm: [[json.loads(line) for line in path.read_text("utf-8").splitlines()] for path in paths]
         for arm, paths in arms.items()
@@ -39,17 +37,6 @@ def write_summary(results: Path, arms: Mapping[str, Sequence[Path]]) -> None:
     lines = [[*rows[0]], rule, *([*row.values()] for row in rows)]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     (results / "summary.md").write_text(table, "utf-8")
-    bins = sorted({key for runs in metrics.values() for key in _bins(runs)})
-    shown = (REWARD, PASS_RATE, LENGTH, KL, *bins)
-    plot(
-        results / "curves.png",
-        [
-            {"schedule": arm, "curves": curves_of(rows, shown)}
-            for arm, runs in metrics.items()
-            for rows in runs
-        ],
-        shown,
-    )
 
 
 def arm_cells(arm: str, runs: Sequence[Rows]) -> dict[str, str]:

@@ -325,18 +325,13 @@ def check_schedule(
     }
 
 
-def _all_tails(tails: dict[int, Any]) -> dict[str, Any]:
+def _all_tails(tails: Tails) -> dict[str, Any]:
     """Every curve of the plot: budget -> bins with tail, interval and token count."""
+    names = {name: name for name in ("bin", "tokens", "tail")}
+    names |= {"low": "tail_low", "high": "tail_high"}
     return {
         str(budget): [
-            {
-                "bin": t.bin,
-                "tokens": t.tokens,
-                "tail": t.tail,
-                "low": t.tail_low,
-                "high": t.tail_high,
-            }
-            for t in bins.values()
+            {name: getattr(tail, field) for name, field in names.items()} for tail in bins.values()
         ]
         for budget, bins in sorted(tails.items())
     }

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from servers import free_port
 
-from sparrow_sglang.benchmarks.processes import ServerFailed, in_new_process, running_server
+from sparrow_sglang.benchmarks.processes import ProcessFailed, in_new_process, running_server
 
 SERVER = """
 import http.server, subprocess, sys, time
@@ -56,7 +56,7 @@ def test_a_server_is_waited_for_and_ends_with_its_workers(tmp_path: Path) -> Non
 
 def test_a_server_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
     code = "print('\\n'.join(f'line {i}' for i in range(100))); raise SystemExit('no such model')"
-    with pytest.raises(ServerFailed, match="ended with code 1") as failed:
+    with pytest.raises(ProcessFailed, match="ended with code 1") as failed:
         with running_server(
             [sys.executable, "-c", code], f"http://127.0.0.1:{free_port()}", tmp_path / "log"
         ):

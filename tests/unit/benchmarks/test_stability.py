@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import arms
 import graph_walk
 import pretraining
 import pytest
@@ -169,7 +168,7 @@ def test_every_run_is_an_ordinary_configuration(scale: str, tmp_path: Path) -> N
         f"calibrated-{target}": tmp_path / f"{target}.json"
         for target in settings.calibration.targets
     }
-    plans = arms.plan_runs(settings, tmp_path / "model", files, tmp_path / "runs")
+    plans = settings.plan_runs(tmp_path / "model", files, tmp_path / "runs")
     assert [(plan.arm, plan.seed) for plan in plans] == [
         (arm, seed) for seed in settings.seeds for arm in settings.arms
     ]
@@ -219,7 +218,7 @@ def test_a_study_that_is_asked_to_end_says_how_to_go_on(
 
 
 def test_a_run_is_complete_with_its_last_evaluation(tmp_path: Path) -> None:
-    plan = arms.plan_runs(tiny(arms={"dense": {"schedule": "dense"}}), tmp_path, {}, tmp_path)[0]
+    plan = tiny(arms={"dense": {"schedule": "dense"}}).plan_runs(tmp_path, {}, tmp_path)[0]
     assert not plan.is_complete()
     plan.config.run_dir.mkdir()
     file = plan.config.run_dir / "metrics.jsonl"
@@ -349,10 +348,6 @@ def test_the_summary_is_made_from_the_metrics_alone(tmp_path: Path) -> None:
     summary.write_summary(tmp_path, arms)
     lines = (tmp_path / "summary.md").read_text().splitlines()
     assert [line.split("|")[1].strip() for line in lines] == ["arm", "---", "dense", "small"]
-    import matplotlib.image
-
-    pixels = matplotlib.image.imread(tmp_path / "curves.png")
-    assert pixels[..., :3].std() > 0.01
 
 
 def test_the_committed_page_says_what_the_committed_runs_show(tmp_path: Path) -> None:
