@@ -6,7 +6,6 @@ accelerator and no network are needed.
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -190,7 +189,7 @@ def report(sparse: Answer, dense: Answer | None) -> None:
 
 
 def train() -> None:
-    """Three steps of GRPO from sparse rollouts; prints a line for each, and where the time went."""
+    """Three steps of GRPO from sparse rollouts; prints the line of `sparrow train` for each."""
     print(
         "\ntraining: three small steps of GRPO on the same model, from sparse rollouts; the task is"
         "\n  to use a given word in a story. The first line comes after about a minute",
@@ -198,8 +197,9 @@ def train() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as temporary:
         folder = Path(temporary)
-        settings, run, log_path = folder / TRAINING.name, folder / "run", folder / "train.log"
-        text = re.sub(r"(?m)^run_dir = .*$", f'run_dir = "{run}"', TRAINING.read_text("utf-8"))
+        settings, log_path = folder / TRAINING.name, folder / "train.log"
+        ours = f'run_dir = "{folder / "run"}"'
+        text = re.sub(r"(?m)^run_dir = .*$", ours, TRAINING.read_text("utf-8"))
         settings.write_text(text, "utf-8")
         with open(log_path, "wb") as log:
             trainer = subprocess.Popen(
@@ -218,24 +218,9 @@ def train() -> None:
                 raise DemoError(f"training failed:\n{log_end(log_path)}")
         finally:
             stop(trainer)
-        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    print(time_split(steps))
-
-
-def time_split(steps: list[dict[str, float]]) -> str:
-    """Share of each stage in the time of all steps, and what the tail means."""
-    total = sum(step["timing_s/step"] for step in steps)
-    shares = {
-        name: sum(step[f"timing_s/{name}"] for step in steps) / total
-        for name in ("rollout", "logprobs", "update", "sync")
-    }
-    split = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return (
-        f"time of a step    {total / len(steps):.1f} s: {split}"
-        f"\ntail              {steps[-1]['sparrow/accept_p05']:.2f}, the 5th percentile of the"
-        " acceptance rate; 0.86 is considered safe."
-        "\n                  A budget of 48 tokens is far too small, and chosen so that"
-        "\n                  responses this short leave something out"
+    print(
+        "p05 acceptance: the tail of the acceptance rate; 0.86 is considered safe. A budget of 48"
+        "\n  tokens is far too small, and chosen so that responses this short leave something out"
     )
 
 

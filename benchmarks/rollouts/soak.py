@@ -113,6 +113,8 @@ class Soaked:
         if answer is not None:
             self.counts["page_checks"] += 1
             self.counts["pages_checked"] += answer["pages"]
+            most = max(self.counts["most_pages_at_once"], answer["pages"])
+            self.counts["most_pages_at_once"] = most
 
     async def _call(self, method: str, **fields: Any) -> dict[str, Any] | None:
         try:

@@ -33,6 +33,13 @@ BAD_VALUES: dict[str, list[Any]] = {
     "regex": ["("],
 }
 
+LIMITS = {
+    "/generate": "max_new_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+}
+"""Routes, and what each calls the length of a response."""
+
 CLIENT_CLOSED = 499
 """SGLang's answer to a request that is aborted while it waits, to be decoded again too."""
 
@@ -121,24 +128,20 @@ class Load:
                 self.problems.append(f"{route}: a stream ended with {answer.text[-300:]}")
             return
         found = answer.json()
-        counts = (
-            sum(one["meta_info"]["completion_tokens"] for one in _listed(found))
-            if route == "/generate"
-            else found["usage"]["completion_tokens"]
-        )
-        self.tokens += counts
         if route == "/generate":
-            self.retractions += sum(
-                one["meta_info"].get("num_retractions", 0) for one in _listed(found)
-            )
-        if counts != _expected_tokens(route, body):
-            wanted = _expected_tokens(route, body)
-            self.problems.append(f"{route}: {counts} tokens instead of {wanted}")
+            listed = found if isinstance(found, list) else [found]
+            counts = sum(one["meta_info"]["completion_tokens"] for one in listed)
+            self.retractions += sum(one["meta_info"].get("num_retractions", 0) for one in listed)
+        else:
+            counts = found["usage"]["completion_tokens"]
+        self.tokens += counts
+        if counts != (expected := _expected_tokens(route, body)):
+            self.problems.append(f"{route}: {counts} tokens instead of {expected}")
 
     async def _aborted(self, http: httpx.AsyncClient, draw: random.Random) -> None:
         """A request that another one aborts, early or late."""
         rid = f"{draw.getrandbits(64):x}"
-        body = self._generate(draw) | {"rid": rid, "stream": False}
+        body = self._request(draw, "/generate")[1] | {"rid": rid, "stream": False}
         body["sampling_params"] |= {"max_new_tokens": self.traffic.aborted_tokens, "n": 1}
         waiting = asyncio.ensure_future(http.post("/generate", json=body))
         while not waiting.done():
@@ -178,7 +181,7 @@ class Load:
 
     def _bad(self, draw: random.Random) -> tuple[str, Any, str]:
         route, body = self._request(draw)
-        parameters = body["sampling_params"] if route == "/generate" else body
+        parameters = body.get("sampling_params", body)
         name = draw.choice([*BAD_VALUES, "json", "empty", "long", "vocabulary", "adapter", "top"])
         if name in BAD_VALUES:
             parameters[name] = draw.choice(BAD_VALUES[name])
@@ -208,30 +211,28 @@ class Load:
             body["input_ids" if route == "/generate" else "prompt"] = ids
         return route, body, name
 
-    def _request(self, draw: random.Random) -> tuple[str, dict[str, Any]]:
-        kind = draw.randrange(3)
-        if kind == 0:
-            return "/generate", self._generate(draw)
-        option = draw.choice(self.traffic.options)
-        body: dict[str, Any] = {
-            "model": draw.choice(self.traffic.models),
-            "max_tokens": self._new_tokens(draw),
+    def _request(self, draw: random.Random, route: str | None = None) -> tuple[str, dict[str, Any]]:
+        """A right request over one of the routes, and that route."""
+        route = route or draw.choice(list(LIMITS))
+        parameters: dict[str, Any] = {
+            LIMITS[route]: draw.randint(1, draw.choice(self.traffic.new_tokens)),
             "n": draw.choice([1, 1, 2]),
-            "stream": draw.random() < 0.5,
-            "logprobs": draw.choice([None, 1]) if kind == 1 else draw.random() < 0.5,
+            # Random weights end a text once in as many tokens as the vocabulary has.
             "ignore_eos": True,
         }
+        option = draw.choice(self.traffic.options)
         if option is not None:
-            body["custom_params"] = {"sparrow": {**option, "report": draw.random() < 0.5}}
-        prompt = self._prompt(draw)
-        if kind == 1:
-            return "/v1/completions", body | {"prompt": prompt}
-        return "/v1/chat/completions", body | {
-            "messages": [{"role": "user", "content": words(prompt)}]
-        }
-
-    def _new_tokens(self, draw: random.Random) -> int:
-        return draw.randint(1, draw.choice(self.traffic.new_tokens))
+            parameters["custom_params"] = {"sparrow": {**option, "report": draw.random() < 0.5}}
+        prompt, with_logprobs = self._prompt(draw), draw.random() < 0.5
+        body: dict[str, Any] = {"stream": draw.random() < 0.5}
+        if route == "/generate":
+            body |= {"sampling_params": parameters, "return_logprob": with_logprobs}
+            return route, body | {"input_ids": prompt}
+        body |= parameters | {"model": draw.choice(self.traffic.models)}
+        if route == "/v1/completions":
+            return route, body | {"prompt": prompt, "logprobs": 1 if with_logprobs else None}
+        messages = [{"role": "user", "content": words(prompt)}]
+        return route, body | {"messages": messages, "logprobs": with_logprobs}
 
     def _prompt(self, draw: random.Random) -> list[int]:
         """Half of the prompts begin as others do, so that the prefix cache is used."""
@@ -239,35 +240,12 @@ class Load:
         own = draw.randint(1, draw.choice(self.traffic.prompt_tokens))
         return shared + draw.choices(self.traffic.vocabulary, k=own)
 
-    def _generate(self, draw: random.Random) -> dict[str, Any]:
-        option = draw.choice(self.traffic.options)
-        parameters: dict[str, Any] = {
-            "max_new_tokens": self._new_tokens(draw),
-            "n": draw.choice([1, 1, 2]),
-            # Random weights end a text once in as many tokens as the vocabulary has.
-            "ignore_eos": True,
-        }
-        if option is not None:
-            parameters["custom_params"] = {"sparrow": option}
-        return {
-            "input_ids": self._prompt(draw),
-            "sampling_params": parameters,
-            "return_logprob": draw.random() < 0.5,
-            "stream": draw.random() < 0.5,
-        }
-
 
 def words(ids: list[int]) -> str:
     """Text that a tokenizer of `save_word_tokenizer` makes these ids of."""
     return " ".join(f"w{token}" for token in ids)
 
 
-def _listed(answer: Any) -> list[dict[str, Any]]:
-    return answer if isinstance(answer, list) else [answer]
-
-
 def _expected_tokens(route: str, body: dict[str, Any]) -> int:
-    if route == "/generate":
-        parameters = body["sampling_params"]
-        return int(parameters["max_new_tokens"] * parameters["n"])
-    return int(body["max_tokens"] * body["n"])
+    parameters = body.get("sampling_params", body)
+    return int(parameters[LIMITS[route]] * parameters["n"])

@@ -3,9 +3,7 @@
 `python -m sparrow_sglang.benchmarks.training.train_memory` runs it.
 
 One sequence through forward, backward and optimizer step of the dense policy, and through a step of
-a rollout adapter, in the shape of a real model with random weights. Before that, the policy's
-log-probs are compared with those of the stock transformers forward, so that what is timed is also
-what is meant.
+a rollout adapter, in the shape of a real model with random weights.
 """
 
 import gc
@@ -34,7 +32,6 @@ from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError, load_schedule
 
 PROMPT_TOKENS = 64
-CHECKED_TOKENS = 1024
 GIB = 2**30
 
 DESCRIPTION = """\
@@ -61,30 +58,6 @@ def new_model(config: Path, dtype: str, device: str) -> PreTrainedModel:
 def random_sequence(vocab_size: int, tokens: int) -> TokenSequence:
     ids = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens))
     return ids[:PROMPT_TOKENS].tolist(), ids[PROMPT_TOKENS:].tolist()
-
-
-@torch.no_grad()
-def stock_logprobs(model: PreTrainedModel, sequence: TokenSequence, autocast: bool) -> torch.Tensor:
-    """Log-probs of the response by a stock forward and a log-softmax over all logits."""
-    prompt, response = sequence
-    ids = torch.tensor([[*prompt, *response]], device=model.device)
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    picked = torch.log_softmax(logits.float(), 1).gather(1, ids[0, len(prompt) :, None])
-    return picked.squeeze(1).cpu()
-
-
-def logprob_error(config: Path, device: str) -> dict[str, float]:
-    """Distance from a stock forward in fp32: of ours, and of a stock forward in bf16 autocast."""
-    model = new_model(config, "float32", device).eval()
-    sequence = random_sequence(model.config.vocab_size, CHECKED_TOKENS)
-    exact = stock_logprobs(model, sequence, autocast=False)
-    rounded = stock_logprobs(model, sequence, autocast=True)
-    ours = DensePolicy(model, ModelConfig(), OptimizerConfig(), device).score([sequence])[0]
-    errors = {"ours": (ours - exact).abs(), "stock_bf16": (rounded - exact).abs()}
-    return {f"{name}_max": float(error.max()) for name, error in errors.items()} | {
-        f"{name}_mean": float(error.mean()) for name, error in errors.items()
-    }
 
 
 def measure(
@@ -160,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_out(parser, args.out)
     require_cuda(parser, 80, "one training step")
     shapes = MODELS / args.model
-    results = Results(args.out, model=args.model, logprob_error=logprob_error(shapes, "cuda"))
+    results = Results(args.out, model=args.model)
     for dtype, tokens in product(args.dtypes, args.tokens):
         gc.collect()
         torch.cuda.empty_cache()

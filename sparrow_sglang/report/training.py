@@ -3,7 +3,6 @@
 In: the folder of a run, as `sparrow train` writes it. Out: a `Section`.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,60 @@ _STEP_COLUMNS = {
     "tokens/s": "sparrow/rollout_tokens_per_s",
     "seconds": "timing_s/step",
 }
+
+# Title, unit, label of each metric (none: the tails by position) and a note.
+_CHARTS: tuple[tuple[str, str, dict[str, str], str], ...] = (
+    (
+        "Reward",
+        "mean reward",
+        {"critic/score/mean": "training", "eval/pass_rate": "held out, dense"},
+        "Dotted vertical lines: another schedule.",
+    ),
+    (
+        "Response length",
+        "tokens",
+        {"response_length/mean": "mean", "response_length/max": "longest"},
+        "",
+    ),
+    (
+        "Entropy",
+        "nats",
+        {ENTROPY: "dense policy"},
+        f"Per token. An alarm where its mean over {WINDOW} steps is below {FALL:g} of that of the"
+        f" first {WINDOW} while the tail is above theirs.",
+    ),
+    (
+        "Acceptance rate of the rollouts",
+        "acceptance rate",
+        {"sparrow/accept_p05": "5th percentile", "sparrow/accept_mean": "mean"},
+        "Exact, from both whole distributions of measured tokens.",
+    ),
+    (
+        "Tail by position",
+        "acceptance rate",
+        {},
+        f"5th percentile. Bins of {BIN_TOKENS:,} positions, named by their first one.",
+    ),
+    (
+        "Rollout throughput",
+        "tokens/s",
+        {"sparrow/rollout_tokens_per_s": "rollout"},
+        "Response tokens over the seconds of the rollout.",
+    ),
+    (
+        "KV tokens per generated token",
+        "KV tokens",
+        {"sparrow/kv_tokens_cached": "cached", "sparrow/kv_tokens_read": "read"},
+        "What a sparse layer reads of what is cached of the sequence, mean over steps.",
+    ),
+    (
+        "Rollout against dense policy",
+        "nats per token",
+        {"rollout_corr/k3_kl": "KL", "sparrow/distill_kl": "KL that DistillSparse lowers"},
+        "KL(rollout ‖ dense), estimated from sampled tokens (rollout_corr/k3_kl).",
+    ),
+)
+_FROM_ZERO = ("tokens", "nats", "tokens/s", "KV tokens")
 
 
 def training_section(folder: Path) -> Section:
@@ -100,101 +153,27 @@ def _figures(run: RunFiles) -> list[Figure]:
     """A figure for each group of metrics that the run has."""
     limit = run.config.get("rollout", {}).get("max_new_tokens")
     target = run.config.get("ladder", {}).get("target")
-    limits = [(f"limit {limit:,}", limit)] if limit else []
-    targets = [(f"target {target:g}", target)] if target else []
+    levels = {
+        "tokens": [(f"limit {limit:,}", limit)] if limit else [],
+        "acceptance rate": [(f"target {target:g}", target)] if target else [],
+    }
     moves = _moves(run)
     names = {name for row in run.rows for name in row if name.startswith(_TAIL_OF_BIN)}
     bins = sorted(int(name.removeprefix(_TAIL_OF_BIN)) for name in names)
-    tails_by_bin = {
-        f"{_TAIL_OF_BIN}{index}": (f"{index * BIN_TOKENS:,}+", colour)
-        for index, colour in zip(bins, ramp(len(bins)), strict=True)
-    }
-
-    def figure(
-        title: str,
-        unit: str,
-        metrics: Mapping[str, tuple[str, str]],
-        note: str = "",
-        levels: Sequence[tuple[str, float]] = (),
-        from_zero: bool = False,
-    ) -> list[Figure]:
-        lines = [run.line(name, *drawn) for name, drawn in metrics.items() if run.has(name)]
-        chart = Chart(title, "step", unit, lines, levels, moves, from_zero=from_zero)
-        return [Figure(chart, note)] if lines else []
-
-    return [
-        *figure(
-            "Reward",
-            "mean reward",
-            {
-                "critic/score/mean": ("training", PALETTE[0]),
-                "eval/pass_rate": ("held out, dense", PALETTE[1]),
-            },
-            "Dotted vertical lines: another schedule." if moves else "",
-        ),
-        *figure(
-            "Response length",
-            "tokens",
-            {
-                "response_length/mean": ("mean", PALETTE[0]),
-                "response_length/max": ("longest", PALETTE[1]),
-            },
-            levels=limits,
-            from_zero=True,
-        ),
-        *figure(
-            "Entropy",
-            "nats per token",
-            {ENTROPY: ("dense policy", PALETTE[0])},
-            f"An alarm where its mean over {WINDOW} steps is below {FALL:g} of that of the first"
-            f" {WINDOW} while the tail is above theirs.",
-            from_zero=True,
-        ),
-        *figure(
-            "Acceptance rate of the rollouts",
-            "acceptance rate",
-            {
-                "sparrow/accept_p05": ("5th percentile", PALETTE[0]),
-                "sparrow/accept_mean": ("mean", PALETTE[2]),
-            },
-            "Exact, from both whole distributions of measured tokens.",
-            targets,
-        ),
-        *figure(
-            "Tail by position",
-            "5th percentile",
-            tails_by_bin,
-            f"Bins of {BIN_TOKENS:,} positions, named by their first one.",
-            targets,
-        ),
-        _time(run),
-        *figure(
-            "Rollout throughput",
-            "tokens/s",
-            {"sparrow/rollout_tokens_per_s": ("rollout", PALETTE[0])},
-            "Response tokens over the seconds of the rollout.",
-            from_zero=True,
-        ),
-        *figure(
-            "KV tokens per generated token",
-            "tokens",
-            {
-                "sparrow/kv_tokens_cached": ("cached", PALETTE[7]),
-                "sparrow/kv_tokens_read": ("read", PALETTE[0]),
-            },
-            "What a sparse layer reads of what is cached of the sequence, mean over steps.",
-            from_zero=True,
-        ),
-        *figure(
-            "Rollout against dense policy",
-            "nats per token",
-            {
-                "rollout_corr/k3_kl": ("KL", PALETTE[0]),
-                "sparrow/distill_kl": ("KL that DistillSparse lowers", PALETTE[3]),
-            },
-            "KL(rollout ‖ dense), estimated from sampled tokens (rollout_corr/k3_kl).",
-        ),
-    ]
+    tails = {f"{_TAIL_OF_BIN}{index}": f"{index * BIN_TOKENS:,}+" for index in bins}
+    figures = []
+    for title, unit, metrics, note in _CHARTS:
+        is_by_bin = not metrics
+        labels = {name: text for name, text in (metrics or tails).items() if run.has(name)}
+        colours = ramp(len(labels)) if is_by_bin else PALETTE
+        lines = [
+            run.line(name, text, colour)
+            for (name, text), colour in zip(labels.items(), colours, strict=False)
+        ]
+        chart = Chart(title, "step", unit, lines, levels.get(unit, ()), moves,
+                      from_zero=unit in _FROM_ZERO)  # fmt: skip
+        figures += [Figure(chart, note)] if lines else []
+    return [*figures, _time(run)]
 
 
 def _time(run: RunFiles) -> Figure:
