@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.benchmarks.result_files import ROOT, load_runs
+from sparrow_sglang.report.charts import PALETTE
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import Pair, dense_backends, model_size, pair_rows
@@ -33,9 +34,7 @@ LENGTHS = (4096, 8192, 16384, 32768)
 
 LIGHT = {"ink": "#1f2328", "rule": "#d1d9e0", "fill": "#e6eaef"}
 DARK = {"ink": "#e6edf3", "rule": "#3d444d", "fill": "#2a313c"}
-# Between black and white in lightness, to be told from both.
-LINES = ("#3f7fce", "#c4691c", "#2f8f6b", "#8a63c9", "#c9504f", "#2389a3")
-ALWAYS, CHOSEN = "#c4691c", "#3f7fce"
+CHOSEN, ALWAYS = PALETTE[:2]
 
 Theme = Mapping[str, str]
 
@@ -87,7 +86,7 @@ def draw_speedup(points: Sequence[Point], device: str, theme: Theme) -> Any:
         max(values) for values in zip(*((p.speedup, p.context) for p in points), strict=True)
     )
     heights = _apart([line[-1].speedup for line in lines], gap=0.07 * (top - 0.8))
-    for colour, line, height in zip(LINES, lines, heights, strict=False):
+    for colour, line, height in zip(PALETTE, lines, heights, strict=False):
         axes.plot(
             [point.context for point in line], [point.speedup for point in line],
             "o-", color=colour, linewidth=2.4, markersize=7,

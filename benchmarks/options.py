@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 from sparrow_sglang.command_line import OneLineParser
+from sparrow_sglang.schedule import PAGE_SIZE
 
 MODELS = Path(__file__).parent / "models"
 """Folders with the shapes of models, by name."""
@@ -40,6 +41,21 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="further arguments of sglang.Engine, e.g. '{\"disable_prefill_cuda_graph\": true}'",
     )
+
+
+def engine_settings(
+    model: Path | str, has_weights: bool, backend: str, schedule: str | None
+) -> dict[str, Any]:
+    """What all benchmarks tell `sglang.Engine`; `schedule` is None for a dense backend."""
+    settings: dict[str, Any] = {
+        "model_path": str(model),
+        "load_format": "auto" if has_weights else "dummy",
+        "skip_tokenizer_init": True,
+        "attention_backend": backend,
+        "page_size": PAGE_SIZE,
+        "log_level": "error",
+    }
+    return settings | ({"sparrow_schedule": schedule} if schedule else {})
 
 
 def known_models() -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from sparrow_sglang.benchmarks.options import (
     MODELS,
     benchmark_parser,
+    engine_settings,
     prepare_out,
     require_cuda,
     settings,
@@ -82,19 +83,14 @@ def measure(options: argparse.Namespace) -> Results:
     import sglang
 
     shapes = MODELS / options.model
-    arguments: dict[str, Any] = {
-        "model_path": str(shapes) if shapes.is_dir() else options.model,
-        "load_format": "dummy" if shapes.is_dir() else "auto",
-        "skip_tokenizer_init": True,
-        "attention_backend": "sparrow",
-        "sparrow_schedule": options.schedule,
+    known = shapes.is_dir()
+    model = shapes if known else options.model
+    arguments = engine_settings(model, not known, "sparrow", options.schedule) | {
         "sparrow_audit_rate": options.rate,
-        "page_size": PAGE_SIZE,
         "max_running_requests": options.concurrency,
         "cuda_graph_max_bs_decode": options.concurrency,
         # Capturing prefill takes minutes, and the load is decode.
         "disable_prefill_cuda_graph": True,
-        "log_level": "error",
     }
     results = Results(options.out, settings=settings(options))
     with sglang.Engine(**arguments) as engine:

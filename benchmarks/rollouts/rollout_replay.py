@@ -12,6 +12,7 @@ from typing import Any
 from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
     benchmark_parser,
+    engine_settings,
     prepare_out,
     require_cuda,
 )
@@ -50,18 +51,8 @@ def engine_defaults(
     compared: Comparison, side: Side, requests: Sequence[Request], on_gpu: bool
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine` for one side: SGLang's own but for sizes and the backend."""
-    arguments: dict[str, Any] = {
-        "model_path": str(compared.path),
-        "load_format": "auto" if compared.has_weights else "dummy",
-        "skip_tokenizer_init": True,
-        "attention_backend": side.backend,
-        "page_size": PAGE_SIZE,
-        "max_running_requests": len(requests),
-        "incremental_streaming_output": True,
-        "log_level": "error",
-    }
-    if side.schedule is not None:
-        arguments["sparrow_schedule"] = side.schedule
+    arguments = engine_settings(compared.path, compared.has_weights, side.backend, side.schedule)
+    arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
     if on_gpu:
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
     # In plain torch, float32 is the fast path; all sequences fit, each with a page to spare.

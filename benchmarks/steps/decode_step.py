@@ -20,6 +20,7 @@ from sparrow_sglang.benchmarks.options import (
     MODELS,
     add_engine_arguments,
     benchmark_parser,
+    engine_settings,
     known_models,
     prepare_out,
     require_cuda,
@@ -141,23 +142,16 @@ def run_engine(
     torch.cuda.empty_cache()
     shape = model_shape(model)
     largest_batch = max(len(batch_lengths(case)) for case in options.cases)
-    arguments: dict[str, Any] = {
-        "model_path": str(MODELS / model),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "attention_backend": backend,
-        "page_size": PAGE_SIZE,
+    schedule = load_schedule(schedule_name, PAGE_SIZE) if backend == "sparrow" else None
+    served = schedule_name if schedule else None
+    arguments = engine_settings(MODELS / model, False, backend, served)
+    arguments |= {
         "context_length": CONTEXT,
         "mem_fraction_static": options.memory_fraction,
         "cuda_graph_max_bs_decode": largest_batch,
         "max_running_requests": largest_batch,
-        "log_level": "error",
         **engine_arguments(options.engine_args),
     }
-    schedule = None
-    if backend == "sparrow":
-        arguments["sparrow_schedule"] = schedule_name
-        schedule = load_schedule(schedule_name, PAGE_SIZE)
     rows = []
     with sglang.Engine(**arguments) as engine:
         for case in options.cases:
@@ -166,7 +160,7 @@ def run_engine(
             row = {"model": model, "backend": backend, "case": case}
             row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
             row |= {
-                "schedule": schedule_name if schedule else None,
+                "schedule": served,
                 "bytes": bytes_read,
                 "bandwidth_tb_s": bandwidth / 1e12,
                 "floor_ms": bytes_read / bandwidth * 1e3,
