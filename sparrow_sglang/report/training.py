@@ -34,7 +34,7 @@ _CHARTS: tuple[tuple[str, str, dict[str, str], str], ...] = (
         "Reward",
         "mean reward",
         {"critic/score/mean": "training", "eval/pass_rate": "held out, dense"},
-        "Dotted vertical lines: another schedule.",
+        "",
     ),
     (
         "Response length",
@@ -158,6 +158,7 @@ def _figures(run: RunFiles) -> list[Figure]:
         "acceptance rate": [(f"target {target:g}", target)] if target else [],
     }
     moves = _moves(run)
+    moved = " Dotted vertical lines: another schedule." if moves else ""
     names = {name for row in run.rows for name in row if name.startswith(_TAIL_OF_BIN)}
     bins = sorted(int(name.removeprefix(_TAIL_OF_BIN)) for name in names)
     tails = {f"{_TAIL_OF_BIN}{index}": f"{index * BIN_TOKENS:,}+" for index in bins}
@@ -172,7 +173,7 @@ def _figures(run: RunFiles) -> list[Figure]:
         ]
         chart = Chart(title, "step", unit, lines, levels.get(unit, ()), moves,
                       from_zero=unit in _FROM_ZERO)  # fmt: skip
-        figures += [Figure(chart, note)] if lines else []
+        figures += [Figure(chart, (note + moved).strip())] if lines else []
     return [*figures, _time(run)]
 
 
