@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +22,20 @@ from sparrow_sglang.calibration.prompts import (
     read_prompts,
     tokenizer_of,
 )
+from sparrow_sglang.calibration.rule import RuleChoice
 from sparrow_sglang.calibration.store import WorkFolder
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.tail import BIN_TOKENS
 from sparrow_sglang.models import model_folder, model_problem, path_problem
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import NAME, BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
 DEFAULT_TARGET = 0.86
+PUBLISHED = "published"
+CALIBRATED = "calibrated"
+RULES = (PUBLISHED, CALIBRATED)
 # Steps of a half to a third, from what an 8K model needs to what a 40K model needs.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288)
 SHORT_CONTEXT = 16384
@@ -43,10 +49,12 @@ class Job:
     Attributes:
         bin_tokens: positions per bin.
         settings: what the measurements depend on.
+        folder: where they are kept.
         engine_args: for `sglang.Engine`.
         targets: tails to hold, one of each schedule.
         schedules: those to check; none to calibrate some.
         out: the file to write; of several schedules, their common name.
+        rule: the selection rule of the schedules to come; None for the published one.
         options: of the command line: min_tokens, batch, new_tokens.
     """
 
@@ -59,12 +67,18 @@ class Job:
     prompts: list[Prompt]
     units: list[Unit]
     settings: dict[str, Any]
-    work: WorkFolder
+    folder: Path
     engine_args: dict[str, Any]
     targets: list[float]
     schedules: list[BudgetSchedule]
     out: Path
     options: argparse.Namespace
+    rule: RuleChoice | None = None
+
+    @cached_property
+    def work(self) -> WorkFolder:
+        """The finished units. Raises `CalibrationError` if the folder holds other settings."""
+        return WorkFolder(self.folder, self.settings)
 
     @property
     def files(self) -> dict[Path, float]:
@@ -98,7 +112,8 @@ def calibration_job(args: argparse.Namespace) -> Job:
     prompts = load_prompts(args, model_path, context, bin_tokens, "calibration")
     units = units_of_work(prompts, arms, args.samples, args.new_tokens, context)
     settings = settings_of(args, model_path, prompts, context) | {"budgets": budgets}
-    folder = args.work or out.parent / f"{model}-page{args.page_size}.calibration"
+    suffix = "" if args.rule == PUBLISHED else f"-{args.rule}"
+    folder = args.work or out.parent / f"{model}-page{args.page_size}{suffix}.calibration"
     whole = -(-context // args.page_size) * args.page_size
     return Job(
         model=model,
@@ -110,7 +125,7 @@ def calibration_job(args: argparse.Namespace) -> Job:
         prompts=prompts,
         units=units,
         settings=settings,
-        work=WorkFolder(folder, settings),
+        folder=folder,
         engine_args=_engine_args(args, context, args.page_size, f"fixed-{whole}"),
         targets=targets,
         schedules=[],
@@ -142,6 +157,7 @@ def check_job(args: argparse.Namespace) -> Job:
     settings = settings_of(args, model_path, prompts, context) | {
         "schedules": [
             [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers]
+            + ([s.selection.model_dump()] if s.selection != SelectionRule() else [])
             for s in schedules
         ]
     }
@@ -156,7 +172,7 @@ def check_job(args: argparse.Namespace) -> Job:
         prompts=prompts,
         units=units,
         settings=settings,
-        work=WorkFolder(args.work or first.with_suffix(".check"), settings),
+        folder=args.work or first.with_suffix(".check"),
         engine_args=_engine_args(args, context, page_size, ",".join(map(str, args.check))),
         targets=targets,
         schedules=schedules,

@@ -5,8 +5,9 @@ was decoded sparsely. A unit of work is one sample of one prompt under one arm.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,24 @@ import numpy as np
 from sparrow_sglang.calibration.choice import CalibrationError, Tokens
 from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
+from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin.exact_acceptance import comparing_request, exact_rates, record_into
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode: `options` are the request's options for sparrow, `schedule` its effect."""
+    """One way to decode: `options` are the request's options for sparrow, `schedule` its effect.
+
+    A `switched` schedule must be made the active one first, as requests cannot ask for it.
+    """
 
     schedule: BudgetSchedule
     options: dict[str, Any]
+    switched: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,29 @@ class Unit:
     new_tokens: int
 
 
-def fixed_arm(tokens: int, page_size: int) -> Arm:
-    """A fixed budget, asked for per request, so that all budgets run in one batch."""
-    return Arm(BudgetSchedule.fixed(tokens, page_size), {"kv_budget_tokens": tokens})
+def fixed_arm(
+    tokens: int,
+    page_size: int,
+    selection: SelectionRule | None = None,
+    dense_layers: Sequence[int] = (0, 1),
+) -> Arm:
+    """A fixed budget, asked for per request, so that all budgets run in one batch.
+
+    `selection` and `dense_layers` are those of the engine's schedule; None is the published rule.
+    """
+    fields = BudgetSchedule.fixed(tokens, page_size).model_dump()
+    fields |= {"selection": selection or SelectionRule(), "dense_layers": tuple(dense_layers)}
+    return Arm(BudgetSchedule(**fields), {"kv_budget_tokens": tokens})
 
 
 def schedule_arm(schedule: BudgetSchedule) -> Arm:
     """A schedule that the server has loaded under its name."""
     return Arm(schedule, {"schedule": schedule.name})
+
+
+def switched_arm(schedule: BudgetSchedule) -> Arm:
+    """A schedule that the server has not loaded."""
+    return Arm(schedule, {}, switched=True)
 
 
 def units_of_work(
@@ -78,27 +100,40 @@ def measure(
 ) -> None:
     """Measure the units that `work` does not hold yet, `batch` at a time.
 
-    `target` is an `sglang.Engine` that records at least `batch` generations. Raises
-    `CalibrationError` if the server dies or refuses, or the disk is full; every batch before is
-    kept.
+    `target` is an `sglang.Engine` that records at least `batch` generations. Units under one
+    switched schedule follow each other. Raises `CalibrationError` if the server dies or refuses, or
+    the disk is full; every batch before is kept.
     """
     done = work.load().keys()
     open_units = [unit for unit in units if unit.number not in done]
-    progress.advance(len(units) - len(open_units))
-    for start in range(0, len(open_units), batch):
-        group = open_units[start : start + batch]
+    finished = len(units) - len(open_units)
+    progress.advance(finished)
+    active: BudgetSchedule | None = None
+    for group in _batches(open_units, batch):
         try:
-            progress.where = f"{len(units) - len(open_units) + start}/{len(units)} measured, "
+            arm = group[0].arm
+            if arm.switched and arm.schedule != active:
+                set_schedule(target, arm.schedule)
+                active = arm.schedule
+            progress.where = f"{finished}/{len(units)} measured, "
             measured = _measure_batch(target, group, progress)
         # An engine whose loop was stopped because a process of it died is no EndpointError.
         except RuntimeError as error:
-            finished = len(units) - len(open_units) + start
             raise CalibrationError(
                 f"the engine failed ({error}); {finished} of {len(units)} generations are kept in"
                 f" {work.path}: repeat the command to go on from there"
             ) from error
         work.add(measured)
+        finished += len(group)
         progress.advance(len(group))
+
+
+def _batches(units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
+    """Up to `size` units each, of one switched schedule or of none."""
+    for _, group in groupby(units, lambda unit: unit.arm.switched and unit.arm.schedule.name):
+        together = list(group)
+        for start in range(0, len(together), size):
+            yield together[start : start + size]
 
 
 def tokens_by_arm(units: Sequence[Unit], work: WorkFolder) -> dict[str, list[Tokens]]:
@@ -138,6 +173,7 @@ def _measure_batch(target: Any, units: Sequence[Unit], progress: Progress) -> li
 
 def _request(unit: Unit, slot: int) -> dict[str, Any]:
     prompt = list(unit.prompt.input_ids)
+    options = {"sparrow": unit.arm.options} if unit.arm.options else {}
     return {
         "input_ids": prompt,
         "sampling_params": {
@@ -146,7 +182,7 @@ def _request(unit: Unit, slot: int) -> dict[str, Any]:
             "top_p": 1.0,
             "top_k": -1,
             "max_new_tokens": unit.new_tokens,
-            "custom_params": {"sparrow": unit.arm.options} | record_into(slot, len(prompt)),
+            "custom_params": options | record_into(slot, len(prompt)),
         },
     }
 

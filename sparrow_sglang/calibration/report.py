@@ -24,6 +24,7 @@ from sparrow_sglang.calibration.choice import (
 )
 from sparrow_sglang.calibration.job import Job, origin
 from sparrow_sglang.calibration.measure import tokens_by_arm
+from sparrow_sglang.calibration.rule import RuleChoice
 from sparrow_sglang.calibration.store import WorkFolder
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail
 from sparrow_sglang.schedule import BudgetSchedule
@@ -57,6 +58,7 @@ def write_schedules(job: Job) -> Iterator[str]:
                     context=job.context,
                     min_tokens=min_tokens,
                     origin=evidence,
+                    rule=job.rule,
                 )
             except CalibrationError as error:
                 failures.append(str(error))
@@ -96,6 +98,7 @@ def make_schedule(
     context: int,
     min_tokens: int,
     origin: Mapping[str, Any],
+    rule: RuleChoice | None = None,
 ) -> BudgetSchedule:
     """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
 
@@ -109,7 +112,12 @@ def make_schedule(
     if not any(choice.basis == "measured" for choice in choices):
         raise CalibrationError(_nothing_holds(tails, target, num_bins, bin_tokens, min_tokens))
     rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
+    fields: dict[str, Any] = {}
+    if rule is not None:
+        fields = {"selection": rule.selection, "dense_layers": rule.dense_layers}
+        rest["selection"] = rule.evidence
     return BudgetSchedule(
+        **fields,
         name=name,
         page_size=page_size,
         bin_tokens=bin_tokens,

@@ -13,11 +13,15 @@ from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.engine import measure_missing
 from sparrow_sglang.calibration.job import (
     DEFAULT_TARGET,
+    PUBLISHED,
+    RULES,
     calibration_job,
     check_job,
     require_files,
 )
 from sparrow_sglang.calibration.report import write_check, write_schedules
+from sparrow_sglang.calibration.rule import describe_rule
+from sparrow_sglang.calibration.rule_job import with_chosen_rule
 from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME
 from sparrow_sglang.plugin.server_args import engine_arguments
@@ -27,6 +31,7 @@ EPILOG = """\
 examples:
   sparrow calibrate --target 0.75 0.86 0.92         the small model that comes along, three targets
   sparrow calibrate --model-path M --prompts prompts.jsonl --target 0.86 --out m-0.86.json
+  sparrow calibrate --rule calibrated --target 0.86         page selection measured for the model
   sparrow calibrate --model-path M --check m-0.86.json      do fresh prompts and samples hold it?
 
 A killed run goes on where it stopped when the command is repeated; another --target costs a second.
@@ -55,6 +60,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--check", nargs="+", metavar="SCHEDULE", help="measure these schedule files instead")
     add("--work", type=Path, help="folder of measurements, to resume from; default: beside --out")
     add("--budgets", type=int, nargs="+", help="KV budgets in tokens; default: 128 to 12288")
+    add(
+        "--rule",
+        choices=RULES,
+        default=PUBLISHED,
+        help="how pages are selected: as published, with the same budget in each layer (default);"
+        " or calibrated: int4 landmarks, layer budgets and dense layers measured for the model",
+    )
     add("--page-size", type=int, choices=PAGE_SIZES, default=PAGE_SIZE, help="default 16")
     add("--bin-tokens", type=int, help="default about 2000; 1024 up to a context of 16384")
     add("--new-tokens", type=at_least(2), default=128, help="per generation, at most (default 128)")
@@ -79,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
     require_files(args)
     args.engine_args = engine_arguments(args.engine_args)
     job = check_job(args) if args.check else calibration_job(args)
+    if args.rule != PUBLISHED and not args.check:
+        job = with_chosen_rule(job)
+        assert job.rule is not None
+        print(f"{describe_rule(job.rule)}\n")
     measure_missing(job)
     if not args.check:
         for line in write_schedules(job):

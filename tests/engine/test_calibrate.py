@@ -252,3 +252,23 @@ def test_wrong_options_are_one_error(
     assert cli.main(argv) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith("sparrow calibrate: error: ") and message in line
+
+
+def test_a_rule_is_measured_with_its_schedule(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = command(model, write_prompts(tmp_path / "p.jsonl", 0), *BUDGETS)
+    words += ["--rule", "calibrated", "--target", "0.75", "--out", str(tmp_path / "m.json")]
+    assert cli.main(words) == 0
+    schedule = BudgetSchedule.from_json(tmp_path / "m.json")
+    rule, evidence = schedule.selection, schedule.provenance["selection"]
+    assert (rule.landmark_tokens, rule.landmark_bits, rule.group_score) == (4, 4, "best_head")
+    assert rule.layer_weights is not None
+    assert len(rule.layer_weights) == len(evidence["sensitivity"]) == 4
+    assert schedule.dense_layers == () and schedule.calibrated
+    # Everything lies in the work folder, so nothing is measured again.
+    monkeypatch.setattr(engine, "running_engine", None)
+    words[words.index("0.75")] = "0.8"
+    assert cli.main(words) == 0
+    again = BudgetSchedule.from_json(tmp_path / "m.json")
+    assert (again.selection, again.tail_target) == (rule, 0.8)

@@ -1,0 +1,208 @@
+"""Choosing a selection rule for a model: how layers share the budget, and which layers stay dense.
+
+In: what each layer costs when it alone is sparse, and tails with some layers dense. Out: a
+`SelectionRule` and dense layers, with the evidence. Pure arithmetic.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparrow_sglang.calibration.choice import Tokens
+from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
+
+CONFIDENCE = 0.95
+LANDMARK_TOKENS = 4
+MOST_DENSE = 2
+# Of the context: what the sparse layer reads while sensitivities are measured, and what all layers
+# read on average while sets of dense layers are compared.
+SENSITIVITY_SHARE = 16
+DENSE_SHARE = 8
+# Below this a measured cost is noise, and a layer would be left with nothing but recent pages.
+_LEAST_SENSITIVITY = 1e-4
+
+
+@dataclass(frozen=True)
+class RuleChoice:
+    """The rule that was chosen; `evidence` is what a schedule's provenance says about it."""
+
+    selection: SelectionRule
+    dense_layers: tuple[int, ...]
+    evidence: dict[str, Any]
+
+
+def landmark_rule(head_dim: int) -> SelectionRule:
+    """int4 landmarks of four tokens in three quarters of the rotary pairs, best head, even budget.
+
+    On SmolLM2 a landmark of four tokens in int4 finds better pages than a page's mean in 16 bits,
+    and the fastest quarter of the pairs adds nothing.
+    """
+    pairs = max(8, head_dim * 3 // 8 // 8 * 8)
+    return SelectionRule(
+        landmark_tokens=LANDMARK_TOKENS,
+        landmark_bits=4,
+        landmark_pairs=min(pairs, head_dim // 2),
+        group_score="best_head",
+    )
+
+
+def even_schedule(
+    name: str, rule: SelectionRule, layers: int, page_size: int, tokens: int
+) -> BudgetSchedule:
+    """A fixed budget of `tokens` in each of the model's layers, none dense."""
+    return _weighted(name, rule, [1.0] * layers, page_size, tokens)
+
+
+def sensitivity_schedule(
+    layer: int, rule: SelectionRule, layers: int, page_size: int, context: int
+) -> BudgetSchedule:
+    """Only `layer` leaves pages out, and reads 1/16 of the context; the others read everything."""
+    least = even_schedule("least", rule, layers, page_size, context).least_pages + 1
+    wanted = max(least, context // SENSITIVITY_SHARE // page_size)
+    # The mean weight is 1, so the budget is a little more than the context.
+    pages = -(-context // page_size)
+    budget = -(-pages * layers // max(1, layers - 1)) + 1
+    own = wanted / budget
+    weights = [(layers - own) / max(1, layers - 1)] * layers
+    weights[layer] = own if layers > 1 else 1.0
+    tokens = (budget if layers > 1 else wanted) * page_size
+    return _weighted(f"layer-{layer}", rule, weights, page_size, tokens)
+
+
+def sensitivities(measured: Mapping[int, Sequence[Tokens]]) -> list[float]:
+    """Per layer 1 - mean acceptance rate with this layer alone sparse.
+
+    `measured` is layer -> tokens, one entry for each layer of the model.
+    """
+    return [
+        float(1 - np.mean(np.concatenate([tokens.rates for tokens in measured[layer]])))
+        for layer in sorted(measured)
+    ]
+
+
+def layer_weights(sensitivity: Sequence[float], dense_layers: Sequence[int] = ()) -> list[float]:
+    """Weights by the square root of sensitivities, with a mean of 1 over the sparse layers.
+
+    Where a layer's cost falls as c / budget, this split costs least in total. Dense layers get 0.
+    """
+    root = np.sqrt(np.maximum(sensitivity, _LEAST_SENSITIVITY))
+    root[list(dense_layers)] = 0.0
+    sparse = len(root) - len(dense_layers)
+    return [float(weight) for weight in root * sparse / root.sum()]
+
+
+def dense_candidates(sensitivity: Sequence[float]) -> list[tuple[int, ...]]:
+    """Sets of dense layers worth comparing: none, the most sensitive one or two, and (0, 1).
+
+    Only such as leave half of the budget or more to the sparse layers.
+    """
+    order = np.argsort(-np.asarray(sensitivity), kind="stable").tolist()
+    found = [tuple(sorted(order[:count])) for count in range(MOST_DENSE + 1)] + [(0, 1)]
+    layers = len(sensitivity)
+    fitting = [dense for dense in found if len(dense) * DENSE_SHARE * 2 <= layers]
+    return sorted(set(fitting), key=lambda dense: (len(dense), dense))
+
+
+def dense_schedule(
+    dense: Sequence[int],
+    sensitivity: Sequence[float],
+    rule: SelectionRule,
+    page_size: int,
+    context: int,
+) -> BudgetSchedule:
+    """All layers together read 1/8 of the context, while `dense` layers read everything."""
+    layers = len(sensitivity)
+    sparse = np.array(layer_weights(sensitivity, dense))
+    share = (layers - len(dense) * DENSE_SHARE) / (layers - len(dense))
+    weights = sparse * share
+    weights[list(dense)] = DENSE_SHARE
+    least = even_schedule("least", rule, layers, page_size, context).least_pages + 1
+    pages = max(least, -(-context // page_size // DENSE_SHARE))
+    return _weighted(_dense_name(dense), rule, weights.tolist(), page_size, pages * page_size)
+
+
+def choose_rule(
+    rule: SelectionRule,
+    sensitivity: Sequence[float],
+    measured: Mapping[tuple[int, ...], Sequence[Tokens]],
+) -> RuleChoice:
+    """The dense layers whose tail is best at the same KV tokens in total, and weights for the rest.
+
+    `measured` is dense layers -> tokens. Among sets whose tails cannot be told apart the smallest
+    is taken: a larger set must lie above the confidence interval of a smaller one.
+    """
+    tails = {dense: _tail(tokens) for dense, tokens in measured.items()}
+    best: tuple[int, ...] = ()
+    for dense in sorted(tails, key=len):
+        if tails[dense].tail > (tails[best].tail_high or 1.0):
+            best = dense
+    weights = layer_weights(sensitivity, best)
+    return RuleChoice(
+        with_weights(rule, [round(weight, 4) for weight in weights]),
+        best,
+        {
+            "sensitivity": [round(value, 6) for value in sensitivity],
+            "dense_layers": [
+                {
+                    "layers": list(dense),
+                    "tokens": tail.tokens,
+                    "tail": tail.tail,
+                    "low": tail.tail_low,
+                    "high": tail.tail_high,
+                }
+                for dense, tail in sorted(tails.items(), key=lambda pair: (len(pair[0]), pair[0]))
+            ],
+        },
+    )
+
+
+def describe_rule(choice: RuleChoice) -> str:
+    """The choice in a few lines, to print."""
+    order = np.argsort([-value for value in choice.evidence["sensitivity"]], kind="stable")
+    most = ", ".join(f"{i} ({choice.evidence['sensitivity'][i]:.3f})" for i in order[:3].tolist())
+    dense = ", ".join(map(str, choice.dense_layers)) or "none"
+    tails = "; ".join(
+        f"{', '.join(map(str, row['layers'])) or 'none'} {row['tail']:.3f}"
+        for row in choice.evidence["dense_layers"]
+    )
+    return (
+        f"selection rule: {choice.selection}\n"
+        f"most sensitive layers (1 - mean acceptance rate alone): {most}\n"
+        f"dense layers: {dense} (tails at the same KV tokens: {tails})"
+    )
+
+
+def with_weights(rule: SelectionRule, weights: Sequence[float]) -> SelectionRule:
+    """The same landmarks and scores, and the budget shared out by `weights`."""
+    return SelectionRule(**(rule.model_dump() | {"layer_weights": list(weights)}))
+
+
+def _tail(tokens: Sequence[Tokens]) -> BinTail:
+    """Of all tokens together, with an interval over prompts."""
+    longest = max(int(each.cached.max()) for each in tokens)
+    statistics = TailStatistics(longest + 1)
+    for each in tokens:
+        statistics.add(each.prompt, each.cached, each.rates)
+    (tail,) = statistics.bins(TAIL_PERCENTILE, CONFIDENCE)
+    return tail
+
+
+def _dense_name(dense: Sequence[int]) -> str:
+    return f"dense-{'-'.join(map(str, dense)) or 'none'}"
+
+
+def _weighted(
+    name: str, rule: SelectionRule, weights: Sequence[float], page_size: int, tokens: int
+) -> BudgetSchedule:
+    return BudgetSchedule(
+        name=name,
+        page_size=page_size,
+        bin_tokens=page_size,
+        budget_tokens=(tokens,),
+        dense_layers=(),
+        selection=with_weights(rule, weights),
+    )

@@ -1,0 +1,130 @@
+"""Measuring for a selection rule: each layer alone, then sets of dense layers.
+
+In: a job of budgets. Out: the same job under the rule that was chosen; its measurements lie in
+folders of their own, so that a killed run goes on where it stopped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sparrow_sglang.calibration.choice import CalibrationError, Tokens
+from sparrow_sglang.calibration.engine import measure_missing
+from sparrow_sglang.calibration.job import Job
+from sparrow_sglang.calibration.measure import (
+    fixed_arm,
+    switched_arm,
+    tokens_by_arm,
+    units_of_work,
+)
+from sparrow_sglang.calibration.prompts import Prompt
+from sparrow_sglang.calibration.rule import (
+    RuleChoice,
+    choose_rule,
+    dense_candidates,
+    dense_schedule,
+    even_schedule,
+    landmark_rule,
+    sensitivities,
+    sensitivity_schedule,
+)
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
+
+PROMPTS = 16
+
+
+def with_chosen_rule(job: Job) -> Job:
+    """Choose layer weights and dense layers by measuring, and return the job under that rule.
+
+    Raises `CalibrationError` as `measure_missing` does.
+    """
+    layers, head_dim = _shape(job.hf_config)
+    rule = landmark_rule(head_dim)
+    size = (rule, layers, job.page_size, job.context)
+    alone = [sensitivity_schedule(layer, *size) for layer in range(layers)]
+    measured = _measured(job, "layers", alone, rule, layers)
+    sensitivity = sensitivities({i: measured[schedule.name] for i, schedule in enumerate(alone)})
+    candidates = {
+        dense: dense_schedule(dense, sensitivity, rule, job.page_size, job.context)
+        for dense in dense_candidates(sensitivity)
+    }
+    measured = _measured(job, "dense", list(candidates.values()), rule, layers)
+    tails = {dense: measured[schedule.name] for dense, schedule in candidates.items()}
+    return _under(job, choose_rule(rule, sensitivity, tails))
+
+
+def _measured(
+    job: Job, step: str, schedules: Sequence[BudgetSchedule], rule: SelectionRule, layers: int
+) -> dict[str, list[Tokens]]:
+    """Tokens of each schedule, by its name, from the longest prompts."""
+    prompts = _longest(job.prompts)
+    arms = [switched_arm(schedule) for schedule in schedules]
+    units = [
+        replace(unit, number=number)
+        for number, unit in enumerate(
+            unit
+            for arm in arms
+            for unit in units_of_work(prompts, [arm], 1, job.options.new_tokens, job.context)
+        )
+    ]
+    folder = job.folder / step
+    folder.mkdir(parents=True, exist_ok=True)
+    first = folder / "first-schedule.json"
+    whole = -(-job.context // job.page_size) * job.page_size
+    even_schedule("first", rule, layers, job.page_size, whole).save(first)
+    of_step = replace(
+        job,
+        units=units,
+        folder=folder,
+        settings=job.settings | {"step": step, "schedules": _settings(schedules)},
+        engine_args=job.engine_args | {"sparrow_schedule": str(first)},
+    )
+    measure_missing(of_step)
+    measured = tokens_by_arm(units, of_step.work)
+    for schedule in schedules:
+        if not any(len(tokens.rates) for tokens in measured.get(schedule.name, [])):
+            raise CalibrationError(
+                f"--rule: no token was decoded sparsely under {schedule.name}: expected prompts of"
+                f" more than {schedule.first_sparse_length()} tokens, or more --new-tokens"
+            )
+    return measured
+
+
+def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The longest ones, where most pages are left out; in the order in which they came."""
+    keep = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].input_ids))[:PROMPTS]
+    return [prompts[i] for i in sorted(keep)]
+
+
+def _under(job: Job, choice: RuleChoice) -> Job:
+    """The job with its budgets under the chosen rule."""
+    budgets = job.settings["budgets"]
+    arms = [
+        fixed_arm(budget, job.page_size, choice.selection, choice.dense_layers)
+        for budget in budgets
+    ]
+    options = job.options
+    path = job.folder / "rule.json"
+    whole = -(-job.context // job.page_size) * job.page_size
+    whole_arm = fixed_arm(whole, job.page_size, choice.selection, choice.dense_layers)
+    whole_arm.schedule.save(path)
+    chosen = choice.selection.model_dump(mode="json")
+    return replace(
+        job,
+        units=units_of_work(job.prompts, arms, options.samples, options.new_tokens, job.context),
+        settings=job.settings | {"selection": chosen, "dense_layers": list(choice.dense_layers)},
+        engine_args=job.engine_args | {"sparrow_schedule": str(path)},
+        rule=choice,
+    )
+
+
+def _settings(schedules: Sequence[BudgetSchedule]) -> list[Any]:
+    return [schedule.model_dump(mode="json") for schedule in schedules]
+
+
+def _shape(hf_config: Any) -> tuple[int, int]:
+    """Layers of the model and dimensions of a head."""
+    text = hf_config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return text.num_hidden_layers, head_dim

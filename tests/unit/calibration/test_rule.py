@@ -1,0 +1,112 @@
+"""Selection rules chosen by measurement: who reads what while measuring, and how layers share."""
+
+import numpy as np
+import pytest
+
+from sparrow_sglang.calibration.choice import Tokens
+from sparrow_sglang.calibration.rule import (
+    choose_rule,
+    dense_candidates,
+    dense_schedule,
+    describe_rule,
+    landmark_rule,
+    layer_weights,
+    sensitivities,
+    sensitivity_schedule,
+)
+from sparrow_sglang.schedule import BudgetSchedule
+
+PAGE = 16
+
+
+def pages_of_layers(schedule: BudgetSchedule, cached_pages: int) -> list[int]:
+    """Pages that each layer reads, by the definition and not by the schedule's own methods."""
+    weights = schedule.selection.layer_weights
+    assert weights is not None and schedule.dense_layers == ()
+    budget = schedule.budget_tokens[0] // PAGE
+    least = schedule.sink_pages + schedule.recent_pages
+    share = [max(least, int(np.floor(float(np.float32(w)) * budget + 0.5))) for w in weights]
+    return [min(cached_pages, pages) for pages in share]
+
+
+def tokens(prompt: str, rates: list[float]) -> Tokens:
+    return Tokens(prompt, np.arange(100, 100 + len(rates)), np.array(rates))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 30, 64])
+@pytest.mark.parametrize("context", [320, 4096, 8192, 40960])
+def test_one_layer_alone_leaves_pages_out(layers: int, context: int) -> None:
+    rule = landmark_rule(64)
+    for layer in {0, layers // 2, layers - 1}:
+        schedule = sensitivity_schedule(layer, rule, layers, PAGE, context)
+        read = pages_of_layers(schedule, context // PAGE)
+        expected = max(4, context // 16 // PAGE)
+        assert abs(read.pop(layer) - expected) <= 1
+        assert read == [context // PAGE] * (layers - 1)
+
+
+def test_weights_are_roots_of_sensitivities_and_leave_the_budget_as_it_is() -> None:
+    draw = np.random.default_rng(0)
+    sensitivity = draw.uniform(0.003, 0.07, 30)
+    for dense in [(), (3,), (0, 1)]:
+        weights = np.array(layer_weights(sensitivity.tolist(), dense))
+        sparse = np.setdiff1d(np.arange(30), dense)
+        assert weights[sparse].mean() == pytest.approx(1)
+        assert weights[list(dense)].tolist() == [0.0] * len(dense)
+        ratio = weights[sparse] / np.sqrt(sensitivity[sparse])
+        assert np.ptp(ratio) < 1e-9 * ratio.max()
+
+
+def test_this_split_of_a_budget_costs_least_where_cost_falls_with_the_budget() -> None:
+    draw = np.random.default_rng(1)
+    cost = draw.uniform(0.003, 0.07, 8)
+    weights = np.array(layer_weights(cost.tolist()))
+    best = (cost / weights).sum()
+    for _ in range(200):
+        other = np.abs(weights + draw.normal(0, 0.1, 8))
+        other *= 8 / other.sum()
+        assert (cost / other).sum() >= best - 1e-12
+
+
+def test_sets_of_dense_layers_are_compared_at_equal_kv_tokens() -> None:
+    sensitivity = np.random.default_rng(2).uniform(0.003, 0.07, 40).tolist()
+    sensitivity[7] = sensitivity[9] = 0.5
+    found = dense_candidates(sensitivity)
+    assert found == [(), (7,), (0, 1), (7, 9)]
+    context = 8192
+    for dense in found:
+        schedule = dense_schedule(dense, sensitivity, landmark_rule(64), PAGE, context)
+        read = pages_of_layers(schedule, context // PAGE)
+        assert all(read[layer] == context // PAGE for layer in dense)
+        assert sum(read) / 40 == pytest.approx(context // PAGE / 8, rel=0.02)
+
+
+def test_few_layers_stay_sparse() -> None:
+    assert dense_candidates([0.1, 0.2, 0.3, 0.1]) == [()]
+
+
+def test_a_dense_layer_must_pay_beyond_doubt() -> None:
+    sensitivity = [0.01] * 40
+    draw = np.random.default_rng(3)
+    groups = [draw.uniform(0.7, 1.0, 500).tolist() for _ in range(8)]
+
+    def shifted(by: float) -> list[Tokens]:
+        return [tokens(str(i), [min(1.0, r + by) for r in rates]) for i, rates in enumerate(groups)]
+
+    rule = landmark_rule(128)
+    near = choose_rule(rule, sensitivity, {(): shifted(0.0), (0, 1): shifted(0.001)})
+    far = choose_rule(rule, sensitivity, {(): shifted(0.0), (0, 1): shifted(0.15)})
+    assert (near.dense_layers, far.dense_layers) == ((), (0, 1))
+    assert near.selection.layer_weights == (1.0,) * 40
+    assert far.selection.layer_weights == (0.0, 0.0) + (1.0,) * 38
+    assert "dense layers: 0, 1" in describe_rule(far)
+    assert [row["layers"] for row in far.evidence["dense_layers"]] == [[], [0, 1]]
+    BudgetSchedule(
+        name="x", page_size=PAGE, bin_tokens=PAGE, budget_tokens=(512,),
+        selection=far.selection, dense_layers=far.dense_layers,
+    )  # fmt: skip
+
+
+def test_sensitivity_is_what_a_layer_alone_costs_on_average() -> None:
+    measured = {0: [tokens("a", [1.0, 0.5]), tokens("b", [0.9])], 1: [tokens("a", [1.0])]}
+    assert sensitivities(measured) == pytest.approx([0.2, 0.0])
