@@ -17,6 +17,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
+from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.kernel_limits import dense_backend
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
@@ -87,6 +88,7 @@ class SparrowAttnBackend(AttentionBackend):
         landmarks: of each sparse layer, indexed by physical page: a prefix-cache hit has the
             landmarks of its pages in place, and a page that is freed and used again gets new ones
             before it is scored.
+        decode_guard: notices decode steps that SGLang computes past this backend.
     """
 
     def __init__(self, model_runner: "ModelRunner", loaded: LoadedSchedules) -> None:
@@ -113,6 +115,7 @@ class SparrowAttnBackend(AttentionBackend):
         stock = dense_backend(pool.head_dim) if on_cuda else "torch_native"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         self._plan_guard = PlanGuard(model_runner.device)
+        self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token
         self.budgets = BudgetTable(loaded, req_to_token.shape[0], req_to_token.device)
         self.sparse: PagedDecode
@@ -147,13 +150,17 @@ class SparrowAttnBackend(AttentionBackend):
             self.dense.init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_idle():
             return
-        decode = forward_batch.forward_mode.is_decode()
+        if decode := forward_batch.forward_mode.is_decode():
+            self.decode_guard.planned()
         plan = self.sparse.plan_decode if decode else self.sparse.plan_extend
         plan(forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: "ForwardBatch", in_capture: bool = False
     ) -> None:
+        self.decode_guard.planned(captured=True)
+        if not in_capture:
+            self.decode_guard.replayed()
         with self._plan_guard:
             self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         batch = forward_batch.batch_size
@@ -191,6 +198,7 @@ class SparrowAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        self.decode_guard.served()
         if layer.layer_id not in self.landmarks:
             return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         _refuse_arguments(layer, kwargs)

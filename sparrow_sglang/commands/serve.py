@@ -71,12 +71,23 @@ def serve(argv: Sequence[str]) -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.utils import kill_process_tree
 
+    ready = False
+
+    def announce_again() -> None:
+        nonlocal ready
+        ready = True
+        _announce_again(server_args)
+
     try:
         if uses_sparrow(server_args) and not server_args.encoder_only:
             # SGLang's own messages have scrolled the scheduler's line away when it is ready.
-            launch_server(server_args, launch_callback=lambda: _announce_again(server_args))
+            launch_server(server_args, launch_callback=announce_again)
         else:
             run_server(server_args)
+    except KeyboardInterrupt:
+        # SGLang 0.5.20 lets the one through that ended the server in good order.
+        if not ready:
+            raise
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

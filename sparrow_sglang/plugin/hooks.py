@@ -41,7 +41,7 @@ class Hook(NamedTuple):
     Attributes:
         kind: name of a HookType.
         parameters: names of the target's first parameters that `function` reads, self left out;
-            "a|b" where versions of SGLang differ.
+            "a|b" where versions of SGLang differ, "*a" for one that may have any place.
     """
 
     target: str
@@ -80,7 +80,8 @@ HOOKS = tuple(Hook(*row) for row in (
      "kvc|mr num_layers"),
     (f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", "AFTER",
      scheduler_hooks.reserve_decode_buffers, "pre_model_load_memory"),
-    (f"{_FORWARD_BATCH}.init_new", "AFTER", scheduler_hooks.remember_options, "batch"),
+    (f"{_FORWARD_BATCH}.init_new", "AFTER", scheduler_hooks.remember_options,
+     "batch model_runner"),
     (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
      "req tree_cache is_insert|checkpoint"),
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
@@ -96,7 +97,8 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.utils.common.support_triton", "REPLACE", cpu.no_triton, "backend"),
     (f"{_MEMORY}.allocation.get_last_loc", "REPLACE", cpu.last_locations,
      "req_to_token req_pool_indices_tensor prefix_lens_tensor"),
-    ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "BEFORE", cpu.without_nccl),
+    ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "BEFORE", cpu.without_nccl,
+     "*use_pynccl"),
     ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", cpu.share_cores),
     ("sglang.srt.utils.numa_utils.init_threads_binding", "REPLACE", cpu.no_binding),
     ("llguidance.torch.apply_token_bitmask_inplace_kernel", "AROUND", cpu.without_compiler),
@@ -108,6 +110,9 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
     (f"{_LORA}.fetch_new_loras", "AROUND", cpu.without_pinned_memory),
 ))
 # fmt: on
+
+
+_OF_STREAMS = (request_hooks.attend_request, request_hooks.report_in_stream)
 
 
 def failing_probes(hooks: Iterable[Hook]) -> list[str]:
@@ -122,12 +127,27 @@ def _probe(hook: Hook) -> str | None:
         function = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
         return f"{target} is not there"
-    wanted = [names.split("|") for names in hook.parameters.split()]
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
-    if len(names) >= len(wanted) and all(map(operator.contains, wanted, names)):
+    expected = [name.split("|") for name in hook.parameters.split()]
+    if problem := _kind_problem(hook, function):
+        return f"{target} {problem}"
+    anywhere = [names[0][1:] for names in expected if names[0].startswith("*")]
+    first = expected[: len(expected) - len(anywhere)]
+    fits = len(names) >= len(first) and all(map(operator.contains, first, names))
+    if fits and set(anywhere) <= set(names):
         return None
-    expected = ", ".join(" or ".join(alternatives) for alternatives in wanted)
-    return f"{target} takes ({', '.join(names)}), expected ({expected})"
+    listed = ", ".join(" or ".join(alternatives) for alternatives in expected)
+    return f"{target} takes ({', '.join(names)}), expected ({listed})"
+
+
+def _kind_problem(hook: Hook, function: Any) -> str | None:
+    """A hook that awaits what it wraps, or iterates over it, needs a target of that kind."""
+    target = inspect.unwrap(function)
+    if inspect.iscoroutinefunction(hook.function) and not inspect.iscoroutinefunction(target):
+        return "is no coroutine function"
+    if hook.function in _OF_STREAMS and not inspect.isasyncgenfunction(target):
+        return "is no asynchronous generator"
+    return None
 
 
 def register_hooks(hooks: Iterable[Hook]) -> None:

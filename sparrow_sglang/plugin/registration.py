@@ -87,7 +87,9 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
 
     backend = SparrowAttnBackend(runner, loaded)
     PROCESS.scheduler = SchedulerState(
-        backend.budgets, audited=runner.server_args.sparrow_audit_rate > 0
+        backend.budgets,
+        backend.decode_guard,
+        audited=runner.server_args.sparrow_audit_rate > 0,
     )
     return backend
 

@@ -6,7 +6,8 @@ Each hook says why it is needed and which version of SGLang it was checked with.
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang import sglang_versions
-from sparrow_sglang.plugin.refusals import uses_sparrow
+from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.plugin.state import PROCESS
 
@@ -15,24 +16,50 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 def remember_options(
-    forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
+    forward_batch: "ForwardBatch",
+    cls: type,
+    batch: "ScheduleBatch",
+    model_runner: "ModelRunner",
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """AFTER hook: what the requests of a prefill ask for must be on the device when they decode.
+
+    A decode batch is announced to the guard, which refuses those that pass the backend by.
 
     The row of the token table is all that a step, replayed from a CUDA graph, knows of a request.
     It is given away before the first prefill pass, also after a retraction.
 
     Checked with 0.5.17, where `init_new` runs on the stream of the forward pass that it prepares.
     """
-    if PROCESS.scheduler is None or not forward_batch.forward_mode.is_extend():
+    if PROCESS.scheduler is None:
+        _require_another_backend(model_runner)
+        return
+    if forward_batch.forward_mode.is_decode():
+        PROCESS.scheduler.guard.announced()
+    if not forward_batch.forward_mode.is_extend():
         return
     PROCESS.scheduler.budgets.set_options(
         [sglang_versions.kv_of(req).req_pool_idx for req in batch.reqs],
         [PROCESS.scheduler.option(req) for req in batch.reqs],
     )
+
+
+def _require_another_backend(model_runner: "ModelRunner") -> None:
+    """Once: raise if ours was asked for in a scheduler that never had it built."""
+    if PROCESS.serves_otherwise:
+        return
+    if uses_sparrow(model_runner.server_args):
+        raise SparrowError(
+            f"SGLang serves by {type(model_runner.attn_backend).__name__} although"
+            f" attention_backend={BACKEND!r} was asked for: it would decode densely; choose another"
+            " --attention-backend, or an SGLang that sparrow-sglang runs with"
+        )
+    PROCESS.serves_otherwise = True
 
 
 def keep_sparse_kv_private(

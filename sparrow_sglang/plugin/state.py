@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.requests import RequestError, RequestOption
 
@@ -65,12 +66,14 @@ class SchedulerState:
 
     Attributes:
         budgets: the schedules and what requests ask for, on the device; owns the active schedule.
+        guard: is told of each decode batch.
         audited: whether some requests of this server are audited.
         record: hidden states of decode steps, in a server that records them.
         compared: requests of the latest prefill pass whose steps are compared, by their ids.
     """
 
     budgets: "BudgetTable"
+    guard: DecodeGuard = field(default_factory=DecodeGuard)
     audited: bool = False
     record: "StepRecord | None" = None
     compared: "dict[str, Place]" = field(default_factory=dict)
@@ -98,11 +101,13 @@ class ProcessState:
         hooks: what SGLang was told to apply.
         error: why the registration failed, None if it did not.
         scheduler: None in other processes, and until the backend has been built.
+        serves_otherwise: whether another backend is known to be asked for in this scheduler.
     """
 
     hooks: "tuple[Hook, ...]" = ()
     error: Exception | None = None
     scheduler: SchedulerState | None = None
+    serves_otherwise: bool = False
 
 
 PROCESS = ProcessState()

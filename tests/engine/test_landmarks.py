@@ -75,8 +75,8 @@ async def generate(engine, draw: random.Random, shared: list[int], number: int) 
     request = GenerateReqInput(
         rid=f"request-{number}",
         input_ids=prompt,
-        # Without ignore_eos: SGLang 0.5.23 sets all of their tokens aside for requests that have it,
-        # and would retract none. No token ends an answer of this model.
+        # Without ignore_eos, for which SGLang 0.5.23 sets all tokens aside, so that none would be
+        # retracted. No token ends an answer of this model.
         sampling_params={"max_new_tokens": draw.randint(1, 130)},
         lora_path=draw.choice([None, "adapter"]),
         stream=True,

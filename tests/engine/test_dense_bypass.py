@@ -1,0 +1,68 @@
+"""An SGLang that decodes past the backend, whatever its version, stops: no silent dense decode."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from engines import import_for_fork, random_prompt
+from servers import start_server
+
+from sparrow_sglang.plugin.registration import build_backend
+
+SECONDS = 120.0
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
+
+
+def computes_elsewhere(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
+    """Steps are planned by the backend, and layers computed by another."""
+    from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+
+    forward = SparrowAttnBackend.forward
+
+    def past_it(
+        backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *args: Any, **more: Any
+    ) -> Any:
+        if batch.forward_mode.is_decode():
+            return backend.dense.forward_decode(q, k, v, layer, batch, *args, **more)
+        return forward(backend, q, k, v, layer, batch, *args, **more)
+
+    monkeypatch.setattr(SparrowAttnBackend, "forward", past_it)
+
+
+def plans_elsewhere(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
+    """The backend is built, and another put into its place."""
+    monkeypatch.setitem(backends, "sparrow", lambda runner: build_backend(runner).dense)
+
+
+def builds_another(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
+    monkeypatch.setitem(backends, "sparrow", backends["torch_native"])
+
+
+@pytest.mark.parametrize(
+    ("bypass", "message"),
+    [
+        (computes_elsewhere, "without having the attention backend 'sparrow' compute the steps"),
+        (plans_elsewhere, "without having the attention backend 'sparrow' plan the steps"),
+        (builds_another, "SGLang serves by TorchNativeAttnBackend although attention_backend="),
+    ],
+)
+def test_dense_decode_is_refused(
+    sharp_llama: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    bypass: Callable[..., None],
+    message: str,
+) -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-64"}
+    import_for_fork()
+    bypass(monkeypatch, ATTENTION_BACKENDS)
+    # A server, as SGLang ends the whole process when a scheduler fails, perhaps while it starts.
+    with pytest.raises((httpx.TransportError, RuntimeError)):
+        with start_server(sharp_llama, **arguments) as url:
+            body = {"input_ids": random_prompt(0, 100), "sampling_params": {"max_new_tokens": 8}}
+            httpx.post(f"{url}/generate", json=body, timeout=SECONDS)
+    assert message in capfd.readouterr().err
