@@ -155,8 +155,9 @@ class BudgetSchedule(BaseModel):
         mean = sum(weights) / max(1, len(weights))
         if abs(mean - 1) > _MEAN_WEIGHT_TOLERANCE:
             raise ValueError(
-                f"selection.layer_weights: the mean over the sparse layers is"
-                f" {mean:.6g}: expected 1, so that the budget is their mean"
+                "selection.layer_weights: their mean without"
+                f" dense_layers={quoted(list(self.dense_layers))} is {mean:.6g}: expected 1, so"
+                " that sparse layers read the budget on average"
             )
 
     @model_serializer(mode="wrap")

@@ -14,10 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.validation import first_problem
 
+_MOST = 1024
 _EXPECTED = {
     "landmark_tokens": "a whole number of tokens that divides page_size, or null for page_size",
     "landmark_bits": "16 or 4",
-    "landmark_pairs": "a whole number of rotary pairs, 1 or more, or null for all",
+    "landmark_pairs": f"a whole number of rotary pairs, 1 to {_MOST}, or null for all",
     "group_score": "'mean_query' or 'best_head'",
     "layer_weights": "a list with one finite number, 0 or more, per layer of the model, or null",
 }
@@ -50,9 +51,9 @@ class SelectionRule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    landmark_tokens: StrictInt | None = Field(default=None, ge=1)
+    landmark_tokens: StrictInt | None = Field(default=None, ge=1, le=_MOST)
     landmark_bits: Literal[16, 4] = 16
-    landmark_pairs: StrictInt | None = Field(default=None, ge=1)
+    landmark_pairs: StrictInt | None = Field(default=None, ge=1, le=_MOST)
     group_score: Literal["mean_query", "best_head"] = "mean_query"
     layer_weights: tuple[_Weight, ...] | None = Field(default=None, min_length=1)
 

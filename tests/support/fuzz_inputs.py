@@ -16,12 +16,20 @@ from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.requests import RequestError, RequestOption
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, known_schedules, load_schedule
+from sparrow_sglang.selection import SelectionRule
 
 SCHEDULE = {"name": "mine", "page_size": 16, "bin_tokens": 64, "budget_tokens": [64, 80, 112]}
 FULL_SCHEDULE = SCHEDULE | {
     "sink_pages": 1,
     "recent_pages": 2,
     "dense_layers": [0, 1],
+    "selection": {
+        "landmark_tokens": 4,
+        "landmark_bits": 4,
+        "landmark_pairs": 24,
+        "group_score": "best_head",
+        "layer_weights": [1.0, 1.0, 0.5, 1.5],
+    },
     "calibrated": True,
     "model": "Qwen3-8B",
     "tail_target": 0.86,
@@ -76,6 +84,10 @@ def _with_names(changes: list[Change]) -> list[Change]:
 
 def _schedule_problem(found: BudgetSchedule, fields: Mapping[str, Any], folder: Path) -> str | None:
     given = json.loads(json.dumps(fields))
+    # Saved as a whole, or not at all if it is the published one.
+    rule = SelectionRule(**given.pop("selection", {}))
+    if rule != SelectionRule():
+        given["selection"] = rule.model_dump(mode="json")
     if (got := found.model_dump(mode="json")) | given != got:
         return f"read as {got}"
     page, bins = fields["page_size"], fields["budget_tokens"]
@@ -104,6 +116,7 @@ def is_schedule(fields: Any) -> bool:
         "dense_layers": lambda v: (
             isinstance(v, list) and all(_count(x, 0) for x in v) and len(set(v)) == len(v)
         ),
+        "selection": lambda v: isinstance(v, dict),
         "calibrated": lambda v: isinstance(v, bool),
         "model": lambda v: v is None or isinstance(v, str),
         "tail_target": lambda v: v is None or (_number(v) and 0 < v <= 1),
@@ -121,7 +134,29 @@ def is_schedule(fields: Any) -> bool:
     page, budgets = fields["page_size"], fields["budget_tokens"]
     floor = (fields.get("sink_pages", 1) + fields.get("recent_pages", 2)) * page
     whole = all(tokens % page == 0 for tokens in [*budgets, fields["bin_tokens"]])
+    dense = fields.get("dense_layers", [0, 1])
+    if not _is_selection(fields.get("selection", {}), page, dense):
+        return False
     return whole and budgets == sorted(budgets) and budgets[0] >= floor
+
+
+def _is_selection(fields: dict[str, Any], page: int, dense: list[int]) -> bool:
+    rules: dict[str, Callable[[Any], bool]] = {
+        "landmark_tokens": lambda v: v is None or (_whole(v, 1) and page % v == 0),
+        "landmark_bits": lambda v: v in (16, 4),
+        "landmark_pairs": lambda v: v is None or (_whole(v, 1) and v <= 1024),
+        "group_score": lambda v: v in ("mean_query", "best_head"),
+        "layer_weights": lambda v: (
+            v is None or (isinstance(v, list) and all(_number(x) and x >= 0 for x in v))
+        ),
+    }
+    if not set(fields) <= set(rules) or not all(rules[k](v) for k, v in fields.items()):
+        return False
+    weights = fields.get("layer_weights")
+    if weights is None:
+        return True
+    sparse = [weight for layer, weight in enumerate(weights) if layer not in dense]
+    return bool(sparse) and abs(sum(sparse) / len(sparse) - 1) <= 1e-3
 
 
 def _whole(value: Any, least: int | None = None) -> bool:

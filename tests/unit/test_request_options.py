@@ -83,12 +83,46 @@ class TestLoading:
             (schedule("b", 6, recent_pages=1), "b: recent_pages=1 differs"),
             (BudgetSchedule.fixed(512, 32), "fixed-512: page_size=32 differs"),
             (schedule("a", 6), "'a' is named twice"),
+            (
+                schedule("b", 6, selection={"landmark_tokens": 4}),
+                "b: selection.landmark_tokens=4 differs from that of a: expected 16",
+            ),
+            (
+                schedule("b", 6, selection={"landmark_bits": 4}),
+                "b: selection.landmark_bits=4 differs from that of a: expected 16",
+            ),
+            (
+                schedule("b", 6, selection={"landmark_pairs": 8}),
+                "b: selection.landmark_pairs=8 differs from that of a: expected None",
+            ),
+            (
+                schedule("b", 6, selection={"group_score": "best_head"}),
+                "b: selection.group_score='best_head' differs .* expected 'mean_query'",
+            ),
             (schedule("b", *[6] * 1025), "1025 bins: expected at most 1024"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, other, message):
         with pytest.raises(ScheduleError, match=message):
             LoadedSchedules.of([A, other])
+
+    def test_layer_weights_may_differ_but_not_in_number(self):
+        even, uneven, longer = (
+            schedule(name, 6, selection={"layer_weights": weights})
+            for name, weights in [("e", [1] * 4), ("u", [1, 1, 0.5, 1.5]), ("l", [1] * 5)]
+        )
+        loaded = LoadedSchedules.of([A, even])
+        assert loaded.weighted_layers == 4
+        assert loaded.with_active(uneven).active == uneven
+        assert loaded.with_active(A).weighted_layers == 4
+        with pytest.raises(ScheduleError, match="l: .*has 5 numbers: expected 4, as others have;"):
+            loaded.with_active(longer)
+        with pytest.raises(ScheduleError, match="u: .*numbers: expected null, as others have none"):
+            LoadedSchedules.of([A]).with_active(uneven)
+
+    def test_a_whole_page_may_be_spelt_out(self):
+        spelt = schedule("b", 6, selection={"landmark_tokens": PAGE})
+        assert LoadedSchedules.of([A, spelt]).active == A
 
     def test_too_many(self):
         with pytest.raises(ScheduleError, match="expected at most 14"):

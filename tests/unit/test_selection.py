@@ -1,0 +1,183 @@
+"""Selection rules in schedules: what is read of files, layer budgets against a loop, refusals."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import budget_pages, layer_budget
+from engines import RULE, RULED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparrow_sglang.attention_backends.metadata import NUM_SLOTS, BudgetTable
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.plugin.server_log import describe
+from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, known_schedules, shipped_schedule
+from sparrow_sglang.selection import SelectionRule
+
+FIELDS: dict[str, Any] = {
+    "name": "mine",
+    "page_size": 16,
+    "bin_tokens": 64,
+    "budget_tokens": [64, 80, 80, 112],
+    "dense_layers": [0],
+}
+
+
+def with_weights(*weights: float, **fields: Any) -> BudgetSchedule:
+    return BudgetSchedule(**FIELDS | {"selection": {"layer_weights": weights}} | fields)
+
+
+@pytest.mark.parametrize("name", [n for n in known_schedules() if n.startswith("qwen3-")])
+def test_published_schedules_have_the_published_rule_and_are_saved_as_they_were(name: str) -> None:
+    fields = json.loads((files("sparrow_sglang.schedules") / f"{name}.json").read_text())
+    schedule = shipped_schedule(name)
+    assert schedule.selection == SelectionRule() and "selection" not in fields
+    saved = schedule.model_dump(mode="json")
+    assert saved == saved | fields and "selection" not in saved
+
+
+def test_a_rule_is_saved_and_read_back(tmp_path) -> None:
+    RULED.save(tmp_path / "ruled.json")
+    assert BudgetSchedule.from_json(tmp_path / "ruled.json") == RULED
+    assert BudgetSchedule(**FIELDS, selection={}) == BudgetSchedule(**FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        (None, "selection=None is not allowed: expected an object with any of landmark_tokens,"),
+        ([4], r"selection=\[4\] is not allowed: expected an object"),
+        ({"landmark_tokens": 5}, "selection.landmark_tokens=5: expected a divisor of page_size=16"),
+        ({"landmark_tokens": 0}, "landmark_tokens=0 .* divides page_size, or null"),
+        ({"landmark_tokens": 4.5}, r"landmark_tokens=4\.5 .* whole number"),
+        ({"landmark_bits": 8}, "landmark_bits=8 is not allowed: expected 16 or 4"),
+        ({"landmark_bits": "4"}, "landmark_bits='4' is not allowed: expected 16 or 4"),
+        ({"landmark_pairs": 0}, "landmark_pairs=0 .* 1 to 1024, or null for all"),
+        ({"group_score": "max"}, "group_score='max' .* 'mean_query' or 'best_head'"),
+        ({"layer_weights": 1}, "layer_weights=1 .* one finite number, 0 or more, per layer"),
+        ({"layer_weights": []}, r"layer_weights=\[\] .* per layer"),
+        ({"layer_weights": [1, -1]}, r"layer_weights\[1\]=-1 .* 0 or more"),
+        ({"layer_weights": [1, float("nan")]}, r"layer_weights\[1\]=nan .* finite"),
+        ({"layer_weights": [1, "1"]}, r"layer_weights\[1\]='1' .* number"),
+        ({"layer_weights": [1, 0.5, 1]}, r"mean without dense_layers=\[0\] is 0.75: expected 1"),
+        ({"layer_weights": [1]}, r"mean without dense_layers=\[0\] is 0: expected 1"),
+        ({"landmark_token": 4}, "unknown key 'landmark_token': did you mean 'landmark_tokens'"),
+    ],
+)
+def test_a_bad_field_is_refused_in_one_line(tmp_path, selection: Any, message: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(FIELDS | {"selection": selection}))
+    with pytest.raises(ScheduleError, match=message) as caught:
+        BudgetSchedule.from_json(path)
+    assert str(caught.value).startswith(f"{path}: ") and "selection" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 5}, "layer_weights has 4 numbers: expected one for each of .* 5 l"),
+        ({"head_dim": 8}, "landmark_pairs=6: expected at most 4, as the .* have 8 dimensions"),
+        ({"head_dim": None, "num_attention_heads": 18}, "expected at most 4"),
+        ({}, ""),
+        ({"head_dim": None}, ""),
+    ],
+)
+def test_a_model_of_another_shape_is_refused(config: dict[str, Any], message: str) -> None:
+    shape = {"num_hidden_layers": 4, "hidden_size": 144, "num_attention_heads": 9, "head_dim": 16}
+    for wrapped in (shape | config, {"text_config": shape | config}):
+        if not message:
+            RULED.require_model(wrapped)
+            continue
+        with pytest.raises(ScheduleError, match=message) as caught:
+            RULED.require_model(wrapped)
+        assert "schedule ruled: " in str(caught.value)
+
+
+@st.composite
+def weighted_schedules(draw: st.DrawFn) -> BudgetSchedule:
+    counts = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any))
+    weights = [len(counts) * count / sum(counts) for count in counts]
+    budgets = sorted(draw(st.lists(st.integers(3, 12), min_size=1, max_size=4)))
+    return with_weights(7, *weights, budget_tokens=[16 * pages for pages in budgets])
+
+
+def read_of_layer(schedule: BudgetSchedule, length: int, weight: float, cap: int | None) -> int:
+    """Tokens that a layer of this weight reads, by the contract's loop."""
+    budget = budget_pages(length, 16, schedule.bin_tokens, schedule.budget_tokens)
+    budget = layer_budget(budget if cap is None else min(budget, cap // 16), weight, least=3)
+    return length - 16 * max(0, -(-length // 16) - budget)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=weighted_schedules(), cap=st.sampled_from([None, 48, 96]))
+def test_layers_read_by_their_weights_and_figures_are_their_mean(
+    schedule: BudgetSchedule, cap: int | None
+) -> None:
+    lengths = range(1, 400)
+    weights = schedule.selection.layer_weights[1:]
+    read = np.array([[read_of_layer(schedule, n, w, cap) for w in weights] for n in lengths])
+    pages = -(-np.array(lengths) // 16)
+    for layer, weight in enumerate(weights):
+        expected = -(-read[:, layer] // 16)
+        assert schedule.pages_read(pages, weight, cap).tolist() == expected.tolist()
+    figures = schedule.tokens_read(lengths, cap)
+    assert figures.tolist() == np.floor(read.mean(1)).tolist()
+    left_out = (read < np.array(lengths)[:, None]).any(1)
+    assert (figures < np.array(lengths)).tolist() == left_out.tolist()
+    first = RequestOption(schedule, cap).first_sparse_length()
+    assert first == schedule.first_sparse_length(cap)
+    assert first == (lengths[left_out.argmax()] if left_out.any() else first)
+
+
+def test_the_device_counts_pages_as_the_schedule_does_for_every_layer_slot_and_cap() -> None:
+    uneven = with_weights(9, 0.1, 1.7, 1.2)
+    even = BudgetSchedule(**FIELDS | {"name": "even"})
+    budgets = BudgetTable(LoadedSchedules.of([uneven, even]), 4, "cpu")
+    budgets.set_options(
+        [1, 2, 3],
+        [RequestOption(even), RequestOption(uneven, kv_budget_tokens=80), RequestOption(None)],
+    )
+    pages = torch.arange(1, 60, dtype=torch.int32)
+    asked = [(uneven, None), (even, None), (uneven, 80), (None, None)]
+    for row, (schedule, cap) in enumerate(asked):
+        counted = budgets.num_selected(pages, torch.full_like(pages, row))
+        assert counted.dtype == pages.dtype and counted.shape == (4, len(pages))
+        for layer in (1, 2, 3):
+            expected = pages.numpy()
+            if schedule is not None:
+                weight = schedule.layer_weight(layer)
+                expected = schedule.pages_read(pages.numpy(), weight, cap)
+            assert counted[layer].tolist() == expected.tolist()
+    assert budgets.tensors.weights[0].tolist() == pytest.approx([1, 0.1, 1.7, 1.2])
+    assert budgets.tensors.weights[NUM_SLOTS - 1].tolist() == [1] * 4
+    budgets.load(LoadedSchedules.of([uneven, even]).with_active(even))
+    assert budgets.tensors.weights[0].tolist() == [1] * 4
+
+
+def test_one_row_of_counts_serves_all_layers_without_weights() -> None:
+    budgets = BudgetTable(LoadedSchedules.of([BudgetSchedule(**FIELDS)]), 1, "cpu")
+    assert budgets.tensors.weights.shape == (NUM_SLOTS, 1)
+
+
+def test_bytes_of_a_page() -> None:
+    assert SelectionRule().landmark_bytes(16, 64, kv_itemsize=2) == 128
+    assert SelectionRule(landmark_bits=4).landmark_bytes(16, 64, 2) == 34
+    quarter = SelectionRule(landmark_tokens=4, landmark_bits=4, landmark_pairs=24)
+    assert quarter.landmark_bytes(16, 64, 2) == 4 * (24 + 2)
+    assert quarter.landmark_bytes(32, 64, 2) == 8 * (24 + 2)
+
+
+def test_a_server_says_by_which_rule_it_selects() -> None:
+    assert "selection" not in describe(BudgetSchedule(**FIELDS), "a file", {})
+    assert describe(RULED, "a file", {}).endswith(
+        "dense layers [], int4 landmarks of 4 tokens in 6 rotary pairs, best head, layer weights"
+        " 0.5 to 1.75"
+    )
+    assert str(SelectionRule()) == "published selection rule"
+    assert RULE.form(16)["landmark_tokens"] == 4
