@@ -1,12 +1,12 @@
 """What the GPU kernels cannot serve, for refusing a server before it loads a model.
 
-In: SGLang's ServerArgs and ModelConfig. Out: one sentence per problem. The CPU path has no such
-limits.
+In: SGLang's ServerArgs and ModelConfig, a schedule. Out: one sentence per problem. The CPU path has
+no such limits.
 """
 
 from typing import TYPE_CHECKING
 
-from sparrow_sglang.schedule import PAGE_SIZES
+from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_versions import attention_tp_size
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 MAX_PAGES = 32767
+INT4_LANDMARKS = (1, 2, 4, 8)
+PAIRS_MULTIPLE = 8
 # What FlashInfer's prefill computes rightly, of HEAD_DIMS. It takes 80 and 96 without a word, but
 # loads 64 columns at a time and leaves the others out (github.com/flashinfer-ai/flashinfer, 4299).
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -62,6 +64,34 @@ def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> l
         )
     if str(model_config.dtype) == "torch.float32":
         problems.append("dtype float32: the GPU kernels need 16 bits; pass --dtype bfloat16")
+    return problems
+
+
+def rule_problems(schedule: BudgetSchedule) -> list[str]:
+    """What a GPU could not serve of a schedule's selection rule."""
+    rule, page_size = schedule.selection, schedule.page_size
+    if rule.is_published_form(page_size):
+        return []
+    where = f"schedule {schedule.name}: selection"
+    if rule.landmark_bits != 4:
+        return [
+            f"{where}.landmark_bits={rule.landmark_bits}: the GPU kernels take it only with"
+            " landmark_tokens and landmark_pairs null and group_score 'mean_query'; set it to 4,"
+            " or leave the others out"
+        ]
+    problems = []
+    per_page = rule.landmarks_per_page(page_size)
+    if per_page not in INT4_LANDMARKS:
+        allowed = ", ".join(str(page_size // count) for count in INT4_LANDMARKS)
+        problems.append(
+            f"{where}.landmark_tokens={rule.landmark_tokens}: the GPU kernels take {allowed} at"
+            f" page size {page_size}"
+        )
+    if rule.landmark_pairs and rule.landmark_pairs % PAIRS_MULTIPLE:
+        problems.append(
+            f"{where}.landmark_pairs={rule.landmark_pairs}: the GPU kernels take multiples of"
+            f" {PAIRS_MULTIPLE}, or null for all"
+        )
     return problems
 
 

@@ -35,8 +35,9 @@ def set_schedule(
     Args:
         target: an `sglang.Engine` or a server's base URL.
         schedule: a schedule; or a name that the server has loaded, a shipped name, fixed-<tokens>,
-            or the path of a .json file on this machine. Its page size, sinks, recent pages and
-            dense layers must be those of the schedule that the server was started with.
+            or the path of a .json file on this machine. Its page size, sinks, recent pages,
+            dense layers and landmarks must be those of the schedule that the server was started
+            with.
         api_key: as in `get_schedule`.
 
     Raises:

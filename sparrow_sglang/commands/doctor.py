@@ -11,13 +11,17 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparrow_sglang.attention_backends.kernel_limits import describe_fit, kernel_problems
+from sparrow_sglang.attention_backends.kernel_limits import (
+    describe_fit,
+    kernel_problems,
+    rule_problems,
+)
 from sparrow_sglang.commands.server_flags import check_flags
 from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
-from sparrow_sglang.schedule import ScheduleError
+from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.sglang_install import (
     SUPPORTED,
     import_problem,
@@ -179,8 +183,8 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     hf_config = model_config.hf_config
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
-    yield _check_kernels(server_args, model_config)
     loaded, source = resolve_schedules(server_args, hf_config)
+    yield _check_kernels(server_args, model_config, loaded.active)
     detail = start_up_line(loaded, source, hf_config)
     if any(schedule.is_foreign(hf_config) for schedule in loaded.named):
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
@@ -188,9 +192,11 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         yield Check("ok", "schedule", detail)
 
 
-def _check_kernels(server_args: "ServerArgs", model_config: "ModelConfig") -> Check:
+def _check_kernels(
+    server_args: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
+) -> Check:
     """On a GPU the model has passed already, or its arguments would have been refused."""
-    problems = kernel_problems(resolved(server_args), model_config)
+    problems = kernel_problems(resolved(server_args), model_config) + rule_problems(schedule)
     device = resolved(server_args).device
     if device != "cuda":
         here = f"plain torch on {device}"

@@ -8,7 +8,7 @@ factory, which no scheduler gets past, looks at what went wrong and refuses to s
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
+from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.plugin import server_args
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
@@ -75,6 +75,8 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     loaded, source = server_args.resolve_schedules(
         runner.server_args, runner.model_config.hf_config
     )
+    if runner.device == "cuda":
+        refuse(rule_problems(loaded.active))
     place = ranks(runner)
     if place.tp_rank == place.pp_rank == 0 and not place.dp_rank:
         if installed_version() not in SUPPORTED:

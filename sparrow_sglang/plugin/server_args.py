@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
+from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.config import AUTO, SparrowConfig
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.refusals import (
@@ -256,7 +256,9 @@ def _check_resolved(server_args: "ServerArgs") -> None:
     if model_config is not None:
         if view.device == "cuda":
             refuse(kernel_problems(view, model_config))
-        resolve_schedules(server_args, model_config.hf_config)
+        loaded, _ = resolve_schedules(server_args, model_config.hf_config)
+        if view.device == "cuda":
+            refuse(rule_problems(loaded.active))
 
 
 def _require_plugin() -> None:

@@ -1,5 +1,6 @@
 """What the GPU kernels cannot serve is refused from arguments and config, before anything loads."""
 
+import re
 from itertools import count
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from sparrow_sglang.attention_backends.kernel_limits import (
     MAX_PAGES,
     dense_backend,
     kernel_problems,
+    rule_problems,
 )
 from sparrow_sglang.commands import doctor
+from sparrow_sglang.schedule import BudgetSchedule
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
 
@@ -148,3 +151,33 @@ def test_the_kernels_check_the_same_limits():
     select._check_scratch(scratch, 1, MAX_PAGES)
     with pytest.raises(ValueError, match="32768 columns: expected at most 32767"):
         select._check_scratch(scratch, 1, MAX_PAGES + 1)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "selection", "problem"),
+    [
+        (16, {}, None),
+        (16, {"layer_weights": [1, 1, 1.5, 0.5]}, None),
+        (16, {"landmark_bits": 4}, None),
+        (16, {"landmark_bits": 4, "landmark_tokens": 4, "landmark_pairs": 24}, None),
+        (32, {"landmark_bits": 4, "landmark_tokens": 4, "group_score": "best_head"}, None),
+        (16, {"landmark_bits": 4, "landmark_tokens": 1}, "landmark_tokens=1: .* take 16, 8, 4, 2"),
+        (64, {"landmark_bits": 4, "landmark_tokens": 4}, "landmark_tokens=4: .* 64, 32, 16, 8 at"),
+        (16, {"landmark_bits": 4, "landmark_pairs": 20}, "landmark_pairs=20: .* multiples of 8"),
+        (16, {"landmark_tokens": 8}, "landmark_bits=16: .* only with"),
+        (16, {"landmark_pairs": 24}, "landmark_bits=16: .* only with"),
+        (16, {"group_score": "best_head"}, "landmark_bits=16: .* only with"),
+    ],
+)
+def test_selection_rules_that_the_kernels_are_not_built_for(page_size, selection, problem):
+    schedule = BudgetSchedule(
+        name="mine",
+        page_size=page_size,
+        bin_tokens=page_size,
+        budget_tokens=(8 * page_size,),
+        selection=selection,
+    )
+    problems = rule_problems(schedule)
+    assert len(problems) == (problem is not None)
+    if problem:
+        assert re.match(f"schedule mine: selection.{problem}", problems[0])

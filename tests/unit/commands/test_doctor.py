@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from engines import RULE, RULED
 
 from sparrow_sglang import models, sglang_install
 from sparrow_sglang.commands import cli, doctor
@@ -138,4 +140,21 @@ def test_doctor_says_when_another_backend_is_asked_for(tiny_llama: str) -> None:
     found = report(["--model-path", tiny_llama, "--attention-backend", "torch_native"])
     assert found["model"] == Check(
         "note", "model", "--attention-backend torch_native decodes densely"
+    )
+
+
+def test_doctor_checks_the_selection_rule(tiny_llama: str, tmp_path: Path) -> None:
+    RULED.save(tmp_path / "ruled.json")
+    arguments = ["--model-path", tiny_llama, "--sparrow-schedule", str(tmp_path / "ruled.json")]
+    found = report(arguments)
+    assert found["schedule"].status == "ok" and str(RULE) in found["schedule"].detail
+    refused = "landmark_pairs=6: the GPU kernels take multiples of 8"
+    assert found["kernels"].status == "note" and refused in found["kernels"].detail
+    longer = RULE.model_copy(update={"layer_weights": (1.0,) * 5})
+    RULED.model_copy(update={"selection": longer}).save(tmp_path / "ruled.json")
+    assert report(arguments)["schedule"] == Check(
+        "FAIL",
+        "schedule",
+        "schedule ruled: selection.layer_weights has 5 numbers: expected one for each of the"
+        " model's 4 layers",
     )

@@ -222,6 +222,24 @@ class TestStepModel:
         assert cost.attention_flops[0] == 2 * 2 * 16 * 152
         assert cost.scoring_flops[0] == 16 * 4
 
+    def test_one_step_under_a_selection_rule_by_hand(self) -> None:
+        rule = {"landmark_tokens": 4, "landmark_bits": 4, "group_score": "best_head"}
+        schedule = BudgetSchedule(
+            name="s",
+            page_size=16,
+            bin_tokens=16,
+            budget_tokens=(64,),
+            dense_layers=(),
+            selection=rule | {"layer_weights": [0.75, 1.25]},
+        )
+        cost = step_costs(GROUPED, [75, 100], batch=8, schedule=schedule)
+        # Budgets of 3 and 5 pages. 5 pages are sparse in layer 0 alone, 7 in both.
+        assert cost.kv_bytes.tolist() == [2 * 16 * (43 + 75), 2 * 16 * (36 + 68)]
+        heads, dim = GROUPED.num_kv_heads, GROUPED.head_dim
+        pages = np.array([1 * 2, 2 * 4])
+        assert cost.scoring_bytes.tolist() == (pages * heads * 4 * (dim // 2 + 2)).tolist()
+        assert cost.scoring_flops.tolist() == (pages * heads * 2 * 4 * 2 * dim).tolist()
+
     def test_within_the_budget_nothing_is_scored(self) -> None:
         schedule = BudgetSchedule.fixed(64)
         # Both layers of the small model are dense ones.
