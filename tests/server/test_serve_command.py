@@ -7,7 +7,7 @@ from pathlib import Path
 
 from servers import START_S, free_port
 
-from sparrow_sglang.benchmarks.rollouts.server_process import started_server, until_healthy
+from sparrow_sglang.benchmarks.processes import Server, logged_process, until_healthy
 
 # Where the tests run in the background of a shell, Ctrl-C is ignored and would remain so.
 COMMAND = """
@@ -27,11 +27,12 @@ def test_ctrl_c_ends_all_processes_without_a_traceback(tiny_llama: str, tmp_path
     command = [sys.executable, str(script), "serve", "--model-path", tiny_llama]
     command += ["--port", str(port), "--skip-tokenizer-init", "--skip-server-warmup"]
     command += ["--sparrow-schedule", "fixed-64", "--max-total-tokens", "8192"]
-    with started_server(command, f"http://127.0.0.1:{port}", log) as server:
+    with logged_process(command, log) as process:
+        server = Server(process, f"http://127.0.0.1:{port}", log)
         for _ in until_healthy([server], 4 * START_S):
             pass
         # As a terminal does, to all processes at once.
-        os.killpg(server.process.pid, signal.SIGINT)
-        code = server.process.wait(START_S)
+        os.killpg(process.pid, signal.SIGINT)
+        code = process.wait(START_S)
     written = log.read_text()
     assert code == 0 and "Traceback" not in written, written

@@ -103,7 +103,10 @@ class TestSlime:
         assert for_the_trainer == ["--use-tis", "--tis-clip", "2.0"]
         parsed = vars(known)
         # As slime's engine does: every field that has an argument of its name.
-        names = {field.name for field in dataclasses.fields(ServerArgs)}
+        # From SGLang 0.5.20 on they are no dataclass, but a struct.
+        names = getattr(ServerArgs, "__struct_fields__", None) or [
+            field.name for field in dataclasses.fields(ServerArgs)
+        ]
         fields: dict[str, Any] = {
             name: parsed[f"sglang_{name}"] for name in names if f"sglang_{name}" in parsed
         }
