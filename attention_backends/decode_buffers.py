@@ -27,6 +27,7 @@ class DecodeShape:
         usual_pages: pages that a row keeps at most under the schedule that launches are tuned for;
             rows that keep more make their programs loop longer.
         page_size: tokens a page.
+        int4_landmarks: int4 landmarks of a page; 0 for one mean in 16 bits.
     """
 
     num_q_heads: int
@@ -35,6 +36,7 @@ class DecodeShape:
     max_pages: int
     usual_pages: int
     page_size: int
+    int4_landmarks: int = 0
 
     @classmethod
     def of(
@@ -46,10 +48,19 @@ class DecodeShape:
         max_context: int,
     ) -> "DecodeShape":
         """The shape for sequences of up to `max_context` tokens under `schedule`."""
+        rule = schedule.selection
         max_pages = -(-max_context // schedule.page_size)
-        usual_pages = min(max_pages, max(schedule.budget_pages))
-        page_size = schedule.page_size
-        return cls(num_q_heads, num_kv_heads, head_dim, max_pages, usual_pages, page_size)
+        return cls(
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            max_pages,
+            usual_pages=min(max_pages, max(schedule.budget_pages)),
+            page_size=schedule.page_size,
+            int4_landmarks=(
+                rule.landmarks_per_page(schedule.page_size) if rule.landmark_bits == 4 else 0
+            ),
+        )
 
     @classmethod
     def of_model(
@@ -73,9 +84,10 @@ class DecodeBuffers:
         rows: the largest batch.
         device: where the buffers live.
         launch_device: the device that launches are tuned for, if it is another one.
+        counts_layers: layers with a budget of their own; 1 where all share one.
 
     Attributes:
-        page_table: [rows, max_pages] int32; counts: [rows] int32; page_ids: [rows, Hkv, max_pages]
+        page_table: [rows, max_pages] int32; counts: [layers, rows] int32; page_ids: [rows, Hkv, max_pages]
             int32; scratch of both kernels; launches of both, by batch size.
     """
 
@@ -85,6 +97,7 @@ class DecodeBuffers:
         rows: int,
         device: torch.device,
         launch_device: torch.device | None = None,
+        counts_layers: int = 1,
     ) -> None:
         tuned_for = launch_device or device
         heads, head_dim, max_pages = shape.num_kv_heads, shape.head_dim, shape.max_pages
@@ -92,7 +105,9 @@ class DecodeBuffers:
         batches = range(1, rows + 1)
         self.rows = rows
         self.select_launch = {
-            batch: select.select_launch(batch, heads, head_dim, max_pages, tuned_for)
+            batch: select.select_launch(
+                batch, heads, head_dim, max_pages, tuned_for, shape.int4_landmarks
+            )
             for batch in batches
         }
         self.decode_launch = {
@@ -101,7 +116,7 @@ class DecodeBuffers:
         }
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(counts_layers, rows, dtype=torch.int32, device=device)
         self.select_scratch = select.allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
         parts = max(batch * launch.splits for batch, launch in self.decode_launch.items())

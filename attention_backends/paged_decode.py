@@ -12,7 +12,8 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
-from sparrow_sglang.attention_backends.landmarks import Landmarks, MeanLandmarks
+from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 
 
@@ -223,7 +224,12 @@ class TritonPagedDecode:
             )
         # Freed first, so that both never exist at a time.
         self._buffers = None
-        self._buffers = DecodeBuffers(self._shape, max_batch, self._req_to_token.device)
+        self._buffers = DecodeBuffers(
+            self._shape,
+            max_batch,
+            self._req_to_token.device,
+            counts_layers=self._budgets.weights.shape[1],
+        )
 
     def plan_extend(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
@@ -256,10 +262,10 @@ class TritonPagedDecode:
             )
         self._captured |= captured
         # Always the same addresses: a captured graph reads them at every replay.
-        self._pages, self._counts = buffers.page_table[:batch], buffers.counts[:batch]
+        self._pages, self._counts = buffers.page_table[:batch], buffers.counts[:, :batch]
         if batch > buffers.rows:
             self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
-            self._counts = buffers.counts.new_empty(batch)
+            self._counts = buffers.counts.new_empty(len(buffers.counts), batch)
         self._seq_lens = seq_lens
         page_table.snapshot_page_table(
             self._req_to_token,
@@ -269,6 +275,7 @@ class TritonPagedDecode:
             page_size=self._schedule.page_size,
             budgets=self._budgets,
             counts=self._counts,
+            least_pages=self._schedule.least_pages,
         )
 
     def _reserved(self, batch: int) -> DecodeBuffers:
@@ -281,7 +288,7 @@ class TritonPagedDecode:
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         landmark.update_landmarks_bulk(
             k_buffer,
-            _whole_page_means(landmarks),
+            _for_kernels(landmarks),
             self._pages,
             self._seq_lens,
             self._no_prefix,
@@ -300,15 +307,16 @@ class TritonPagedDecode:
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
+        layer_counts = self._counts[layer_id if len(self._counts) > 1 else 0]
         for start in range(0, len(q), buffers.rows):
             rows = slice(start, start + buffers.rows)
-            pages, counts, seq_lens = self._pages[rows], self._counts[rows], self._seq_lens[rows]
+            pages, counts, seq_lens = self._pages[rows], layer_counts[rows], self._seq_lens[rows]
             batch = len(seq_lens)
             page_ids = buffers.page_ids[:batch]
             select.select_pages(
                 q[rows],
                 k_buffer,
-                _whole_page_means(landmarks),
+                _for_kernels(landmarks),
                 pages,
                 seq_lens,
                 counts,
@@ -318,6 +326,7 @@ class TritonPagedDecode:
                 recent_pages=self._schedule.recent_pages,
                 scratch=buffers.select_scratch,
                 launch=buffers.select_launch[batch],
+                best_head=self._schedule.selection.group_score == "best_head",
             )
             decode.sparse_decode(
                 q[rows],
@@ -335,7 +344,10 @@ class TritonPagedDecode:
         return out
 
 
-def _whole_page_means(landmarks: Landmarks) -> torch.Tensor:
-    """[num_pages, Hkv, D]; the kernels know no other landmarks."""
-    assert isinstance(landmarks, MeanLandmarks) and landmarks.means.shape[2] == 1
+def _for_kernels(landmarks: Landmarks) -> torch.Tensor | Int4Codes:
+    """The same memory as the kernels take it."""
+    if isinstance(landmarks, Int4Landmarks):
+        return Int4Codes(landmarks.codes, landmarks.scales)
+    if landmarks.means.shape[2] != 1:
+        raise ValueError("the GPU kernels are not built for several 16-bit landmarks a page")
     return landmarks.means.squeeze(2)

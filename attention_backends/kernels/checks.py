@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,9 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 # The compaction of selected pages packs two page counts into one int32, 15 bits for the upper one.
 MAX_PAGES = 32767
+# int4 landmarks: a tile holds whole pages, and lines of codes start at multiples of 8 bytes.
+INT4_LANDMARKS = (1, 2, 4, 8)
+PAIRS_MULTIPLE = 8
 KV_DTYPES = (torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 # What an H200 or H100 has; used where the tensors are on the CPU (Triton's interpreter).
@@ -49,6 +53,39 @@ def check_member(name: str, got: int, allowed: Sequence[int]) -> None:
     """Refuse a number that the kernels are not built for."""
     if got not in allowed:
         raise ValueError(f"{name}={got} is not supported: expected one of {tuple(allowed)}")
+
+
+class Int4Codes(NamedTuple):
+    """codes: [pages, Hkv, M, pairs] uint8, both members of a rotary pair in a byte, the first in
+    its low four bits, as 8 + code; scales: [pages, Hkv, M] fp16. M: landmarks of a page."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+Landmarks = torch.Tensor | Int4Codes
+"""[num_pages, Hkv, D] in the dtype of the keys: means of whole pages; or int4 landmarks."""
+
+
+def check_landmarks(
+    landmarks: Landmarks, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Refuse landmarks that the kernels are not built for; keys are of `dtype`."""
+    if isinstance(landmarks, torch.Tensor):
+        check_tensor("landmarks", landmarks, (None, num_kv_heads, head_dim), (dtype,))
+        check_contiguous("landmarks", landmarks)
+        return
+    pages, _, count, pairs = landmarks.codes.shape
+    check_tensor("codes", landmarks.codes, (pages, num_kv_heads, None, None), (torch.uint8,))
+    check_tensor("scales", landmarks.scales, (pages, num_kv_heads, count), (torch.float16,))
+    check_contiguous("codes", landmarks.codes)
+    check_contiguous("scales", landmarks.scales)
+    check_member("landmarks of a page", count, INT4_LANDMARKS)
+    if pairs % PAIRS_MULTIPLE or not 0 < pairs <= head_dim // 2:
+        raise ValueError(
+            f"landmark_pairs={pairs} is not supported: expected a multiple of {PAIRS_MULTIPLE} up"
+            f" to head_dim / 2 = {head_dim // 2}"
+        )
 
 
 def group_size(num_q_heads: int, num_kv_heads: int) -> int:

@@ -1,4 +1,4 @@
-"""Landmarks of full pages: in, SGLang's token pool; out, landmarks [num_pages, Hkv, D]."""
+"""Landmarks of full pages: in, SGLang's token pool; out, either form of landmarks."""
 
 import torch
 import triton
@@ -9,10 +9,14 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     INDEX_DTYPES,
     KV_DTYPES,
     PAGE_SIZES,
+    Int4Codes,
+    Landmarks,
     check_contiguous,
+    check_landmarks,
     check_member,
     check_tensor,
 )
+from sparrow_sglang.attention_backends.kernels.heads import pair_columns
 
 # One thread reads 16 bytes of a row: 1024 columns of 2 bytes are 4 warps side by side, each thread
 # sums its own 8 columns, and a page needs no exchange between threads.
@@ -62,9 +66,85 @@ def _landmarks_kernel(
         tl.store(target, mean.to(landmarks.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def store_int4_landmarks(
+    k_buffer: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    page: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Write the int4 landmarks of one full page of one KV head."""
+    ROW: tl.constexpr = HEADS * D
+    TOKENS: tl.constexpr = PAGE // LANDMARKS
+    pair = pair_columns(PAIRS)
+    exists = pair[None, :] < PAIRS
+    landmark = tl.arange(0, LANDMARKS)
+    first_slot = page * PAGE + landmark[:, None] * TOKENS
+    at = k_buffer + first_slot * ROW + head * D + D // 2 - PAIRS + pair[None, :]
+    first = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(at + D // 2, mask=exists, other=0.0).to(tl.float32)
+    for token in tl.static_range(1, TOKENS):
+        first += tl.load(at + token * ROW, mask=exists, other=0.0).to(tl.float32)
+        second += tl.load(at + token * ROW + D // 2, mask=exists, other=0.0).to(tl.float32)
+    first *= 1.0 / TOKENS
+    second *= 1.0 / TOKENS
+    largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+    nan = ((first != first) | (second != second)).to(tl.int32)
+    largest = tl.where(tl.max(nan, axis=1) > 0, float("nan"), largest)
+    scale = tl.div_rn(largest, tl.full(largest.shape, 7.0, tl.float32)).to(tl.float16)
+    divisor = scale.to(tl.float32)[:, None]
+    packed = _nibble(first, divisor) | (_nibble(second, divisor) << 4)
+    row = (page * HEADS + head) * LANDMARKS + landmark
+    tl.store(codes + row[:, None] * PAIRS + pair[None, :], packed.to(tl.uint8), mask=exists)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _nibble(mean: tl.tensor, divisor: tl.tensor) -> tl.tensor:
+    """8 + code in int32; a code is 0 where a mean over its scale is not a number."""
+    ratio = tl.div_rn(mean, tl.broadcast_to(divisor, mean.shape))
+    ratio = tl.where((ratio == ratio) & (divisor != 0.0), ratio, 0.0)
+    ratio = tl.minimum(tl.maximum(ratio, -7.0), 7.0)
+    # 1.5 * 2**23 leaves no bits for a fraction: the sum is rounded half to even.
+    return ((ratio + 12582912.0) - 12582912.0).to(tl.int32) + 8
+
+
+@triton.jit
+def _int4_landmarks_kernel(
+    k_buffer: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    page_table: tl.tensor,
+    seq_lens: tl.tensor,
+    prefix_lens: tl.tensor,
+    table_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Program (page, row, head) writes the landmarks of one page and KV head."""
+    page_index = tl.program_id(0)
+    row = tl.program_id(1)
+    full_pages = tl.load(seq_lens + row) // PAGE
+    first_page = tl.load(prefix_lens + row) // PAGE
+    if (page_index >= first_page) & (page_index < full_pages):
+        page = tl.load(page_table + row.to(tl.int64) * table_stride + page_index).to(tl.int64)
+        store_int4_landmarks(
+            k_buffer, codes, scales, page, tl.program_id(2), HEADS, D, PAGE, LANDMARKS, PAIRS
+        )
+
+
 def update_landmarks_bulk(
     k_buffer: torch.Tensor,
-    landmarks: torch.Tensor,
+    landmarks: Landmarks,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
     prefix_lens: torch.Tensor,
@@ -76,7 +156,7 @@ def update_landmarks_bulk(
 
     Args:
         k_buffer: [num_slots, Hkv, D], contiguous.
-        landmarks: [num_pages, Hkv, D] in the dtype of the keys, contiguous; written.
+        landmarks: one per page in the dtype of the keys, or int4 ones; written.
         page_table: [bs, >= max_pages] int32, physical pages.
         seq_lens: [bs] int32 or int64, cached tokens.
         prefix_lens: [bs], same dtypes: tokens whose full pages have landmarks already; 0 for all.
@@ -88,12 +168,28 @@ def update_landmarks_bulk(
     check_member("page_size", page_size, PAGE_SIZES)
     check_member("head_dim", head_dim, HEAD_DIMS)
     check_tensor("k_buffer", k_buffer, (None, None, None), KV_DTYPES)
-    check_tensor("landmarks", landmarks, (None, num_kv_heads, head_dim), (k_buffer.dtype,))
     check_tensor("page_table", page_table, (batch, None), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     check_tensor("prefix_lens", prefix_lens, (batch,), INDEX_DTYPES)
     check_contiguous("k_buffer", k_buffer)
-    check_contiguous("landmarks", landmarks)
+    check_landmarks(landmarks, num_kv_heads, head_dim, k_buffer.dtype)
+    if isinstance(landmarks, Int4Codes):
+        _int4_landmarks_kernel[(max_pages, batch, num_kv_heads)](
+            k_buffer,
+            landmarks.codes,
+            landmarks.scales,
+            page_table,
+            seq_lens,
+            prefix_lens,
+            page_table.stride(0),
+            HEADS=num_kv_heads,
+            D=head_dim,
+            PAGE=page_size,
+            LANDMARKS=landmarks.codes.shape[2],
+            PAIRS=landmarks.codes.shape[3],
+            num_warps=1,
+        )
+        return
     row = num_kv_heads * head_dim
     columns = min(_COLUMNS, triton.next_power_of_2(row))
     _landmarks_kernel[(max_pages, batch, triton.cdiv(row, columns))](

@@ -1,7 +1,7 @@
 """What the kernels of a step read of its requests: physical pages, and how many of them to keep.
 
 In: SGLang's `req_to_token` and the budget tables. Out: a page table [bs, max_pages] and counts
-[bs]. It runs before a captured graph is replayed, because SGLang may write `req_to_token` again
+[layers, bs]. It runs before a captured graph is replayed, because SGLang may write `req_to_token` again
 while the graph still runs.
 """
 
@@ -48,12 +48,17 @@ def _snapshot_kernel(
     budget_table: tl.tensor,
     bin_pages: tl.tensor,
     request_options: tl.tensor,
+    weights: tl.tensor,
     counts: tl.tensor,
     req_stride: tl.tensor,
     table_stride: tl.tensor,
     table_width: tl.tensor,
+    counts_stride: tl.tensor,
+    least_pages: tl.tensor,
     PAGE: tl.constexpr,
     NUM_BINS: tl.constexpr,
+    NUM_LAYERS: tl.constexpr,
+    LAYERS_PAD: tl.constexpr,
     WITH_COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -68,7 +73,16 @@ def _snapshot_kernel(
             page_bin = tl.minimum(held // tl.load(bin_pages + schedule), NUM_BINS - 1)
             budget = tl.load(budget_table + schedule * NUM_BINS + page_bin)
             budget = tl.minimum(budget, tl.load(request_options + request * 2 + 1))
-            tl.store(counts + row, tl.minimum(held, budget))
+            if NUM_LAYERS == 1:
+                tl.store(counts + row, tl.minimum(held, budget))
+            else:
+                layer = tl.arange(0, LAYERS_PAD)
+                real = layer < NUM_LAYERS
+                weight = tl.load(weights + schedule * NUM_LAYERS + layer, mask=real, other=0.0)
+                # fp64 holds the product exactly, and a budget without a cap times any weight.
+                share = tl.floor(weight.to(tl.float64) * budget.to(tl.float64) + 0.5)
+                share = tl.minimum(tl.maximum(share, least_pages.to(tl.float64)), held)
+                tl.store(counts + layer * counts_stride + row, share.to(tl.int32), mask=real)
     pages = tl.minimum(held, table_width)
     if block * BLOCK < pages:
         index = block * BLOCK + tl.arange(0, BLOCK)
@@ -86,6 +100,7 @@ def snapshot_page_table(
     page_size: int,
     budgets: Budgets | None = None,
     counts: torch.Tensor | None = None,
+    least_pages: int = 0,
 ) -> None:
     """Copy each request's physical pages out of `req_to_token`, and look up its KV budget.
 
@@ -96,9 +111,12 @@ def snapshot_page_table(
         page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
         page_size: 16, 32 or 64.
         budgets: with `counts`; None where no page will be selected, as in a prefill.
-        counts: [bs] int32, written: min(pages held, budget of the length, cap of the request).
+        counts: [layers, bs] int32 with as many layers as `budgets.weights`, written: min(pages held,
+            budget), where the budget is that of the length, under the cap of the request, and, of
+            more than one layer, weighted.
+        least_pages: sinks and recent pages, which no weight goes below.
     """
-    batch = seq_lens.shape[0]
+    batch, layers = seq_lens.shape[0], 1
     check_member("page_size", page_size, PAGE_SIZES)
     check_tensor("req_to_token", req_to_token, (None, None), (torch.int32,))
     check_tensor("req_pool_indices", req_pool_indices, (batch,), INDEX_DTYPES)
@@ -109,20 +127,25 @@ def snapshot_page_table(
     if (budgets is None) != (counts is None):
         raise ValueError("budgets and counts: expected both or neither")
     if counts is not None and budgets is not None:
-        check_tensor("counts", counts, (batch,), (torch.int32,))
+        layers = budgets.weights.shape[1]
+        check_tensor("counts", counts, (layers, batch), (torch.int32,))
         check_tensor("options", budgets.options, (None, 2), (torch.int32,))
     _snapshot_kernel[(batch, triton.cdiv(page_table.shape[1], _BLOCK))](
         req_to_token,
         req_pool_indices,
         seq_lens,
         page_table,
-        *(budgets[:3] if budgets is not None else (page_table, page_table, page_table)),
+        *(budgets or [page_table] * 4),
         page_table if counts is None else counts,
         req_to_token.stride(0),
         page_table.stride(0),
         page_table.shape[1],
+        0 if counts is None else counts.stride(0),
+        least_pages,
         PAGE=page_size,
         NUM_BINS=1 if budgets is None else budgets.table.shape[1],
+        NUM_LAYERS=layers,
+        LAYERS_PAD=triton.next_power_of_2(layers),
         WITH_COUNTS=counts is not None,
         BLOCK=_BLOCK,
         num_warps=4,

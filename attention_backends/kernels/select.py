@@ -16,20 +16,30 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     KV_DTYPES,
     MAX_PAGES,
     PAGE_SIZES,
+    Int4Codes,
+    Landmarks,
     check_contiguous,
+    check_landmarks,
     check_member,
     check_tensor,
     group_size,
     sm_count,
 )
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
-from sparrow_sglang.attention_backends.kernels.landmark import page_mean
-from sparrow_sglang.attention_backends.kernels.topk import order_keys, store_selected
+from sparrow_sglang.attention_backends.kernels.landmark import page_mean, store_int4_landmarks
+from sparrow_sglang.attention_backends.kernels.score import (
+    score_int4_pages,
+    score_pages,
+    split_query,
+)
+from sparrow_sglang.attention_backends.kernels.topk import store_selected
 
 # Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
 _PROGRAMS_PER_SM = 2
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
 _MMA_COLUMNS = 16
+# int4 landmarks of a tile.
+_INT4_TILE = 256
 # Rows of up to this many pages are searched in a smaller tile, which is faster.
 _SHORT_ROW = 512
 
@@ -56,11 +66,24 @@ class SelectLaunch(NamedTuple):
 
 
 def select_launch(
-    batch: int, num_kv_heads: int, head_dim: int, max_pages: int, device: torch.device
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    device: torch.device,
+    int4_landmarks: int = 0,
 ) -> SelectLaunch:
-    """One wave of programs: long rows are split, many rows get smaller tiles instead."""
+    """One wave of programs: long rows are split, many rows get smaller tiles instead.
+
+    Args:
+        int4_landmarks: int4 landmarks of a page; 0 for one mean in 16 bits.
+    """
     rows = batch * num_kv_heads
     slots = _PROGRAMS_PER_SM * sm_count(device)
+    if int4_landmarks:
+        block_pages = _INT4_TILE // int4_landmarks
+        splits = max(1, min(slots // rows, triton.cdiv(max_pages, block_pages)))
+        return SelectLaunch(splits=splits, block_pages=block_pages)
     if rows > slots:
         return SelectLaunch(splits=1, block_pages=max(16, 8192 // triton.next_power_of_2(head_dim)))
     block_pages = max(16, 16384 // triton.next_power_of_2(head_dim))
@@ -83,71 +106,34 @@ def allocate_select_scratch(
 
 
 @triton.jit
-def _split_query(group_query: tl.tensor, COLUMNS: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """The fp32 query [D] as a [D, COLUMNS] operand of the tensor cores, exact to fp32.
-
-    Three 16-bit numbers hold an fp32 mantissa, so the sum over the columns of a product is the
-    product with the unrounded query, accumulated in fp32.
-    """
-    high = group_query.to(DTYPE)
-    rest = group_query - high.to(tl.float32)
-    middle = rest.to(DTYPE)
-    low = (rest - middle.to(tl.float32)).to(DTYPE)
-    column = tl.arange(0, COLUMNS)[None, :]
-    split = tl.where(column == 0, high[:, None], tl.zeros_like(high)[:, None])
-    split = tl.where(column == 1, middle[:, None], split)
-    return tl.where(column == 2, low[:, None], split)
-
-
-@triton.jit
-def _score_pages(
-    query: tl.tensor,
-    head_landmarks: tl.tensor,
-    pages: tl.tensor,
-    keys: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    page_stride: tl.tensor,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Write the keys of pages [first, end)."""
-    columns = head_columns(D)
-    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
-        index = start + tl.arange(0, BLOCK)
-        inside = index < end
-        page = tl.load(pages + index, mask=inside, other=0).to(tl.int64)
-        tile = tl.load(
-            head_landmarks + page[:, None] * page_stride + columns[None, :],
-            mask=head_mask(inside[:, None], columns, D),
-            other=0.0,
-        )
-        score = tl.sum(tl.dot(tile, query), axis=1)
-        tl.store(keys + index, order_keys(score), mask=inside)
-
-
-@triton.jit
 def _update_landmark(
     k_buffer: tl.tensor,
     landmarks: tl.tensor,
+    scales: tl.tensor,
     pages: tl.tensor,
     seq_len: tl.tensor,
     head: tl.tensor,
-    ROW: tl.constexpr,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ) -> None:
-    """Write the landmark of the page that the current token filled, if it filled one.
+    """Write the landmarks of the page that the current token filled, if it filled one.
 
     That page is the most recent one: kept, and not scored in this step.
     """
     if (seq_len > 0) & (seq_len % PAGE == 0):
-        columns = head_columns(D)
         page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)
-        at = head * D + columns
-        mean = page_mean(k_buffer, page * PAGE, at, columns < D, ROW, PAGE)
-        store_head(landmarks + page * ROW + head * D, columns, mean, D)
+        if PAIRS > 0:
+            store_int4_landmarks(
+                k_buffer, landmarks, scales, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
+            )
+        else:
+            columns = head_columns(D)
+            at = head * D + columns
+            mean = page_mean(k_buffer, page * PAGE, at, columns < D, HEADS * D, PAGE)
+            store_head(landmarks + (page * HEADS + head) * D, columns, mean, D)
 
 
 @triton.jit
@@ -155,6 +141,7 @@ def _select_kernel(
     q: tl.tensor,
     k_buffer: tl.tensor,
     landmarks: tl.tensor,
+    scales: tl.tensor,
     page_table: tl.tensor,
     seq_lens: tl.tensor,
     counts: tl.tensor,
@@ -172,6 +159,9 @@ def _select_kernel(
     SINKS: tl.constexpr,
     RECENTS: tl.constexpr,
     UPDATE_LANDMARK: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BEST_HEAD: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     MMA_COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -181,7 +171,11 @@ def _select_kernel(
     SHORT_ROW: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program (row · HEADS + head, split) scores its share; the last one of a row selects."""
+    """Program (row · HEADS + head, split) scores its share; the last one of a row selects.
+
+    PAIRS: rotary pairs of int4 landmarks in `landmarks` and `scales`; 0 where `landmarks` are means
+    of whole pages.
+    """
     pair = tl.program_id(0)
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
@@ -190,20 +184,34 @@ def _select_kernel(
     # together, before any branch.
     num_selected = tl.load(counts + row)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
-    member = tl.arange(0, GROUP_PAD)
-    columns = head_columns(D)
-    group = tl.load(
-        q + row * q_stride + (head * GROUP + member[:, None]) * D + columns[None, :],
-        mask=head_mask(member[:, None] < GROUP, columns, D),
-        other=0.0,
-    )
+    q_group = q + row * q_stride + head * GROUP * D
+    if PAIRS == 0:
+        member = tl.arange(0, GROUP_PAD)
+        columns = head_columns(D)
+        group = tl.load(
+            q_group + member[:, None] * D + columns[None, :],
+            mask=head_mask(member[:, None] < GROUP, columns, D),
+            other=0.0,
+        )
     num_pages = tl.cdiv(seq_len, PAGE)
     pages = page_table + row * table_stride
     selected = page_ids + pair.to(tl.int64) * width
     row_keys = keys + pair.to(tl.int64) * keys_stride
     if UPDATE_LANDMARK:
         if split == 0:
-            _update_landmark(k_buffer, landmarks, pages, seq_len, head, HEADS * D, D, PAGE)
+            _update_landmark(
+                k_buffer,
+                landmarks,
+                scales,
+                pages,
+                seq_len,
+                head,
+                HEADS,
+                D,
+                PAGE,
+                LANDMARKS,
+                PAIRS,
+            )
 
     if num_selected >= num_pages:
         if split == 0:
@@ -216,14 +224,35 @@ def _select_kernel(
         share = tl.cdiv(tl.cdiv(middle, SPLITS), BLOCK) * BLOCK
         active = tl.cdiv(middle, share)
         if split < active:
-            mean_query = tl.sum(group.to(tl.float32), axis=0) / GROUP
-            query = _split_query(mean_query, MMA_COLUMNS, landmarks.dtype.element_ty)
             first = SINKS + split * share
             end = tl.minimum(first + share, num_pages - RECENTS)
-            head_landmarks = landmarks + head * D
-            _score_pages(
-                query, head_landmarks, pages, row_keys, first, end, HEADS * D, D, BLOCK, STAGES
-            )
+            if PAIRS > 0:
+                score_int4_pages(
+                    q_group,
+                    landmarks,
+                    scales,
+                    head,
+                    pages,
+                    row_keys,
+                    first,
+                    end,
+                    BEST_HEAD,
+                    GROUP,
+                    GROUP_PAD,
+                    HEADS,
+                    D,
+                    LANDMARKS,
+                    PAIRS,
+                    BLOCK,
+                    STAGES,
+                )
+            else:
+                mean_query = tl.sum(group.to(tl.float32), axis=0) / GROUP
+                query = split_query(mean_query, MMA_COLUMNS, landmarks.dtype.element_ty)
+                head_landmarks = landmarks + head * D
+                score_pages(
+                    query, head_landmarks, pages, row_keys, first, end, HEADS * D, D, BLOCK, STAGES
+                )
             # Every thread's keys must be out before this program reports them or reads them back.
             tl.debug_barrier()
             last = True
@@ -261,17 +290,17 @@ def _select_kernel(
 
 
 def _check_pools(
-    q: torch.Tensor, k_buffer: torch.Tensor, landmarks: torch.Tensor, page_ids: torch.Tensor
+    q: torch.Tensor, k_buffer: torch.Tensor, landmarks: Landmarks, page_ids: torch.Tensor
 ) -> None:
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     check_member("head_dim", head_dim, HEAD_DIMS)
     check_tensor("q", q, (batch, num_q_heads, head_dim), KV_DTYPES)
     check_tensor("k_buffer", k_buffer, (None, num_kv_heads, head_dim), KV_DTYPES)
-    check_tensor("landmarks", landmarks, (None, num_kv_heads, head_dim), (k_buffer.dtype,))
+    check_landmarks(landmarks, num_kv_heads, head_dim, k_buffer.dtype)
     check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
-    for name, tensor in (("k_buffer", k_buffer), ("landmarks", landmarks), ("page_ids", page_ids)):
-        check_contiguous(name, tensor)
+    check_contiguous("k_buffer", k_buffer)
+    check_contiguous("page_ids", page_ids)
     if q.stride(1) != head_dim:
         raise ValueError(f"q has strides {q.stride()}: expected heads side by side in each row")
 
@@ -292,7 +321,7 @@ def _check_scratch(scratch: SelectScratch, rows: int, max_pages: int) -> None:
 def select_pages(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
-    landmarks: torch.Tensor,
+    landmarks: Landmarks,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
     counts: torch.Tensor,
@@ -304,14 +333,15 @@ def select_pages(
     scratch: SelectScratch,
     launch: SelectLaunch,
     update_landmark: bool = True,
+    best_head: bool = False,
 ) -> None:
     """Choose the pages of one decode step of one layer, as `reference.select_pages` defines them.
 
     Args:
         q: [bs, Hq, D], queries after RoPE; 1 to 16 query heads for each KV head.
         k_buffer: [num_slots, Hkv, D], contiguous; the current token's key is in it already.
-        landmarks: [num_pages, Hkv, D] in the dtype of the keys, contiguous; with update_landmark
-            the landmark of each page that the current token filled is written.
+        landmarks: means of whole pages in the dtype of the keys, or int4 ones; with update_landmark
+            those of each page that the current token filled are written.
         page_table: [bs, max_pages] int32, physical pages.
         seq_lens: [bs] int32 or int64, the current token included.
         counts: [bs] int32, pages to keep of each row: all of them, or at least
@@ -319,6 +349,8 @@ def select_pages(
         page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
             row's count are left as they are.
         recent_pages: at least 1: the page being written is never scored.
+        best_head: a page scores by the best of the group's heads, which takes int4 landmarks;
+            otherwise by their mean.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
@@ -334,10 +366,15 @@ def select_pages(
     check_tensor("counts", counts, (batch,), (torch.int32,))
     _check_pools(q, k_buffer, landmarks, page_ids)
     _check_scratch(scratch, batch * num_kv_heads, max_pages)
+    int4 = landmarks if isinstance(landmarks, Int4Codes) else None
+    if best_head and int4 is None:
+        raise ValueError("group_score 'best_head' is not supported with landmarks of 16 bits")
+    means_or_codes = landmarks if int4 is None else int4.codes
     _select_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
-        landmarks,
+        means_or_codes,
+        means_or_codes if int4 is None else int4.scales,
         page_table,
         seq_lens,
         counts,
@@ -355,6 +392,9 @@ def select_pages(
         SINKS=sink_pages,
         RECENTS=recent_pages,
         UPDATE_LANDMARK=update_landmark,
+        LANDMARKS=1 if int4 is None else int4.codes.shape[2],
+        PAIRS=0 if int4 is None else int4.codes.shape[3],
+        BEST_HEAD=best_head,
         GROUP_PAD=triton.next_power_of_2(group),
         MMA_COLUMNS=_MMA_COLUMNS,
         SPLITS=launch.splits,
