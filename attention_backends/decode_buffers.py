@@ -48,7 +48,6 @@ class DecodeShape:
         max_context: int,
     ) -> "DecodeShape":
         """The shape for sequences of up to `max_context` tokens under `schedule`."""
-        rule = schedule.selection
         max_pages = -(-max_context // schedule.page_size)
         return cls(
             num_q_heads,
@@ -57,9 +56,7 @@ class DecodeShape:
             max_pages,
             usual_pages=min(max_pages, max(schedule.budget_pages)),
             page_size=schedule.page_size,
-            int4_landmarks=(
-                rule.landmarks_per_page(schedule.page_size) if rule.landmark_bits == 4 else 0
-            ),
+            int4_landmarks=schedule.selection.int4_landmarks(schedule.page_size),
         )
 
     @classmethod
@@ -87,8 +84,9 @@ class DecodeBuffers:
         counts_layers: layers with a budget of their own; 1 where all share one.
 
     Attributes:
-        page_table: [rows, max_pages] int32; counts: [layers, rows] int32; page_ids: [rows, Hkv, max_pages]
-            int32; scratch of both kernels; launches of both, by batch size.
+        page_table: [rows, max_pages] int32; counts: [layers, rows] int32; page_ids: [rows, Hkv,
+            max_pages] int32; scratch of both kernels; launches of both, and of attention in dense
+            layers, by batch size.
     """
 
     def __init__(
@@ -114,12 +112,19 @@ class DecodeBuffers:
             batch: decode.decode_launch(batch, heads, head_dim, kept_tokens, tuned_for)
             for batch in batches
         }
+        # Dense layers read whole sequences.
+        longest = max_pages * shape.page_size
+        self.dense_launch = {
+            batch: decode.decode_launch(batch, heads, head_dim, longest, tuned_for)
+            for batch in batches
+        }
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
         self.counts = torch.zeros(counts_layers, rows, dtype=torch.int32, device=device)
         self.select_scratch = select.allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
-        parts = max(batch * launch.splits for batch, launch in self.decode_launch.items())
+        launches = [*self.decode_launch.items(), *self.dense_launch.items()]
+        parts = max(batch * launch.splits for batch, launch in launches)
         self.decode_scratch = decode.allocate_decode_scratch(
             shape.num_q_heads * parts, rows * heads, head_dim, device
         )

@@ -12,7 +12,7 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
-from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
+from sparrow_sglang.attention_backends.kernels.checks import Int4Codes, dependent_launch
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 
@@ -201,6 +201,7 @@ class TritonPagedDecode:
         self._req_to_token = req_to_token
         self._shape = shape
         self._budgets = budgets.tensors
+        self._dependent = dependent_launch(req_to_token.device)
         self._buffers: DecodeBuffers | None = None
         self._captured = False
         self._pages: torch.Tensor
@@ -327,6 +328,7 @@ class TritonPagedDecode:
                 scratch=buffers.select_scratch,
                 launch=buffers.select_launch[batch],
                 best_head=self._schedule.selection.group_score == "best_head",
+                dependents=self._dependent,
             )
             decode.sparse_decode(
                 q[rows],
@@ -340,6 +342,32 @@ class TritonPagedDecode:
                 sm_scale=sm_scale,
                 scratch=buffers.decode_scratch,
                 launch=buffers.decode_launch[batch],
+                after_select=self._dependent,
+            )
+        return out
+
+    def decode_dense(
+        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """One dense layer of the planned decode step, with the arguments of `decode`."""
+        out = torch.empty_like(q)
+        buffers = self._reserved(len(q))
+        num_kv_heads = k_buffer.shape[1]
+        for start in range(0, len(q), buffers.rows):
+            rows = slice(start, start + buffers.rows)
+            pages, seq_lens = self._pages[rows], self._seq_lens[rows]
+            decode.sparse_decode(
+                q[rows],
+                k_buffer,
+                v_buffer,
+                pages[:, None].expand(-1, num_kv_heads, -1),
+                None,
+                seq_lens,
+                out[rows],
+                page_size=self._schedule.page_size,
+                sm_scale=sm_scale,
+                scratch=buffers.decode_scratch,
+                launch=buffers.dense_launch[len(seq_lens)],
             )
         return out
 

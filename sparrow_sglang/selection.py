@@ -86,6 +86,10 @@ class SelectionRule(BaseModel):
     def landmarks_per_page(self, page_size: int) -> int:
         return page_size // (self.landmark_tokens or page_size)
 
+    def int4_landmarks(self, page_size: int) -> int:
+        """int4 landmarks of a page; 0 where landmarks have 16 bits."""
+        return self.landmarks_per_page(page_size) if self.landmark_bits == 4 else 0
+
     def pairs_kept(self, head_dim: int) -> int:
         """Rotary pairs that a landmark holds, of the `head_dim` / 2 of a head."""
         return self.landmark_pairs or head_dim // 2

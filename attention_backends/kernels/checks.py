@@ -104,3 +104,9 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it ends (compute capability 9 or more)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

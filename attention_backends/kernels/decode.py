@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from sparrow_sglang.attention_backends.kernels.checks import (
     HEAD_DIMS,
@@ -93,12 +94,19 @@ def _split_tokens(kept: tl.tensor, SPLITS: tl.constexpr, BLOCK: tl.constexpr) ->
 
 @triton.jit
 def _kept_tokens(
-    counts: tl.tensor, seq_lens: tl.tensor, row: tl.tensor, PAGE: tl.constexpr
+    counts: tl.tensor,
+    seq_lens: tl.tensor,
+    row: tl.tensor,
+    PAGE: tl.constexpr,
+    EVERY_PAGE: tl.constexpr,
 ) -> tl.tensor:
     """Tokens in the selected pages of a row; all are full but the last one."""
-    count = tl.load(counts + row).to(tl.int32)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
-    return tl.where(count > 0, (count - 1) * PAGE + (seq_len - 1) % PAGE + 1, 0)
+    if EVERY_PAGE:
+        return seq_len
+    else:
+        count = tl.load(counts + row).to(tl.int32)
+        return tl.where(count > 0, (count - 1) * PAGE + (seq_len - 1) % PAGE + 1, 0)
 
 
 @triton.jit
@@ -201,13 +209,15 @@ def _decode_kernel(
     MMA_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EVERY_PAGE: tl.constexpr,
+    AFTER_SELECT: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) attends to its share of the row's kept tokens."""
     pair = tl.program_id(0)
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
-    kept = _kept_tokens(counts, seq_lens, row, PAGE)
+    kept = _kept_tokens(counts, seq_lens, row, PAGE, EVERY_PAGE)
     share = _split_tokens(kept, SPLITS, BLOCK)
     first = split * share
     # A row without tokens still has one program, which writes zeros.
@@ -217,6 +227,9 @@ def _decode_kernel(
         used = head_mask(member[:, None] < GROUP, columns, D)
         offsets = (head * GROUP + member[:, None]) * D + columns[None, :]
         queries = tl.load(q + row * q_stride + offsets, mask=used, other=0.0)
+        if AFTER_SELECT:
+            # All that is read so far was written before the selection started.
+            gdc_wait()
         pages = page_ids + row * ids_row_stride + head * ids_head_stride
         end = tl.minimum(first + share, kept)
         k_head = k_buffer + head * D
@@ -282,7 +295,7 @@ def sparse_decode(
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
     page_ids: torch.Tensor,
-    counts: torch.Tensor,
+    counts: torch.Tensor | None,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -290,28 +303,32 @@ def sparse_decode(
     sm_scale: float,
     scratch: DecodeScratch,
     launch: DecodeLaunch,
+    after_select: bool = False,
 ) -> None:
     """Attend exactly to the selected pages, as `reference.sparse_decode` defines it.
 
-    With the page table for every head (`page_table[:, None].expand(bs, Hkv, max_pages)`) and the
-    page counts, the same launch is dense decode.
+    With the page table for every head (`page_table[:, None].expand(bs, Hkv, max_pages)`) and
+    without counts, the same launch is dense decode.
 
     Args:
         q: [bs, Hq, D]; 1 to 16 query heads for each KV head.
         k_buffer, v_buffer: [num_slots, Hkv, D], contiguous.
         page_ids: [bs, Hkv, K] int32, physical pages in ascending logical order; the head axis may
             be expanded.
-        counts: [bs] int32, entries of page_ids that count.
+        counts: [bs] int32, entries of page_ids that count; None for all pages of a row.
         seq_lens: [bs] int32 or int64, the current token included.
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
         sm_scale: factor of the logits.
+        after_select: the launch before this one is `select_pages` with `dependents`, which wrote
+            page_ids; this one may start before it ends.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     group = group_size(num_q_heads, num_kv_heads)
     check_member("page_size", page_size, PAGE_SIZES)
     check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
-    check_tensor("counts", counts, (batch,), (torch.int32,))
+    if counts is not None:
+        check_tensor("counts", counts, (batch,), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     _check_pools(q, k_buffer, v_buffer, out)
     _check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
@@ -320,7 +337,7 @@ def sparse_decode(
         k_buffer,
         v_buffer,
         page_ids,
-        counts,
+        seq_lens if counts is None else counts,
         seq_lens,
         out,
         scratch.partial_out,
@@ -340,5 +357,9 @@ def sparse_decode(
         MMA_ROWS=MAX_GROUP,
         BLOCK=launch.block_tokens,
         STAGES=launch.stages,
+        EVERY_PAGE=counts is None,
+        AFTER_SELECT=after_select,
         num_warps=launch.num_warps,
+        # Not an argument in Triton's interpreter.
+        **({"launch_pdl": True} if after_select else {}),
     )

@@ -1,8 +1,8 @@
 """What the kernels of a step read of its requests: physical pages, and how many of them to keep.
 
 In: SGLang's `req_to_token` and the budget tables. Out: a page table [bs, max_pages] and counts
-[layers, bs]. It runs before a captured graph is replayed, because SGLang may write `req_to_token` again
-while the graph still runs.
+[layers, bs]. It runs before a captured graph is replayed, because SGLang may write `req_to_token`
+again while the graph still runs.
 """
 
 from typing import NamedTuple
@@ -111,9 +111,8 @@ def snapshot_page_table(
         page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
         page_size: 16, 32 or 64.
         budgets: with `counts`; None where no page will be selected, as in a prefill.
-        counts: [layers, bs] int32 with as many layers as `budgets.weights`, written: min(pages held,
-            budget), where the budget is that of the length, under the cap of the request, and, of
-            more than one layer, weighted.
+        counts: [layers, bs] int32, as many layers as in `budgets.weights`; written: min(pages held,
+            budget of the length, cap of the request), weighted where there are several layers.
         least_pages: sinks and recent pages, which no weight goes below.
     """
     batch, layers = seq_lens.shape[0], 1

@@ -148,9 +148,7 @@ def score_int4_pages(
     pair = pair_columns(PAIRS)
     exists = pair < PAIRS
     channel = D // 2 - PAIRS + pair
-    first_query = _score_query(
-        q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS
-    )
+    first_query = _score_query(q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS)
     second_query = _score_query(
         q_group, channel + D // 2, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS
     )

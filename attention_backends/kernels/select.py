@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from sparrow_sglang.attention_backends.kernels.checks import (
     HEAD_DIMS,
@@ -38,8 +39,8 @@ from sparrow_sglang.attention_backends.kernels.topk import store_selected
 _PROGRAMS_PER_SM = 2
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
 _MMA_COLUMNS = 16
-# int4 landmarks of a tile.
-_INT4_TILE = 256
+# int4 landmarks of a tile, by the largest head dimension that registers hold so many of.
+_INT4_TILES = {128: 256, 256: 64}
 # Rows of up to this many pages are searched in a smaller tile, which is faster.
 _SHORT_ROW = 512
 
@@ -81,7 +82,8 @@ def select_launch(
     rows = batch * num_kv_heads
     slots = _PROGRAMS_PER_SM * sm_count(device)
     if int4_landmarks:
-        block_pages = _INT4_TILE // int4_landmarks
+        tile = next(tile for dim, tile in _INT4_TILES.items() if head_dim <= dim)
+        block_pages = tile // int4_landmarks
         splits = max(1, min(slots // rows, triton.cdiv(max_pages, block_pages)))
         return SelectLaunch(splits=splits, block_pages=block_pages)
     if rows > slots:
@@ -170,6 +172,7 @@ def _select_kernel(
     RADIX: tl.constexpr,
     SHORT_ROW: tl.constexpr,
     CHUNK: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) scores its share; the last one of a row selects.
 
@@ -253,6 +256,9 @@ def _select_kernel(
                 score_pages(
                     query, head_landmarks, pages, row_keys, first, end, HEADS * D, D, BLOCK, STAGES
                 )
+            if DEPENDENTS:
+                # Attention starts up while the last programs select, and waits for them.
+                gdc_launch_dependents()
             # Every thread's keys must be out before this program reports them or reads them back.
             tl.debug_barrier()
             last = True
@@ -334,6 +340,7 @@ def select_pages(
     launch: SelectLaunch,
     update_landmark: bool = True,
     best_head: bool = False,
+    dependents: bool = False,
 ) -> None:
     """Choose the pages of one decode step of one layer, as `reference.select_pages` defines them.
 
@@ -351,6 +358,8 @@ def select_pages(
         recent_pages: at least 1: the page being written is never scored.
         best_head: a page scores by the best of the group's heads, which takes int4 landmarks;
             otherwise by their mean.
+        dependents: the next launch of the stream is `sparse_decode` with `after_select`, and
+            `checks.dependent_launch` allows it.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
@@ -403,5 +412,6 @@ def select_pages(
         RADIX=launch.radix,
         SHORT_ROW=_SHORT_ROW,
         CHUNK=max(_SHORT_ROW, min(triton.next_power_of_2(max_pages), 2048)),
+        DEPENDENTS=dependents,
         num_warps=launch.num_warps,
     )

@@ -8,9 +8,11 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
+from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
 from sparrow_sglang.benchmarks.gpu_times import median_s
 from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.selection import SelectionRule
 
 HEAD_DIM = 128
 NUM_KV_HEADS = 8
@@ -43,29 +45,57 @@ class Pools:
 
     k: torch.Tensor
     v: torch.Tensor
-    landmarks: torch.Tensor
+    landmarks: torch.Tensor | Int4Codes
     order: torch.Tensor
+    rule: SelectionRule
 
     @classmethod
-    def random(cls, tokens: int, landmark_pages: int) -> "Pools":
+    def random(cls, tokens: int, landmark_pages: int, rule: SelectionRule) -> "Pools":
+        """Random contents; landmarks are those of `rule`, which the kernels must be built for."""
         shape = (tokens + PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
         half: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         return cls(
             k=torch.randn(shape, **half),
             v=torch.randn(shape, **half),
-            landmarks=torch.randn(landmark_pages + 1, *shape[1:], **half),
+            landmarks=_random_landmarks(landmark_pages + 1, rule),
             order=torch.randperm(landmark_pages, device="cuda", dtype=torch.int32) + 1,
+            rule=rule,
         )
+
+    @property
+    def landmark_pages(self) -> int:
+        """Pages that have landmarks, the unused page 0 included."""
+        if isinstance(self.landmarks, Int4Codes):
+            return len(self.landmarks.codes)
+        return len(self.landmarks)
+
+    def stored(self) -> Landmarks:
+        """The landmarks as the definition has them."""
+        if isinstance(self.landmarks, Int4Codes):
+            return Int4Landmarks(*self.landmarks)
+        return MeanLandmarks(self.landmarks[:, :, None])
+
+
+def _random_landmarks(pages: int, rule: SelectionRule) -> torch.Tensor | Int4Codes:
+    if rule.is_published_form(PAGE_SIZE):
+        size = (pages, NUM_KV_HEADS, HEAD_DIM)
+        return torch.randn(size, dtype=torch.bfloat16, device="cuda")
+    rows = (pages, NUM_KV_HEADS, rule.landmarks_per_page(PAGE_SIZE))
+    half_codes = torch.randint(1, 16, (2, *rows, rule.pairs_kept(HEAD_DIM)), device="cuda")
+    codes = (half_codes[0] | half_codes[1] << 4).to(torch.uint8)
+    return Int4Codes(codes, torch.rand(rows, device="cuda").half() / 4)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One workload: requests, tokens each, KV budget in pages, query heads per KV head."""
+    """One workload: requests, tokens each, KV budget in pages, query heads per KV head, and bytes
+    of a page's landmarks for one KV head."""
 
     batch: int
     context: int
     budget_pages: int
     group: int = 2
+    landmark_bytes: int = ROW_BYTES
 
     @property
     def pages(self) -> int:
@@ -74,7 +104,7 @@ class Shape:
     @property
     def select_bytes(self) -> int:
         """Every scored landmark once."""
-        return self.batch * NUM_KV_HEADS * (self.pages - SINKS - RECENTS) * ROW_BYTES
+        return self.batch * NUM_KV_HEADS * (self.pages - SINKS - RECENTS) * self.landmark_bytes
 
     @property
     def decode_bytes(self) -> int:
@@ -114,7 +144,7 @@ class SelectCase:
         self.seq_lens = shape.seq_lens()
         sets = range(shape.sets(shape.select_bytes))
         self.q = [shape.queries() for _ in sets]
-        limit = len(pools.landmarks) - 1
+        limit = pools.landmark_pages - 1
         self.tables = [shape.page_table(pools, which, limit) for which in sets]
         size = (shape.batch, NUM_KV_HEADS, shape.budget_pages)
         self.page_ids = torch.empty(size, dtype=torch.int32, device="cuda")
@@ -124,7 +154,12 @@ class SelectCase:
             shape.batch, NUM_KV_HEADS, shape.pages, device
         )
         self.launch_shape = select.select_launch(
-            shape.batch, NUM_KV_HEADS, HEAD_DIM, shape.pages, device
+            shape.batch,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            shape.pages,
+            device,
+            pools.rule.int4_landmarks(PAGE_SIZE),
         )
 
     def launches(self, launch: select.SelectLaunch) -> list[Launch]:
@@ -142,6 +177,7 @@ class SelectCase:
                 recent_pages=RECENTS,
                 scratch=self.scratch,
                 launch=launch,
+                best_head=self.pools.rule.group_score == "best_head",
             )
 
         return [one(which) for which in range(len(self.q))]
@@ -157,10 +193,11 @@ class SelectCase:
         table, lengths = self.tables[0][rows], self.seq_lens[rows]
         num_pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
         kept = self.shape.kept(lengths)
-        landmarks = MeanLandmarks(self.pools.landmarks[:, :, None])
-        scores = reference.score_pages(self.q[0][rows], landmarks, table.long())
+        scores = reference.score_pages(
+            self.q[0][rows], self.pools.stored(), table.long(), self.pools.rule
+        )
         wanted = reference.select_pages(scores, num_pages, kept, SINKS, RECENTS)
-        position = torch.zeros(len(self.pools.landmarks), dtype=torch.long, device="cuda")
+        position = torch.zeros(self.pools.landmark_pages, dtype=torch.long, device="cuda")
         worst = 0.0
         for row in range(len(table)):
             position[table[row].long()] = torch.arange(self.shape.pages, device="cuda")

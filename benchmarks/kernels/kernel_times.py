@@ -28,7 +28,9 @@ from sparrow_sglang.benchmarks.kernels.cases import (
 from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.result_files import Results
-from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
+from sparrow_sglang.selection import SelectionRule
 
 DESCRIPTION = """\
 Time the GPU kernels of one layer of a sparse decode step, and what other libraries offer for the
@@ -38,6 +40,7 @@ kernel must move over the copy bandwidth measured at the start.
 EXAMPLES = """\
   sparrow bench kernels --quick                            main shapes only, without other libraries
   sparrow bench kernels --out kernels.json                 everything
+  sparrow bench kernels --schedule rule.json               a schedule's selection rule and budgets
 """
 # KV pools and landmarks of 2**20 tokens take 7 GB, the buffers of the bandwidth test 9 GB.
 _MEMORY_GB = 24
@@ -84,6 +87,18 @@ def _select_name(shape: Shape) -> str:
 def _decode_name(shape: Shape) -> str:
     kind = "dense" if shape.budget_pages >= shape.pages else "decode"
     return f"{kind} bs {shape.batch} pages {shape.budget_pages} group {shape.group}"
+
+
+def time_rule(table: Table, pools: Pools, schedule: BudgetSchedule, quick: bool) -> None:
+    """Selection by a schedule's rule, and attention under its budgets."""
+    page_bytes = schedule.selection.landmark_bytes(PAGE_SIZE, HEAD_DIM, 2)
+    for batch, context in _QUICK_SELECT if quick else _SELECT:
+        budget = schedule.kv_budget_tokens(context) // PAGE_SIZE
+        shape = Shape(batch, context, budget, landmark_bytes=page_bytes)
+        selecting = cache(partial(SelectCase, pools, shape))
+        table.measure(_select_name(shape), shape.select_bytes, partial(_measure, selecting))
+        attending = cache(partial(DecodeCase, pools, shape))
+        table.measure(_decode_name(shape), shape.decode_bytes, partial(_measure, attending))
 
 
 def time_landmarks(table: Table, pools: Pools) -> None:
@@ -197,19 +212,50 @@ def sweep(table: Table, pools: Pools) -> None:
             table.measure(name, shape.decode_bytes, partial(_measure, attending, shaped))
 
 
+def sweep_rule(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
+    """Launch shapes of selection by a schedule's rule; a tile is given by its landmarks."""
+    page_bytes = schedule.selection.landmark_bytes(PAGE_SIZE, HEAD_DIM, 2)
+    per_page = schedule.selection.landmarks_per_page(PAGE_SIZE)
+    tiles = [(256, 4, 3), (256, 4, 4), (128, 4, 4), (512, 8, 3), (256, 8, 3), (128, 2, 4)]
+    for batch, context, splits in ((16, 32768, (1, 2, 4)), (1, 32768, (8, 16, 32))):
+        budget = schedule.kv_budget_tokens(context) // PAGE_SIZE
+        shape = Shape(batch, context, budget, landmark_bytes=page_bytes)
+        selecting = cache(partial(SelectCase, pools, shape))
+        choices = itertools.product(splits, tiles, (4, 8))
+        for split, (landmarks, warps, stages), radix in choices:
+            launch = select.SelectLaunch(split, landmarks // per_page, warps, stages, radix)
+            name = f"{_select_name(shape)} s{split} l{landmarks} w{warps} st{stages} r{radix}"
+            table.measure(name, shape.select_bytes, partial(_measure, selecting, launch))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code is 1 if one of our kernels failed, 2 without a GPU."""
     parser = benchmark_parser("kernels", DESCRIPTION, EXAMPLES, "kernels.json")
     parser.add_argument("--quick", action="store_true", help="main shapes only, no peers")
     parser.add_argument("--sweep", action="store_true", help="launch shapes instead of cases")
+    parser.add_argument(
+        "--schedule",
+        metavar="SCHEDULE",
+        help="selection by the rule of a schedule (shipped name or .json file) and attention under"
+        " its budgets, instead of the published rule's cases",
+    )
     args = parser.parse_args(argv)
+    try:
+        schedule = load_schedule(args.schedule, PAGE_SIZE) if args.schedule else None
+    except InputError as error:
+        parser.error(str(error))
+    rule = schedule.selection if schedule else SelectionRule()
     require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
     prepare_out(parser, args.out)
     torch.manual_seed(0)
     table = Table(args.out, copy_bandwidth=copy_bandwidth())
     small = args.quick or args.sweep
-    pools = Pools.random(tokens=2**20, landmark_pages=2**17 if small else 2**20)
-    if args.sweep:
+    pools = Pools.random(2**20, 2**17 if small else 2**20, rule)
+    if schedule and args.sweep:
+        sweep_rule(table, pools, schedule)
+    elif schedule:
+        time_rule(table, pools, schedule, args.quick)
+    elif args.sweep:
         sweep(table, pools)
     else:
         time_landmarks(table, pools)

@@ -9,12 +9,14 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
+from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
 from sparrow_sglang.attention_backends.kernels.page_table import (
     NO_CAP,
     Budgets,
     snapshot_page_table,
 )
-from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, MeanLandmarks
+from sparrow_sglang.selection import SelectionRule
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SINKS, RECENTS = 1, 2
@@ -48,7 +50,8 @@ def interpreter_bf16() -> Iterator[None]:
             widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32)
             for x in (a, b)
         )
-        return TensorHandle(np.matmul(left, right) + acc.data, acc.dtype.scalar)
+        total = np.matmul(left, right) + acc.data
+        return TensorHandle(total.astype(acc.data.dtype), acc.dtype.scalar)
 
     plain_cast = InterpreterBuilder.cast_impl
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
@@ -69,7 +72,9 @@ class Step:
         page_size: int = 16,
         dtype: torch.dtype = BF16,
         seed: int = 0,
+        rule: SelectionRule | None = None,
     ) -> None:
+        self.rule = rule or SelectionRule()
         generator = torch.Generator().manual_seed(seed)
         self.page_size, self.lengths = page_size, lengths
         self.pages = [-(-length // page_size) for length in lengths]
@@ -88,8 +93,15 @@ class Step:
         self.q = torch.randn(len(lengths), heads[0], head_dim, generator=generator)
         self.q = self.q.to(dtype).to(device)
         # The landmark of a page with unwritten slots is NaN: a kernel that scores one shows it.
-        computed = reference.page_landmarks(self.k.view(held, page_size, *shape[1:]))
-        self.landmarks = computed.means.squeeze(2)
+        # Computed on the CPU: some GPU kernels of torch divide by multiplying with a reciprocal.
+        computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), self.rule)
+        self.landmarks: torch.Tensor | Int4Codes
+        if isinstance(computed, Int4Landmarks):
+            self.landmarks = Int4Codes(
+                computed.codes.contiguous().to(device), computed.scales.contiguous().to(device)
+            )
+        else:
+            self.landmarks = computed.means.squeeze(2).to(device)
 
     def _slots(self, pages: torch.Tensor) -> torch.Tensor:
         return (pages[:, None].long() * self.page_size + torch.arange(self.page_size)).flatten()
@@ -108,7 +120,8 @@ class Step:
             requests = torch.arange(batch, device=device)
         req_to_token = slots.new_full((int(requests.max()) + 1, slots[0].numel()), POISON)
         req_to_token[requests] = slots.flatten(1)
-        counts = torch.full((batch,), POISON, dtype=torch.int32, device=device)
+        layers = budgets.weights.shape[1]
+        counts = torch.full((layers, batch), POISON, dtype=torch.int32, device=device)
         copied = self.page_table.clone()
         snapshot_page_table(
             req_to_token,
@@ -118,9 +131,10 @@ class Step:
             page_size=self.page_size,
             budgets=budgets,
             counts=counts,
+            least_pages=SINKS + RECENTS,
         )
         assert torch.equal(copied, self.page_table)
-        return counts
+        return counts[0] if layers == 1 else counts
 
     def select(
         self,
@@ -152,6 +166,7 @@ class Step:
             scratch=scratch,
             launch=launch,
             update_landmark=update_landmark,
+            best_head=self.rule.group_score == "best_head",
         )
         assert not scratch.arrivals.any(), "arrival counters must be zero for the next launch"
         return page_ids, counts
