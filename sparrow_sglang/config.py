@@ -8,13 +8,13 @@ came from. Imports neither torch nor SGLang.
 import json
 import os
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
 
+from sparrow_sglang.environment import exported
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut, quoted, relative_note
 from sparrow_sglang.validation import first_problem
@@ -93,17 +93,9 @@ class SparrowConfig(BaseModel):
         return config
 
 
-@contextmanager
-def schedule_from(source: str) -> Iterator[None]:
+def schedule_from(source: str) -> AbstractContextManager[None]:
     """Have engines that are started meanwhile name `source` as that of their schedule."""
-    before = os.environ.get(SOURCE_VARIABLE)
-    os.environ[SOURCE_VARIABLE] = source
-    try:
-        yield
-    finally:
-        os.environ.pop(SOURCE_VARIABLE)
-        if before is not None:
-            os.environ[SOURCE_VARIABLE] = before
+    return exported(SOURCE_VARIABLE, source)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -60,5 +60,5 @@ def require_portable(value: Any, depth: int = 0) -> None:
             require_portable(key, depth + 1)
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        for one in value:
-            require_portable(one, depth + 1)
+        for item in value:
+            require_portable(item, depth + 1)

@@ -59,7 +59,7 @@ class LoadedSchedules:
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may name, the active schedule first."""
-        return tuple(dict.fromkeys([self.active.name, *(one.name for one in self.named)]))
+        return tuple(dict.fromkeys([self.active.name, *(schedule.name for schedule in self.named)]))
 
     @property
     def weighted_layers(self) -> int | None:
@@ -85,12 +85,12 @@ class LoadedSchedules:
         """
         shared = _shared_fields(self.active)
         for field, got in _shared_fields(schedule).items():
-            wanted = shared[field]
-            wanted, got = (list(v) if isinstance(v, tuple) else v for v in (wanted, got))
-            if got != wanted:
+            expected = shared[field]
+            expected, got = (list(v) if isinstance(v, tuple) else v for v in (expected, got))
+            if got != expected:
                 raise ScheduleError(
                     f"schedule {schedule.name}: {field}={quoted(got)} differs from that of"
-                    f" {self.active.name}: expected {quoted(wanted)}; serve it with a"
+                    f" {self.active.name}: expected {quoted(expected)}; serve it with a"
                     " server of its own"
                 )
         weights = schedule.selection.layer_weights
@@ -114,5 +114,5 @@ class LoadedSchedules:
             ScheduleError: it does not fit.
         """
         self.require_fit(schedule)
-        named = tuple(schedule if one.name == schedule.name else one for one in self.named)
+        named = tuple(schedule if other.name == schedule.name else other for other in self.named)
         return replace(self, active=schedule, named=named)

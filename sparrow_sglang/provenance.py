@@ -23,9 +23,9 @@ def _commit() -> str:
     """Commit of the working tree; SPARROW_COMMIT where the tree travels without its history."""
     # Installed, this file may lie within another project's working tree.
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is not None:
-        found = _git("describe", "--always", "--dirty", "--abbrev=12")
-        if found is not None:
-            return found
+        commit = _git("describe", "--always", "--dirty", "--abbrev=12")
+        if commit is not None:
+            return commit
     return os.environ.get("SPARROW_COMMIT", "unknown")
 
 

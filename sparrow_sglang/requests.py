@@ -46,19 +46,19 @@ class KvUsage:
         schedule: name of the schedule that the request was decoded by; None if densely.
         kv_budget_tokens: the upper bound that the request asked for, if it did.
         decode_steps: number of steps.
-        kv_tokens_held_mean: tokens in the KV cache, the current one included, mean over the steps;
-            None without a step, as the following.
+        kv_tokens_cached_mean: tokens in the KV cache, the current one included, mean over the
+            steps; None without a step, as the following.
         kv_tokens_read_mean: those of them that were read, mean over the steps.
-        kv_tokens_held_last: tokens in the KV cache at the last step.
+        kv_tokens_cached_last: tokens in the KV cache at the last step.
         kv_tokens_read_last: those of them that the last step read.
     """
 
     schedule: str | None
     kv_budget_tokens: int | None
     decode_steps: int
-    kv_tokens_held_mean: float | None = None
+    kv_tokens_cached_mean: float | None = None
     kv_tokens_read_mean: float | None = None
-    kv_tokens_held_last: int | None = None
+    kv_tokens_cached_last: int | None = None
     kv_tokens_read_last: int | None = None
 
 
@@ -120,9 +120,9 @@ class RequestOption:
             schedule=name,
             kv_budget_tokens=self.kv_budget_tokens,
             decode_steps=steps,
-            kv_tokens_held_mean=float(cached.mean()),
+            kv_tokens_cached_mean=float(cached.mean()),
             kv_tokens_read_mean=float(read.mean()),
-            kv_tokens_held_last=int(cached[-1]),
+            kv_tokens_cached_last=int(cached[-1]),
             kv_tokens_read_last=int(read[-1]),
         )
 

@@ -70,7 +70,7 @@ def budgets(client: openai.OpenAI, model: str) -> None:
         [used] = answer.metadata["sparrow"]  # type: ignore[attr-defined]
         return (
             f"{option or 'default'}: schedule {used['schedule']}, KV tokens read"
-            f" {used['kv_tokens_read_mean']:.0f} of {used['kv_tokens_held_mean']:.0f}:"
+            f" {used['kv_tokens_read_mean']:.0f} of {used['kv_tokens_cached_mean']:.0f}:"
             f" {answer.choices[0].text!r}"
         )
 

@@ -14,7 +14,6 @@ from sparrow_sglang.rl.engines.buckets import Bucket
 from sparrow_sglang.rl.engines.local_engine import EngineDied, LocalEngine
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
-from sparrow_sglang.schedule import BudgetSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +53,11 @@ class EngineActor:
     def load_stored(self, weights: StoredWeights) -> None:
         self._engine.load(map(fetch, weights.buckets), weights.version)
 
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What the method of that name returns, this actor's or else its engine's."""
+        owner = self if hasattr(self, method) else self._engine
+        return getattr(owner, method)(*arguments)
+
     def leave(self, group: str) -> None:
         try:
             self._engine.require_alive()
@@ -61,24 +65,6 @@ class EngineActor:
             # SGLang would wait for the dead process for ever; other calls report the death.
             return
         self._engine.leave(group)
-
-    def join(self, address: str, port: int, rank: int, world: int, group: str) -> None:
-        self._engine.join(address, port, rank, world, group)
-
-    def receive(self, layout: Bucket, group: str, version: str) -> None:
-        self._engine.receive(layout, group, version)
-
-    def set_adapter(self, name: str, tensors: dict[str, torch.Tensor], config: Any) -> None:
-        self._engine.set_adapter(name, tensors, config)
-
-    def set_schedule(self, schedule: BudgetSchedule) -> None:
-        self._engine.set_schedule(schedule)
-
-    def prepare_load(self) -> None:
-        self._engine.prepare_load()
-
-    def finish_load(self, version: str) -> None:
-        self._engine.finish_load(version)
 
 
 def store(bucket: Bucket) -> "ray.ObjectRef":

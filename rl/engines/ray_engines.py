@@ -260,7 +260,7 @@ class RayEngines:
 
     def _call_all(self, method: str, *arguments: Any) -> None:
         """Have every engine do it at the same time; a replaced engine has no need to."""
-        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        calls = [actor.call.remote(method, *arguments) for actor in self._actors]
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         for slot, call in enumerate(calls):
             try:
@@ -297,7 +297,7 @@ class RayEngines:
                 ("set_schedule", self._schedule and (self._schedule,)),
             ):
                 if arguments is not None:
-                    ray.get(getattr(actor, method).remote(*arguments))
+                    ray.get(actor.call.remote(method, *arguments))
             return pid
         except GetTimeoutError:
             raise EngineDied(

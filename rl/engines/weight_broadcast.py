@@ -53,7 +53,7 @@ class WeightBroadcast:
         world = 1 + len(actors) * self._ranks
         deadline = time.monotonic() + LIMIT_S
         joined = [
-            actor.join.remote(address, port, 1 + slot * self._ranks, world, self._name)
+            actor.call.remote("join", address, port, 1 + slot * self._ranks, world, self._name)
             for slot, actor in enumerate(actors)
         ]
         # In a thread, as it waits for an engine that dies meanwhile until the limit is reached.
@@ -70,7 +70,9 @@ class WeightBroadcast:
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
         deadline = time.monotonic() + LIMIT_S
-        received = [actor.receive.remote(bucket.layout(), self._name, version) for actor in actors]
+        received = [
+            actor.call.remote("receive", bucket.layout(), self._name, version) for actor in actors
+        ]
         data, group = bucket.data.to(device), self._group
         # In a thread, as NCCL connects within this call, and waits for an engine that is dead.
         sent = _in_background(lambda: _send(data, group))

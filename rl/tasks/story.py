@@ -45,18 +45,18 @@ def load(config: TaskConfig, render: Render) -> Task:
     """
     options = parse_options(StoryOptions, config)
     choices = _choices(options.words, options.seed)
-    wanted = options.train + options.heldout
+    count = options.train + options.heldout
     prompts: list[Prompt] = []
     for words in choices:
-        if len(prompts) == wanted:
+        if len(prompts) == count:
             break
         text = f"Write a short story that uses all of these words: {', '.join(words)}."
         payload = {"words": words, "min_length": options.min_length}
         ids = render([{"role": "user", "content": text}])
         prompts.append(Prompt("-".join(words), config.name, ids, payload))
-    if len(prompts) < wanted:
+    if len(prompts) < count:
         raise InputError(
-            f"task.options.train={options.train} and heldout={options.heldout} ask for {wanted}"
+            f"task.options.train={options.train} and heldout={options.heldout} ask for {count}"
             f" choices of {options.words} words: expected at most {len(prompts)} together"
         )
     # Held-out prompts first, so that they stay the same whatever the number of training prompts.

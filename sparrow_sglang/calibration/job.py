@@ -16,6 +16,7 @@ from typing import Any, Literal
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.measure import Unit, fixed_arm, schedule_arm, units_of_work
 from sparrow_sglang.calibration.prompts import (
+    UNSCORED,
     Prompt,
     builtin_prompts,
     prompts_digest,
@@ -110,7 +111,7 @@ def calibration_job(args: argparse.Namespace) -> Job:
             f"--bin-tokens={bin_tokens}: expected a multiple of the page size {args.page_size}"
         )
     prompts = load_prompts(args, model_path, context, bin_tokens, "calibration")
-    units = units_of_work(prompts, arms, args.samples, args.new_tokens, context)
+    units = units_of_work(prompts, arms, args.samples, args.new_tokens, context - UNSCORED)
     settings = settings_of(args, model_path, prompts, context) | {"budgets": budgets}
     suffix = "" if args.rule == PUBLISHED else f"-{args.rule}"
     folder = args.work or out.parent / f"{model}-page{args.page_size}{suffix}.calibration"
@@ -161,7 +162,7 @@ def check_job(args: argparse.Namespace) -> Job:
             for s in schedules
         ]
     }
-    units = units_of_work(prompts, arms, args.samples, args.new_tokens, context)
+    units = units_of_work(prompts, arms, args.samples, args.new_tokens, context - UNSCORED)
     return Job(
         model=model,
         model_path=model_path,

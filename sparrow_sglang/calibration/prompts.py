@@ -17,6 +17,8 @@ from sparrow_sglang.json_values import relative_note
 Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
 """A text, or chat messages through the model's template, to token ids."""
 
+# Tokens of the context that SGLang (0.5.17) takes no input in; to be scored, a sequence is input.
+UNSCORED = 6
 # The token out of prefill, one decoded sparsely, and the one that SGLang wants left when it scores.
 NEEDED_ROOM = 3
 
@@ -76,10 +78,11 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
         if not line.strip():
             continue
         ids = _prompt_ids(line, f"{path}:{number}", tokenize)
-        if len(ids) + NEEDED_ROOM > context:
+        longest = context - NEEDED_ROOM - UNSCORED
+        if len(ids) > longest:
             raise CalibrationError(
                 f"{path}:{number}: the prompt has {len(ids)} tokens, which leaves no room in the"
-                f" model's context of {context}: expected at most {context - NEEDED_ROOM}"
+                f" model's context of {context}: expected at most {longest}"
             )
         prompts.append(Prompt(f"{number}-{_digest(ids)[:8]}", tuple(ids)))
     if not prompts:

@@ -84,14 +84,14 @@ def measure_acceptance(
             " sequence, and at least one"
         )
     recorded = [_recorded(rollout) for rollout in rollouts]
-    sampled = [np.asarray(getattr(one, "logprobs", one), dtype=np.float64) for one in recorded]
+    sampled = [np.asarray(getattr(scores, "logprobs", scores), np.float64) for scores in recorded]
     for index, (logprobs, (_, response)) in enumerate(zip(sampled, sequences, strict=True)):
         if logprobs.shape != (len(response),):
             raise ValueError(
                 f"rollouts[{index}] has log-probs {logprobs.shape}: expected one for each of the"
                 f" {len(response)} tokens of its response"
             )
-    listed = [one for one in recorded if isinstance(one, SparseScores)]
+    listed = [scores for scores in recorded if isinstance(scores, SparseScores)]
     if listed and len(listed) < len(recorded):
         raise ValueError(
             f"{len(listed)} of {len(recorded)} rollouts have top-k lists: expected all or none"
@@ -103,15 +103,15 @@ def measure_acceptance(
     if not listed:
         return BatchAcceptance(mean, dense, None, None, None)
     bounds = [
-        acceptance_bounds(one.top_ids, one.top_logprobs, other.top_ids, other.top_logprobs)
-        for one, other in zip(listed, dense, strict=True)
+        acceptance_bounds(left.top_ids, left.top_logprobs, right.top_ids, right.top_logprobs)
+        for left, right in zip(listed, dense, strict=True)
     ]
     lower, upper = TailStatistics(bin_tokens), TailStatistics(bin_tokens)
-    for (prompt, response), found in zip(sequences, bounds, strict=True):
+    for (prompt, response), bound in zip(sequences, bounds, strict=True):
         group = ",".join(map(str, prompt))
         positions = np.arange(len(prompt), len(prompt) + len(response))
-        lower.add(group, positions, found.lower)
-        upper.add(group, positions, found.upper)
+        lower.add(group, positions, bound.lower)
+        upper.add(group, positions, bound.upper)
     return BatchAcceptance(mean, dense, bounds, lower, upper)
 
 

@@ -46,6 +46,6 @@ def set_schedule(
     """
     if isinstance(schedule, str) and (schedule.endswith(".json") or os.sep in schedule):
         schedule = BudgetSchedule.from_json(schedule)
-    wanted = schedule if isinstance(schedule, str) else schedule.model_dump(mode="json")
-    answer = connect(target, api_key).call_sparrow("schedule", schedule=wanted)
+    value = schedule if isinstance(schedule, str) else schedule.model_dump(mode="json")
+    answer = connect(target, api_key).call_sparrow("schedule", schedule=value)
     return BudgetSchedule(**answer["previous"])

@@ -143,15 +143,15 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    found: set[str] = set()
+    statuses: set[str] = set()
     for check in doctor.examine(argv):
         print(f"{check.status:<5} {check.name:<12} {check.detail}", flush=True)
-        found.add(check.status)
-    if "FAIL" in found:
+        statuses.add(check.status)
+    if "FAIL" in statuses:
         print("Something is in the way; see FAIL above.")
     else:
-        print("It works, but see WARN above." if "WARN" in found else "All good.")
-    return int("FAIL" in found)
+        print("It works, but see WARN above." if "WARN" in statuses else "All good.")
+    return int("FAIL" in statuses)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -108,9 +108,9 @@ def _version(package: str) -> str:
 
 def _check_entry_points() -> Iterator[Check]:
     for group, name in ENTRY_POINTS.items():
-        found = [entry.value for entry in entry_points(group=group) if entry.name == name]
-        if found:
-            yield Check("ok", "entry point", f"{group}: {name} = {found[0]}")
+        values = [entry.value for entry in entry_points(group=group) if entry.name == name]
+        if values:
+            yield Check("ok", "entry point", f"{group}: {name} = {values[0]}")
         else:
             fix = "run pip install -e . in the checkout, which alone has none"
             yield Check("FAIL", "entry point", f"{group}: no {name}; {fix}")
@@ -120,8 +120,8 @@ def _check_environment() -> Check:
     values = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     names = [name.strip() for name in values.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     if names and not set(ENTRY_POINTS.values()) <= set(names):
-        wanted = ",".join(ENTRY_POINTS.values())
-        detail = f"SGLANG_PLUGINS={','.join(names)} leaves sparrow out: unset it, or add {wanted}"
+        ours = ",".join(ENTRY_POINTS.values())
+        detail = f"SGLANG_PLUGINS={','.join(names)} leaves sparrow out: unset it, or add {ours}"
         return Check("FAIL", "environment", detail)
     listed = ", ".join(f"{name}={value}" for name, value in values.items())
     return Check("ok", "environment", listed or f"none of {', '.join(VARIABLES)} is set")

@@ -64,31 +64,31 @@ def make_report(place: Path) -> tuple[str, list[str]]:
 
     Raises `ReportError` if there is nothing to report on.
     """
-    found = find_sources(place)
-    sections = _sections(found)
+    sources = find_sources(place)
+    sections = _sections(sources)
     if not sections:
-        raise ReportError(found.left_out[0])
-    return render(f"Sparrow: {place.resolve().name}", sections, found.left_out), found.left_out
+        raise ReportError(sources.left_out[0])
+    return render(f"Sparrow: {place.resolve().name}", sections, sources.left_out), sources.left_out
 
 
-def _sections(found: Sources) -> list[Section]:
-    """In the order of reading; what is damaged goes to `found.left_out`."""
-    runs = (partial(training_section, folder) for folder in found.runs)
-    checks = (partial(check_section, path, content) for path, content in found.checks.items())
-    arms = (partial(arms_section, folder, files) for folder, files in found.arms.items())
-    sections = _built(runs, found) + _built(arms, found)
-    sections += schedule_sections(found.schedules, found.left_out)
-    sections += _built(checks, found)
-    return sections + benchmark_sections(found.results, found.left_out)
+def _sections(sources: Sources) -> list[Section]:
+    """In the order of reading; what is damaged goes to `sources.left_out`."""
+    runs = (partial(training_section, folder) for folder in sources.runs)
+    checks = (partial(check_section, path, content) for path, content in sources.checks.items())
+    arms = (partial(arms_section, folder, files) for folder, files in sources.arms.items())
+    sections = _built(runs, sources) + _built(arms, sources)
+    sections += schedule_sections(sources.schedules, sources.left_out)
+    sections += _built(checks, sources)
+    return sections + benchmark_sections(sources.results, sources.left_out)
 
 
-def _built(builders: Iterable[Callable[[], Section]], found: Sources) -> list[Section]:
+def _built(builders: Iterable[Callable[[], Section]], sources: Sources) -> list[Section]:
     sections = []
     for build in builders:
         try:
             sections.append(build())
         except ReportError as error:
-            found.left_out.append(str(error))
+            sources.left_out.append(str(error))
     return sections
 
 

@@ -101,12 +101,12 @@ def _check_schedules(argv: Sequence[str]) -> None:
 
 def _value(argv: Sequence[str], *flags: str) -> str | None:
     """The last value given to one of `flags`, which is the one that counts."""
-    found = None
+    last = None
     for word, following in zip_longest(argv, argv[1:]):
         flag, equals, value = word.partition("=")
         if flag in flags:
-            found = value if equals else following
-    return found
+            last = value if equals else following
+    return last
 
 
 @cache

@@ -1,8 +1,8 @@
 """How far the sparse actor's next-token distribution is from the dense policy's.
 
 In: logits, top-k lists or sampled log-probs of the same tokens on both sides. Out: acceptance
-rates, bounds on them, the mean that sampled tokens estimate; and, from `tail`, the tail statistics
-over tokens. Imports torch only where a function needs it, SGLang never.
+rates, bounds on them, and the mean that sampled tokens estimate. Imports torch only where a
+function needs it, SGLang never.
 """
 
 from dataclasses import dataclass
@@ -11,22 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sparrow_sglang.mismatch.tail import BetaFit, BinTail, TailStatistics, fit_tail_beta
-
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "AcceptanceBounds",
-    "BetaFit",
-    "BinTail",
-    "SampledMean",
-    "TailStatistics",
-    "acceptance_bounds",
-    "acceptance_rate",
-    "fit_tail_beta",
-    "mean_acceptance_from_samples",
-]
 
 _ROWS = 1024
 _PAIRS = 2**22

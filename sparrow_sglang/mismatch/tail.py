@@ -1,26 +1,21 @@
-"""The lower tail of the acceptance rate over tokens: percentile per position bin, and its shape.
+"""The lower tail of the acceptance rate over tokens: a percentile per position bin.
 
 In: acceptance rates of tokens, with their positions and the request they came from. Out: tail
-percentile and mean per bin with confidence intervals, mergeable over workers and kept as JSON.
-Imports SciPy only where a function needs it, torch and SGLang never.
+percentile and mean per bin with confidence intervals, mergeable over workers. Imports neither torch
+nor SGLang.
 """
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-TAIL_EDGE = 0.999
-"""Acceptance rates above this belong to the tokens on which both sides agree, not to the tail."""
 TAIL_PERCENTILE = 5.0
 BIN_TOKENS = 2000
 
 _STEPS = 2000
 _GROUPS = 64
-_MIN_FIT_TOKENS = 20
 
 
 @dataclass(frozen=True)
@@ -41,17 +36,6 @@ class BinTail:
     mean: float
     mean_low: float | None
     mean_high: float | None
-
-
-@dataclass(frozen=True)
-class BetaFit:
-    """Beta(a, b) scaled to [0, TAIL_EDGE], and its Kolmogorov-Smirnov distance to the tokens."""
-
-    a: float
-    b: float
-    ks: float
-    tokens: int
-    tokens_above_edge: int
 
 
 class TailStatistics:
@@ -135,43 +119,6 @@ class TailStatistics:
             for index in sorted(self._counts)
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """All counts as JSON values, which `from_json` reads back equal."""
-        return {
-            "bin_tokens": self.bin_tokens,
-            "steps": _STEPS,
-            "groups": _GROUPS,
-            "bins": {
-                str(index): {
-                    "cells": np.flatnonzero(counts).tolist(),
-                    "counts": counts[counts > 0].tolist(),
-                    "sums": self._sums[index].tolist(),
-                }
-                for index, counts in sorted(self._counts.items())
-            },
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "TailStatistics":
-        """Raises `ValueError` if the counts are of another resolution or incomplete."""
-        if (fields.get("steps"), fields.get("groups")) != (_STEPS, _GROUPS):
-            raise ValueError(
-                f"steps={fields.get('steps')}, groups={fields.get('groups')}: expected"
-                f" {_STEPS} and {_GROUPS}, as `to_json` of this version writes them"
-            )
-        try:
-            statistics = cls(fields["bin_tokens"])
-            for name, saved in fields["bins"].items():
-                counts, sums = statistics._bin(int(name))
-                counts.reshape(-1)[saved["cells"]] = saved["counts"]
-                sums[:] = saved["sums"]
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"the tail statistics are damaged ({type(error).__name__}: {error}): expected what"
-                " `to_json` writes"
-            ) from None
-        return statistics
-
     def _bin(self, index: int) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
         """Counts [groups, cells] and sums [groups] of a bin, made at its first token."""
         if index not in self._counts:
@@ -211,29 +158,6 @@ class TailStatistics:
             mean_low=mean_low,
             mean_high=mean_high,
         )
-
-
-def fit_tail_beta(alpha: ArrayLike) -> BetaFit:
-    """Maximum-likelihood Beta distribution of the acceptance rates at or below 0.999.
-
-    `alpha` is [T]. Tokens above TAIL_EDGE are counted and left out; the rest, divided by it, are
-    fitted on [0, 1]. Raises `ValueError` if fewer than 20 tokens, or only equal ones, are left.
-    """
-    from scipy import stats
-
-    values = _checked_alpha(alpha)
-    tail = values[values <= TAIL_EDGE] / TAIL_EDGE
-    if tail.size < _MIN_FIT_TOKENS or tail.min() == tail.max():
-        raise ValueError(
-            f"alpha has {tail.size} tokens at or below {TAIL_EDGE}, {np.unique(tail).size} of them"
-            f" distinct: expected at least {_MIN_FIT_TOKENS} and two distinct; add tokens or merge"
-            " position bins"
-        )
-    # The likelihood has no maximum with a value at an end of the interval; disjoint lists give 0.
-    tail = np.clip(tail, 1e-6, 1 - 1e-6)
-    a, b, _, _ = stats.beta.fit(tail, floc=0, fscale=1)
-    ks = stats.kstest(tail, stats.beta(a, b).cdf).statistic
-    return BetaFit(float(a), float(b), float(ks), tail.size, values.size - tail.size)
 
 
 def _grid_percentile(counts: NDArray[np.float64], percentile: float) -> NDArray[np.float64]:

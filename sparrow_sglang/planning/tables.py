@@ -213,14 +213,14 @@ def _page_table(plan: Plan) -> str:
     schedule, intensity = plan.schedule, plan.hardware.intensity
     budget = schedule.kv_budget_tokens(cached)
     kept = (schedule.sink_pages, schedule.recent_pages)
-    own = page_cost(plan.shape, cached, schedule.page_size, budget, *kept).eflops(intensity)
+    present = page_cost(plan.shape, cached, schedule.page_size, budget, *kept).eflops(intensity)
     rows = []
     for page in PAGE_SIZES:
         cost = page_cost(plan.shape, cached, page, budget, *kept)
         rows.append(
             [
                 str(page),
-                f"{cost.eflops(intensity) / own:.2f}",
+                f"{cost.eflops(intensity) / present:.2f}",
                 f"{max(0.0, cost.chosen_tokens):,.0f}",
                 f"{equal_cost_budget(budget, schedule.page_size, page, cached):,.0f}",
             ]

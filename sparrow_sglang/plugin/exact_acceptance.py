@@ -12,13 +12,14 @@ graph, and slots x steps x hidden size numbers of memory.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow_sglang.environment import exported
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.plugin.state import require_scheduler_state
 from sparrow_sglang.sglang_versions import kv_of, logits_of
@@ -39,17 +40,9 @@ Place = tuple[int, int]
 """Slot, and the number of prompt tokens before the response."""
 
 
-@contextmanager
-def recording(slots: int, steps: int) -> Iterator[None]:
+def recording(slots: int, steps: int) -> AbstractContextManager[None]:
     """Engines started meanwhile record up to `steps` decode steps of `slots` generations."""
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = f"{slots}x{steps}"
-    try:
-        yield
-    finally:
-        os.environ.pop(_VARIABLE)
-        if before is not None:
-            os.environ[_VARIABLE] = before
+    return exported(_VARIABLE, f"{slots}x{steps}")
 
 
 def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:

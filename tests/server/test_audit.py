@@ -123,7 +123,7 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
                 values.mean(), abs=1e-4
             )
         assert found[f'sparrow:kv_budget_tokens{{bin="{index}"}}'] == SCHEDULE.budget_tokens[index]
-    assert found["sparrow:kv_tokens_held"] == found["sparrow:kv_tokens_read"] == 0
+    assert found["sparrow:kv_tokens_cached"] == found["sparrow:kv_tokens_read"] == 0
 
 
 def generate(engine, count: int = 1) -> None:

@@ -58,7 +58,7 @@ def test_serve_and_ask(
     ]
     [report] = reports(capfd.readouterr().out)
     assert report["schedule"] == "fixed-64"
-    assert 0 < report["kv_tokens_read_mean"] < report["kv_tokens_held_mean"]
+    assert 0 < report["kv_tokens_read_mean"] < report["kv_tokens_cached_mean"]
 
 
 def test_offline_engine(
@@ -78,5 +78,5 @@ def test_offline_engine(
         runpy.run_path(str(FOLDER / "offline_engine.py"), run_name="__main__")
     sparse, dense = reports(capfd.readouterr().out)
     assert (sparse["schedule"], dense["schedule"]) == ("fixed-64", None)
-    assert 0 < sparse["kv_tokens_read_mean"] < sparse["kv_tokens_held_mean"]
-    assert dense["kv_tokens_read_mean"] == dense["kv_tokens_held_mean"]
+    assert 0 < sparse["kv_tokens_read_mean"] < sparse["kv_tokens_cached_mean"]
+    assert dense["kv_tokens_read_mean"] == dense["kv_tokens_cached_mean"]

@@ -119,9 +119,9 @@ def test_text_completions(served):
             "schedule": A.name,
             "kv_budget_tokens": None,
             "decode_steps": 39,
-            "kv_tokens_held_mean": pytest.approx(sum(held) / 39),
+            "kv_tokens_cached_mean": pytest.approx(sum(held) / 39),
             "kv_tokens_read_mean": pytest.approx(sum(read) / 39),
-            "kv_tokens_held_last": 139,
+            "kv_tokens_cached_last": 139,
             "kv_tokens_read_last": read[-1],
         }
     ]

@@ -130,9 +130,9 @@ def test_answers_say_what_was_read_to_those_who_ask(engine):
             read = [step if rule is None else step - PAGE * left_out(rule, step) for step in steps]
             usage = output["meta_info"]["sparrow"]
             assert usage["decode_steps"] == len(steps)
-            assert usage["kv_tokens_held_last"] == steps[-1]
+            assert usage["kv_tokens_cached_last"] == steps[-1]
             assert usage["kv_tokens_read_last"] == read[-1]
-            assert usage["kv_tokens_held_mean"] == pytest.approx(sum(steps) / len(steps))
+            assert usage["kv_tokens_cached_mean"] == pytest.approx(sum(steps) / len(steps))
             assert usage["kv_tokens_read_mean"] == pytest.approx(sum(read) / len(read))
         named = [output["meta_info"]["sparrow"]["schedule"] for output in answers[:4]]
         assert named == ["a", None, "b", "a"]

@@ -21,6 +21,7 @@ LAYERS = [
     {
         "atomic_write",
         "command_line",
+        "environment",
         "errors",
         "json_values",
         "models",

@@ -42,9 +42,9 @@ def test_means_and_last_step(schedule, cap):
             schedule=schedule.name,
             kv_budget_tokens=cap,
             decode_steps=generated - 1,
-            kv_tokens_held_mean=pytest.approx(sum(lengths) / len(lengths)),
+            kv_tokens_cached_mean=pytest.approx(sum(lengths) / len(lengths)),
             kv_tokens_read_mean=pytest.approx(sum(read) / len(read)),
-            kv_tokens_held_last=lengths[-1],
+            kv_tokens_cached_last=lengths[-1],
             kv_tokens_read_last=read[-1],
         )
 
@@ -52,8 +52,8 @@ def test_means_and_last_step(schedule, cap):
 def test_dense_reads_what_it_holds():
     usage = RequestOption(None).usage(900, 101)
     assert usage.schedule is None
-    assert usage.kv_tokens_read_mean == usage.kv_tokens_held_mean == 950.5
-    assert usage.kv_tokens_read_last == usage.kv_tokens_held_last == 1000
+    assert usage.kv_tokens_read_mean == usage.kv_tokens_cached_mean == 950.5
+    assert usage.kv_tokens_read_last == usage.kv_tokens_cached_last == 1000
 
 
 @pytest.mark.parametrize("generated", [0, 1])

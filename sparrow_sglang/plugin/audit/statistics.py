@@ -29,7 +29,7 @@ _GAUGES = {
         "Active KV budget at the start of the bin",
         ("bin",),
     ),
-    "sparrow:kv_tokens_held": ("KV tokens of the running requests", ()),
+    "sparrow:kv_tokens_cached": ("KV tokens of the running requests", ()),
     "sparrow:kv_tokens_read": ("KV tokens that a sparse layer reads of them in one step", ()),
 }
 
@@ -99,12 +99,12 @@ class AuditReport:
         }
 
     def publish_load(self, lengths: Iterable[int]) -> None:
-        """KV tokens held and read of running requests of these lengths in tokens."""
+        """KV tokens cached and read of running requests of these lengths in tokens."""
         if not self._gauges:
             return
-        held = np.array(list(lengths), dtype=np.int64)
-        self._set("sparrow:kv_tokens_held", int(held.sum()))
-        self._set("sparrow:kv_tokens_read", int(self.schedule.tokens_read(held).sum()))
+        cached = np.array(list(lengths), dtype=np.int64)
+        self._set("sparrow:kv_tokens_cached", int(cached.sum()))
+        self._set("sparrow:kv_tokens_read", int(self.schedule.tokens_read(cached).sum()))
 
     def _warn_below_target(self, upper: BinTail) -> None:
         """Only the upper bound proves a tail too low; a loose lower bound would cry wolf."""

@@ -320,7 +320,7 @@ def test_engines_that_do_not_join_end_the_run_with_what_to_check(cluster, monkey
     def never() -> None:
         time.sleep(5)
 
-    actor = SimpleNamespace(join=SimpleNamespace(remote=lambda *_: never.remote()))
+    actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *_: never.remote()))
     with pytest.raises(EngineDied, match="joining .* within 1 s, engines 0 of 1 did not"):
         WeightBroadcast(1).start([actor])
 

@@ -1,14 +1,12 @@
 """Tail percentiles against NumPy, their intervals against repeated draws, the Beta fit."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy import stats
 
-from sparrow_sglang.mismatch.acceptance import TailStatistics, fit_tail_beta
+from sparrow_sglang.mismatch.tail import TailStatistics
 
 GRID_ERROR = 2.5e-4
 
@@ -85,17 +83,6 @@ class TestTailStatistics:
             )
             assert got.mean == pytest.approx(want.mean, rel=1e-12)
 
-    def test_json_reads_back_equal(self) -> None:
-        statistics = TailStatistics(bin_tokens=500)
-        for request in requests(np.random.default_rng(4), 20, 300):
-            statistics.add(*request)
-        text = json.dumps(statistics.to_json())
-        again = TailStatistics.from_json(json.loads(text))
-        assert again.bins() == statistics.bins()
-        assert again.to_json() == statistics.to_json()
-        again.merge(statistics)
-        assert sum(again.tokens().values()) == 2 * 20 * 300
-
     @pytest.mark.parametrize("spread", [0.0, 0.6])
     def test_confidence_intervals_cover_the_truth(self, spread: float) -> None:
         """Also where tokens of one request resemble each other."""
@@ -137,42 +124,4 @@ class TestTailStatistics:
             statistics.merge(TailStatistics(bin_tokens=100))
         with pytest.raises(ValueError, match="percentile=0"):
             statistics.bins(percentile=0)
-        with pytest.raises(ValueError, match="steps=10"):
-            TailStatistics.from_json({"steps": 10, "groups": 64, "bin_tokens": 5, "bins": {}})
-        saved = statistics.to_json() | {"bins": {"0": {"cells": [1], "counts": [2]}}}
-        with pytest.raises(ValueError, match="damaged"):
-            TailStatistics.from_json(saved)
         assert statistics.bins() == []
-
-
-class TestBetaFit:
-    @pytest.mark.parametrize(("a", "b"), [(6.0, 1.5), (2.0, 0.8), (20.0, 3.0)])
-    def test_recovers_the_law_that_made_the_tokens(self, a: float, b: float) -> None:
-        random = np.random.default_rng(3)
-        tail = 0.999 * random.beta(a, b, size=20_000)
-        fit = fit_tail_beta(np.concatenate([tail, np.full(5000, 0.9995)]))
-        assert (fit.a, fit.b) == (pytest.approx(a, rel=0.05), pytest.approx(b, rel=0.05))
-        # Critical value of the statistic at the 1 % level: 1.63 / sqrt(20,000) = 0.0115.
-        assert fit.ks < 0.0115
-        assert (fit.tokens, fit.tokens_above_edge) == (20_000, 5000)
-
-    def test_statistic_is_the_largest_gap_between_the_distribution_functions(self) -> None:
-        values = np.random.default_rng(4).uniform(0.2, 0.99, size=300)
-        fit = fit_tail_beta(values)
-        ordered = np.sort(values) / 0.999
-        model = stats.beta.cdf(ordered, fit.a, fit.b)
-        steps = np.arange(301) / 300
-        gap = max((steps[1:] - model).max(), (model - steps[:-1]).max())
-        assert fit.ks == pytest.approx(gap, abs=1e-9)
-        assert fit.ks > 0.02
-
-    def test_ends_of_the_interval_do_not_break_the_fit(self) -> None:
-        values = np.r_[0.0, 0.0, 0.999, np.linspace(0.5, 0.99, 60)]
-        fit = fit_tail_beta(values)
-        assert fit.tokens == 63 and 0 < fit.a < 50 and 0 < fit.b < 50
-
-    def test_too_few_tokens_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="19 tokens at or below 0.999"):
-            fit_tail_beta(np.r_[np.linspace(0.1, 0.9, 19), [1.0] * 500])
-        with pytest.raises(ValueError, match="1 of them distinct"):
-            fit_tail_beta([0.5] * 100)

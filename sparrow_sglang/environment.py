@@ -1,0 +1,18 @@
+"""Variables that processes inherit which are started meanwhile."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def exported(name: str, value: str) -> Iterator[None]:
+    """Within, the environment has `name` set to `value`."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
