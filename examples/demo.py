@@ -169,7 +169,7 @@ def ask(base_url: str, prompt: str, num_tokens: int, sparse: bool) -> Answer:
 def report(sparse: Answer, dense: Answer | None) -> None:
     """Print what was read and how fast it went."""
     kv = sparse.kv or {}
-    cached, read = kv["kv_tokens_held_mean"], kv["kv_tokens_read_mean"]
+    cached, read = kv["kv_tokens_cached_mean"], kv["kv_tokens_read_mean"]
     print(
         f"\nprompt            {sparse.prompt_tokens} tokens, read densely in"
         f" {sparse.first_token_s:.1f} s"

@@ -17,7 +17,7 @@ from sparrow_sglang.calibration.measure import (
     tokens_by_arm,
     units_of_work,
 )
-from sparrow_sglang.calibration.prompts import Prompt
+from sparrow_sglang.calibration.prompts import UNSCORED, Prompt
 from sparrow_sglang.calibration.rule import (
     RuleChoice,
     choose_rule,
@@ -60,12 +60,13 @@ def _measured(
     """Tokens of each schedule, by its name, from the longest prompts."""
     prompts = _longest(job.prompts)
     arms = [switched_arm(schedule) for schedule in schedules]
+    room = job.context - UNSCORED
     units = [
         replace(unit, number=number)
         for number, unit in enumerate(
             unit
             for arm in arms
-            for unit in units_of_work(prompts, [arm], 1, job.options.new_tokens, job.context)
+            for unit in units_of_work(prompts, [arm], 1, job.options.new_tokens, room)
         )
     ]
     folder = job.folder / step
@@ -106,13 +107,14 @@ def _under(job: Job, choice: RuleChoice) -> Job:
     ]
     options = job.options
     path = job.folder / "rule.json"
+    room = job.context - UNSCORED
     whole = -(-job.context // job.page_size) * job.page_size
     whole_arm = fixed_arm(whole, job.page_size, choice.selection, choice.dense_layers)
     whole_arm.schedule.save(path)
     chosen = choice.selection.model_dump(mode="json")
     return replace(
         job,
-        units=units_of_work(job.prompts, arms, options.samples, options.new_tokens, job.context),
+        units=units_of_work(job.prompts, arms, options.samples, options.new_tokens, room),
         settings=job.settings | {"selection": chosen, "dense_layers": list(choice.dense_layers)},
         engine_args=job.engine_args | {"sparrow_schedule": str(path)},
         rule=choice,
