@@ -293,8 +293,10 @@ class TestRunner:
 
     def test_arguments_of_a_call_that_would_be_ignored(self):
         from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+        from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 
         backend = object.__new__(SparrowAttnBackend)
+        backend.decode_guard = DecodeGuard()
         backend.landmarks = {3: torch.zeros(1)}
         with pytest.raises(ValueError, match="layer 3: sparse decode would ignore sinks;"):
             backend.forward_decode(

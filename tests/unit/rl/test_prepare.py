@@ -1,9 +1,11 @@
 """What a run checks and chooses before anything starts."""
 
 import pytest
+from engines import RULE, RULED
 from training import settings
 
 from sparrow_sglang.commands.cli import main
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.local_engine import EngineDied
@@ -86,3 +88,18 @@ def test_dense_rollouts_may_name_what_they_attend_with(tmp_path):
     engine = {"schedule": "dense", "server_args": {"attention_backend": "torch_native"}}
     setup = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}, engine=engine))
     assert setup.schedules == () and setup.engine.server_args == engine["server_args"]
+
+
+def test_rules_that_model_or_engine_cannot_follow_are_refused_by_their_key(tmp_path):
+    """The embedded model has 30 layers."""
+    path = tmp_path / "ruled.json"
+    RULED.save(path)
+    base = {"run_dir": tmp_path / "run", "task": {"name": "story"}}
+    with pytest.raises(InputError, match="engine.schedule: schedule ruled: .* model's 30 layers"):
+        prepare(TrainConfig(**base, engine={"schedule": str(path)}))
+    weighted = RULE.model_copy(update={"layer_weights": (1.0,) * 30})
+    RULED.model_copy(update={"selection": weighted, "dense_layers": (0, 1)}).save(path)
+    with pytest.raises(InputError, match="ladder.schedules: .*landmark_tokens=4 differs"):
+        prepare(
+            TrainConfig(**base, engine={"schedule": "fixed-64"}, ladder={"schedules": [str(path)]})
+        )
