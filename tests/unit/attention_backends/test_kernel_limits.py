@@ -10,8 +10,10 @@ from configs import save_config
 
 from sparrow_sglang.attention_backends.kernel_limits import (
     HEAD_DIMS,
+    INT4_LANDMARKS,
     MAX_GROUP,
     MAX_PAGES,
+    PAIRS_MULTIPLE,
     dense_backend,
     kernel_problems,
     rule_problems,
@@ -146,6 +148,7 @@ def test_the_kernels_check_the_same_limits():
 
     assert checks.HEAD_DIMS == HEAD_DIMS
     assert (checks.MAX_GROUP, checks.MAX_PAGES) == (MAX_GROUP, MAX_PAGES)
+    assert (checks.INT4_LANDMARKS, checks.PAIRS_MULTIPLE) == (INT4_LANDMARKS, PAIRS_MULTIPLE)
 
     scratch = select.allocate_select_scratch(1, 1, MAX_PAGES + 1, torch.device("meta"))
     select._check_scratch(scratch, 1, MAX_PAGES)
