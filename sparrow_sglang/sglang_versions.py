@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from sparrow_sglang.sglang_install import INSTALL, SUPPORTED
+from sparrow_sglang.sglang_install import INSTALL, SUPPORTED, version_problems
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -103,11 +103,13 @@ def server_argument_names() -> frozenset[str]:
 
     Raises:
         ModuleNotFoundError: SGLang is not installed.
-        RuntimeError: its source has no such class.
+        RuntimeError: it is installed in part, twice or too old, or its source has no such class.
     """
     package = find_spec("sglang")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(f"SGLang is not installed: {INSTALL}")
+    for problem in version_problems():
+        raise RuntimeError(problem)
     folder = Path(package.origin).with_name("srt")
     # From 0.5.20 on one class per namespace of the configuration.
     names = {

@@ -25,6 +25,7 @@ from sparrow_sglang.models import (
     model_problem,
 )
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.server_args import plugins_problem
 from sparrow_sglang.sglang_install import import_problem, version_problems
 from sparrow_sglang.sglang_versions import config_file_merger, read_model_config, resolve
 
@@ -115,8 +116,9 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
             that cannot be read, or a model that is neither a folder nor on the hub.
         ValueError, RuntimeError, OSError: what SGLang or the plugin refuses.
     """
-    for problem in version_problems():
-        raise InputError(problem)
+    for problem in (*version_problems(), plugins_problem()):
+        if problem is not None:
+            raise InputError(problem)
     try:
         parser = _sglang_parser()
     except ImportError as error:

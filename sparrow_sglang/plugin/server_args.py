@@ -265,12 +265,19 @@ def _require_plugin() -> None:
     """Without the plugin the scheduler would only say that the backend's name is unknown."""
     if PROCESS.error is not None:
         raise not_registered(PROCESS.error) from PROCESS.error
+    if problem := plugins_problem():
+        raise RuntimeError(problem)
+
+
+def plugins_problem() -> str | None:
+    """What to say of an environment that keeps SGLang from loading this plugin."""
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
-        raise RuntimeError(
+        return (
             f"SGLANG_PLUGINS={allowed!r} keeps SGLang from loading the attention backend"
             f" {BACKEND!r}: add {PLUGIN_NAME} to it, or unset it"
         )
+    return None
 
 
 def _refuse_unused_schedule(server_args: "ServerArgs") -> None:

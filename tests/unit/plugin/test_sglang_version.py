@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from sparrow_sglang import sglang_install
+from sparrow_sglang import sglang_install, sglang_versions
+from sparrow_sglang.commands import cli, server_flags
 from sparrow_sglang.commands.serve import parse_server_args
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import hooks, refusals, registration, server_args
@@ -133,6 +134,26 @@ class TestRefusal:
         with pytest.raises(InputError, match=older):
             parse_server_args(["--no-such-flag"])
 
+    def test_serve_names_a_half_installed_one(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+        for module in (sglang_install, sglang_versions):
+            monkeypatch.setattr(module, "find_spec", lambda name: package)
+        sglang_versions.server_argument_names.cache_clear()
+        server_flags.known_flags.cache_clear()
+        assert cli.main(["serve", "--port", "30999"]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and "srt/server_args.py is missing; " in line
+
+    def test_serve_names_a_list_of_plugins_without_ours(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("SGLANG_PLUGINS", "other")
+        assert cli.main(["serve"]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and "SGLANG_PLUGINS='other' keeps SGLang from" in line
+
     def test_what_does_not_fit_into_another_version_is_one_line(
         self, older: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -208,6 +229,23 @@ class TestProbes:
             ServerArgs(
                 model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
             )
+
+    def test_targets_that_a_hook_could_not_await_iterate_over_or_tell(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        by_name = {
+            hook.target.rpartition(".")[2]: hook for hook in (*hooks.HOOKS, *hooks.CPU_HOOKS)
+        }
+        changed = {
+            "flush_cache": "is no coroutine function",
+            "generate_request": "is no asynchronous generator",
+            "init_model_parallel_group": "takes (ranks), expected (*use_pynccl)",
+        }
+        monkeypatch.setattr(hooks.pkgutil, "resolve_name", lambda name: lambda ranks, obj=None: 0)
+        monkeypatch.setattr(hooks, "located", lambda target: target)
+        for name, problem in changed.items():
+            [said] = hooks.failing_probes([by_name[name]])
+            assert problem.replace("(ranks)", "(ranks, obj)") in said
 
     def test_an_attribute_of_attention_that_nobody_has_looked_at(
         self, monkeypatch: pytest.MonkeyPatch
