@@ -1,4 +1,4 @@
-"""The table of docs/versions.md is that of the committed results, and these are of known versions."""
+"""The table of docs/versions.md is that of the committed results, each of a supported version."""
 
 import importlib.util
 import json
