@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
-from sparrow_sglang.attention_backends.kernel_limits import dense_backend
+from sparrow_sglang.attention_backends.kernel_limits import dense_backend, stock_dense_decode
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
@@ -88,6 +88,8 @@ class SparrowAttnBackend(AttentionBackend):
         landmarks: of each sparse layer, indexed by physical page: a prefix-cache hit has the
             landmarks of its pages in place, and a page that is freed and used again gets new ones
             before it is scored.
+        stock_decode: decode steps are planned for the stock backend, too: it serves dense layers
+            or, on a CPU, steps within their budgets.
         decode_guard: notices decode steps that SGLang computes past this backend.
     """
 
@@ -114,6 +116,8 @@ class SparrowAttnBackend(AttentionBackend):
         on_cuda = model_runner.device == "cuda"
         stock = dense_backend(pool.head_dim) if on_cuda else "torch_native"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
+        has_dense_layers = len(self.landmarks) < pool.layer_num
+        self.stock_decode = not on_cuda or (has_dense_layers and stock_dense_decode())
         self._plan_guard = PlanGuard(model_runner.device)
         self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token
@@ -146,11 +150,13 @@ class SparrowAttnBackend(AttentionBackend):
         return self.dense.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
-        with self._plan_guard:
-            self.dense.init_forward_metadata(forward_batch)
+        decode = forward_batch.forward_mode.is_decode()
+        if self.stock_decode or not decode:
+            with self._plan_guard:
+                self.dense.init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_idle():
             return
-        if decode := forward_batch.forward_mode.is_decode():
+        if decode:
             self.decode_guard.planned()
         plan = self.sparse.plan_decode if decode else self.sparse.plan_extend
         plan(forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu)
@@ -161,8 +167,9 @@ class SparrowAttnBackend(AttentionBackend):
         self.decode_guard.planned(captured=True)
         if not in_capture:
             self.decode_guard.replayed()
-        with self._plan_guard:
-            self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+        if self.stock_decode:
+            with self._plan_guard:
+                self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         batch = forward_batch.batch_size
         self.sparse.plan_decode(
             forward_batch.req_pool_indices[:batch],
@@ -199,7 +206,8 @@ class SparrowAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         self.decode_guard.served()
-        if layer.layer_id not in self.landmarks:
+        sparse = layer.layer_id in self.landmarks
+        if self.stock_decode and not sparse:
             return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         _refuse_arguments(layer, kwargs)
         pool = self.token_to_kv_pool
@@ -211,12 +219,14 @@ class SparrowAttnBackend(AttentionBackend):
             return out
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        out = self.sparse.decode(
-            q.view(-1, layer.tp_q_head_num, layer.head_dim),
-            pool.get_key_buffer(layer.layer_id),
-            pool.get_value_buffer(layer.layer_id),
-            self.landmarks[layer.layer_id],
-            layer.layer_id,
-            layer.scaling,
-        )
+        q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        k_buffer = pool.get_key_buffer(layer.layer_id)
+        v_buffer = pool.get_value_buffer(layer.layer_id)
+        if sparse:
+            landmarks = self.landmarks[layer.layer_id]
+            out = self.sparse.decode(
+                q, k_buffer, v_buffer, landmarks, layer.layer_id, layer.scaling
+            )
+        else:
+            out = self.sparse.decode_dense(q, k_buffer, v_buffer, layer.scaling)
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)

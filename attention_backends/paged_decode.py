@@ -83,6 +83,11 @@ class PagedDecode(Protocol):
             [B, Hq, D] in q's dtype.
         """
 
+    def decode_dense(
+        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """One dense layer of the planned decode step: `decode` of all pages, without landmarks."""
+
 
 class TorchPagedDecode:
     """The sparse decode step on any device, in plain torch.
@@ -173,6 +178,21 @@ class TorchPagedDecode:
             v_buffer,
             physical.gather(-1, selected),
             num_selected,
+            pages.seq_lens,
+            self._page_size,
+            sm_scale,
+        )
+
+    def decode_dense(
+        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        pages = self._pages
+        return reference.sparse_decode(
+            q,
+            k_buffer,
+            v_buffer,
+            pages.physical[:, None].expand(-1, k_buffer.shape[1], -1),
+            pages.num_pages,
             pages.seq_lens,
             self._page_size,
             sm_scale,
@@ -349,7 +369,6 @@ class TritonPagedDecode:
     def decode_dense(
         self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
-        """One dense layer of the planned decode step, with the arguments of `decode`."""
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
         num_kv_heads = k_buffer.shape[1]

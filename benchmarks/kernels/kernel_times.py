@@ -40,7 +40,7 @@ kernel must move over the copy bandwidth measured at the start.
 EXAMPLES = """\
   sparrow bench kernels --quick                            main shapes only, without other libraries
   sparrow bench kernels --out kernels.json                 everything
-  sparrow bench kernels --schedule rule.json               a schedule's selection rule and budgets
+  sparrow bench kernels --schedule qwen3-1.7b-0.86         a schedule's selection rule and budgets
 """
 # KV pools and landmarks of 2**20 tokens take 7 GB, the buffers of the bandwidth test 9 GB.
 _MEMORY_GB = 24

@@ -319,7 +319,8 @@ def test_the_whole_step_is_that_of_the_torch_path(device: str) -> None:
         step.reserve(reserved or 1)
         step.plan_decode(rows, seq_lens, host.lengths)
         outputs.append([step.decode(q, k, v, landmarks, layer, 64**-0.5) for layer in (0, 1)])
-    for layer in (0, 1):
+        outputs[-1].append(step.decode_dense(q, k, v, 64**-0.5))
+    for layer in (0, 1, 2):
         assert relative_error(outputs[0][layer], outputs[2][layer]) <= 2e-3
         assert relative_error(outputs[1][layer], outputs[2][layer]) <= 2e-3
     assert not torch.equal(outputs[0][0], outputs[0][1])

@@ -9,6 +9,7 @@ from pools import Pool, make_schedule
 from sparrow_sglang.attention_backends import paged_decode
 from sparrow_sglang.attention_backends.backend import PlanGuard, SparrowAttnBackend
 from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
+from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
@@ -54,7 +55,9 @@ def step() -> TritonPagedDecode:
 def backend(step) -> SparrowAttnBackend:
     backend = object.__new__(SparrowAttnBackend)
     backend.dense, backend.sparse = Dense(), step
-    backend._plan_guard = PlanGuard("cpu")
+    backend._plan_guard, backend.stock_decode = PlanGuard("cpu"), True
+    backend.decode_guard = DecodeGuard()
+    backend.decode_guard.served()
     return backend
 
 
@@ -100,7 +103,7 @@ def test_every_captured_batch_lies_in_buffers_that_stay(backend, planned):
     for (table, counts), (replayed, recounted) in zip(
         captured, planned[len(captured) :], strict=True
     ):
-        assert len(table) == len(counts) == len(replayed)
+        assert len(table) == counts.shape[1] == len(replayed)
         assert table.data_ptr() == replayed.data_ptr() == captured[0][0].data_ptr()
         assert counts.data_ptr() == recounted.data_ptr() == captured[0][1].data_ptr()
 
@@ -128,7 +131,7 @@ def test_an_eager_batch_may_be_larger(step, planned):
     lengths = torch.ones(10, dtype=torch.int64)
     step.plan_decode(torch.zeros_like(lengths), lengths, lengths)
     table, counts = planned[0]
-    assert table.shape == (10, CONTEXT // 16) and len(counts) == 10
+    assert table.shape == (10, CONTEXT // 16) and counts.shape == (1, 10)
 
 
 class TestMemory:
