@@ -81,7 +81,7 @@ def _snapshot_kernel(
                 weight = tl.load(weights + schedule * NUM_LAYERS + layer, mask=real, other=0.0)
                 # fp64 holds the product exactly, and a budget without a cap times any weight.
                 share = tl.floor(weight.to(tl.float64) * budget.to(tl.float64) + 0.5)
-                share = tl.minimum(tl.maximum(share, least_pages.to(tl.float64)), held)
+                share = tl.minimum(tl.maximum(share, least_pages), held)
                 tl.store(counts + layer * counts_stride + row, share.to(tl.int32), mask=real)
     pages = tl.minimum(held, table_width)
     if block * BLOCK < pages:
