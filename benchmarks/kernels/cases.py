@@ -81,9 +81,9 @@ def _random_landmarks(pages: int, rule: SelectionRule) -> torch.Tensor | Int4Cod
         size = (pages, NUM_KV_HEADS, HEAD_DIM)
         return torch.randn(size, dtype=torch.bfloat16, device="cuda")
     rows = (pages, NUM_KV_HEADS, rule.landmarks_per_page(PAGE_SIZE))
-    half_codes = torch.randint(1, 16, (2, *rows, rule.pairs_kept(HEAD_DIM)), device="cuda")
-    codes = (half_codes[0] | half_codes[1] << 4).to(torch.uint8)
-    return Int4Codes(codes, torch.rand(rows, device="cuda").half() / 4)
+    members = (2, *rows, rule.pairs_kept(HEAD_DIM))
+    first, second = torch.randint(1, 16, members, dtype=torch.uint8, device="cuda")
+    return Int4Codes(first | second << 4, torch.rand(rows, device="cuda").half() / 4)
 
 
 @dataclass(frozen=True)
