@@ -71,7 +71,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shipped() -> set[str]:
     """Every module and every data file that code reads, by its path in the repository."""
-    wanted = ("*.py", "schedules/*.json", "report/*.j2", "models/*/config.json", "py.typed")
+    wanted = ("*.py", "schedules/*.json", "*.j2", "models/*/config.json", "py.typed")
     return {
         path.relative_to(ROOT).as_posix()
         for folder in FOLDERS

@@ -297,6 +297,7 @@ class TestRunner:
 
         backend = object.__new__(SparrowAttnBackend)
         backend.decode_guard = DecodeGuard()
+        backend.stock_decode = True
         backend.landmarks = {3: torch.zeros(1)}
         with pytest.raises(ValueError, match="layer 3: sparse decode would ignore sinks;"):
             backend.forward_decode(
