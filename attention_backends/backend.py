@@ -18,13 +18,13 @@ from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
+from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernel_limits import dense_backend, stock_dense_decode
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
     PagedDecode,
     TorchPagedDecode,
-    TritonPagedDecode,
 )
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule

@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import (
     MAX_DEPTH,
     JsonError,
@@ -70,7 +71,7 @@ _EXPECTED = {
 }
 
 
-class ScheduleError(ValueError):
+class ScheduleError(InputError):
     """A schedule cannot be used; the message names file, field, value and what is allowed."""
 
 

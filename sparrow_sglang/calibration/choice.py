@@ -11,12 +11,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
 
 CONFIDENCE = 0.95
 
 
-class CalibrationError(ValueError):
+class CalibrationError(InputError):
     """Calibration cannot go on; the message says what is wrong, what is allowed and what is kept.
 
     What was measured before is never lost by it.

@@ -11,10 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.report.charts import Chart, HeatMap, draw
 
 
-class ReportError(ValueError):
+class ReportError(InputError):
     """Something cannot be reported on; the message names the file and what is expected."""
 
 

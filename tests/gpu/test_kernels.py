@@ -32,12 +32,13 @@ from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
+from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.checks import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode, TritonPagedDecode
+from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

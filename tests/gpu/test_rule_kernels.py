@@ -28,12 +28,13 @@ from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
+from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import landmark, select
 from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, Budgets
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, allocate_landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode, TritonPagedDecode
+from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule
 

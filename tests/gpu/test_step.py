@@ -7,9 +7,9 @@ from pools import Pool, make_schedule
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.backend import PlanGuard
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
+from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
-from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 
 pytestmark = [

@@ -6,12 +6,12 @@ import pytest
 import torch
 from pools import Pool, make_schedule
 
-from sparrow_sglang.attention_backends import paged_decode
+from sparrow_sglang.attention_backends import gpu_decode
 from sparrow_sglang.attention_backends.backend import PlanGuard, SparrowAttnBackend
 from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
+from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.attention_backends.paged_decode import TritonPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin import scheduler_hooks as hooks
 
@@ -36,7 +36,7 @@ def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Page table and counts that the snapshot kernel was given, which needs a GPU."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     monkeypatch.setattr(
-        paged_decode.page_table,
+        gpu_decode.page_table,
         "snapshot_page_table",
         lambda *args, counts=None, **_: found.append((args[3], counts)),
     )

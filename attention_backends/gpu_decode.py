@@ -1,0 +1,214 @@
+"""Sparse decode of one layer on a CUDA device, by `kernels`.
+
+In buffers allocated once, so that a step can be captured in a CUDA graph and never waits for the
+device.
+"""
+
+import torch
+
+from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
+from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
+from sparrow_sglang.attention_backends.kernels.checks import Int4Codes, dependent_launch
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
+from sparrow_sglang.attention_backends.metadata import BudgetTable
+
+
+class TritonPagedDecode:
+    """The sparse decode step on a CUDA device, by `kernels`.
+
+    What depends on lengths is read by the kernels themselves, so the host prepares nothing but a
+    snapshot of the page table, and one captured graph serves every length.
+
+    Args:
+        budgets: the KV budget by length and request; launches are tuned for the schedule that
+            is active now, and every other one, switched to or asked for, runs in the same buffers.
+        req_to_token: [requests, max tokens] int32, SGLang's token table.
+        shape: heads on this rank and the longest sequence.
+    """
+
+    def __init__(
+        self, budgets: BudgetTable, req_to_token: torch.Tensor, shape: DecodeShape
+    ) -> None:
+        # A captured step must take the same path at every length.
+        self.within_budget = False
+        self._schedule = budgets.loaded.active
+        self._req_to_token = req_to_token
+        self._shape = shape
+        self._budgets = budgets.tensors
+        self._dependent = dependent_launch(req_to_token.device)
+        self._buffers: DecodeBuffers | None = None
+        self._captured = False
+        self._pages: torch.Tensor
+        self._counts: torch.Tensor
+        self._seq_lens: torch.Tensor
+        self._no_prefix: torch.Tensor
+        self._longest = 0
+
+    def reserve(self, max_batch: int) -> None:
+        """Allocate buffers for batches of up to `max_batch` requests.
+
+        Raises:
+            ValueError: a graph has been captured with smaller ones, whose addresses it holds.
+        """
+        if self._buffers is not None and self._buffers.rows >= max_batch:
+            return
+        if self._captured:
+            raise ValueError(
+                f"decode buffers for {max_batch} requests: a CUDA graph was captured with smaller"
+                " ones already"
+            )
+        # Freed first, so that both never exist at a time.
+        self._buffers = None
+        self._buffers = DecodeBuffers(
+            self._shape,
+            max_batch,
+            self._req_to_token.device,
+            counts_layers=self._budgets.weights.shape[1],
+        )
+
+    def plan_extend(
+        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+    ) -> None:
+        self._longest = -(-int(seq_lens_cpu.max()) // self._schedule.page_size)
+        self._pages = self._req_to_token.new_empty(len(seq_lens), self._longest)
+        self._seq_lens = seq_lens
+        self._no_prefix = torch.zeros_like(seq_lens)
+        page_table.snapshot_page_table(
+            self._req_to_token,
+            req_pool_indices,
+            seq_lens,
+            self._pages,
+            page_size=self._schedule.page_size,
+        )
+
+    def plan_decode(
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        captured: bool = False,
+    ) -> None:
+        batch = len(seq_lens)
+        buffers = self._reserved(batch)
+        if captured and batch > buffers.rows:
+            raise ValueError(
+                f"a CUDA graph of {batch} requests does not fit the decode buffers: SGLang"
+                f" announced at most {buffers.rows}"
+            )
+        self._captured |= captured
+        # Always the same addresses: a captured graph reads them at every replay.
+        self._pages, self._counts = buffers.page_table[:batch], buffers.counts[:, :batch]
+        if batch > buffers.rows:
+            self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
+            self._counts = buffers.counts.new_empty(len(buffers.counts), batch)
+        self._seq_lens = seq_lens
+        page_table.snapshot_page_table(
+            self._req_to_token,
+            req_pool_indices,
+            seq_lens,
+            self._pages,
+            page_size=self._schedule.page_size,
+            budgets=self._budgets,
+            counts=self._counts,
+            least_pages=self._schedule.least_pages,
+        )
+
+    def _reserved(self, batch: int) -> DecodeBuffers:
+        """The buffers; a step before any were asked for, such as a warm-up, gets its own."""
+        if self._buffers is None:
+            self.reserve(min(batch, EAGER_ROWS))
+        assert self._buffers is not None
+        return self._buffers
+
+    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
+        landmark.update_landmarks_bulk(
+            k_buffer,
+            _for_kernels(landmarks),
+            self._pages,
+            self._seq_lens,
+            self._no_prefix,
+            page_size=self._schedule.page_size,
+            max_pages=self._longest,
+        )
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        landmarks: Landmarks,
+        layer_id: int,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        buffers = self._reserved(len(q))
+        layer_counts = self._counts[layer_id if len(self._counts) > 1 else 0]
+        for start in range(0, len(q), buffers.rows):
+            rows = slice(start, start + buffers.rows)
+            pages, counts, seq_lens = self._pages[rows], layer_counts[rows], self._seq_lens[rows]
+            batch = len(seq_lens)
+            page_ids = buffers.page_ids[:batch]
+            select.select_pages(
+                q[rows],
+                k_buffer,
+                _for_kernels(landmarks),
+                pages,
+                seq_lens,
+                counts,
+                page_ids,
+                page_size=self._schedule.page_size,
+                sink_pages=self._schedule.sink_pages,
+                recent_pages=self._schedule.recent_pages,
+                scratch=buffers.select_scratch,
+                launch=buffers.select_launch[batch],
+                best_head=self._schedule.selection.group_score == "best_head",
+                dependents=self._dependent,
+            )
+            decode.sparse_decode(
+                q[rows],
+                k_buffer,
+                v_buffer,
+                page_ids,
+                counts,
+                seq_lens,
+                out[rows],
+                page_size=self._schedule.page_size,
+                sm_scale=sm_scale,
+                scratch=buffers.decode_scratch,
+                launch=buffers.decode_launch[batch],
+                after_select=self._dependent,
+            )
+        return out
+
+    def decode_dense(
+        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        buffers = self._reserved(len(q))
+        num_kv_heads = k_buffer.shape[1]
+        for start in range(0, len(q), buffers.rows):
+            rows = slice(start, start + buffers.rows)
+            pages, seq_lens = self._pages[rows], self._seq_lens[rows]
+            decode.sparse_decode(
+                q[rows],
+                k_buffer,
+                v_buffer,
+                pages[:, None].expand(-1, num_kv_heads, -1),
+                None,
+                seq_lens,
+                out[rows],
+                page_size=self._schedule.page_size,
+                sm_scale=sm_scale,
+                scratch=buffers.decode_scratch,
+                launch=buffers.dense_launch[len(seq_lens)],
+            )
+        return out
+
+
+def _for_kernels(landmarks: Landmarks) -> torch.Tensor | Int4Codes:
+    """The same memory as the kernels take it."""
+    if isinstance(landmarks, Int4Landmarks):
+        return Int4Codes(landmarks.codes, landmarks.scales)
+    if landmarks.means.shape[2] != 1:
+        raise ValueError("the GPU kernels are not built for several 16-bit landmarks a page")
+    return landmarks.means.squeeze(2)
