@@ -258,20 +258,14 @@ class BudgetSchedule(BaseModel):
 
         `hf_config` is the model's Hugging Face config, an object or a mapping.
         """
-        text = _config_value(hf_config, "text_config") or hf_config
-        layers = _config_value(text, "num_hidden_layers")
+        layers = _config_value(_text_config(hf_config), "num_hidden_layers")
         weights, pairs = self.selection.layer_weights, self.selection.landmark_pairs
         if weights is not None and len(weights) != layers:
             raise ScheduleError(
                 f"schedule {self.name}: selection.layer_weights has {len(weights)} numbers:"
                 f" expected one for each of the model's {layers} layers"
             )
-        if pairs is None:
-            return
-        head_dim = _config_value(text, "head_dim") or (
-            _config_value(text, "hidden_size") // _config_value(text, "num_attention_heads")
-        )
-        if pairs > head_dim // 2:
+        if pairs is not None and pairs > (head_dim := head_dim_of(hf_config)) // 2:
             raise ScheduleError(
                 f"schedule {self.name}: selection.landmark_pairs={pairs}: expected at most"
                 f" {head_dim // 2}, as the model's heads have {head_dim} dimensions"
@@ -349,6 +343,19 @@ class BudgetSchedule(BaseModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON that `from_json` reads back equal; replaces `path` in one step."""
         write_json(Path(path), self.model_dump(mode="json"))
+
+
+def head_dim_of(hf_config: Any) -> int:
+    """Dimensions of a model's heads, by its Hugging Face config (object or mapping)."""
+    text = _text_config(hf_config)
+    head_dim: int = _config_value(text, "head_dim") or (
+        _config_value(text, "hidden_size") // _config_value(text, "num_attention_heads")
+    )
+    return head_dim
+
+
+def _text_config(hf_config: Any) -> Any:
+    return _config_value(hf_config, "text_config") or hf_config
 
 
 def known_schedules() -> list[str]:

@@ -115,7 +115,7 @@ def calibration_job(args: argparse.Namespace) -> Job:
     settings = settings_of(args, model_path, prompts, context) | {"budgets": budgets}
     suffix = "" if args.rule == PUBLISHED else f"-{args.rule}"
     folder = args.work or out.parent / f"{model}-page{args.page_size}{suffix}.calibration"
-    whole = -(-context // args.page_size) * args.page_size
+    whole = whole_pages(context, args.page_size)
     return Job(
         model=model,
         model_path=model_path,
@@ -133,6 +133,11 @@ def calibration_job(args: argparse.Namespace) -> Job:
         out=out,
         options=args,
     )
+
+
+def whole_pages(tokens: int, page_size: int) -> int:
+    """`tokens` rounded up to whole pages, in tokens."""
+    return -(-tokens // page_size) * page_size
 
 
 def check_job(args: argparse.Namespace) -> Job:

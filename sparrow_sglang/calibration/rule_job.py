@@ -10,7 +10,7 @@ from typing import Any
 
 from sparrow_sglang.calibration.choice import CalibrationError, Tokens
 from sparrow_sglang.calibration.engine import measure_missing
-from sparrow_sglang.calibration.job import Job
+from sparrow_sglang.calibration.job import Job, whole_pages
 from sparrow_sglang.calibration.measure import (
     fixed_arm,
     switched_arm,
@@ -28,7 +28,7 @@ from sparrow_sglang.calibration.rule import (
     sensitivities,
     sensitivity_schedule,
 )
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import BudgetSchedule, head_dim_of
 from sparrow_sglang.selection import SelectionRule
 
 PROMPTS = 16
@@ -39,8 +39,8 @@ def with_chosen_rule(job: Job) -> Job:
 
     Raises `CalibrationError` as `measure_missing` does.
     """
-    layers, head_dim = _shape(job.hf_config)
-    rule = landmark_rule(head_dim)
+    layers = job.hf_config.get_text_config().num_hidden_layers
+    rule = landmark_rule(head_dim_of(job.hf_config))
     size = (rule, layers, job.page_size, job.context)
     alone = [sensitivity_schedule(layer, *size) for layer in range(layers)]
     measured = _measured(job, "layers", alone, rule, layers)
@@ -72,7 +72,7 @@ def _measured(
     folder = job.folder / step
     folder.mkdir(parents=True, exist_ok=True)
     first = folder / "first-schedule.json"
-    whole = -(-job.context // job.page_size) * job.page_size
+    whole = whole_pages(job.context, job.page_size)
     even_schedule("first", rule, layers, job.page_size, whole).save(first)
     of_step = replace(
         job,
@@ -108,7 +108,7 @@ def _under(job: Job, choice: RuleChoice) -> Job:
     options = job.options
     path = job.folder / "rule.json"
     room = job.context - UNSCORED
-    whole = -(-job.context // job.page_size) * job.page_size
+    whole = whole_pages(job.context, job.page_size)
     whole_arm = fixed_arm(whole, job.page_size, choice.selection, choice.dense_layers)
     whole_arm.schedule.save(path)
     chosen = choice.selection.model_dump(mode="json")
@@ -123,10 +123,3 @@ def _under(job: Job, choice: RuleChoice) -> Job:
 
 def _settings(schedules: Sequence[BudgetSchedule]) -> list[Any]:
     return [schedule.model_dump(mode="json") for schedule in schedules]
-
-
-def _shape(hf_config: Any) -> tuple[int, int]:
-    """Layers of the model and dimensions of a head."""
-    text = hf_config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return text.num_hidden_layers, head_dim

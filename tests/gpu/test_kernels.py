@@ -17,7 +17,10 @@ import torch
 from contract import decode_one
 from kernel_step import (
     BF16,
+    DEVICES,
     FP16,
+    INTERPRETED,
+    ON_GPU,
     POISON,
     RECENTS,
     SINKS,
@@ -27,6 +30,7 @@ from kernel_step import (
     fixed_budget,
     interpreter_bf16,
     relative_error,
+    require_passes_interpreted,
 )
 from pools import Pool, make_schedule
 
@@ -41,24 +45,10 @@ from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=ON_GPU)]
-
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_the_cases_below_in_tritons_interpreter() -> None:
-    here = Path(__file__)
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parent)}
-    command = [sys.executable, "-m", "pytest", str(here), "--noconftest", "-q", "-p"]
-    run = subprocess.run(
-        [*command, "no:cacheprovider"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout, run.stdout
+    require_passes_interpreted(Path(__file__))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,9 +3,6 @@
 As in `test_kernels.py`: in Triton's interpreter on a CPU, compiled on a GPU.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +12,10 @@ import torch
 from contract import layer_budget
 from kernel_step import (
     BF16,
+    DEVICES,
     FP16,
+    INTERPRETED,
+    ON_GPU,
     POISON,
     RECENTS,
     SINKS,
@@ -23,6 +23,7 @@ from kernel_step import (
     fixed_budget,
     interpreter_bf16,
     relative_error,
+    require_passes_interpreted,
 )
 from pools import Pool, make_schedule
 
@@ -38,13 +39,6 @@ from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=ON_GPU)]
-
 
 def rule_of(tokens: int, pairs: int | None, group_score: str) -> SelectionRule:
     return SelectionRule(
@@ -57,15 +51,7 @@ RULE = rule_of(4, 24, "best_head")
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_the_cases_below_in_tritons_interpreter() -> None:
-    here = Path(__file__)
-    path = os.pathsep.join([str(here.parent), str(here.parents[1] / "support")])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "pytest", str(here), "--noconftest", "-q", "-p"]
-    run = subprocess.run(
-        [*command, "no:cacheprovider"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout, run.stdout
+    require_passes_interpreted(Path(__file__))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,7 +1,11 @@
-"""One decode step's tensors and launches for `test_kernels.py`, and the interpreter it runs in."""
+"""One decode step's tensors and launches for the tests of kernels, and their interpreter."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +25,24 @@ from sparrow_sglang.selection import SelectionRule
 BF16, FP16 = torch.bfloat16, torch.float16
 SINKS, RECENTS = 1, 2
 POISON = -7
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=ON_GPU)]
+
+
+def require_passes_interpreted(test_file: Path) -> None:
+    """Fail unless the file's cases pass in Triton's interpreter, in a process of their own."""
+    path = os.pathsep.join([str(test_file.parent), str(Path(__file__).parent)])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "pytest", str(test_file), "--noconftest", "-q", "-p"]
+    run = subprocess.run(
+        [*command, "no:cacheprovider"], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "passed" in run.stdout, run.stdout
 
 
 @contextmanager
