@@ -28,7 +28,8 @@ from sparrow_sglang.benchmarks.options import (
 from sparrow_sglang.benchmarks.processes import in_new_process
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.command_line import count
-from sparrow_sglang.planning.cost_model import ModelShape, step_costs
+from sparrow_sglang.planning.cost_model import step_costs
+from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import pair_rows

@@ -14,7 +14,8 @@ from sparrow_sglang.command_line import count
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import model_problem
-from sparrow_sglang.planning.cost_model import GPUS, Hardware, ModelShape
+from sparrow_sglang.planning.cost_model import GPUS, Hardware
+from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.planning.step_time import MeasuredStep
 from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.planning.cost_model import ModelShape, StepCosts
+from sparrow_sglang.planning.cost_model import StepCosts
+from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.schedule import PAGE_SIZE
 
 _DENSE_LAYERS = 2

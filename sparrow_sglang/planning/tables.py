@@ -11,7 +11,6 @@ import numpy as np
 
 from sparrow_sglang.planning.cost_model import (
     Hardware,
-    ModelShape,
     StepCosts,
     Workload,
     equal_cost_budget,
@@ -23,6 +22,7 @@ from sparrow_sglang.planning.cost_model import (
     rollout_costs,
     step_costs,
 )
+from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import MeasuredStep, StepTimeFit, fit_step_time
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from sparrow_sglang.planning.cost_model import ModelShape
+from sparrow_sglang.planning.model_shape import ModelShape
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 

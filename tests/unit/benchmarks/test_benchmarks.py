@@ -23,7 +23,7 @@ from sparrow_sglang.benchmarks.steps.decode_step import (
 )
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli
-from sparrow_sglang.planning.cost_model import ModelShape
+from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.report.result_files import Run, rerun_command
 from sparrow_sglang.report.step_pairs import pair_rows

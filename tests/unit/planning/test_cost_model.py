@@ -16,7 +16,6 @@ from sparrow_sglang.attention_backends.reference import select_pages
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.cost_model import (
     GPUS,
-    ModelShape,
     Workload,
     equal_cost_budget,
     mean_tokens_read,
@@ -28,6 +27,7 @@ from sparrow_sglang.planning.cost_model import (
     rollout_costs,
     step_costs,
 )
+from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.schedule import BudgetSchedule, load_schedule
 
 SIZES = ("1.7b", "4b", "8b", "14b")
