@@ -18,7 +18,8 @@ from sparrow_sglang.report.charts import PALETTE
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import Pair, dense_backends, model_size, pair_rows
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 
 FIGURES = Path("docs/figures")
 COMMAND = "python -m sparrow_sglang.benchmarks.figures"

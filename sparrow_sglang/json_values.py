@@ -1,10 +1,12 @@
-"""JSON that comes from outside: what of it can be kept and sent on, and how errors quote it.
+"""JSON that comes from outside: reading it, what of it can be sent on, and how errors quote it.
 
 Imports neither torch nor SGLang.
 """
 
+import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.errors import InputError
@@ -14,7 +16,7 @@ _MAX_QUOTE = 200
 
 
 class JsonError(InputError):
-    """A value is JSON in form only; the message says what is wrong and what is allowed."""
+    """A file or a value is no JSON, or JSON in form only; the message says what is allowed."""
 
 
 def quoted(value: object, limit: int = _MAX_QUOTE) -> str:
@@ -36,6 +38,27 @@ def cut(text: str, limit: int = _MAX_QUOTE) -> str:
 def relative_note(path: str | os.PathLike[str]) -> str:
     """What a relative path is relative to, for an error message; nothing for an absolute one."""
     return "" if os.path.isabs(path) else f" (relative to {os.getcwd()})"
+
+
+def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
+    """The JSON object in a file; raises `JsonError`, which says what is `expected`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        value = json.loads(text) if text.strip() else None
+    except UnicodeDecodeError:
+        problem = ": not UTF-8 text"
+    except OSError as error:
+        problem = f"{relative_note(path)}: cannot be read ({error.strerror})"
+    except RecursionError:
+        problem = ": nested too deeply"
+    except ValueError as error:
+        # Also a number of more digits than Python reads, and a NUL in the path.
+        problem = f": not JSON ({error})"
+    else:
+        if isinstance(value, dict):
+            return value
+        problem = f": holds a {type(value).__name__}" if text.strip() else ": the file is empty"
+    raise JsonError(f"{cut(str(path))}{problem}; expected {expected}")
 
 
 def require_portable(value: Any, depth: int = 0) -> None:

@@ -1,15 +1,12 @@
 """The KV budget of sparse decode as a function of sequence length.
 
-In: a shipped name, a JSON file or a fixed number of tokens. Out: a frozen `BudgetSchedule`, whose
-answers depend on host-side lengths only. Imports neither torch nor SGLang.
+In: fields, or a JSON file of them. Out: a frozen `BudgetSchedule`, whose answers depend on lengths
+on the host only. `schedule_names` finds schedules by name. Imports neither torch nor SGLang.
 """
 
-import json
 import os
 import re
-from collections.abc import Mapping
-from functools import cache, cached_property
-from importlib.resources import files
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,26 +29,25 @@ from pydantic import (
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.hf_config import config_value, head_dim_of, text_config
 from sparrow_sglang.json_values import (
     MAX_DEPTH,
     JsonError,
     cut,
     quoted,
-    relative_note,
+    read_object,
     require_portable,
 )
 from sparrow_sglang.selection import SelectionRule, weighted_pages
-from sparrow_sglang.validation import first_problem, nearest_first
+from sparrow_sglang.validation import first_problem
 
 PAGE_SIZES = (16, 32, 64)
 PAGE_SIZE = 16
 """Tokens per page where nothing else is chosen."""
-PREFERRED_TAIL_TARGET = 0.86
 _MEAN_WEIGHT_TOLERANCE = 1e-3
 # Tables on the device hold whole numbers of 32 bits.
 MAX_TOKENS = 2**30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-FIXED_NAME = re.compile(r"fixed-([0-9]+)")
 
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 _EXPECTED = {
@@ -258,7 +254,7 @@ class BudgetSchedule(BaseModel):
 
         `hf_config` is the model's Hugging Face config, an object or a mapping.
         """
-        layers = _config_value(_text_config(hf_config), "num_hidden_layers")
+        layers = config_value(text_config(hf_config), "num_hidden_layers")
         weights, pairs = self.selection.layer_weights, self.selection.landmark_pairs
         if weights is not None and len(weights) != layers:
             raise ScheduleError(
@@ -285,7 +281,12 @@ class BudgetSchedule(BaseModel):
 
     def is_foreign(self, hf_config: Any) -> bool:
         """Whether the budgets were calibrated, but for another model than that of `hf_config`."""
-        return self.calibrated and bool(self.model_match) and not _matches(self, hf_config)
+        return self.calibrated and bool(self.model_match) and not self.matches(hf_config)
+
+    def matches(self, hf_config: Any) -> bool:
+        """Whether `model_match` is there and fits the Hugging Face config (object or mapping)."""
+        fields = self.model_match or {}
+        return bool(fields) and all(config_value(hf_config, k) == v for k, v in fields.items())
 
     @classmethod
     def fixed(cls, tokens: int, page_size: int = PAGE_SIZE) -> "BudgetSchedule":
@@ -300,144 +301,25 @@ class BudgetSchedule(BaseModel):
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> "BudgetSchedule":
-        where = cut(str(path))
+        """Read a file that `save` wrote; raises `ScheduleError`, which names the file."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ScheduleError(f"{where}: not UTF-8 text; expected a JSON object") from None
-        except IsADirectoryError:
-            raise ScheduleError(
-                f"{where}: is a directory; expected a schedule file (.json)"
-            ) from None
-        except OSError as error:
-            raise ScheduleError(
-                f"{where}{relative_note(path)}: cannot be read ({error.strerror}); expected a"
-                " schedule file (.json),"
-                " fixed-<tokens>, or a shipped schedule, such as"
-                f" {', '.join(nearest_first(where, known_schedules())[:5])}"
-            ) from None
-        except ValueError as error:
-            # A NUL in the path.
-            raise ScheduleError(
-                f"{where!r}: cannot be read ({error}); expected a schedule file (.json)"
-            ) from None
-        if not text.strip():
-            raise ScheduleError(f"{where}: the file is empty; expected a JSON object")
-        try:
-            fields = json.loads(text)
-        except RecursionError:
-            raise ScheduleError(f"{where}: nested too deeply; expected a JSON object") from None
-        except ValueError as error:
-            # Also a number of more digits than Python reads.
-            raise ScheduleError(f"{where}: not JSON ({error}); expected a JSON object") from None
-        if not isinstance(fields, dict):
-            raise ScheduleError(
-                f"{where}: holds a {type(fields).__name__}; expected a JSON object with the keys"
-                f" {', '.join(cls.model_fields)}"
-            )
+            fields = read_object(path, f"a JSON object with the keys {', '.join(cls.model_fields)}")
+        except JsonError as error:
+            raise ScheduleError(str(error)) from None
         try:
             return cls(**fields)
         except ScheduleError as error:
-            raise ScheduleError(f"{where}: {error}") from None
+            raise ScheduleError(f"{cut(str(path))}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON that `from_json` reads back equal; replaces `path` in one step."""
         write_json(Path(path), self.model_dump(mode="json"))
 
 
-def head_dim_of(hf_config: Any) -> int:
-    """Dimensions of a model's heads, by its Hugging Face config (object or mapping)."""
-    text = _text_config(hf_config)
-    head_dim: int = _config_value(text, "head_dim") or (
-        _config_value(text, "hidden_size") // _config_value(text, "num_attention_heads")
-    )
-    return head_dim
-
-
-def _text_config(hf_config: Any) -> Any:
-    return _config_value(hf_config, "text_config") or hf_config
-
-
-def known_schedules() -> list[str]:
-    """Names of the shipped schedules, sorted."""
-    folder = files("sparrow_sglang.schedules")
-    return sorted(
-        entry.name.removesuffix(".json")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".json")
-    )
-
-
-def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
-    """The schedule that `spec` names: a shipped name, a path to .json, or fixed-<tokens>.
-
-    Raises `ScheduleError` if there is none, if it is invalid or if it was made for another page
-    size than the server's `page_size`.
-    """
-    if match := FIXED_NAME.fullmatch(spec):
-        if len(match[1]) > len(str(MAX_TOKENS)):
-            raise ScheduleError(f"schedule {quoted(spec)}: expected at most fixed-{MAX_TOKENS}")
-        return BudgetSchedule.fixed(int(match[1]), page_size)
-    if spec in known_schedules():
-        return _for_page_size(shipped_schedule(spec), page_size, spec)
-    if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
-        return _for_page_size(BudgetSchedule.from_json(spec), page_size, spec)
-    raise ScheduleError(
-        f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
-        f" fixed-<tokens>, or one of {', '.join(nearest_first(spec, known_schedules()))}"
-    )
-
-
-def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
-    """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
-
-    Prefers the tail target 0.86. Raises `ScheduleError` if none fits.
-    """
-    shipped = [shipped_schedule(name) for name in known_schedules()]
-    fitting = [schedule for schedule in shipped if _matches(schedule, hf_config)]
-    if not fitting:
-        fields = ("architectures", "hidden_size", "num_hidden_layers")
-        got = ", ".join(f"{key}={quoted(_config_value(hf_config, key))}" for key in fields)
-        raise ScheduleError(
-            f"no shipped schedule fits this model ({got}): choose one with --sparrow-schedule, a"
-            f" path to a .json file, fixed-<tokens> (not calibrated), or one of"
-            f" {', '.join(known_schedules())}"
-        )
-    best = min(fitting, key=lambda s: abs((s.tail_target or 0.0) - PREFERRED_TAIL_TARGET))
-    return _for_page_size(best, page_size, best.name)
-
-
-@cache
-def shipped_schedule(name: str) -> BudgetSchedule:
-    """The shipped schedule of that name, one of `known_schedules()`."""
-    return BudgetSchedule.from_json(str(files("sparrow_sglang.schedules") / f"{name}.json"))
-
-
-def _for_page_size(schedule: BudgetSchedule, page_size: int, spec: str) -> BudgetSchedule:
-    if schedule.page_size != page_size:
-        raise ScheduleError(
-            f"{spec}: page_size={schedule.page_size}, but the server runs with page size"
-            f" {page_size}: pass --page-size {schedule.page_size}, or a schedule made for"
-            f" {page_size}"
-        )
-    return schedule
-
-
-def _matches(schedule: BudgetSchedule, hf_config: Any) -> bool:
-    wanted = schedule.model_match or {}
-    return bool(wanted) and all(_config_value(hf_config, k) == v for k, v in wanted.items())
-
-
 def _shown_model(name: str | None) -> str:
     if not name:
         return "another model"
     return (name if name.isprintable() else ascii(name))[:80]
-
-
-def _config_value(hf_config: Any, key: str) -> Any:
-    if isinstance(hf_config, Mapping):
-        return hf_config.get(key)
-    return getattr(hf_config, key, None)
 
 
 def _not_whole_pages(field: str, tokens: int, page_size: int) -> str:

@@ -29,7 +29,8 @@ from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 from sparrow_sglang.selection import SelectionRule
 
 DESCRIPTION = """\

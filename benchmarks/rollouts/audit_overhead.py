@@ -23,7 +23,8 @@ from sparrow_sglang.benchmarks.options import (
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
-from sparrow_sglang.schedule import PAGE_SIZE, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule_names import load_schedule
 
 MEMORY_GB = 40.0
 _SETTLE_S = 60.0

@@ -13,7 +13,8 @@ from typing import Any
 from sparrow_sglang.benchmarks.options import MODELS, known_models
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.plugin.refusals import BACKEND
-from sparrow_sglang.schedule import PAGE_SIZE, load_schedule, schedule_for_model
+from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 
 @dataclass(frozen=True)

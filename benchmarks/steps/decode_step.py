@@ -33,7 +33,8 @@ from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import pair_rows
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 
 SHORT, LONG = 16, 144
 CONTEXT = 40960

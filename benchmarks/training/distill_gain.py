@@ -53,7 +53,8 @@ from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.distill import ADAPTER, lora_arguments
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.types import Prompt
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 
 DESCRIPTION = """\
 Train the rollout adapter on the sparse actor's own responses to built-in or given prompts, the

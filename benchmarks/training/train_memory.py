@@ -29,7 +29,8 @@ from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule_names import load_schedule
 
 PROMPT_TOKENS = 64
 GIB = 2**30

@@ -18,13 +18,8 @@ from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import Task, chat_render, load_task
 from sparrow_sglang.rl.types import Prompt
-from sparrow_sglang.schedule import (
-    PAGE_SIZE,
-    BudgetSchedule,
-    ScheduleError,
-    load_schedule,
-    schedule_for_model,
-)
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 _OWN_SETTINGS = {
     "model_path": "model.path",

@@ -28,7 +28,8 @@ from sparrow_sglang.calibration.rule import (
     sensitivities,
     sensitivity_schedule,
 )
-from sparrow_sglang.schedule import BudgetSchedule, head_dim_of
+from sparrow_sglang.hf_config import head_dim_of
+from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
 PROMPTS = 16

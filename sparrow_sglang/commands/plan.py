@@ -19,7 +19,8 @@ from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.planning.step_time import MeasuredStep
 from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, load_schedule, schedule_for_model
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 _HUB_TIMEOUT_S = 10.0
 

@@ -19,7 +19,8 @@ from sparrow_sglang.json_values import relative_note
 from sparrow_sglang.models import path_problem
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import argument_names
-from sparrow_sglang.schedule import PAGE_SIZES, ScheduleError, load_schedule
+from sparrow_sglang.schedule import PAGE_SIZES, ScheduleError
+from sparrow_sglang.schedule_names import load_schedule
 from sparrow_sglang.validation import nearest_first
 
 MODEL_FLAGS = ("--model-path", "--model")

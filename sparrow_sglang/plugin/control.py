@@ -34,10 +34,9 @@ from sparrow_sglang.plugin.state import (
     require_scheduler_state,
     require_server_state,
 )
-from sparrow_sglang.schedule import (
+from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule_names import (
     FIXED_NAME,
-    BudgetSchedule,
-    ScheduleError,
     known_schedules,
     load_schedule,
     shipped_schedule,

@@ -28,7 +28,8 @@ from sparrow_sglang.plugin.refusals import (
     uses_sparrow,
 )
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.schedule import PAGE_SIZE, load_schedule, schedule_for_model
+from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 from sparrow_sglang.sglang_install import version_problems
 from sparrow_sglang.sglang_versions import (
     ServerField,

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparrow_sglang.attention_backends.backend import PlanGuard
 from sparrow_sglang.rl.policy import sparse_policy
-from sparrow_sglang.schedule import load_schedule
+from sparrow_sglang.schedule_names import load_schedule
 
 pytestmark = [
     pytest.mark.gpu,

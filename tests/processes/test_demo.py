@@ -11,7 +11,7 @@ import pytest
 from demo_module import DEMO, demo
 
 from sparrow_sglang.models import embedded_model
-from sparrow_sglang.schedule import load_schedule
+from sparrow_sglang.schedule_names import load_schedule
 
 
 def test_the_prompt_is_long_enough_to_be_sparse_and_fits_the_model() -> None:

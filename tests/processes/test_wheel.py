@@ -26,7 +26,7 @@ FOLDERS = {
 CALLED = """
 import sparrow_sglang
 from sparrow_sglang.report.page import render
-from sparrow_sglang.schedule import load_schedule
+from sparrow_sglang.schedule_names import load_schedule
 print(sparrow_sglang.__file__)
 print(load_schedule("qwen3-4b-0.86", 16).kv_budget_tokens(1))
 print("<html" in render("nothing", [], []))

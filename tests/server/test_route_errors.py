@@ -12,7 +12,8 @@ from engines import random_prompt
 from safetensors.torch import save
 from servers import start_server
 
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 
 SHIPPED = "smollm2-135m-0.86"
 FIELDS = BudgetSchedule.fixed(96).model_dump(mode="json") | {"name": "mine"}

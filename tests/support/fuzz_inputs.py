@@ -15,7 +15,8 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.requests import RequestError, RequestOption
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError, known_schedules, load_schedule
+from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule_names import known_schedules, load_schedule
 from sparrow_sglang.selection import SelectionRule
 
 SCHEDULE = {"name": "mine", "page_size": 16, "bin_tokens": 64, "budget_tokens": [64, 80, 112]}

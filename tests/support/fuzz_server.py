@@ -18,7 +18,7 @@ from fuzz import MISSING, Change, cases, changed, complaint, damaged, odd_value
 from fuzz_inputs import SCHEDULE, changed_option, is_option, is_portable, is_schedule
 from safetensors.torch import load, save
 
-from sparrow_sglang.schedule import known_schedules
+from sparrow_sglang.schedule_names import known_schedules
 
 FLOOR = 48
 CONFIG = {"r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}

@@ -29,7 +29,8 @@ from sparrow_sglang.plugin.audit import statistics as audit_report
 from sparrow_sglang.plugin.server_args import FIELDS
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.tasks import load_task
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 
 ROOT = Path(__file__).parents[2]
 DOCS = {f"docs/{path.name}": path for path in sorted((ROOT / "docs").glob("*.md"))}

@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparrow_sglang.schedule import (
-    PAGE_SIZES,
-    BudgetSchedule,
-    ScheduleError,
-    known_schedules,
-    load_schedule,
-    schedule_for_model,
-)
+from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule_names import known_schedules, load_schedule, schedule_for_model
 
 VALID: dict[str, Any] = {
     "name": "mine",
@@ -369,7 +363,7 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"gone\.json: cannot be read \(No such file"):
         load_schedule(str(tmp_path / "gone.json"), 16)
-    with pytest.raises(ScheduleError, match="is a directory"):
+    with pytest.raises(ScheduleError, match="Is a directory"):
         load_schedule(str(tmp_path), 16)
 
 

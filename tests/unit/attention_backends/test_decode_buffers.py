@@ -193,7 +193,7 @@ class TestMemory:
         assert 0 <= eager_bytes - (2 * 8 + 1) * 256 * 16_384 * 4 < 20 * 10**6
 
     def test_it_is_what_the_step_allocates(self, left):
-        from sparrow_sglang.schedule import load_schedule
+        from sparrow_sglang.schedule_names import load_schedule
 
         shape = DecodeShape.of(load_schedule("fixed-512", 16), 32, 8, 128, 262_144)
         held = DecodeBuffers(shape, 20, torch.device("cpu")).num_bytes

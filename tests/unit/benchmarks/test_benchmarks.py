@@ -27,7 +27,8 @@ from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.report.result_files import Run, rerun_command
 from sparrow_sglang.report.step_pairs import pair_rows
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 
 RUNS = load_runs(tables.ROOT, "step_ms")
 

@@ -12,7 +12,7 @@ from sparrow_sglang.benchmarks.training import distill_gain
 from sparrow_sglang.benchmarks.training.distill_result import gains
 from sparrow_sglang.calibration.choice import choose
 from sparrow_sglang.mismatch.tail import BinTail
-from sparrow_sglang.schedule import load_schedule
+from sparrow_sglang.schedule_names import load_schedule
 
 ROOT = Path(__file__).parents[3]
 

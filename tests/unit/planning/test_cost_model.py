@@ -28,7 +28,8 @@ from sparrow_sglang.planning.cost_model import (
     step_costs,
 )
 from sparrow_sglang.planning.model_shape import ModelShape
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 
 SIZES = ("1.7b", "4b", "8b", "14b")
 

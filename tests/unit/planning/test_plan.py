@@ -18,7 +18,8 @@ from sparrow_sglang.planning.cost_model import (
     rollout_costs,
     step_costs,
 )
-from sparrow_sglang.schedule import BudgetSchedule, load_schedule
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
 
 MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
 MODEL = str(MODELS / "qwen3-1.7b")

@@ -10,7 +10,7 @@ from shapes import GROUPED, qwen
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.cost_model import rollout_costs, step_costs
 from sparrow_sglang.planning.step_time import MeasuredStep, StepTimeFit, fit_step_time
-from sparrow_sglang.schedule import load_schedule
+from sparrow_sglang.schedule_names import load_schedule
 
 
 def test_recovers_bandwidth_and_constant() -> None:

@@ -1,0 +1,94 @@
+"""Schedules by name: shipped ones, JSON files, and the same budget at every length.
+
+Imports neither torch nor SGLang.
+"""
+
+import os
+import re
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from sparrow_sglang.hf_config import config_value
+from sparrow_sglang.json_values import cut, quoted, relative_note
+from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule, ScheduleError
+from sparrow_sglang.validation import nearest_first
+
+PREFERRED_TAIL_TARGET = 0.86
+FIXED_NAME = re.compile(r"fixed-([0-9]+)")
+
+
+def known_schedules() -> list[str]:
+    """Names of the shipped schedules, sorted."""
+    folder = files("sparrow_sglang.schedules")
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".json")
+    )
+
+
+def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
+    """The schedule that `spec` names: a shipped name, a path to .json, or fixed-<tokens>.
+
+    Raises `ScheduleError` if there is none, if it is invalid or if it was made for another page
+    size than the server's `page_size`.
+    """
+    if match := FIXED_NAME.fullmatch(spec):
+        if len(match[1]) > len(str(MAX_TOKENS)):
+            raise ScheduleError(f"schedule {quoted(spec)}: expected at most fixed-{MAX_TOKENS}")
+        return BudgetSchedule.fixed(int(match[1]), page_size)
+    if spec in known_schedules():
+        return _for_page_size(shipped_schedule(spec), page_size, spec)
+    if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
+        return _for_page_size(_from_file(spec), page_size, spec)
+    raise ScheduleError(
+        f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
+        f" fixed-<tokens>, or one of {', '.join(nearest_first(spec, known_schedules()))}"
+    )
+
+
+def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
+    """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
+
+    Prefers the tail target 0.86. Raises `ScheduleError` if none fits.
+    """
+    shipped = [shipped_schedule(name) for name in known_schedules()]
+    fitting = [schedule for schedule in shipped if schedule.matches(hf_config)]
+    if not fitting:
+        fields = ("architectures", "hidden_size", "num_hidden_layers")
+        got = ", ".join(f"{key}={quoted(config_value(hf_config, key))}" for key in fields)
+        raise ScheduleError(
+            f"no shipped schedule fits this model ({got}): choose one with --sparrow-schedule, a"
+            f" path to a .json file, fixed-<tokens> (not calibrated), or one of"
+            f" {', '.join(known_schedules())}"
+        )
+    best = min(fitting, key=lambda s: abs((s.tail_target or 0.0) - PREFERRED_TAIL_TARGET))
+    return _for_page_size(best, page_size, best.name)
+
+
+@cache
+def shipped_schedule(name: str) -> BudgetSchedule:
+    """The shipped schedule of that name, one of `known_schedules()`."""
+    return BudgetSchedule.from_json(str(files("sparrow_sglang.schedules") / f"{name}.json"))
+
+
+def _from_file(spec: str) -> BudgetSchedule:
+    if not os.path.exists(spec):
+        names = ", ".join(nearest_first(spec, known_schedules())[:5])
+        raise ScheduleError(
+            f"{cut(spec)}{relative_note(spec)}: cannot be read (No such file or directory);"
+            f" expected a schedule file (.json), fixed-<tokens>, or a shipped schedule, such as"
+            f" {names}"
+        )
+    return BudgetSchedule.from_json(spec)
+
+
+def _for_page_size(schedule: BudgetSchedule, page_size: int, spec: str) -> BudgetSchedule:
+    if schedule.page_size != page_size:
+        raise ScheduleError(
+            f"{spec}: page_size={schedule.page_size}, but the server runs with page size"
+            f" {page_size}: pass --page-size {schedule.page_size}, or a schedule made for"
+            f" {page_size}"
+        )
+    return schedule
