@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
-from sparrow_sglang.sglang_versions import attention_tp_size
+from sparrow_sglang.sglang_arguments import attention_tp_size
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -22,13 +22,13 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.sglang_arguments import read_model_config, resolved
 from sparrow_sglang.sglang_install import (
     SUPPORTED,
     import_problem,
     installed_version,
     version_problems,
 )
-from sparrow_sglang.sglang_versions import read_model_config, resolved
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

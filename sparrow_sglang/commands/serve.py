@@ -26,8 +26,8 @@ from sparrow_sglang.models import (
 )
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import plugins_problem
+from sparrow_sglang.sglang_arguments import config_file_merger, read_model_config, resolve
 from sparrow_sglang.sglang_install import import_problem, version_problems
-from sparrow_sglang.sglang_versions import config_file_merger, read_model_config, resolve
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from sparrow_sglang.json_values import cut, quoted
 from sparrow_sglang.plugin.scheduler_calls import ControlError, answers, idle, tell_schedulers
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.sglang_versions import adapter_request, resolved
+from sparrow_sglang.sglang_arguments import resolved
+from sparrow_sglang.sglang_versions import adapter_request
 
 if TYPE_CHECKING:
     import torch

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import PAGE_SIZES
+from sparrow_sglang.sglang_arguments import attention_backends
 from sparrow_sglang.sglang_install import version_problems
-from sparrow_sglang.sglang_versions import (
-    attention_backends,
-    has_asymmetric_kv,
-    is_mamba_hybrid,
-)
+from sparrow_sglang.sglang_versions import has_asymmetric_kv, is_mamba_hybrid
 
 if TYPE_CHECKING:
     import torch

@@ -29,13 +29,14 @@ from sparrow_sglang.plugin.refusals import (
 )
 from sparrow_sglang.plugin.server_log import announce, start_up_line
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
+from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_install import (
     INSTALL,
     SUPPORTED,
     installed_version,
     version_problems,
 )
-from sparrow_sglang.sglang_versions import ranks, resolved
+from sparrow_sglang.sglang_versions import ranks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend

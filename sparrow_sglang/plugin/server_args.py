@@ -30,8 +30,7 @@ from sparrow_sglang.plugin.refusals import (
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedule import PAGE_SIZE
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
-from sparrow_sglang.sglang_install import version_problems
-from sparrow_sglang.sglang_versions import (
+from sparrow_sglang.sglang_arguments import (
     ServerField,
     add_server_fields,
     extend_fields_before_import,
@@ -42,6 +41,7 @@ from sparrow_sglang.sglang_versions import (
     resolved,
     server_argument_names,
 )
+from sparrow_sglang.sglang_install import version_problems
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:

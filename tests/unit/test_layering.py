@@ -34,6 +34,7 @@ LAYERS = [
         "schedule",
         "schedule_names",
         "selection",
+        "sglang_arguments",
         "sglang_install",
         "sglang_versions",
         "validation",

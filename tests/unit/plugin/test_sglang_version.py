@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from sparrow_sglang import sglang_install, sglang_versions
+from sparrow_sglang import sglang_arguments, sglang_install
 from sparrow_sglang.commands import cli, server_flags
 from sparrow_sglang.commands.serve import parse_server_args
 from sparrow_sglang.errors import InputError
@@ -138,9 +138,9 @@ class TestRefusal:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-        for module in (sglang_install, sglang_versions):
+        for module in (sglang_install, sglang_arguments):
             monkeypatch.setattr(module, "find_spec", lambda name: package)
-        sglang_versions.server_argument_names.cache_clear()
+        sglang_arguments.server_argument_names.cache_clear()
         server_flags.known_flags.cache_clear()
         assert cli.main(["serve", "--port", "30999"]) == 2
         line = capsys.readouterr().err

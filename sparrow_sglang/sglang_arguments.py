@@ -1,0 +1,225 @@
+"""SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_install` lists.
+
+Which fields it has, how ours are added, and what SGLang chose where the user left a field open.
+SGLang itself is imported only where a function needs it.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from sparrow_sglang.sglang_install import INSTALL, SUPPORTED, version_problems
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+_NAMESPACE = "exec.attention"
+
+
+class ServerField(NamedTuple):
+    """A field of `ServerArgs`: its type, its default and the help of its flag."""
+
+    kind: Any
+    default: Any
+    help: str
+
+
+def attention_backends(server_args: "ServerArgs") -> tuple[str, str]:
+    """Names of the backends of prefill and of decode."""
+    view: Any = resolved(server_args)
+    backend = view.attention_backend
+    return view.prefill_attention_backend or backend, view.decode_attention_backend or backend
+
+
+class _Resolved:
+    """Fields of a `ServerArgs` that keeps decisions beside what the user gave, from 0.5.20 on."""
+
+    def __init__(self, server_args: "ServerArgs") -> None:
+        self._server_args = server_args
+
+    def __getattr__(self, name: str) -> Any:
+        from sglang.srt.arg_groups.overrides import resolution_result
+
+        if not hasattr(self._server_args, name):
+            raise AttributeError(name)
+        return resolution_result(self._server_args, name)
+
+
+def resolved(server_args: "ServerArgs") -> "ServerArgs":
+    """The arguments to read: what SGLang has decided on so far, else what the user gave."""
+    view: Any = server_args
+    if hasattr(type(server_args), "resolve_once"):
+        view = _Resolved(server_args)
+    return view
+
+
+def resolve(server_args: "ServerArgs") -> None:
+    """Have SGLang decide on what the user left open, and check; until 0.5.17 it has already."""
+    record: Any = server_args
+    if hasattr(record, "resolve_once"):
+        record.resolve_once()
+
+
+def is_resolved(server_args: "ServerArgs") -> bool:
+    """Whether SGLang has been through `server_args` in this or in the launching process."""
+    return getattr(server_args, "_resolution_finished", False)
+
+
+def resolution_method(cls: Any) -> str:
+    """Name of the method of `ServerArgs` in which SGLang decides on what the user left open."""
+    return "resolve_once" if hasattr(cls, "resolve_once") else "__post_init__"
+
+
+def model_config_if_read(server_args: "ServerArgs") -> "ModelConfig | None":
+    """The model's config if SGLang has read it; it does not for dummy and remote models."""
+    fields = vars(server_args)
+    return fields.get("model_config", fields.get("_model_config"))
+
+
+def read_model_config(server_args: "ServerArgs") -> "ModelConfig":
+    """The model's config, read from its folder if need be."""
+    record: Any = server_args
+    if hasattr(record, "get_model_config"):
+        config: ModelConfig = record.get_model_config()
+        return config
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return model_config_of(server_args)
+
+
+@functools.cache
+def server_argument_names() -> frozenset[str]:
+    """Fields of SGLang's `ServerArgs`, read from its source, as importing it takes ten seconds.
+
+    Raises:
+        ModuleNotFoundError: SGLang is not installed.
+        RuntimeError: it is installed in part, twice or too old, or its source has no such class.
+    """
+    package = find_spec("sglang")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError(f"SGLang is not installed: {INSTALL}")
+    for problem in version_problems():
+        raise RuntimeError(problem)
+    folder = Path(package.origin).with_name("srt")
+    # From 0.5.20 on one class per namespace of the configuration.
+    names = {
+        item.target.id
+        for path in (folder / "server_args.py", *folder.glob("arg_groups/fields/*.py"))
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or path.parent != folder)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    if "attention_backend" not in names:
+        raise RuntimeError(f"{folder} has no ServerArgs: {INSTALL}")
+    return frozenset(names)
+
+
+def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:
+    """Have SGLang assemble `ServerArgs` with `fields`, too, where it does so while it is imported.
+
+    From 0.5.20 on ServerArgs is a C struct, put together by `collect_input_fields` from one class
+    per namespace of the configuration; extension fields go to the end.
+    """
+    if find_spec("sglang.srt.arg_groups.fields") is None:
+        return
+    import msgspec
+    from sglang.srt.arg_groups import fields as module
+
+    namespace = msgspec.defstruct(
+        "SparrowFields",
+        [
+            (name, Annotated[field.kind, field.help], field.default)
+            for name, field in fields.items()
+        ],
+        namespace={"_NS_PATH": _NAMESPACE},
+    )
+    original = module.collect_input_fields
+
+    @functools.wraps(original)
+    def collect_input_fields(sources: list[type]) -> Any:
+        return original([*sources, namespace])
+
+    module.collect_input_fields = collect_input_fields
+
+
+def add_server_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
+    """Add keyword-only fields at the end of `ServerArgs`, unless it was assembled with them.
+
+    Raises:
+        RuntimeError: this SGLang's ServerArgs is no dataclass, nor a struct with our fields.
+    """
+    if all(name in getattr(cls, "__struct_fields__", ()) for name in fields):
+        return
+    if not hasattr(cls, "__dataclass_fields__"):
+        raise RuntimeError(
+            "sglang.srt.server_args.ServerArgs has no fields of sparrow-sglang: expected a"
+            f" dataclass or a struct that is assembled on import, as in SGLang {SUPPORTED[-1]}"
+        )
+    _add_dataclass_fields(cls, fields)
+
+
+def _add_dataclass_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
+    from sglang.srt.arg_groups import arg_utils
+
+    # Until 0.5.16 the configuration has no namespaces.
+    marks = [arg_utils.NS(_NAMESPACE)] if hasattr(arg_utils, "NS") else []
+    for name, (kind, default, text) in fields.items():
+        annotation: Any = Annotated[(kind, text, *marks)]  # type: ignore[valid-type]
+        field: Any = dataclasses.field(default=default)
+        field.name, field.type, field.kw_only = name, annotation, True
+        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
+        cls.__annotations__[name] = annotation
+        setattr(cls, name, default)
+        cls.__dataclass_fields__[name] = field
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, field in fields.items():
+            object.__setattr__(self, name, kwargs.pop(name, field.default))
+        original(self, *args, **kwargs)
+
+    cls.__init__ = __init__
+    # Memoised per class, and may have been asked before.
+    for memoised in ("namespace_of", "resolvable_fields"):
+        if hasattr(arg_utils, memoised):
+            getattr(arg_utils, memoised).cache_clear()
+
+
+def config_file_merger(parser: Any) -> Any:
+    """SGLang's `ConfigArgumentMerger`, which puts the flags of a --config file into a list."""
+    try:
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+    except ImportError:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+    return ConfigArgumentMerger(parser)
+
+
+def rows_of_graphs(server_args: "ServerArgs", requests: int) -> int:
+    """Rows of the largest decode batch of `requests` requests, as SGLang pads it."""
+    try:
+        from sglang.srt.utils.common import get_cuda_graph_max_batch_size
+    except ImportError:
+        # Until 0.5.16 the padding is decided on while graphs are captured.
+        return server_args.cuda_graph_config.decode.max_bs
+    # Until 0.5.18 it reads the arguments, too.
+    if len(inspect.signature(get_cuda_graph_max_batch_size).parameters) == 2:
+        rows: int = get_cuda_graph_max_batch_size(server_args, requests)
+    else:
+        rows = get_cuda_graph_max_batch_size(requests)
+    return rows
+
+
+def attention_tp_size(server_args: "ServerArgs") -> int:
+    """How many ranks the heads of an attention layer are split among."""
+    view: Any = resolved(server_args)
+    replicas = view.dp_size if view.enable_dp_attention else getattr(view, "attn_dp_size", 1)
+    size: int = view.tp_size // view.attn_cp_size // replicas
+    return size
