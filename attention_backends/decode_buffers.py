@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparrow_sglang.attention_backends.kernels import decode, select
+from sparrow_sglang.attention_backends.kernels import select
+from sparrow_sglang.attention_backends.kernels.decode_launch import (
+    allocate_decode_scratch,
+    decode_launch,
+)
 from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
@@ -109,14 +113,13 @@ class DecodeBuffers:
             for batch in batches
         }
         self.decode_launch = {
-            batch: decode.decode_launch(batch, heads, head_dim, kept_tokens, tuned_for)
+            batch: decode_launch(batch, heads, head_dim, kept_tokens, tuned_for)
             for batch in batches
         }
         # Dense layers read whole sequences.
         longest = max_pages * shape.page_size
         self.dense_launch = {
-            batch: decode.decode_launch(batch, heads, head_dim, longest, tuned_for)
-            for batch in batches
+            batch: decode_launch(batch, heads, head_dim, longest, tuned_for) for batch in batches
         }
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
@@ -125,7 +128,7 @@ class DecodeBuffers:
         # Small batches are split most, so the largest batch is not the one with most parts.
         launches = [*self.decode_launch.items(), *self.dense_launch.items()]
         parts = max(batch * launch.splits for batch, launch in launches)
-        self.decode_scratch = decode.allocate_decode_scratch(
+        self.decode_scratch = allocate_decode_scratch(
             shape.num_q_heads * parts, rows * heads, head_dim, device
         )
 

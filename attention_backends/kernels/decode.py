@@ -4,8 +4,6 @@ In: queries, the KV pool, page ids and counts from `select`. Out: [bs, Hq, D]. T
 work depends on numbers that the kernel reads itself, so a captured launch serves every length.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -21,68 +19,15 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     check_member,
     check_tensor,
     group_size,
-    sm_count,
+)
+from sparrow_sglang.attention_backends.kernels.decode_launch import (
+    DecodeLaunch,
+    DecodeScratch,
+    check_scratch,
 )
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
 
-MAX_SPLITS = 64
-# Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.
-_MIN_SPLIT_TOKENS = 128
-_PROGRAMS_PER_SM = 4
 _LOG2_E = 1.4426950408889634
-
-
-class DecodeScratch(NamedTuple):
-    """partial_out: [programs · group, D] fp32 and partial_lse: [programs · group] fp32, any
-    content; arrivals: [rows] int32, zero between launches."""
-
-    partial_out: torch.Tensor
-    partial_lse: torch.Tensor
-    arrivals: torch.Tensor
-
-
-class DecodeLaunch(NamedTuple):
-    """Launch shape, fixed at capture.
-
-    splits: programs that share one (request, KV head); block_tokens: tokens a tile; stages: tiles
-    in flight.
-    """
-
-    splits: int
-    block_tokens: int = 32
-    num_warps: int = 1
-    stages: int = 5
-
-
-def decode_launch(
-    batch: int, num_kv_heads: int, head_dim: int, max_selected_tokens: int, device: torch.device
-) -> DecodeLaunch:
-    """One wave of one-warp programs of at least _MIN_SPLIT_TOKENS tokens each.
-
-    Small tiles and many independent programs keep more loads in flight than wide tiles do.
-    """
-    wanted = _PROGRAMS_PER_SM * sm_count(device) // (batch * num_kv_heads)
-    useful = triton.cdiv(max_selected_tokens, _MIN_SPLIT_TOKENS)
-    return DecodeLaunch(
-        splits=max(1, min(wanted, useful, MAX_SPLITS)),
-        block_tokens=max(16, 4096 // triton.next_power_of_2(head_dim)),
-    )
-
-
-def allocate_decode_scratch(
-    parts: int, rows: int, head_dim: int, device: torch.device
-) -> DecodeScratch:
-    """Scratch that all layers and batch sizes may share.
-
-    Args:
-        parts: largest bs·Hq·splits of the launches that will use it.
-        rows: largest bs·Hkv.
-    """
-    return DecodeScratch(
-        partial_out=torch.empty(parts, head_dim, dtype=torch.float32, device=device),
-        partial_lse=torch.empty(parts, dtype=torch.float32, device=device),
-        arrivals=torch.zeros(rows, dtype=torch.int32, device=device),
-    )
 
 
 @triton.jit
@@ -276,20 +221,6 @@ def _check_pools(
             )
 
 
-def _check_scratch(scratch: DecodeScratch, rows: int, group: int, splits: int) -> None:
-    parts = rows * group * splits
-    if splits > 1 and scratch.partial_lse.shape[0] < parts:
-        raise ValueError(
-            f"scratch holds {scratch.partial_lse.shape[0]} partial rows: expected at least "
-            f"bs·Hq·splits={parts}; allocate it with more parts"
-        )
-    if splits > 1 and scratch.arrivals.shape[0] < rows:
-        raise ValueError(
-            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
-            "allocate it with more rows"
-        )
-
-
 def sparse_decode(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
@@ -331,7 +262,7 @@ def sparse_decode(
         check_tensor("counts", counts, (batch,), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     _check_pools(q, k_buffer, v_buffer, out)
-    _check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
+    check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
     _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,

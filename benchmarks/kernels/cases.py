@@ -9,6 +9,11 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
 from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
+from sparrow_sglang.attention_backends.kernels.decode_launch import (
+    DecodeLaunch,
+    allocate_decode_scratch,
+    decode_launch,
+)
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
 from sparrow_sglang.benchmarks.gpu_times import median_s
 from sparrow_sglang.schedule import PAGE_SIZE
@@ -225,7 +230,7 @@ class DecodeCase:
         self.counts = shape.kept(self.seq_lens)
         self.page_ids = [self._kept(table) for _ in sets]
         self.out = torch.empty_like(self.q[0])
-        self.launch_shape = decode.decode_launch(
+        self.launch_shape = decode_launch(
             shape.batch, NUM_KV_HEADS, HEAD_DIM, shape.budget_pages * PAGE_SIZE, table.device
         )
 
@@ -240,8 +245,8 @@ class DecodeCase:
         rows = torch.arange(self.shape.batch, device="cuda")[:, None, None]
         return table[rows, chosen].contiguous()
 
-    def launches(self, launch: decode.DecodeLaunch) -> list[Launch]:
-        scratch = decode.allocate_decode_scratch(
+    def launches(self, launch: DecodeLaunch) -> list[Launch]:
+        scratch = allocate_decode_scratch(
             self.q[0].shape[0] * self.q[0].shape[1] * launch.splits,
             self.shape.batch * NUM_KV_HEADS,
             HEAD_DIM,
@@ -265,7 +270,7 @@ class DecodeCase:
 
         return [one(which) for which in range(len(self.q))]
 
-    def check(self, launch: decode.DecodeLaunch) -> float:
+    def check(self, launch: DecodeLaunch) -> float:
         """Relative error against the definition in fp32; raises ValueError above 5e-3."""
         self.out.fill_(torch.nan)
         self.launches(launch)[0]()

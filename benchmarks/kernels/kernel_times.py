@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.kernels import decode, landmark, select
+from sparrow_sglang.attention_backends.kernels import landmark, select
+from sparrow_sglang.attention_backends.kernels.decode_launch import DecodeLaunch
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.kernels.cases import (
@@ -208,7 +209,7 @@ def sweep(table: Table, pools: Pools) -> None:
         attending = cache(partial(DecodeCase, pools, shape))
         variants = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (64, 2, 5), (32, 2, 5), (32, 1, 5)]
         for split, (block, warps, stages) in itertools.product(splits, variants):
-            shaped = decode.DecodeLaunch(split, block, warps, stages)
+            shaped = DecodeLaunch(split, block, warps, stages)
             name = f"{_decode_name(shape)} s{split} n{block} w{warps} st{stages}"
             table.measure(name, shape.decode_bytes, partial(_measure, attending, shaped))
 

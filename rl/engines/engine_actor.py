@@ -11,7 +11,8 @@ import ray
 import torch
 
 from sparrow_sglang.rl.engines.buckets import Bucket
-from sparrow_sglang.rl.engines.local_engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
+from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
 

@@ -7,19 +7,17 @@ In: prompts, and weights with a version. Out: groups. `ray_engines` has the same
 import asyncio
 import atexit
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import psutil
 import torch
 
 from sparrow_sglang.client.control import set_schedule
-from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
+from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
 from sparrow_sglang.rl.rollout import DENSE, Sampling, sample_request, to_group
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
@@ -34,10 +32,6 @@ Finished = Callable[[int], object]
 
 def unwatched(count: int) -> None:
     """The `Finished` of rollouts whose progress nobody follows."""
-
-
-class EngineDied(SparrowError, RuntimeError):
-    """A process of an engine is gone, or an engine failed too often; the run cannot go on."""
 
 
 class LocalEngine:
@@ -58,7 +52,7 @@ class LocalEngine:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         self._engine = sglang.Engine(**_engine_args(model_path, schedule) | server_args)
         self._manager = self._engine.tokenizer_manager
-        self._processes = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
+        self._processes = EngineProcesses(self._engine.get_all_child_pids())
         self._run(self._take_signals_back(on_sigterm))
         arguments = self._engine.server_args
         self._saves_memory = arguments.enable_memory_saver
@@ -249,10 +243,7 @@ class LocalEngine:
         import zmq
 
         atexit.unregister(self._engine.shutdown)
-        children = [child for process in self._processes for child in _family(process)]
-        for child in children:
-            child.kill()
-        psutil.wait_procs(children, timeout=10)
+        self._processes.kill()
         # Left to the garbage collector, a context waits for ever to deliver to a dead process.
         for owner in (self._engine, self._manager):
             for value in list(vars(owner).values()):
@@ -274,7 +265,7 @@ class LocalEngine:
 
     def _abandon(self, running: "set[asyncio.Task[tuple[int, int, Any]]]") -> None:
         """Stop what is under way, so that the engine becomes idle."""
-        if all(process.is_running() for process in self._processes):
+        if self._processes.are_running():
             self._manager.abort_request(abort_all=True)
         for task in running:
             task.cancel()
@@ -303,22 +294,13 @@ class LocalEngine:
         trainer. The death is found by looking instead.
         """
         self._manager.auto_create_handle_loop()
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGQUIT):
-                self._engine.loop.remove_signal_handler(number)
-            signal.signal(signal.SIGTERM, on_sigterm)
-            signal.signal(signal.SIGQUIT, _ignore)
+        take_signals_back(self._engine.loop, on_sigterm)
         if self._manager._subprocess_watchdog is not None:
             self._manager._subprocess_watchdog.stop()
 
     def require_alive(self) -> None:
         """Raise `EngineDied` if a process of the engine is gone."""
-        for process in self._processes:
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                raise EngineDied(
-                    f"process {process.pid} of the SGLang engine died; its traceback, if it had"
-                    " the time for one, is on stderr"
-                )
+        self._processes.require_alive()
 
     @staticmethod
     def _require(answer: tuple[bool, str]) -> None:
@@ -345,14 +327,3 @@ def _engine_args(model_path: str, schedule: str) -> dict[str, Any]:
 
 def _raise_engine_died(signum: int, frame: Any) -> None:
     raise EngineDied("the SGLang engine did not start; the traceback of its process is on stderr")
-
-
-def _ignore(signum: int, frame: Any) -> None:
-    """A failing process of an engine signals its parent; it is seen to be dead soon enough."""
-
-
-def _family(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return [*process.children(recursive=True), process]
-    except psutil.NoSuchProcess:
-        return []

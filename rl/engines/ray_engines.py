@@ -17,8 +17,9 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from sparrow_sglang.rl.engines.buckets import NamedTensors, pack
 from sparrow_sglang.rl.engines.engine_actor import EngineActor, StoredWeights, store
-from sparrow_sglang.rl.engines.local_engine import EngineDied, Finished, unwatched
+from sparrow_sglang.rl.engines.local_engine import Finished, unwatched
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
+from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.weight_broadcast import BroadcastTimeout, WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt

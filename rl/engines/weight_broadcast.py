@@ -16,7 +16,7 @@ import ray
 import torch
 
 from sparrow_sglang.rl.engines.buckets import Bucket
-from sparrow_sglang.rl.engines.local_engine import EngineDied
+from sparrow_sglang.rl.engines.processes import EngineDied
 
 LIMIT_S = 180.0
 """For all engines to join, and for one bucket to be sent and loaded; the first one includes the

@@ -75,7 +75,7 @@ def _train(config: TrainConfig, resume: bool) -> int:
     # Late, as they import torch and transformers.
     from transformers.utils import logging
 
-    from sparrow_sglang.rl.engines.local_engine import EngineDied
+    from sparrow_sglang.rl.engines.processes import EngineDied
     from sparrow_sglang.rl.rollout import RolloutError
     from sparrow_sglang.rl.runs.termination import Stopped
     from sparrow_sglang.rl.trainer import train

@@ -39,6 +39,11 @@ from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
 from sparrow_sglang.attention_backends.kernels.checks import HEAD_DIMS
+from sparrow_sglang.attention_backends.kernels.decode_launch import (
+    DecodeLaunch,
+    allocate_decode_scratch,
+    decode_launch,
+)
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
@@ -174,7 +179,7 @@ def test_each_row_reads_what_its_request_asked_for(device: str) -> None:
     # All rows hold 40 pages or more, so they are in the last bin of either schedule.
     expected = [13, 30, 5, 11, step.pages[4]]
     assert_selected(step, page_ids, counts, expected)
-    out = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
+    out = step.decode(page_ids, counts, DecodeLaunch(2, 32))
     assert relative_error(out, step.attend(page_ids, counts)) <= 5e-3
 
 
@@ -268,17 +273,17 @@ def test_the_page_just_filled_gets_its_landmark(
 
 DECODES = [
     # lengths, heads, head_dim, page_size, dtype, launch
-    ([1, 17, 160, 601], (4, 2), 64, 16, BF16, decode.DecodeLaunch(1, 32)),
-    ([300, 999, 16], (6, 2), 128, 16, BF16, decode.DecodeLaunch(3, 64)),
-    ([300, 999, 16], (6, 2), 128, 16, FP16, decode.DecodeLaunch(5, 16)),
-    ([900, 65], (10, 2), 64, 32, BF16, decode.DecodeLaunch(4, 32, num_warps=2)),
-    ([2000, 64], (7, 1), 256, 64, FP16, decode.DecodeLaunch(2, 32)),
-    ([777], (16, 1), 128, 16, BF16, decode.DecodeLaunch(8, 16, num_warps=1, stages=4)),
-    ([500, 33], (3, 3), 64, 16, FP16, decode.DecodeLaunch(2, 128)),
-    ([1, 17, 900], (6, 2), 80, 16, BF16, decode.DecodeLaunch(1, 32)),
-    ([300, 999, 16], (6, 2), 80, 16, FP16, decode.DecodeLaunch(3, 32)),
-    ([900, 65], (32, 2), 96, 32, BF16, decode.DecodeLaunch(4, 32)),
-    ([400], (2, 2), 96, 16, FP16, decode.DecodeLaunch(1, 64)),
+    ([1, 17, 160, 601], (4, 2), 64, 16, BF16, DecodeLaunch(1, 32)),
+    ([300, 999, 16], (6, 2), 128, 16, BF16, DecodeLaunch(3, 64)),
+    ([300, 999, 16], (6, 2), 128, 16, FP16, DecodeLaunch(5, 16)),
+    ([900, 65], (10, 2), 64, 32, BF16, DecodeLaunch(4, 32, num_warps=2)),
+    ([2000, 64], (7, 1), 256, 64, FP16, DecodeLaunch(2, 32)),
+    ([777], (16, 1), 128, 16, BF16, DecodeLaunch(8, 16, num_warps=1, stages=4)),
+    ([500, 33], (3, 3), 64, 16, FP16, DecodeLaunch(2, 128)),
+    ([1, 17, 900], (6, 2), 80, 16, BF16, DecodeLaunch(1, 32)),
+    ([300, 999, 16], (6, 2), 80, 16, FP16, DecodeLaunch(3, 32)),
+    ([900, 65], (32, 2), 96, 32, BF16, DecodeLaunch(4, 32)),
+    ([400], (2, 2), 96, 16, FP16, DecodeLaunch(1, 64)),
 ]
 
 
@@ -291,7 +296,7 @@ def test_attention_is_the_definition(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
-    launch: decode.DecodeLaunch,
+    launch: DecodeLaunch,
 ) -> None:
     step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=head_dim)
     page_ids, counts = step.select(fixed_budget(step, 21), 24, select.SelectLaunch(2, 16))
@@ -306,7 +311,7 @@ def test_every_page_is_dense_attention(device: str, splits: int) -> None:
     step = Step(device, [400, 1, 129])
     counts = torch.tensor(step.pages, dtype=torch.int32, device=device)
     page_ids = step.page_table[:, None].expand(-1, 2, -1)
-    out = step.decode(page_ids, counts, decode.DecodeLaunch(splits, 32))
+    out = step.decode(page_ids, counts, DecodeLaunch(splits, 32))
     assert relative_error(out, step.attend(page_ids, counts)) <= 5e-3
 
 
@@ -318,7 +323,7 @@ def test_the_whole_step_against_the_contract(device: str, page_size: int, head_d
     page_ids, counts = step.select(
         fixed_budget(step, 8), 8, select.SelectLaunch(2, 8), update_landmark=True
     )
-    out = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
+    out = step.decode(page_ids, counts, DecodeLaunch(2, 32))
     for row, length in enumerate(lengths):
         slots = step._slots(step.page_table[row].cpu())[:length]
         keys, values = (pool.cpu()[slots].double().numpy() for pool in (step.k, step.v))
@@ -347,7 +352,7 @@ def test_padding_and_repeats_change_nothing(device: str) -> None:
     padded.page_table = torch.cat([alone.page_table, torch.zeros_like(alone.page_table)])
     padded.q = torch.cat([alone.q, torch.randn_like(alone.q)])
     scratch = select.allocate_select_scratch(4, 2, alone.page_table.shape[1], alone.q.device)
-    launch, wide = select.SelectLaunch(2, 8), decode.DecodeLaunch(3, 32)
+    launch, wide = select.SelectLaunch(2, 8), DecodeLaunch(3, 32)
     ids, counts = alone.select(fixed_budget(alone, 9), 9, launch, scratch)
     out = alone.decode(ids, counts, wide)
     for _ in range(2):
@@ -365,7 +370,7 @@ def test_the_launches_that_serving_uses_fit_every_head_dim(device: str, head_dim
     step = Step(device, [700, 90], (4, 2), head_dim)
     pick = select.select_launch(2, 2, head_dim, step.page_table.shape[1], step.q.device)
     many = select.select_launch(512, 2, head_dim, step.page_table.shape[1], step.q.device)
-    attend = decode.decode_launch(2, 2, head_dim, 9 * 16, step.q.device)
+    attend = decode_launch(2, 2, head_dim, 9 * 16, step.q.device)
     for launch in (pick, many):
         page_ids, counts = step.select(fixed_budget(step, 9), 9, launch)
         assert_selected(step, page_ids, counts, [9, 6])
@@ -378,7 +383,7 @@ def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str)
     """A neighbour's keys and values of infinity, and a neighbour's place in the output."""
     step = Step(device, [640], (4, 2), 80, dtype=FP16)
     page_ids, counts = step.select(fixed_budget(step, 9), 9, select.SelectLaunch(2, 16))
-    alone = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
+    alone = step.decode(page_ids, counts, DecodeLaunch(2, 32))
     landmark_of_first = step.landmarks[:, 0].clone()
     for pool in (step.k, step.v, step.landmarks):
         pool[:, 1] = torch.inf
@@ -386,7 +391,7 @@ def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str)
         fixed_budget(step, 9), 9, select.SelectLaunch(2, 16), update_landmark=True
     )
     assert torch.equal(again[:, 0], page_ids[:, 0])
-    beside = step.decode(page_ids, counts, decode.DecodeLaunch(2, 32))
+    beside = step.decode(page_ids, counts, DecodeLaunch(2, 32))
     assert torch.equal(beside[:, :2], alone[:, :2])
     assert torch.equal(step.landmarks[1:, 0], landmark_of_first[1:])
 
@@ -429,9 +434,9 @@ def test_launchers_name_what_they_refuse(device: str) -> None:
     step.page_size = 16
     good = step.select(budgets, 4, select.SelectLaunch(1, 8))
     with pytest.raises(ValueError, match=r"counts has dtype torch.int64: expected torch.int32"):
-        step.decode(good[0], good[1].long(), decode.DecodeLaunch(1))
+        step.decode(good[0], good[1].long(), DecodeLaunch(1))
     with pytest.raises(ValueError, match=r"page_ids has shape \(1, 1, 4\): expected \(1, 2, 'any'"):
-        step.decode(good[0][:, :1], good[1], decode.DecodeLaunch(1))
+        step.decode(good[0][:, :1], good[1], DecodeLaunch(1))
     step.q = torch.cat([step.q] * 9, dim=1)
     with pytest.raises(ValueError, match=r"num_q_heads=36 .* 1 to 16 query heads"):
         step.select(budgets, 4, select.SelectLaunch(1, 8))
@@ -443,9 +448,9 @@ def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
     step = Step(device, [5000, 333, 2048, 16], (16, 8), 128, seed=3)
     budgets = fixed_budget(step, 40)
     pick = select.select_launch(4, 8, 128, step.page_table.shape[1], step.q.device)
-    attend = decode.decode_launch(4, 8, 128, 40 * 16, step.q.device)
+    attend = decode_launch(4, 8, 128, 40 * 16, step.q.device)
     scratch = select.allocate_select_scratch(4, 8, step.page_table.shape[1], step.q.device)
-    parts = decode.allocate_decode_scratch(4 * 16 * attend.splits, 4 * 8, 128, step.q.device)
+    parts = allocate_decode_scratch(4 * 16 * attend.splits, 4 * 8, 128, step.q.device)
     ids = torch.full((4, 8, 40), POISON, dtype=torch.int32, device=device)
     counts = step.snapshot(budgets)
     out = torch.full_like(step.q, torch.nan)

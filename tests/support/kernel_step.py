@@ -14,6 +14,10 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
 from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
+from sparrow_sglang.attention_backends.kernels.decode_launch import (
+    DecodeLaunch,
+    allocate_decode_scratch,
+)
 from sparrow_sglang.attention_backends.kernels.page_table import (
     NO_CAP,
     Budgets,
@@ -194,11 +198,11 @@ class Step:
         return page_ids, counts
 
     def decode(
-        self, page_ids: torch.Tensor, counts: torch.Tensor, launch: decode.DecodeLaunch
+        self, page_ids: torch.Tensor, counts: torch.Tensor, launch: DecodeLaunch
     ) -> torch.Tensor:
         batch, num_q_heads, head_dim = self.q.shape
         out = torch.full_like(self.q, torch.nan)
-        scratch = decode.allocate_decode_scratch(
+        scratch = allocate_decode_scratch(
             batch * num_q_heads * launch.splits, batch * self.k.shape[1], head_dim, self.q.device
         )
         scratch.partial_out.fill_(torch.nan)

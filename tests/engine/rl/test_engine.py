@@ -13,7 +13,8 @@ from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, transformers_logpro
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.scoring import score_dense
-from sparrow_sglang.rl.engines.local_engine import EngineDied, LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
+from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
 
 SAMPLING = Sampling(max_new_tokens=60)

@@ -24,7 +24,7 @@ from sparrow_sglang.rl import train
 from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engines import ray_engines, weight_broadcast
 from sparrow_sglang.rl.engines.buckets import Weights, pack
-from sparrow_sglang.rl.engines.local_engine import EngineDied
+from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.ray_engines import RayEngines
 from sparrow_sglang.rl.engines.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling

@@ -12,7 +12,8 @@ from sparrow_sglang.calibration.choice import (
     choose,
     closest,
 )
-from sparrow_sglang.calibration.report import describe_misses, make_schedule
+from sparrow_sglang.calibration.report import make_schedule
+from sparrow_sglang.calibration.tables import describe_misses
 from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -8,7 +8,7 @@ from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.engines.local_engine import EngineDied
+from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.runs import run
 from sparrow_sglang.rl.runs.setup import prepare
 
