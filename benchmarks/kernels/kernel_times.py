@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
     prepare_out(parser, args.out)
     torch.manual_seed(0)
-    table = Table(args.out, copy_bandwidth=copy_bandwidth())
+    table = Table(args.out, selection=str(rule), copy_bandwidth=copy_bandwidth())
     small = args.quick or args.sweep
     pools = Pools.random(2**20, 2**17 if small else 2**20, rule)
     if schedule and args.sweep:

@@ -88,10 +88,11 @@ def run(args: argparse.Namespace) -> int:
     for target in args.target or ():
         if not 0 < target < 1:
             raise CalibrationError(f"--target {target}: expected a tail between 0 and 1, e.g. 0.86")
+    _require_no_choice_in_a_check(args)
     require_files(args)
     args.engine_args = engine_arguments(args.engine_args)
     job = check_job(args) if args.check else calibration_job(args)
-    if args.rule != PUBLISHED and not args.check:
+    if args.rule != PUBLISHED:
         job = with_chosen_rule(job)
         assert job.rule is not None
         print(f"{describe_rule(job.rule)}\n")
@@ -106,3 +107,18 @@ def run(args: argparse.Namespace) -> int:
         print(f"{report['schedule']}: {'holds' if report['holds'] else 'does not hold'} ({counts})")
     print(job.out)
     return 0 if all(report["holds"] for report in reports) else 1
+
+
+def _require_no_choice_in_a_check(args: argparse.Namespace) -> None:
+    """Refuse with --check what a calibration chooses: the checked schedule says it already."""
+    chosen = {
+        "rule": None if args.rule == PUBLISHED else [args.rule],
+        "budgets": args.budgets,
+        "bin-tokens": None if args.bin_tokens is None else [args.bin_tokens],
+    }
+    for name, values in chosen.items():
+        if args.check and values is not None:
+            raise CalibrationError(
+                f"--{name} {' '.join(map(str, values))} has no meaning with --check, which"
+                " generates under each schedule as its file says: leave it out"
+            )

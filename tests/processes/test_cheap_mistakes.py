@@ -55,6 +55,16 @@ sys.exit(f"imported {slow}" if slow else code)
             "gone.json (relative to {cwd}): cannot be read",
         ),
         (["calibrate", "--engine-args", '{"tp_sise": 2}'], "", "did you mean 'tp_size'"),
+        (
+            ["calibrate", "--check", "m.json", "--rule", "calibrated"],
+            "",
+            "--rule calibrated has no meaning with --check",
+        ),
+        (
+            ["calibrate", "--check", "m.json", "--budgets", "64", "96"],
+            "",
+            "--budgets 64 96 has no meaning with --check",
+        ),
     ],
 )
 def test_cheap_mistakes_are_found_before_anything_slow_is_imported(

@@ -201,13 +201,17 @@ def test_table_of_kernels(tmp_path: Path) -> None:
         {"name": "select: other", "floor_us": 16.0, "failed": "ImportError"},
     ]
     save(tmp_path, "kernels.json", rows, command="kernels.py")
+    save(tmp_path, "rule.json", rows[:1], command="kernels.py", selection="int4 landmarks")
     save(tmp_path, "sweep.json", [rows[0] | {"name": "select s1"}], command="kernels.py --sweep")
     save(tmp_path, "audit.json", [{"something": "else"}])
     text = generate(tmp_path)
-    assert lines(text, "| ")[2:] == [
+    published, int4 = text.split("<details>")[1:]
+    assert "<summary>Kernels on one H200: published selection rule</summary>" in published
+    assert lines(published, "| ")[2:] == [
         "| select | 16.0 | 32.0 | 50% | torch 400.0; other failed |",
         "| decode | 62.0 | failed | – | – |",
     ]
+    assert "<summary>Kernels on one H200: int4 landmarks</summary>" in int4
     assert "copy 4.28 TB/s; NVIDIA H200" in text and "`sparrow bench kernels`" in text
 
 
