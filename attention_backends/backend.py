@@ -26,6 +26,7 @@ from sparrow_sglang.attention_backends.paged_decode import (
     PagedDecode,
     TorchPagedDecode,
 )
+from sparrow_sglang.hf_config import window_layers
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -76,6 +77,14 @@ def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> Non
         )
 
 
+def _side_by_side(q: torch.Tensor) -> torch.Tensor:
+    """Queries [B, Hq, D] with the heads of a row next to each other, as the kernels read them.
+
+    Most models hand over a view of such rows, which is taken as it is; Gemma 3 a transposed one.
+    """
+    return q if q.stride(1) == q.shape[2] else q.contiguous()
+
+
 class SparrowAttnBackend(AttentionBackend):
     """Dense prefill by the device's stock backend, sparse decode under a KV budget.
 
@@ -88,8 +97,8 @@ class SparrowAttnBackend(AttentionBackend):
         landmarks: of each sparse layer, indexed by physical page: a prefix-cache hit has the
             landmarks of its pages in place, and a page that is freed and used again gets new ones
             before it is scored.
-        stock_decode: decode steps are planned for the stock backend, too: it serves dense layers
-            or, on a CPU, steps within their budgets.
+        stock_decode: decode steps are planned for the stock backend, too: it serves layers with a
+            sliding window, dense layers or, on a CPU, steps within their budgets.
         decode_guard: notices decode steps that SGLang computes past this backend.
     """
 
@@ -117,7 +126,10 @@ class SparrowAttnBackend(AttentionBackend):
         stock = dense_backend(pool.head_dim) if on_cuda else "torch_native"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         has_dense_layers = len(self.landmarks) < pool.layer_num
-        self.stock_decode = not on_cuda or (has_dense_layers and stock_dense_decode())
+        has_windows = bool(window_layers(model_runner.model_config.hf_config))
+        self.stock_decode = not on_cuda or (
+            has_windows or (has_dense_layers and stock_dense_decode())
+        )
         self._plan_guard = PlanGuard(model_runner.device)
         self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token
@@ -219,7 +231,7 @@ class SparrowAttnBackend(AttentionBackend):
             return out
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        q = _side_by_side(q.view(-1, layer.tp_q_head_num, layer.head_dim))
         k_buffer = pool.get_key_buffer(layer.layer_id)
         v_buffer = pool.get_value_buffer(layer.layer_id)
         if sparse:

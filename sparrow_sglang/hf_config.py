@@ -6,6 +6,8 @@ Imports neither torch nor SGLang.
 from collections.abc import Mapping
 from typing import Any
 
+FULL, WINDOW = "full_attention", "sliding_attention"
+
 
 def config_value(hf_config: Any, key: str) -> Any:
     """The field `key`, None where the config has none."""
@@ -19,6 +21,12 @@ def text_config(hf_config: Any) -> Any:
     return config_value(hf_config, "text_config") or hf_config
 
 
+def num_layers_of(hf_config: Any) -> int:
+    """Layers of the language model."""
+    layers: int = config_value(text_config(hf_config), "num_hidden_layers")
+    return layers
+
+
 def head_dim_of(hf_config: Any) -> int:
     """Dimensions of an attention head."""
     text = text_config(hf_config)
@@ -26,3 +34,18 @@ def head_dim_of(hf_config: Any) -> int:
         config_value(text, "hidden_size") // config_value(text, "num_attention_heads")
     )
     return head_dim
+
+
+def layer_types_of(hf_config: Any) -> tuple[str, ...]:
+    """The kind of each layer's attention, such as "full_attention"; empty if the config names none.
+
+    transformers names one for each layer, so a model whose layers all keep the whole KV may have
+    either.
+    """
+    return tuple(config_value(text_config(hf_config), "layer_types") or ())
+
+
+def window_layers(hf_config: Any) -> tuple[int, ...]:
+    """Layers that attend to a sliding window of the latest tokens only, ascending."""
+    kinds = layer_types_of(hf_config)
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOW)

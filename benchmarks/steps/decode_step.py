@@ -94,9 +94,15 @@ def batch_lengths(case: str) -> list[int]:
     return lengths
 
 
+def model_config(model: str) -> dict[str, Any]:
+    """Fields of the config.json of one of the folders of `models/`."""
+    fields: dict[str, Any] = json.loads((MODELS / model / "config.json").read_text())
+    return fields
+
+
 def model_shape(model: str) -> ModelShape:
-    """Shapes of one of the folders of `models/`."""
-    return ModelShape.from_config(json.loads((MODELS / model / "config.json").read_text()))
+    """Its shapes."""
+    return ModelShape.from_config(model_config(model))
 
 
 def step_bytes(shape: ModelShape, lengths: list[int], schedule: BudgetSchedule | None) -> int:
@@ -144,7 +150,9 @@ def run_engine(
     torch.cuda.empty_cache()
     shape = model_shape(model)
     largest_batch = max(len(batch_lengths(case)) for case in options.cases)
-    schedule = load_schedule(schedule_name, PAGE_SIZE) if backend == "sparrow" else None
+    schedule = None
+    if backend == "sparrow":
+        schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
     served = schedule_name if schedule else None
     arguments = engine_settings(MODELS / model, False, backend, served)
     arguments |= {

@@ -13,6 +13,7 @@ from typing import Any
 from sparrow_sglang.command_line import count
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.models import model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
 from sparrow_sglang.planning.model_shape import ModelShape
@@ -87,10 +88,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.lengths_file is not None:
         lengths = sorted(read_lengths(args.lengths_file))
     else:
-        room = config.get("max_position_embeddings", 2**30) - args.prompt_tokens
+        room = text_config(config).get("max_position_embeddings", 2**30) - args.prompt_tokens
         fitting = [length for length in DEFAULT_LENGTHS if length <= room]
         lengths = sorted(args.length or fitting or [max(1, room)])
-    schedule = _read_schedule(args.schedule, config, args.page_size)
+    schedule = _read_schedule(args.schedule, config, args.page_size).for_model(config)
     return Plan(
         model=model,
         shape=shape,

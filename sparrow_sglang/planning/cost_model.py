@@ -11,9 +11,10 @@ bytes; the sum over a generation from L_in to L_in + L_out cached tokens is the 
 landmark is half of D wide, hence L_out^2 / (2p) in the scoring terms.
 
 What the printed formulas leave out: reading the weights (free in the limit of a large batch), the
-layers that stay dense, and L < B. They read a prompt's KV once for all N samples. Their scoring
-terms for the prompt carry neither r nor 1/p, so the prompt is charged at the price of reading its
-whole KV. `step_costs` counts the step of this backend instead, without these simplifications.
+layers that stay dense, and L < B; layers with a sliding window are not counted in D here. They read
+a prompt's KV once for all N samples. Their scoring terms for the prompt carry neither r nor 1/p, so
+the prompt is charged at the price of reading its whole KV. `step_costs` counts the step of this
+backend instead, without these simplifications.
 """
 
 from collections.abc import Iterable, Sequence
@@ -158,20 +159,21 @@ def step_costs(
     a schedule.
 
     Weights are read once a step and shared by the batch; KV is read by each sequence for itself;
-    dense layers read everything; landmarks score every page between sinks and recent pages, once
-    the sequence exceeds the layer's budget: by one product per landmark and KV head, or per query
-    head.
+    dense layers read everything, and layers with a sliding window their window; landmarks score
+    every page between sinks and recent pages, once the sequence exceeds the layer's budget: by one
+    product per landmark and KV head, or per query head.
     """
     if not batch > 0:
         raise InputError(f"batch={batch}: expected 1 or more running sequences")
     lengths = np.asarray(seq_lens, dtype=np.int64)
-    per_layer = shape.kv_width / shape.num_layers
-    token_layers: Array = lengths * np.float64(shape.num_layers)
+    per_layer = float(shape.layer_kv_width)
+    whole = shape.num_layers - len(shape.window_layers)
+    token_layers: Array = lengths * np.float64(whole)
     scoring_bytes: Array = np.zeros(lengths.shape)
     scoring_flops: Array = np.zeros(lengths.shape)
     if schedule is not None:
-        dense_layers = len([layer for layer in schedule.dense_layers if layer < shape.num_layers])
-        sparse_layers = shape.num_layers - dense_layers
+        dense_layers = shape.dense_layers(schedule)
+        sparse_layers = whole - dense_layers
         read = schedule.tokens_read(lengths).astype(np.float64)
         token_layers = dense_layers * lengths + sparse_layers * read
         pages = -(-lengths // schedule.page_size)
@@ -185,6 +187,9 @@ def step_costs(
         queries = shape.gqa_ratio if rule.group_score == "best_head" else 1
         scoring_bytes = page_bytes * head_pages
         scoring_flops = 2 * queries * channels * head_pages
+    token_layers = token_layers + len(shape.window_layers) * np.minimum(
+        lengths, shape.window_tokens
+    )
     return StepCosts(
         weight_bytes=np.full(lengths.shape, _BYTES_PER_VALUE * shape.parameters / batch),
         kv_bytes=_BYTES_PER_VALUE * per_layer * token_layers,

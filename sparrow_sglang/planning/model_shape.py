@@ -8,13 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.hf_config import (
+    FULL,
+    WINDOW,
+    head_dim_of,
+    layer_types_of,
+    text_config,
+    window_layers,
+)
+from sparrow_sglang.json_values import quoted
+from sparrow_sglang.schedule import BudgetSchedule
 
 _REFUSED = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
+_KINDS = {FULL, WINDOW}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shapes of a dense, gated transformer with grouped-query attention, values of 2 bytes."""
+    """Shapes of a dense, gated transformer with grouped-query attention, values of 2 bytes.
+
+    Attributes:
+        window_layers: layers that attend to the latest `window_tokens` tokens only.
+        window_tokens: 0 where there are none.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -23,21 +39,31 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    window_layers: tuple[int, ...] = ()
+    window_tokens: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From the fields of a Hugging Face config.json.
 
-        Raises `InputError` on a missing field and on mixture-of-experts, latent or
-        sliding-window attention, whose weights and KV these formulas do not count.
+        Raises `InputError` on a missing field and on mixture-of-experts, latent or linear
+        attention, whose weights and KV these formulas do not count, and on a sliding window
+        without `layer_types` that say which layers have it.
         """
-        windowed = ("sliding_window",) if config.get("use_sliding_window", True) else ()
-        for key in (*_REFUSED, *windowed):
+        config = text_config(config)
+        windows = window_layers(config)
+        refused = list(_REFUSED)
+        if not layer_types_of(config) and config.get("use_sliding_window", True):
+            refused.append("sliding_window")
+        if set(layer_types_of(config)) - _KINDS:
+            refused.append("layer_types")
+        for key in refused:
             if config.get(key):
                 raise InputError(
-                    f"{key}={config[key]}: the cost model covers dense models with full"
-                    " grouped-query attention; mixture-of-experts, latent and sliding-window"
-                    " attention are not counted"
+                    f"{key}={quoted(config[key])}: the cost model covers dense models with"
+                    " grouped-query attention, full or with a sliding window in the layers that"
+                    " layer_types names; mixture-of-experts, latent and linear attention are not"
+                    " counted"
                 )
         names = {
             "hidden_size": "hidden_size",
@@ -46,6 +72,8 @@ class ModelShape:
             "num_q_heads": "num_attention_heads",
             "vocab_size": "vocab_size",
         }
+        if windows:
+            names["window_tokens"] = "sliding_window"
         for key in names.values():
             if not isinstance(config.get(key), int) or config[key] < 1:
                 raise InputError(
@@ -55,7 +83,8 @@ class ModelShape:
         heads = config["num_attention_heads"]
         return cls(
             num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            head_dim=head_dim_of(config),
+            window_layers=windows,
             **{field: config[key] for field, key in names.items()},
         )
 
@@ -67,9 +96,19 @@ class ModelShape:
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
     @property
+    def layer_kv_width(self) -> int:
+        """Key and value values of one cached token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def kv_width(self) -> int:
-        """D: key and value values of one cached token over all layers."""
-        return 2 * self.num_kv_heads * self.head_dim * self.num_layers
+        """D: key and value values of one cached token over the layers that keep the whole KV."""
+        return self.layer_kv_width * (self.num_layers - len(self.window_layers))
+
+    def dense_layers(self, schedule: BudgetSchedule) -> int:
+        """How many of the layers that keep the whole KV are dense under `schedule`."""
+        dense = set(schedule.dense_layers) - set(self.window_layers)
+        return sum(layer < self.num_layers for layer in dense)
 
     @property
     def gqa_ratio(self) -> float:

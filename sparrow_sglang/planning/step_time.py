@@ -15,7 +15,8 @@ from sparrow_sglang.planning.cost_model import StepCosts
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.schedule import PAGE_SIZE
 
-_DENSE_LAYERS = 2
+# Of schedules that say nothing else.
+_DENSE_LAYERS = {0, 1}
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class MeasuredStep:
         """From a row with `step_ms` and either `bytes` or `batch` and `cached_tokens`.
 
         `cached_tokens` and, for a sparse step, `budget_tokens` are sums over the batch. Without
-        `bytes`, two dense layers and pages of 16 are taken unless the row has `dense_layers` (a
-        number) and `page_size`. Raises `InputError` on a missing or impossible value.
+        `bytes`, layers 0 and 1 are dense and pages are of 16 unless the row has `dense_layers` (a
+        number) and `page_size`; for sliding windows, all sequences count as equally long. Raises
+        `InputError` on a missing or impossible value.
         """
         budget = row.get("budget_tokens")
         sparse = budget is not None or row.get("schedule") is not None
@@ -97,12 +99,14 @@ def fit_step_time(steps: Sequence[MeasuredStep]) -> StepTimeFit:
 def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
     batch, cached = _positive(row, "batch"), _positive(row, "cached_tokens")
     weights = 2.0 * shape.parameters
-    per_layer = 2 * shape.kv_width / shape.num_layers
+    per_layer = 2 * shape.layer_kv_width
+    whole = shape.num_layers - len(shape.window_layers)
+    weights += per_layer * len(shape.window_layers) * min(cached, batch * shape.window_tokens)
     if row.get("budget_tokens") is None:
-        return weights + shape.num_layers * per_layer * cached
+        return weights + whole * per_layer * cached
     budget = min(_positive(row, "budget_tokens"), cached)
-    dense_layers = int(row.get("dense_layers", _DENSE_LAYERS))
-    sparse_layers = shape.num_layers - dense_layers
+    dense_layers = int(row.get("dense_layers", len(_DENSE_LAYERS - set(shape.window_layers))))
+    sparse_layers = whole - dense_layers
     # Steps that read everything do not score; the three kept pages per sequence never do.
     pages = cached / row.get("page_size", PAGE_SIZE) - 3 * batch if budget < cached else 0.0
     kv = per_layer * (dense_layers * cached + sparse_layers * budget)

@@ -95,6 +95,9 @@ def _headline(plan: Plan) -> str:
 def _header(plan: Plan) -> str:
     shape, schedule, hardware = plan.shape, plan.schedule, plan.hardware
     state = plan.calibration if schedule.calibrated else "not calibrated"
+    windows = ""
+    if shape.window_layers:
+        windows = f" ({len(shape.window_layers)} with a window of {shape.window_tokens:,} tokens)"
     device = f"{hardware.intensity:.0f} FLOPs in the time of reading a byte"
     if hardware.name:
         device = (
@@ -102,7 +105,7 @@ def _header(plan: Plan) -> str:
             f" {hardware.bytes_per_s / 1e12:.2f} TB/s, {device}"
         )
     return (
-        f"model: {shape.num_layers} layers, {shape.num_q_heads} query and"
+        f"model: {shape.num_layers} layers{windows}, {shape.num_q_heads} query and"
         f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.parameters / 1e9:.2f} billion"
         f" parameters, {shape.kv_width:,} KV values per token\n"
         f"schedule {schedule.name} ({state}): {schedule.budget_tokens[0]:,} to"
@@ -149,7 +152,8 @@ def _rollout_table(plan: Plan, fits: tuple[StepTimeFit, StepTimeFit] | None) -> 
     note = (
         f"paper's formula: {plan.samples} samples share a prompt's KV, weights are free"
         f" (large batch)\nstep model: weights read once per step of {plan.batch}, layers"
-        f" {list(plan.schedule.dense_layers)} dense, {plan.schedule.selection}"
+        f" {[i for i in plan.schedule.dense_layers if i not in plan.shape.window_layers]} dense,"
+        f" {plan.schedule.selection}"
     )
     if fits is not None:
         heads.append("measured")

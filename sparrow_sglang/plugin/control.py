@@ -98,9 +98,8 @@ async def schedule(
     if schedule is None:
         await _require_agreement(manager, previous)
         return _answer(previous, previous)
-    new = _schedule(schedule, previous)
+    new = _schedule(schedule, previous, manager.model_config.hf_config)
     # Refused before anybody waits.
-    new.require_model(manager.model_config.hf_config)
     previous.with_active(new)
     async with idle(manager, "the schedule was not switched"):
         # Switches may have followed each other while this one waited.
@@ -212,15 +211,16 @@ def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
     )
 
 
-def _schedule(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
+def _schedule(schedule: Any, loaded: LoadedSchedules, hf_config: Any) -> BudgetSchedule:
+    """What the call names, for the model that is served."""
     if isinstance(schedule, Mapping):
-        return _of_its_own_name(BudgetSchedule(**schedule))
+        return _of_its_own_name(BudgetSchedule(**schedule).for_model(hf_config), hf_config)
     if schedule in loaded.names:
         return loaded.get(schedule)
     if isinstance(schedule, str) and (
         FIXED_NAME.fullmatch(schedule) or schedule in known_schedules()
     ):
-        return load_schedule(schedule, loaded.active.page_size)
+        return load_schedule(schedule, loaded.active.page_size).for_model(hf_config)
     raise ScheduleError(
         f"schedule={quoted(schedule, 60)} is not known to this server: expected the fields of a"
         f" schedule as a JSON object, fixed-<tokens>, or one of"
@@ -228,10 +228,10 @@ def _schedule(schedule: Any, loaded: LoadedSchedules) -> BudgetSchedule:
     )
 
 
-def _of_its_own_name(schedule: BudgetSchedule) -> BudgetSchedule:
+def _of_its_own_name(schedule: BudgetSchedule, hf_config: Any) -> BudgetSchedule:
     """`schedule`, unless it would pass for the shipped one of its name."""
     shipped = schedule.name in known_schedules()
-    if shipped and schedule != shipped_schedule(schedule.name):
+    if shipped and schedule != shipped_schedule(schedule.name).for_model(hf_config):
         raise ScheduleError(
             f"name={schedule.name!r}: the shipped schedule of that name has other fields: expected"
             " another name, or the name alone"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.hf_config import FULL, WINDOW, layer_types_of, window_layers
 from sparrow_sglang.schedule import PAGE_SIZES
 from sparrow_sglang.sglang_arguments import attention_backends
 from sparrow_sglang.sglang_install import version_problems
@@ -135,7 +136,6 @@ LAYER_KNOWN = frozenset(
 # Those that must have the value of plain attention.
 LAYER_PLAIN = {
     "logit_cap": 0.0,
-    "sliding_window_size": -1,
     "is_cross_attention": False,
     "use_irope": False,
     "pos_encoding_mode": "NONE",
@@ -152,6 +152,8 @@ LAYER_SCALES = (
     "idx_k_scale_float",
     "idx_v_scale_float",
 )
+# What must be that of the model, in layers that have a sliding window by its config; else -1.
+LAYER_WINDOW = "sliding_window_size"
 # Those that must equal another attribute of the layer.
 LAYER_EQUAL = {
     "qk_head_dim": "head_dim",
@@ -211,18 +213,19 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     from sglang.srt.configs.model_config import is_minimax_sparse
 
     text = model_config.hf_text_config
-    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
-    other_kinds = sorted(kinds - {"full_attention"})
+    kinds = set(map(str, layer_types_of(text)))
+    other_kinds = sorted(kinds - {FULL, WINDOW})
     properties = {
         "multi-head latent attention (MLA): there are no keys per head": (
             model_config.attention_arch.name == "MLA"
         ),
-        "sliding-window or hybrid attention: its layers do not all keep the whole KV": (
-            model_config.is_hybrid_swa
-            or bool(other_kinds)
+        "hybrid attention: some of its layers keep something else than KV or a sliding window": (
+            bool(other_kinds)
             or model_config.attention_chunk_size is not None
             or is_mamba_hybrid(model_config)
         ),
+        "sliding windows in a KV pool of their own": model_config.is_hybrid_swa,
+        "sliding windows in all layers: none keeps the whole KV": kinds == {WINDOW},
         "encoder-decoder: cross-attention has no budget": model_config.is_encoder_decoder,
         "not a generative model: nothing is decoded": not model_config.is_generation,
         "attention sinks": model_config.has_attention_sinks,
@@ -234,7 +237,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     model = " ".join(model_config.hf_config.architectures or ["this model"])
     kinds_text = f" (layer_types: {', '.join(other_kinds)})" if other_kinds else ""
     return [
-        f"model {model}: {what}{kinds_text if what.startswith('sliding') else ''}; choose another"
+        f"model {model}: {what}{kinds_text if what.startswith('hybrid') else ''}; choose another"
         " --attention-backend for it"
         for what, present in properties.items()
         if present
@@ -257,20 +260,23 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
             f"KV cache of dtype {runner.kv_cache_dtype}: landmarks need bfloat16, float16 or"
             " float32; pass --kv-cache-dtype bf16"
         )
-    return problems + _layer_problems(runner.model)
+    return problems + _layer_problems(runner)
 
 
-def _layer_problems(model: "torch.nn.Module") -> list[str]:
-    """Attention layers of a loaded model that sparse decode would compute wrongly."""
+def _layer_problems(runner: "ModelRunner") -> list[str]:
+    """Attention layers of a loaded model that would be computed wrongly."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
+    windows = window_layers(runner.model_config.hf_config)
     problems = []
-    for parent in model.modules():
+    for parent in runner.model.modules():
         for layer in parent.children():
             if isinstance(layer, RadixAttention):
+                # The stock backend plans for one window, that of the model.
+                window = runner.sliding_window_size if layer.layer_id in windows else -1
                 problems += [
                     f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
-                    for name, value in (*_odd_attributes(layer), *_sinks(parent))
+                    for name, value in (*_odd_attributes(layer, window), *_sinks(parent))
                 ]
     return problems
 
@@ -282,15 +288,15 @@ def unknown_attributes() -> list[str]:
 
     layer = RadixAttention(4, 16, 0.25, 2, layer_id=0)
     names = set(vars(layer)) - set(vars(torch.nn.Module()))
-    known = {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, "attn_type"}
+    known = {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, LAYER_WINDOW, "attn_type"}
     unknown = ", ".join(sorted(names - known))
     return [f"RadixAttention has {unknown}, which may ask for more"] if unknown else []
 
 
-def _odd_attributes(layer: Any) -> Iterator[tuple[str, Any]]:
+def _odd_attributes(layer: Any, window: int | None) -> Iterator[tuple[str, Any]]:
     from sglang.srt.layers.radix_attention import AttentionType
 
-    for name, plain in LAYER_PLAIN.items():
+    for name, plain in {**LAYER_PLAIN, LAYER_WINDOW: window}.items():
         if (value := getattr(layer, name)) != plain:
             yield name, value
     for name in LAYER_SCALES:

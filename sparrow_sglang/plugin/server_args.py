@@ -91,9 +91,7 @@ def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[Loaded
         schedule_for_model(hf_config, page_size) if name == AUTO else load_schedule(name, page_size)
         for name in config.schedules
     ]
-    for schedule in schedules:
-        schedule.require_model(hf_config)
-    return LoadedSchedules.of(schedules), source
+    return LoadedSchedules.of([schedule.for_model(hf_config) for schedule in schedules]), source
 
 
 def engine_arguments(text: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import logging
 import sys
 from typing import Any
 
+from sparrow_sglang.hf_config import num_layers_of, window_layers
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
@@ -29,11 +30,15 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
     """
     budgets, rule = schedule.budget_tokens, schedule.selection
     selection = "" if rule == SelectionRule() else f", {rule}"
+    windows = window_layers(hf_config)
+    dense = [layer for layer in schedule.dense_layers if layer not in windows]
+    layers = f"dense layers {dense}"
+    if windows:
+        layers += f", sliding windows in {len(windows)} of {num_layers_of(hf_config)} layers"
     return (
         f"schedule {schedule.name} ({schedule.calibration(hf_config)}), from {source}: KV budget"
         f" {budgets[0]}..{budgets[-1]} tokens, sparse from {schedule.first_sparse_length()} tokens"
-        f" on, page size {schedule.page_size}, dense layers {list(schedule.dense_layers)}"
-        f"{selection}"
+        f" on, page size {schedule.page_size}, {layers}{selection}"
     )
 
 

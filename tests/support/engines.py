@@ -30,7 +30,7 @@ from sparrow_sglang.selection import SelectionRule
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
-SERVED_MODEL_FILES = ("llama", "qwen2", "qwen3")
+SERVED_MODEL_FILES = ("gemma3_causal", "llama", "qwen2", "qwen3")
 # Bins and budgets so small that generations of 300 tokens cross several of them.
 SCHEDULE = BudgetSchedule(
     name="test", page_size=16, bin_tokens=4 * 16, budget_tokens=(4 * 16, 5 * 16, 5 * 16, 7 * 16)
@@ -46,6 +46,17 @@ RULE = SelectionRule(
 RULED = BudgetSchedule(
     **SCHEDULE.model_dump() | {"name": "ruled", "dense_layers": (), "selection": RULE}
 )
+
+
+# Windows far shorter than the tests' prompts; layers 1, 3 and 5 keep everything.
+GEMMA3 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
 
 
 class EngineDied(RuntimeError):
@@ -212,16 +223,17 @@ def save_tiny_model(
     """Write a random float32 checkpoint of four layers, nine query and three KV heads.
 
     Args:
-        kind: "llama" or "qwen3".
+        kind: "llama", "qwen3", or "gemma3", every other layer of which has a sliding window.
         spread: standard deviation of the weights; from about 0.15 on, attention is sharp enough
             that it matters which pages are read.
         overrides: fields of the Hugging Face config.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     }[kind]
     fields = {
         "vocab_size": VOCAB_SIZE,
@@ -239,6 +251,13 @@ def save_tiny_model(
         "eos_token_id": None,
         "dtype": "float32",
     }
+    if kind == "gemma3":
+        fields |= GEMMA3
     torch.manual_seed(seed)
-    model_class(config_class(**(fields | overrides))).save_pretrained(folder)
+    model = model_class(config_class(**(fields | overrides)))
+    if kind == "gemma3":
+        # Embeddings are also the output layer and are scaled up on their way in: as they are, the
+        # model would always repeat its last token.
+        model.model.embed_tokens.weight.data /= 3
+    model.save_pretrained(folder)
     return str(folder)

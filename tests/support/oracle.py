@@ -1,7 +1,8 @@
 """What a server with the sparrow backend must answer, from transformers and the contract's loop.
 
 A transformers model in float64 whose attention is dense for the prompt and follows `contract.py`
-for every later position. It shares nothing with the backend but the checkpoint.
+for every later position, but for layers with a sliding window, which attend to their window
+throughout. It shares nothing with the backend but the checkpoint.
 """
 
 import numpy as np
@@ -10,6 +11,12 @@ from contract import budget_pages, decode_one, layer_budget
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from sparrow_sglang.schedule import BudgetSchedule
+
+
+def _seen(length: int, window: int) -> torch.Tensor:
+    """Which keys each position attends to, [length, length]: its own and the window - 1 before."""
+    behind = torch.arange(length)[:, None] - torch.arange(length)
+    return (behind >= 0) & (behind < window)
 
 
 class ContractModel:
@@ -46,16 +53,18 @@ class ContractModel:
         queries, keys, values = (t[0].transpose(0, 1).numpy() for t in (query, key, value))
         total, num_q_heads, head_dim = queries.shape
         group = num_q_heads // keys.shape[1]
+        window = getattr(module, "sliding_window", None)
         dense = torch.nn.functional.scaled_dot_product_attention(
             query,
             key.repeat_interleave(group, 1),
             value.repeat_interleave(group, 1),
-            is_causal=True,
+            attn_mask=_seen(total, window or total),
             scale=scaling,
         )
         out = dense[0].transpose(0, 1).clone()
         schedule = self._schedule
-        if schedule is not None and module.layer_idx not in schedule.dense_layers:
+        dense_layers = () if schedule is None else schedule.dense_layers
+        if schedule is not None and window is None and module.layer_idx not in dense_layers:
             for position in range(self._prompt_len, total):
                 length = position + 1
                 budget = budget_pages(

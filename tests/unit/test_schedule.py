@@ -394,3 +394,36 @@ def test_save_leaves_the_old_file_when_writing_fails(
         BudgetSchedule(**VALID | {"name": "other"}).save(path)
     assert path.read_text() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.json"]
+
+
+class TestModelsWithSlidingWindows:
+    """Layers 0, 2 and 3 of five have a window."""
+
+    KINDS = ["sliding_attention", "full_attention"] + ["sliding_attention"] * 2 + ["full_attention"]
+    CONFIG = {"num_hidden_layers": 5, "layer_types": KINDS}  # noqa: RUF012
+
+    def test_they_count_as_dense(self) -> None:
+        served = BudgetSchedule.fixed(64).for_model(self.CONFIG)
+        assert served.dense_layers == (0, 1, 2, 3)
+        assert served.for_model(SimpleNamespace(text_config=self.CONFIG)) == served
+
+    def test_other_models_take_the_schedule_as_it_is(self) -> None:
+        schedule = BudgetSchedule.fixed(64)
+        for kinds in (None, ["full_attention"] * 5):
+            assert schedule.for_model({"num_hidden_layers": 5, "layer_types": kinds}) is schedule
+
+    def test_layer_weights_are_those_of_the_layers_that_keep_everything(self) -> None:
+        def served(*weights: float) -> BudgetSchedule:
+            rule = {"layer_weights": list(weights)}
+            fields = BudgetSchedule.fixed(96).model_dump() | {"dense_layers": ()}
+            return BudgetSchedule(**fields | {"selection": rule}).for_model(self.CONFIG)
+
+        # 6 pages, halved or by one and a half: 3 and 9. Of 8 cached pages the mean is (3 + 8) / 2.
+        assert served(1, 0.5, 1, 1, 1.5).tokens_read(8 * 16) == 88
+        with pytest.raises(ScheduleError, match="sliding window count as dense: .* is 0.75"):
+            served(1.5, 0.5, 1, 1, 1)
+
+    def test_one_sparse_layer_must_be_left(self) -> None:
+        fields = BudgetSchedule.fixed(64).model_dump() | {"dense_layers": (1, 4)}
+        with pytest.raises(ScheduleError, match="no layer would be sparse"):
+            BudgetSchedule(**fields).for_model(self.CONFIG)

@@ -1,6 +1,7 @@
 """The paper's formulas by hand, the step model against loops, page sizes from both sides."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -81,6 +82,8 @@ class TestShape:
             ({"num_experts": 128}, "num_experts=128"),
             ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
             ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
+            ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types="),
+            ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None"),
         ],
     )
     def test_refuses_models_that_the_formulas_do_not_cover(
@@ -222,6 +225,19 @@ class TestStepModel:
         assert cost.linear_flops[0] == 2 * 1616
         assert cost.attention_flops[0] == 2 * 2 * 16 * 152
         assert cost.scoring_flops[0] == 16 * 4
+
+    def test_one_step_with_sliding_windows_by_hand(self) -> None:
+        # Three layers, a layer's share of D is 16; layers 0 and 2 read at most 24 tokens.
+        windows = replace(GROUPED, num_layers=3, window_layers=(0, 2), window_tokens=24)
+        assert windows.kv_width == 16
+        dense = step_costs(windows, [20, 100], batch=8)
+        assert dense.kv_bytes.tolist() == [2 * 16 * 3 * 20, 2 * 16 * (100 + 2 * 24)]
+        # As above, layer 1 reads 52 of 100 tokens and scores 4 pages. Layer 0 is dense either way.
+        for layers in ((0,), (0, 2)):
+            schedule = BudgetSchedule.fixed(64).model_copy(update={"dense_layers": layers})
+            sparse = step_costs(windows, [100], batch=8, schedule=schedule)
+            assert sparse.kv_bytes[0] == 2 * 16 * (52 + 2 * 24)
+            assert sparse.scoring_bytes[0] == 16 * 4
 
     def test_one_step_under_a_selection_rule_by_hand(self) -> None:
         rule = {"landmark_tokens": 4, "landmark_bits": 4, "group_score": "best_head"}

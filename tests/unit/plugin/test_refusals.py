@@ -1,5 +1,6 @@
 """What is refused, in the process that builds the arguments, and what the message says."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -27,12 +28,18 @@ GEMMA2 = {
     "sliding_window": 128,
     "attn_logit_softcapping": 50.0,
 }
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 QWEN2_WINDOW = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "use_sliding_window": True,
     "sliding_window": 128,
-    "max_window_layers": 2,
+    "max_window_layers": 0,
 }
 QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
 WHISPER = {
@@ -50,13 +57,11 @@ WHISPER = {
     ("config", "message"),
     [
         (DEEPSEEK, "model DeepseekV2ForCausalLM: multi-head latent attention (MLA)"),
-        (GPT_OSS, "model GptOssForCausalLM: sliding-window or hybrid attention"),
-        (GPT_OSS, "(layer_types: sliding_attention)"),
+        (GPT_OSS, "model GptOssForCausalLM: sliding windows in a KV pool of their own"),
         (GPT_OSS, "attention sinks"),
-        (GEMMA2, "model Gemma2ForCausalLM: sliding-window or hybrid attention"),
         (GEMMA2, "soft-capped attention scores"),
-        (QWEN2_WINDOW, "model Qwen2ForCausalLM: sliding-window or hybrid attention"),
-        (QWEN3_NEXT, "model Qwen3NextForCausalLM: sliding-window or hybrid attention"),
+        (QWEN2_WINDOW, "model Qwen2ForCausalLM: sliding windows in all layers: none keeps the"),
+        (QWEN3_NEXT, "model Qwen3NextForCausalLM: hybrid attention: some of its layers keep"),
         (WHISPER, "model WhisperForConditionalGeneration: encoder-decoder"),
     ],
 )
@@ -74,6 +79,7 @@ def test_model(make_args, tmp_path, config, message):
         {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
         # The field alone says nothing: published configs carry it with the window switched off.
         QWEN2_WINDOW | {"use_sliding_window": False},
+        GEMMA3,
     ],
 )
 def test_model_that_is_served(make_args, tmp_path, config):
@@ -209,6 +215,7 @@ class TestRunner:
             layer: dict,
             attributes: dict | None = None,
             inside: type = torch.nn.Sequential,
+            kinds: Sequence[str] = (),
             **runner,
         ) -> list[str]:
             pool = object.__new__(MHATokenToKVPool)
@@ -218,6 +225,8 @@ class TestRunner:
                 setattr(attention, name, value)
             fields = {
                 "is_draft_worker": False,
+                "model_config": SimpleNamespace(hf_config={"layer_types": kinds}),
+                "sliding_window_size": None,
                 "token_to_kv_pool": pool,
                 "kv_cache_dtype": torch.bfloat16,
                 "model": inside(attention),
@@ -262,6 +271,26 @@ class TestRunner:
         [problem] = problems({}, attributes={name: value})
         assert problem == f"attention layer 3: {name}={shown} is not supported"
 
+    @pytest.mark.parametrize(
+        ("kind", "window", "of_model", "served"),
+        [
+            ("sliding_attention", 127, 127, True),
+            ("sliding_attention", 127, 255, False),
+            # SGLang's implementation of the model, or its backend, would attend to everything.
+            ("sliding_attention", -1, 127, False),
+            ("sliding_attention", 127, None, False),
+            ("full_attention", 127, 127, False),
+        ],
+    )
+    def test_a_window_must_be_that_of_the_model(self, problems, kind, window, of_model, served):
+        found = problems(
+            {"sliding_window_size": window},
+            kinds=["full_attention"] * 3 + [kind],
+            sliding_window_size=of_model,
+        )
+        expected = f"attention layer 3: sliding_window_size={window} is not supported"
+        assert found == ([] if served else [expected])
+
     def test_scales_of_an_8_bit_checkpoint_without_scales_of_its_cache(self, problems):
         one = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
         assert problems({}, attributes={"k_scale": one, "v_scale": one, "k_scale_float": 1.0}) == []
@@ -285,11 +314,13 @@ class TestRunner:
             LAYER_KNOWN,
             LAYER_PLAIN,
             LAYER_SCALES,
+            LAYER_WINDOW,
         )
 
         layer = RadixAttention(4, 16, 0.25, 2, layer_id=3)
         own = set(vars(layer)) - set(vars(torch.nn.Module()))
-        assert own <= {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, "attn_type"}
+        known = {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, LAYER_WINDOW}
+        assert own <= known | {"attn_type"}
 
     def test_arguments_of_a_call_that_would_be_ignored(self):
         from sparrow_sglang.attention_backends.backend import SparrowAttnBackend

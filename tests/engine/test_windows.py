@@ -1,0 +1,144 @@
+"""Models in which some layers have a sliding window: sparse decode in the others only."""
+
+import pytest
+import torch
+from engines import RULE, SCHEDULE, random_prompt, start_engine
+from oracle import ContractModel
+
+from sparrow_sglang.client.control import get_schedule, set_schedule
+from sparrow_sglang.client.endpoint import EndpointError, connect
+from sparrow_sglang.schedule import BudgetSchedule
+
+FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
+WINDOWS = (0, 2, 4)
+# int4 landmarks, the best query head, and shares of the budget for layers 1, 3 and 5. The weights
+# of the other layers, which have a window, count for nothing.
+RULED = BudgetSchedule(
+    **SCHEDULE.model_dump()
+    | {
+        "name": "ruled",
+        "dense_layers": (),
+        "selection": RULE.model_copy(update={"layer_weights": (1, 0.5, 1, 1.75, 1, 0.75)}),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_gemma3, schedule_file):
+    with start_engine(
+        sharp_gemma3,
+        attention_backend="sparrow",
+        sparrow_schedule=schedule_file,
+        chunked_prefill_size=64,
+    ) as engine:
+        yield engine
+
+
+def generate(engine, prompts: list[list[int]], new_tokens: int, option: dict | None = None) -> list:
+    """Greedy answers to `prompts`, with SGLang's `meta_info`."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    if option:
+        sampling["custom_params"] = {"sparrow": option}
+    return engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+
+
+def ids_and_log_probs(answer: dict) -> tuple[list[int], torch.Tensor]:
+    values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
+    return list(ids), torch.tensor(values)
+
+
+def expected_log_probs(oracle: ContractModel, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    log_probs = oracle.log_probs(prompt, ids)
+    return log_probs.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1).float()
+
+
+def assert_follows(oracle: ContractModel, prompt: list[int], answer: dict) -> None:
+    ids, log_probs = ids_and_log_probs(answer)
+    expected = expected_log_probs(oracle, prompt, ids)
+    torch.testing.assert_close(log_probs, expected, atol=FP32, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def oracle(sharp_gemma3) -> ContractModel:
+    return ContractModel(sharp_gemma3, SCHEDULE)
+
+
+@pytest.fixture(scope="module")
+def dense_oracle(sharp_gemma3) -> ContractModel:
+    return ContractModel(sharp_gemma3)
+
+
+def test_layers_that_keep_everything_follow_the_contract(engine, oracle, dense_oracle):
+    prompts = [random_prompt(length, length) for length in (1, 23, 24, 25, 64, 81, 130, 190)]
+    answers = generate(engine, prompts, 40)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_follows(oracle, prompt, answer)
+    # Without this, the test could pass on a model that ignores far tokens.
+    ids, log_probs = ids_and_log_probs(answers[-1])
+    dense = expected_log_probs(dense_oracle, prompts[-1], ids)
+    assert (log_probs - dense).abs().max() > 50 * FP32
+
+
+def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_gemma3):
+    """Through batching, chunked prefill and prefix-cache hits."""
+    prompts = [random_prompt(20 + length, length) for length in (3, 40, 64, 150, 210)]
+    prompts.append(prompts[-1][:160] + random_prompt(99, 30))
+    answers = {}
+    for backend in ("torch_native", "sparrow"):
+        schedule = {"sparrow_schedule": "fixed-1024"} if backend == "sparrow" else {}
+        with start_engine(
+            sharp_gemma3,
+            attention_backend=backend,
+            page_size=SCHEDULE.page_size,
+            chunked_prefill_size=64,
+            **schedule,
+        ) as engine:
+            answers[backend] = generate(engine, prompts, 20) + generate(engine, prompts, 20)
+    for stock, ours in zip(answers["torch_native"], answers["sparrow"], strict=True):
+        assert ours["meta_info"]["cached_tokens"] == stock["meta_info"]["cached_tokens"]
+        (stock_ids, stock_values), (our_ids, our_values) = map(ids_and_log_probs, (stock, ours))
+        assert our_ids == stock_ids
+        torch.testing.assert_close(our_values, stock_values, atol=1e-5, rtol=0)
+
+
+def test_a_second_turn_reuses_the_prompt_but_no_sparse_written_kv(engine, dense_oracle):
+    prompt = random_prompt(11, 130)
+    [first] = generate(engine, [prompt], 60)
+    history = prompt + ids_and_log_probs(first)[0] + random_prompt(12, 21)
+    [second] = generate(engine, [history], 1)
+    assert second["meta_info"]["cached_tokens"] == 128
+    assert_follows(dense_oracle, history, second)
+    connect(engine).call_sparrow("landmarks")
+
+
+def test_an_answer_says_what_the_sparse_layers_read(engine):
+    [answer] = generate(engine, [random_prompt(13, 150)], 3, {"report": True})
+    assert answer["meta_info"]["sparrow"]["kv_tokens_cached_last"] == 152
+    # 10 pages fall into bin 2, whose budget is 5 pages; the last page holds 8 tokens.
+    assert answer["meta_info"]["sparrow"]["kv_tokens_read_last"] == 4 * 16 + 8
+
+
+def test_the_active_schedule_counts_layers_with_a_window_as_dense(engine):
+    assert set(get_schedule(engine).dense_layers) == {0, 1, *WINDOWS}
+    # What was read can be set again, and so can a schedule that says nothing of the windows.
+    previous = set_schedule(engine, "fixed-64")
+    assert set_schedule(engine, previous).name == "fixed-64"
+    assert get_schedule(engine) == previous
+    with pytest.raises(EndpointError, match="no layer would be sparse"):
+        set_schedule(engine, BudgetSchedule(**SCHEDULE.model_dump() | {"dense_layers": (1, 3, 5)}))
+
+
+def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(sharp_gemma3, tmp_path):
+    RULED.save(tmp_path / "ruled.json")
+    prompts = [random_prompt(300 + length, length) for length in (3, 63, 100, 150)]
+    with start_engine(
+        sharp_gemma3,
+        attention_backend="sparrow",
+        sparrow_schedule=str(tmp_path / "ruled.json"),
+        chunked_prefill_size=64,
+    ) as engine:
+        answers = generate(engine, prompts, 50)
+        connect(engine).call_sparrow("landmarks")
+    oracle = ContractModel(sharp_gemma3, RULED)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_follows(oracle, prompt, answer)
