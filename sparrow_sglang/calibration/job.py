@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from sparrow_sglang.calibration import given_response
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.measure import Unit, fixed_arm, schedule_arm, units_of_work
 from sparrow_sglang.calibration.prompts import (
@@ -133,7 +134,7 @@ def calibration_job(args: argparse.Namespace) -> Job:
         units=units,
         settings=settings,
         folder=folder,
-        engine_args=_engine_args(args, context, args.page_size, f"fixed-{whole}"),
+        engine_args=_engine_args(args, context, args.page_size, f"fixed-{whole}", prompts),
         targets=targets,
         schedules=[],
         out=out,
@@ -185,7 +186,7 @@ def check_job(args: argparse.Namespace) -> Job:
         units=units,
         settings=settings,
         folder=args.work or first.with_suffix(".check"),
-        engine_args=_engine_args(args, context, page_size, ",".join(map(str, args.check))),
+        engine_args=_engine_args(args, context, page_size, ",".join(map(str, args.check)), prompts),
         targets=targets,
         schedules=schedules,
         out=args.out or first.with_suffix(".check.json"),
@@ -194,7 +195,11 @@ def check_job(args: argparse.Namespace) -> Job:
 
 
 def _engine_args(
-    args: argparse.Namespace, context: int, page_size: int, schedule: str
+    args: argparse.Namespace,
+    context: int,
+    page_size: int,
+    schedule: str,
+    prompts: Sequence[Prompt],
 ) -> dict[str, Any]:
     defaults = {
         "context_length": context,
@@ -202,6 +207,8 @@ def _engine_args(
         "random_seed": args.seed,
         "sparrow_schedule": schedule,
     }
+    if any(prompt.response_ids for prompt in prompts):
+        defaults |= given_response.ENGINE_ARGS
     return defaults | args.engine_args
 
 

@@ -1,11 +1,12 @@
-"""Acceptance rates of fresh sparse generations, unit by unit, into a work folder.
+"""Acceptance rates of sparse generations, unit by unit, into a work folder.
 
 In: prompts and arms, each a way to decode sparsely. Out: the acceptance rate of every token that
-was decoded sparsely. A unit of work is one sample of one prompt under one arm.
+was decoded sparsely, along a fresh sample or the response that a prompt brings. A unit of work is
+one sample of one prompt under one arm.
 """
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.calibration.choice import CalibrationError, Tokens
+from sparrow_sglang.calibration.given_response import given_response
 from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
 from sparrow_sglang.client.control import set_schedule
@@ -84,10 +86,14 @@ def units_of_work(
         length = len(prompt.input_ids)
         # A sequence that fills the context could be generated, but not be scored.
         room = min(new_tokens, context - 1 - length)
+        repeats = samples
+        if prompt.response_ids:
+            # Along the same response every sample would be the same.
+            room, repeats = min(room, len(prompt.response_ids)), 1
         steps = range(length + 1, length + room)
         for arm in arms:
             if any(_is_sparse(arm.schedule, cached) for cached in steps):
-                units += [Unit(len(units) + i, prompt, arm, i, room) for i in range(samples)]
+                units += [Unit(len(units) + i, prompt, arm, i, room) for i in range(repeats)]
     return units
 
 
@@ -152,6 +158,7 @@ def _measure_batch(target: Any, units: Sequence[Unit], progress: Progress) -> li
         [_request(unit, slot) for slot, unit in enumerate(units)],
         progress.counter("generating", len(units), "generations"),
     )
+    _require_given_responses(units, answers)
     # A namespace of its own, so that a response is not found in the prefix cache.
     namespace = f"sparrow-calibration-{uuid.uuid4().hex}"
     compared = endpoint.generate(
@@ -171,18 +178,33 @@ def _measure_batch(target: Any, units: Sequence[Unit], progress: Progress) -> li
     return measured
 
 
+def _require_given_responses(units: Sequence[Unit], answers: Sequence[Mapping[str, Any]]) -> None:
+    for unit, answer in zip(units, answers, strict=True):
+        given = list(unit.prompt.response_ids[: unit.new_tokens])
+        if given and answer["output_ids"] != given:
+            raise CalibrationError(
+                f"prompt {unit.prompt.name}: the engine generated other tokens than the given"
+                " response; expected SGLang to apply the logit processor of the request"
+            )
+
+
 def _request(unit: Unit, slot: int) -> dict[str, Any]:
     prompt = list(unit.prompt.input_ids)
     options = {"sparrow": unit.arm.options} if unit.arm.options else {}
+    given = given_response(unit.prompt.response_ids) if unit.prompt.response_ids else None
     return {
         "input_ids": prompt,
+        "custom_logit_processor": given and given.processor,
         "sampling_params": {
             # Untruncated, as the acceptance rate is one of whole distributions.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": -1,
             "max_new_tokens": unit.new_tokens,
-            "custom_params": options | record_into(slot, len(prompt)),
+            "ignore_eos": given is not None,
+            "custom_params": options
+            | record_into(slot, len(prompt))
+            | (given.parameters if given else {}),
         },
     }
 

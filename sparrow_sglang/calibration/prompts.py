@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.json_values import relative_note
+from sparrow_sglang.json_values import cut, relative_note
 
 Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
 """A text, or chat messages through the model's template, to token ids."""
@@ -34,10 +34,14 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap."""
+    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap.
+
+    `response_ids` is the text that follows, to be decoded along; empty to sample one.
+    """
 
     name: str
     input_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
 
 
 def tokenizer_of(model_path: str) -> Tokenize:
@@ -61,7 +65,7 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
 def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     """Prompts of a JSONL file, one `{"prompt": text}`, `{"messages": [...]}` or
-    `{"input_ids": [...]}` a line.
+    `{"input_ids": [...]}` a line; a `"response"`, text or token ids, is decoded along.
 
     Raises `CalibrationError`, naming the line, on an empty file, a line of another form and a
     prompt that leaves no room for a token in `context`.
@@ -77,14 +81,14 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        ids = _prompt_ids(line, f"{path}:{number}", tokenize)
+        ids, response = _prompt_ids(line, f"{path}:{number}", tokenize)
         longest = context - NEEDED_ROOM - UNSCORED
         if len(ids) > longest:
             raise CalibrationError(
                 f"{path}:{number}: the prompt has {len(ids)} tokens, which leaves no room in the"
                 f" model's context of {context}: expected at most {longest}"
             )
-        prompts.append(Prompt(f"{number}-{_digest(ids)[:8]}", tuple(ids)))
+        prompts.append(Prompt(f"{number}-{_digest(ids)[:8]}", tuple(ids), tuple(response)))
     if not prompts:
         raise CalibrationError(
             f'--prompts {path}: holds no prompts; expected one per line, e.g. {{"prompt": "..."}}'
@@ -92,7 +96,8 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     return prompts
 
 
-def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
+def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], list[int]]:
+    """Of the prompt and of its response, which is empty where none is given."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -104,14 +109,25 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
         found = tokenize(text)
     elif isinstance(messages, list) and all(isinstance(entry, dict) for entry in messages):
         found = tokenize(messages) if messages else []
-    elif isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
+    elif _are_ids(ids):
         found = ids
     if not found:
         raise CalibrationError(
             f'{where}: {line.strip()[:60]!r} is no prompt; expected {{"prompt": text}},'
             ' {"messages": [...]} or {"input_ids": [numbers]}, with at least one token'
         )
-    return found
+    response = fields.get("response", [])
+    following = tokenize(response) if isinstance(response, str) and response else response
+    if "response" in fields and not (_are_ids(following) and len(following) > 1):
+        raise CalibrationError(
+            f"{where}: response {cut(repr(response))}: expected a text or token ids, two tokens or"
+            " more; or none, to sample one"
+        )
+    return found, following
+
+
+def _are_ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
 
 
 def builtin_prompts(
@@ -179,7 +195,12 @@ def _corpus(part: str) -> str:
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
     """SHA-256 over names and token ids, in order."""
-    content = json.dumps([[prompt.name, prompt.input_ids] for prompt in prompts])
+    content = json.dumps(
+        [
+            [prompt.name, prompt.input_ids, *([prompt.response_ids] if prompt.response_ids else [])]
+            for prompt in prompts
+        ]
+    )
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -10,3 +10,10 @@ def test_dense_units_are_not_generated() -> None:
     units = calibration_measure.units_of_work([prompt], arms, 2, 30, 320)
     # Steps attend to 101 to 129 tokens: 7 to 9 pages.
     assert [u.arm.schedule.budget_tokens[0] for u in units] == [96, 96, 112, 112, 128, 128]
+
+
+def test_a_given_response_is_decoded_once_and_to_its_end() -> None:
+    prompt = calibration_prompts.Prompt("p", tuple(range(3, 103)), tuple(range(20)))
+    arms = [calibration_measure.fixed_arm(64, 16)]
+    (unit,) = calibration_measure.units_of_work([prompt], arms, 2, 30, 320)
+    assert unit.new_tokens == 20

@@ -23,9 +23,12 @@ def test_prompts_are_read_in_all_forms(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(
         '{"prompt": "a b"}\n\n{"messages": [{"role": "user", "content": "c"}]}\n'
-        '{"input_ids": [7, 8, 9]}\n'
+        '{"input_ids": [7, 8, 9]}\n{"input_ids": [7], "response": [5, 6]}\n'
+        '{"prompt": "a", "response": "b c"}\n'
     )
-    assert [p.input_ids for p in read_prompts(path, words, 12)] == [(98, 99), (100,), (7, 8, 9)]
+    read = [(p.input_ids, p.response_ids) for p in read_prompts(path, words, 12)]
+    sampled = [((98, 99), ()), ((100,), ()), ((7, 8, 9), ())]
+    assert read == [*sampled, ((7,), (5, 6)), ((98,), (99, 100))]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,9 @@ def test_prompts_are_read_in_all_forms(tmp_path: Path) -> None:
         ('{"input_ids": [1]}\nnot json\n', ":2: 'not json' is no prompt"),
         ('{"input_ids": []}', "is no prompt"),
         ('{"input_ids": [true]}', "is no prompt"),
+        ('{"prompt": "a", "response": ""}', ":1: response '': expected a text or token ids, two"),
+        ('{"prompt": "a", "response": [1]}', r":1: response \[1\]: expected a text or token ids"),
+        ('{"prompt": "a", "response": 3}', ":1: response 3: expected a text or token ids"),
         (json.dumps({"input_ids": [1] * 2}), "has 2 tokens.*context of 10: expected at most 1"),
     ],
 )
