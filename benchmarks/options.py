@@ -72,8 +72,10 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def require_cuda(parser: argparse.ArgumentParser, memory_gb: float, purpose: str) -> None:
-    """End with exit code 2 unless torch finds a CUDA device."""
+def require_cuda(
+    parser: argparse.ArgumentParser, memory_gb: float, purpose: str, devices: int = 1
+) -> None:
+    """End with exit code 2 unless torch finds so many CUDA devices."""
     import torch
 
     if not torch.cuda.is_available():
@@ -82,6 +84,10 @@ def require_cuda(parser: argparse.ArgumentParser, memory_gb: float, purpose: str
             f"{parser.prog}: error: no CUDA device found; expected an NVIDIA GPU with about"
             f" {memory_gb:.0f} GB of free memory for {purpose}. See whether nvidia-smi lists one;"
             " `sparrow plan` predicts step times without a GPU\n",
+        )
+    if (found := torch.cuda.device_count()) < devices:
+        parser.exit(
+            2, f"{parser.prog}: error: {found} CUDA device found; expected {devices} for --tp\n"
         )
 
 

@@ -8,6 +8,7 @@ cache, over the difference of their lengths, so that prefill and request handlin
 import argparse
 import itertools
 import json
+import math
 import random
 import re
 import statistics
@@ -49,6 +50,7 @@ EXAMPLES = """\
   sparrow bench step --cases 16x32768 16x16384 16x8192 16x496
   sparrow bench step --backends sparrow --schedules fixed-1024 --cases 16x32768 8x32768
   sparrow bench step --models qwen3-4b,qwen3-8b --out larger.json
+  sparrow bench step --models qwen3-30b-a3b --tp 2 --ep 2 --schedules fixed-1024
   sparrow bench step --cases fill:1024-32768:900000        sequences of mixed length in a full pool
 """
 CASES = """\
@@ -105,9 +107,19 @@ def model_shape(model: str) -> ModelShape:
     return ModelShape.from_config(model_config(model))
 
 
-def step_bytes(shape: ModelShape, lengths: list[int], schedule: BudgetSchedule | None) -> int:
-    """Bytes that one decode step must read: the weights once, KV and landmarks per sequence."""
-    return round(float(step_costs(shape, lengths, len(lengths), schedule).bytes.sum()))
+def step_bytes(
+    shape: ModelShape, lengths: list[int], schedule: BudgetSchedule | None, ranks: int = 1
+) -> int:
+    """Bytes that one decode step must read on each of `ranks` GPUs: the weights once, those of
+    experts as far as the batch is expected to choose them, and KV and landmarks per sequence."""
+    part = shape.on_rank(ranks)
+    return round(float(step_costs(part, lengths, len(lengths), schedule).bytes.sum()))
+
+
+def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
+    """GB of weights, all experts among them, and of KV on each GPU."""
+    part = shape.on_rank(ranks)
+    return 2 * (part.weights_read(math.inf) + part.kv_width * sum(lengths)) / 1e9
 
 
 def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -> dict[str, Any]:
@@ -160,14 +172,22 @@ def run_engine(
         "mem_fraction_static": options.memory_fraction,
         "cuda_graph_max_bs_decode": largest_batch,
         "max_running_requests": largest_batch,
+        "tp_size": options.tp,
+        "ep_size": options.ep,
         **engine_arguments(options.engine_args),
     }
     rows = []
     with sglang.Engine(**arguments) as engine:
+        pool = engine.get_server_info()["max_total_num_tokens"]
         for case in options.cases:
             lengths = batch_lengths(case)
-            bytes_read = step_bytes(shape, lengths, schedule)
+            if sum(lengths) > pool:
+                # Some sequences would wait, and a step would be timed without them.
+                print(f"{model} {backend} {case}: left out, the KV pool holds {pool:,} tokens")
+                continue
+            bytes_read = step_bytes(shape, lengths, schedule, options.tp)
             row = {"model": model, "backend": backend, "case": case}
+            row |= {"tp": options.tp, "ep": options.ep}
             row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
             row |= {
                 "schedule": served,
@@ -184,8 +204,9 @@ def run_engine(
 def speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sparse against the fastest dense backend of the same model and case."""
     return [
-        {key: pair.sparse[key] for key in ("model", "case", "schedule", "floor_ms")}
+        {key: pair.sparse[key] for key in ("case", "schedule", "floor_ms")}
         | {
+            "model": pair.model,
             "dense_ms": pair.dense["step_ms"],
             "sparse_ms": pair.sparse["step_ms"],
             "speedup": pair.speedup,
@@ -217,6 +238,14 @@ def _parser() -> argparse.ArgumentParser:
         help="for sparrow: shipped names, .json files or fixed-<tokens>; {model} is filled in"
         " (default: {model}-0.86)",
     )
+    add("--tp", type=count, default=1, help="tensor-parallel GPUs (default: %(default)s)")
+    add(
+        "--ep",
+        type=count,
+        default=1,
+        help="the same GPUs hold whole experts, of a mixture-of-experts model: 1 or --tp"
+        " (default: %(default)s)",
+    )
     add("--repeats", type=count, default=3, help="the median of them counts")
     add("--memory-fraction", type=float, default=0.88, help="SGLang's mem_fraction_static")
     add_engine_arguments(parser)
@@ -226,15 +255,20 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> float:
     """GB that the largest case keeps in memory; `ValueError` names an option that cannot work."""
     most = 0.0
-    engine_arguments(options.engine_args)
+    for name in engine_arguments(options.engine_args):
+        if name in ("tp_size", "ep_size"):
+            raise ValueError(f"--engine-args {name}: set --{name.removesuffix('_size')} instead")
+    if options.ep not in (1, options.tp):
+        raise ValueError(f"--ep {options.ep}: expected 1, or the GPUs of --tp {options.tp}")
     for model in options.models.split(","):
         if model not in known_models():
             raise ValueError(f"--models {model!r}: expected some of {', '.join(known_models())}")
+        if options.ep > 1 and model_shape(model).experts is None:
+            raise ValueError(f"--ep {options.ep}: {model} has no experts; expected 1")
         for schedule in options.schedules:
             load_schedule(schedule.replace("{model}", model), PAGE_SIZE)
         for case in options.cases:
-            # A dense step reads all that is in memory.
-            most = max(most, step_bytes(model_shape(model), batch_lengths(case), None) / 1e9)
+            most = max(most, memory_gb(model_shape(model), batch_lengths(case), options.tp))
     return most
 
 
@@ -243,10 +277,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        memory_gb = _check(options)
+        largest_gb = _check(options)
     except ValueError as error:
         parser.error(str(error))
-    require_cuda(parser, memory_gb, "the largest case")
+    require_cuda(parser, largest_gb, "the largest case", options.tp)
     prepare_out(parser, options.out)
     results = Results(options.out)
     failed = False
@@ -263,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.save(speedups=speedups(results.rows))
     for row in results.fields.get("speedups", []):
         print(
-            f"{row['model']:12} {row['schedule']:16} {row['case']:22} {row['dense_ms']:7.2f} ->"
+            f"{row['model']:20} {row['schedule']:16} {row['case']:22} {row['dense_ms']:7.2f} ->"
             f" {row['sparse_ms']:6.2f} ms  {row['speedup']:5.2f}x  (floor {row['floor_ms']:.2f})"
         )
     return int(failed)

@@ -10,6 +10,8 @@ attention multiplies q.k and p.v, 4 * H_q * d * n * c = 2 * r * D * c FLOPs, and
 bytes; the sum over a generation from L_in to L_in + L_out cached tokens is the printed term. A
 landmark is half of D wide, hence L_out^2 / (2p) in the scoring terms.
 
+Of a mixture of experts P counts what one token is multiplied with.
+
 What the printed formulas leave out: reading the weights (free in the limit of a large batch), the
 layers that stay dense, and L < B; layers with a sliding window are not counted in D here. They read
 a prompt's KV once for all N samples. Their scoring terms for the prompt carry neither r nor 1/p, so
@@ -158,10 +160,11 @@ def step_costs(
     """One decoded token at each of `seq_lens` cached tokens in a batch of `batch`; dense without
     a schedule.
 
-    Weights are read once a step and shared by the batch; KV is read by each sequence for itself;
-    dense layers read everything, and layers with a sliding window their window; landmarks score
-    every page between sinks and recent pages, once the sequence exceeds the layer's budget: by one
-    product per landmark and KV head, or per query head.
+    Weights are read once a step and shared by the batch, those of experts as far as the batch is
+    expected to choose them; KV is read by each sequence for itself; dense layers read everything,
+    and layers with a sliding window their window; landmarks score every page between sinks and
+    recent pages, once the sequence exceeds the layer's budget: by one product per landmark and KV
+    head, or per query head.
     """
     if not batch > 0:
         raise InputError(f"batch={batch}: expected 1 or more running sequences")
@@ -191,7 +194,7 @@ def step_costs(
         lengths, shape.window_tokens
     )
     return StepCosts(
-        weight_bytes=np.full(lengths.shape, _BYTES_PER_VALUE * shape.parameters / batch),
+        weight_bytes=np.full(lengths.shape, _BYTES_PER_VALUE * shape.weights_read(batch) / batch),
         kv_bytes=_BYTES_PER_VALUE * per_layer * token_layers,
         scoring_bytes=scoring_bytes,
         linear_flops=np.full(lengths.shape, 2.0 * shape.parameters),

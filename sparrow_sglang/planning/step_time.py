@@ -98,7 +98,7 @@ def fit_step_time(steps: Sequence[MeasuredStep]) -> StepTimeFit:
 
 def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
     batch, cached = _positive(row, "batch"), _positive(row, "cached_tokens")
-    weights = 2.0 * shape.parameters
+    weights = 2.0 * shape.weights_read(batch)
     per_layer = 2 * shape.layer_kv_width
     whole = shape.num_layers - len(shape.window_layers)
     weights += per_layer * len(shape.window_layers) * min(cached, batch * shape.window_tokens)

@@ -4,6 +4,7 @@ In: a `Plan`. Out: where the time of a decode step goes, the expected speed-up b
 sizes cost, and measured steps beside their fit. Imports neither torch nor SGLang.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,11 +107,21 @@ def _header(plan: Plan) -> str:
         )
     return (
         f"model: {shape.num_layers} layers{windows}, {shape.num_q_heads} query and"
-        f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.parameters / 1e9:.2f} billion"
-        f" parameters, {shape.kv_width:,} KV values per token\n"
+        f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {_parameters(shape)},"
+        f" {shape.kv_width:,} KV values per token\n"
         f"schedule {schedule.name} ({state}): {schedule.budget_tokens[0]:,} to"
         f" {schedule.budget_tokens[-1]:,} tokens, pages of {schedule.page_size}\n"
         f"{device}; batch {plan.batch}, prompt {plan.prompt_tokens:,} tokens"
+    )
+
+
+def _parameters(shape: ModelShape) -> str:
+    words = f"{shape.parameters / 1e9:.2f} billion parameters"
+    if shape.experts is None:
+        return words
+    return (
+        f"{words} a token of {shape.weights_read(math.inf) / 1e9:.2f} billion"
+        f" ({shape.experts.per_token} of {shape.experts.number} experts)"
     )
 
 

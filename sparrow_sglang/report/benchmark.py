@@ -25,7 +25,7 @@ from sparrow_sglang.report.page import (
     scalars,
 )
 from sparrow_sglang.report.result_files import Run, rerun_command
-from sparrow_sglang.report.step_pairs import Pair, pair_rows, reading_order
+from sparrow_sglang.report.step_pairs import Pair, pair_rows, placed_model, reading_order
 
 _WIDEST = 8
 _LENGTH = "cached tokens per sequence"
@@ -83,7 +83,7 @@ def _step_section(runs: list[Run]) -> Section:
     best = max((pair for pair in pairs if pair.speedup), key=_speedup, default=None)
     if best:
         row = best.sparse
-        facts.append((f"largest speed-up: {row['model']}, {row['case']}", f"{best.speedup:.2f}×"))
+        facts.append((f"largest speed-up: {best.model}, {row['case']}", f"{best.speedup:.2f}×"))
         facts.append(("with schedule", row["schedule"]))
     cells = [_cells(pair) for pair in pairs]
     heads = list(cells[0]) if cells else ()
@@ -104,7 +104,7 @@ def _speedup(pair: Pair) -> float:
 def _cells(pair: Pair) -> dict[str, str]:
     dense, sparse = pair.dense or {}, pair.sparse
     return {
-        "model": sparse["model"],
+        "model": pair.model,
         "schedule": sparse["schedule"],
         "case": sparse["case"].replace("x", " × "),
         "dense ms": number(dense.get("step_ms")),
@@ -122,7 +122,7 @@ def _length_figures(run: Run) -> Iterator[Figure]:
     for row in run.rows:
         # Sequences of mixed length have no one length to be drawn at.
         if not row["case"].startswith("fill:"):
-            groups.setdefault((row["model"], row["batch"]), []).append(row)
+            groups.setdefault((placed_model(row), row["batch"]), []).append(row)
     name = Path(run.path).name
     for (model, batch), rows in groups.items():
         if len({_length(row) for row in rows}) < 2:

@@ -5,7 +5,7 @@ In: results of `sparrow bench step`. Out: `Pair`s.
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,19 @@ class Pair:
 
     @property
     def model(self) -> str:
-        return str(self.sparse["model"])
+        return placed_model(self.sparse)
 
     @property
     def shape(self) -> tuple[int, int] | None:
         """Sequences, and cached tokens of each; None if they differ in length."""
         match = re.fullmatch(r"(\d+)x(\d+)", self.sparse["case"])
         return (int(match[1]), int(match[2])) if match else None
+
+
+def placed_model(row: Mapping[str, Any]) -> str:
+    """A row's model and, unless it is on one GPU, how it is split: "qwen3-8b (TP 2)"."""
+    ranks = [f"{name.upper()} {row[name]}" for name in ("tp", "ep") if row.get(name, 1) > 1]
+    return f"{row['model']} ({', '.join(ranks)})" if ranks else str(row["model"])
 
 
 def pair_rows(runs: Sequence[Run]) -> list[Pair]:
@@ -59,8 +65,8 @@ def _fastest_dense(
     by_backend: dict[str, list[tuple[bool, float, dict[str, Any], Run]]] = defaultdict(list)
     for run in runs:
         for row in run.rows if run.device == own.device else ():
-            same_case = (row["model"], row["case"]) == (sparse["model"], sparse["case"])
-            if same_case and row["backend"] != SPARSE:
+            same_model = placed_model(row) == placed_model(sparse)
+            if same_model and row["case"] == sparse["case"] and row["backend"] != SPARSE:
                 elsewhere = run is not own
                 by_backend[row["backend"]].append((elsewhere, row["step_ms"], row, run))
     best = [min(rows, key=lambda entry: entry[:2]) for rows in by_backend.values()]
@@ -69,8 +75,8 @@ def _fastest_dense(
 
 
 def model_size(model: str) -> float:
-    """Billions of parameters that a name such as qwen3-1.7b ends with; 0 if it does not."""
-    match = re.search(r"(\d+(?:\.\d+)?)b$", model)
+    """Billions of parameters in a name such as qwen3-1.7b or qwen3-30b-a3b; 0 without any."""
+    match = re.search(r"\b(\d+(?:\.\d+)?)b\b", model)
     return float(match[1]) if match else 0.0
 
 
@@ -82,7 +88,8 @@ def reading_order(pair: Pair) -> tuple[Any, ...]:
     budget = int(row["schedule"].rpartition("-")[2]) if fixed else 0
     context = row["cached_tokens"] / row["batch"]
     size = model_size(row["model"])
-    return (pair.run.device, size, fixed, budget, row["schedule"], row["batch"], context)
+    split = (size, row.get("tp", 1), row.get("ep", 1))
+    return (pair.run.device, *split, fixed, budget, row["schedule"], row["batch"], context)
 
 
 def dense_backends(pairs: Sequence[Pair]) -> str:

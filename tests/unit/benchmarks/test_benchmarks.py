@@ -17,6 +17,7 @@ from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
 from sparrow_sglang.benchmarks.steps import decode_step
 from sparrow_sglang.benchmarks.steps.decode_step import (
     batch_lengths,
+    memory_gb,
     model_shape,
     speedups,
     step_bytes,
@@ -26,7 +27,7 @@ from sparrow_sglang.commands import cli
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.report.result_files import Run, rerun_command
-from sparrow_sglang.report.step_pairs import pair_rows
+from sparrow_sglang.report.step_pairs import model_size, pair_rows
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
 
@@ -81,7 +82,7 @@ def test_committed_rows_are_consistent(run: Run) -> None:
         lengths = batch_lengths(each["case"])
         assert (each["batch"], each["cached_tokens"]) == (len(lengths), sum(lengths))
         schedule = load_schedule(each["schedule"], 16) if each["schedule"] else None
-        expected = step_bytes(model_shape(each["model"]), lengths, schedule)
+        expected = step_bytes(model_shape(each["model"]), lengths, schedule, each.get("tp", 1))
         assert each["bytes"] == pytest.approx(expected, rel=1e-3)
         floor_ms = each["bytes"] / each["bandwidth_tb_s"] / 1e9
         assert each["floor_ms"] == pytest.approx(floor_ms)
@@ -105,6 +106,19 @@ def test_bytes_of_a_step_by_hand() -> None:
     sparse = (3 * 16 + 4 + 40) * kv + 4 * kv // 2
     schedule = BudgetSchedule.fixed(64)
     assert step_bytes(shape, [100, 40], schedule) == weights + 2 * 140 * kv + sparse
+
+
+def test_every_gpu_reads_its_part_of_a_step() -> None:
+    shape = model_shape("qwen3-8b")
+    whole = step_bytes(shape, [1000, 400], BudgetSchedule.fixed(64))
+    assert step_bytes(shape, [1000, 400], BudgetSchedule.fixed(64), ranks=2) == whole / 2
+
+
+def test_experts_that_a_step_does_not_read_are_in_memory_all_the_same() -> None:
+    shape = model_shape("qwen3-30b-a3b")
+    # 30.2 billion weights of 2 bytes; a token's KV takes 48 layers * 4 heads * 128 * 2 * 2 bytes.
+    assert memory_gb(shape, [32768] * 16, 1) == pytest.approx(60.4 + 51.5, abs=0.2)
+    assert memory_gb(shape, [32768] * 16, 2) == pytest.approx((60.4 + 51.5) / 2, abs=0.2)
 
 
 def test_cases() -> None:
@@ -153,6 +167,31 @@ def test_speedups_are_over_the_fastest_dense_row_of_model_and_case() -> None:
     assert found == [("fixed-512", 8.0, 2.0), ("fixed-1024", 8.0, 4.0)]
 
 
+def test_a_split_model_is_compared_with_itself_only() -> None:
+    split = {"tp": 2, "ep": 1}
+    rows = [
+        row("flashinfer", 9.0),
+        row("flashinfer", 6.0, **split),
+        row("fa3", 5.0, tp=2, ep=2),
+        row("sparrow", 4.0, **split),
+        row("sparrow", 4.5, tp=1, ep=1),
+        row("sparrow", 2.0, tp=2, ep=2),
+    ]
+    found = {each["model"]: (each["dense_ms"], each["speedup"]) for each in speedups(rows)}
+    assert found == {
+        "qwen3-4b (TP 2)": (6.0, 1.5),
+        "qwen3-4b": (9.0, 2.0),
+        "qwen3-4b (TP 2, EP 2)": (5.0, 2.5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"), [("qwen3-1.7b", 1.7), ("qwen3-30b-a3b", 30.0), ("smollm2-135m", 0.0)]
+)
+def test_sizes_by_which_models_are_ordered(model: str, billions: float) -> None:
+    assert model_size(model) == model_size(f"{model} (TP 2)") == billions
+
+
 def test_pairs_across_files_of_one_device(tmp_path: Path) -> None:
     save(tmp_path, "h200/a.json", [row("flashinfer", 8.0)])
     save(tmp_path, "h200/b.json", [row("sparrow", 4.0)])
@@ -187,6 +226,9 @@ def test_tables_of_steps_and_snapshots(tmp_path: Path) -> None:
         f"| qwen3-4b | fixed-512 | 1024 to 2048 | {batch} | {sum(batch_lengths(fill)):,} |"
         f" {batch * 100} | {batch * 250:,} | 2.50× | {batch * 500:,} | H200 | 2, dense 1 |"
     )
+    save(tmp_path, "c.json", [row("sparrow", 2.0, tp=2), row("fa3", 5.0, tp=2)])
+    split = "| qwen3-4b (TP 2) | fixed-512 | 2 × 1000 | 5.00 (fa3) | 2.00 | 2.50× |"
+    assert lines(generate(tmp_path), "| qwen3-4b")[1].startswith(split)
     assert lines(text, "2. ") == [
         "2. NVIDIA H200, SGLang 0.5.17, torch 2.11.0, FlashInfer 0.6, commit `abc`,"
         " [results](benchmarks/results/b.json): `sparrow bench step --cases 2x1000`"
@@ -335,6 +377,31 @@ def test_without_a_gpu_one_line_says_what_is_needed(
     assert re.search(r"about \d\d GB of free memory", error)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--ep 2", "--ep 2: expected 1, or the GPUs of --tp 1"),
+        ("--tp 2 --ep 2", "--ep 2: qwen3-1.7b has no experts"),
+        ("--tp 3", "3 tensor-parallel ranks: 8 KV heads cannot be shared"),
+        ('--engine-args {"tp_size":2}', "--engine-args tp_size: set --tp instead"),
+        ("--models qwen3-30b-a3b", "qwen3-30b-a3b-0.86"),
+    ],
+)
+def test_splits_that_cannot_be_are_refused(
+    options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refusal(["bench", "step", *options.split()], capsys)
+
+
+def test_more_gpus_than_there_are_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    error = refusal(["bench", "step", "--tp", "2"], capsys)
+    assert error == "1 CUDA device found; expected 2 for --tp\n"
+
+
 def test_the_commands_in_the_help_are_accepted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,7 +411,7 @@ def test_the_commands_in_the_help_are_accepted(
     texts = [re.sub(r"\\\n +", "", cli.BENCH_EPILOG)]
     texts += [each.EXAMPLES for each in (decode_step, kernel_times, rollout_replay, serving)]
     commands = re.findall(r"^  (sparrow bench .*?)(?: {2,}.*)?$", "\n".join(texts), re.M)
-    assert len(commands) == 17
+    assert len(commands) == 18
     for command in commands:
         with pytest.raises(SystemExit):
             cli.main(shlex.split(command)[1:])

@@ -72,6 +72,14 @@ def test_speedups_are_those_of_the_cost_model(plan: Plan) -> None:
     assert rows[1][1] == f"{schedule.budget_tokens[8]:,}"
 
 
+def test_a_mixture_of_experts_says_what_a_token_takes(plan: Plan) -> None:
+    text = plan("--schedule", "fixed-1024", model=str(MODELS / "qwen3-30b-a3b"))
+    words = "3.04 billion parameters a token of 30.22 billion (8 of 128 experts)"
+    assert words in text and "experts" not in plan()
+    # At batch 16: 39.8 GB at 4.8 TB/s.
+    assert section(text, "Where a decode step")[0][2] == "8.29"
+
+
 def test_the_headline_is_the_step_models_speedup(plan: Plan, tmp_path: Path) -> None:
     schedule, intensity = load_schedule("qwen3-1.7b-0.86", 16), GPUS["h200"].intensity
     expected = speedups([16384], schedule, intensity)
