@@ -30,7 +30,7 @@ from sparrow_sglang.selection import SelectionRule
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
-SERVED_MODEL_FILES = ("gemma3_causal", "llama", "qwen2", "qwen3")
+SERVED_MODEL_FILES = ("gemma3_causal", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 # Bins and budgets so small that generations of 300 tokens cross several of them.
 SCHEDULE = BudgetSchedule(
     name="test", page_size=16, bin_tokens=4 * 16, budget_tokens=(4 * 16, 5 * 16, 5 * 16, 7 * 16)
@@ -223,7 +223,8 @@ def save_tiny_model(
     """Write a random float32 checkpoint of four layers, nine query and three KV heads.
 
     Args:
-        kind: "llama", "qwen3", or "gemma3", every other layer of which has a sliding window.
+        kind: "llama", "qwen3", "qwen3_moe", or "gemma3", every other layer of which has a sliding
+            window.
         spread: standard deviation of the weights; from about 0.15 on, attention is sharp enough
             that it matters which pages are read.
         overrides: fields of the Hugging Face config.
@@ -234,6 +235,7 @@ def save_tiny_model(
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }[kind]
     fields = {
         "vocab_size": VOCAB_SIZE,

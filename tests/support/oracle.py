@@ -37,7 +37,11 @@ class ContractModel:
         name = f"contract_{id(self)}"
         AttentionInterface.register(name, self._attend)
         self._model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float64, attn_implementation=name
+            path,
+            dtype=torch.float64,
+            attn_implementation=name,
+            # One expert after the other: the faster ways take no float64.
+            experts_implementation="eager",
         ).eval()
 
     def _attend(
