@@ -20,7 +20,7 @@ from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeS
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernel_limits import dense_backend, stock_dense_decode
-from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
+from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
     PagedDecode,
@@ -67,6 +67,18 @@ def _sparse_layer_ids(model_runner: "ModelRunner", schedule: BudgetSchedule) -> 
     return [layer for layer in layers if layer not in schedule.dense_layers]
 
 
+def _kv_heads(model_runner: "ModelRunner") -> range:
+    """Which of the model's KV heads this rank has.
+
+    As SGLang's QKVParallelLinear splits them: equally many on each rank, or one of them on several
+    ranks where there are more ranks than KV heads (0.5.17).
+    """
+    parallel, count = get_parallel(), model_runner.token_to_kv_pool.head_num
+    total = model_runner.model_config.get_total_num_kv_heads()
+    first = parallel.attn_tp_rank * total // parallel.attn_tp_size
+    return range(first, first + count)
+
+
 def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> None:
     """Arguments of an attention call, such as sinks, that the sparse kernels know nothing of."""
     given = sorted(name for name, value in arguments.items() if value is not None)
@@ -108,19 +120,17 @@ class SparrowAttnBackend(AttentionBackend):
         schedule = loaded.active
         self.token_to_kv_pool = pool
         num_pages = pool.k_buffer[0].shape[0] // schedule.page_size
+        rule, heads = schedule.selection, _kv_heads(model_runner)
+        # Outside of the region below, as what lies there is empty when it is resumed.
+        pairs = {
+            layer_id: kept_pairs(rule, layer_id, heads, pool.head_dim, pool.device)
+            for layer_id in _sparse_layer_ids(model_runner, schedule)
+        }
         # Released and resumed together with the KV cache.
         with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.landmarks = {
-                layer_id: allocate_landmarks(
-                    num_pages,
-                    pool.head_num,
-                    pool.head_dim,
-                    schedule.page_size,
-                    schedule.selection,
-                    pool.dtype,
-                    pool.device,
-                )
-                for layer_id in _sparse_layer_ids(model_runner, schedule)
+                layer_id: allocate_landmarks(num_pages, schedule.page_size, rule, kept, pool.dtype)
+                for layer_id, kept in pairs.items()
             }
         on_cuda = model_runner.device == "cuda"
         stock = dense_backend(pool.head_dim) if on_cuda else "torch_native"

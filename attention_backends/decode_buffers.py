@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparrow_sglang.attention_backends.kernels import select
 from sparrow_sglang.attention_backends.kernels.decode_launch import (
     allocate_decode_scratch,
     decode_launch,
+)
+from sparrow_sglang.attention_backends.kernels.select_launch import (
+    allocate_select_scratch,
+    select_launch,
 )
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -107,9 +110,7 @@ class DecodeBuffers:
         batches = range(1, rows + 1)
         self.rows = rows
         self.select_launch = {
-            batch: select.select_launch(
-                batch, heads, head_dim, max_pages, tuned_for, shape.int4_landmarks
-            )
+            batch: select_launch(batch, heads, head_dim, max_pages, tuned_for, shape.int4_landmarks)
             for batch in batches
         }
         self.decode_launch = {
@@ -124,7 +125,7 @@ class DecodeBuffers:
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
         self.counts = torch.zeros(counts_layers, rows, dtype=torch.int32, device=device)
-        self.select_scratch = select.allocate_select_scratch(rows, heads, max_pages, device)
+        self.select_scratch = allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
         launches = [*self.decode_launch.items(), *self.dense_launch.items()]
         parts = max(batch * launch.splits for batch, launch in launches)

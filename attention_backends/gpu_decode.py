@@ -208,7 +208,8 @@ class TritonPagedDecode:
 def _for_kernels(landmarks: Landmarks) -> torch.Tensor | Int4Codes:
     """The same memory as the kernels take it."""
     if isinstance(landmarks, Int4Landmarks):
-        return Int4Codes(landmarks.codes, landmarks.scales)
+        assert landmarks.pairs is not None, "the backend allocates landmarks with their pairs"
+        return Int4Codes(landmarks.codes, landmarks.scales, landmarks.pairs)
     if landmarks.means.shape[2] != 1:
         raise ValueError("the GPU kernels are not built for several 16-bit landmarks a page")
     return landmarks.means.squeeze(2)

@@ -96,9 +96,10 @@ def rule_problems(schedule: BudgetSchedule) -> list[str]:
             f"{where}.landmark_tokens={rule.landmark_tokens}: the GPU kernels take {allowed} at"
             f" page size {page_size}"
         )
-    if rule.landmark_pairs and rule.landmark_pairs % PAIRS_MULTIPLE:
+    if rule.landmark_pairs is not None and (pairs := rule.pairs_kept(0)) % PAIRS_MULTIPLE:
+        of_head = "" if isinstance(rule.landmark_pairs, int) else " of each KV head"
         problems.append(
-            f"{where}.landmark_pairs={rule.landmark_pairs}: the GPU kernels take multiples of"
+            f"{where}.landmark_pairs={pairs}{of_head}: the GPU kernels take multiples of"
             f" {PAIRS_MULTIPLE}, or null for all"
         )
     return problems

@@ -21,13 +21,15 @@ class MeanLandmarks:
 
     Attributes:
         means: [pages, Hkv, M, C].
+        pairs: [Hkv, C/2] int64, the rotary pairs kept, see `kept_pairs`; None for all of them.
     """
 
     means: torch.Tensor
+    pairs: torch.Tensor | None = None
 
     def at(self, pages: torch.Tensor) -> "MeanLandmarks":
         """Those of `pages`, [*pages.shape, Hkv, M, ...]."""
-        return MeanLandmarks(self.means[pages])
+        return MeanLandmarks(self.means[pages], self.pairs)
 
     def write(self, pages: torch.Tensor, landmarks: "MeanLandmarks") -> None:
         """Replace those of `pages` [P] by `landmarks`, in place."""
@@ -51,13 +53,15 @@ class Int4Landmarks:
         codes: [pages, Hkv, M, C/2] uint8; byte j holds 8 + code of the first member of stored pair
             j in its low four bits, and 8 + code of the second member in its high ones.
         scales: [pages, Hkv, M] fp16.
+        pairs: [Hkv, C/2] int64, the rotary pairs kept, see `kept_pairs`; None for all of them.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
+    pairs: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, means: torch.Tensor) -> "Int4Landmarks":
+    def of(cls, means: torch.Tensor, pairs: torch.Tensor | None = None) -> "Int4Landmarks":
         """`means` [pages, Hkv, M, C] in fp32, rounded half to even.
 
         The scale, max |mean| / 7, is rounded to fp16 first. A code is 0 where the scale is 0.
@@ -65,11 +69,11 @@ class Int4Landmarks:
         scales = (means.abs().amax(-1) / 7).half()
         codes = (means / scales.float()[..., None]).round().clamp(-7, 7)
         first, second = (codes.nan_to_num(0) + 8).to(torch.uint8).chunk(2, dim=-1)
-        return cls(first | second << 4, scales)
+        return cls(first | second << 4, scales, pairs)
 
     def at(self, pages: torch.Tensor) -> "Int4Landmarks":
         """Those of `pages`, [*pages.shape, Hkv, M, ...]."""
-        return Int4Landmarks(self.codes[pages], self.scales[pages])
+        return Int4Landmarks(self.codes[pages], self.scales[pages], self.pairs)
 
     def write(self, pages: torch.Tensor, landmarks: "Int4Landmarks") -> None:
         """Replace those of `pages` [P] by `landmarks`, in place."""
@@ -93,21 +97,35 @@ class Int4Landmarks:
 Landmarks = MeanLandmarks | Int4Landmarks
 
 
-def allocate_landmarks(
-    num_pages: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
+def kept_pairs(
     rule: SelectionRule,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    layer: int | None,
+    heads: range,
+    head_dim: int,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Rotary pairs that landmarks of a layer keep of its KV `heads`, ascending, [Hkv, C/2] int64.
+
+    `layer` may be None where the rule keeps the same pairs in all layers.
+    """
+    pairs = rule.pairs_of(layer, heads.stop, head_dim)[heads.start : heads.stop]
+    # A trainer asks in every layer, and need not wait for so little.
+    return torch.from_numpy(pairs).to(device, non_blocking=True)
+
+
+def allocate_landmarks(
+    num_pages: int, page_size: int, rule: SelectionRule, pairs: torch.Tensor, dtype: torch.dtype
 ) -> Landmarks:
-    """Landmarks, all 0, for a KV pool of `num_pages` pages whose keys are of `dtype`."""
+    """Landmarks, all 0, for a KV pool of `num_pages` pages whose keys are of `dtype`.
+
+    `pairs` [Hkv, C/2] are those of `kept_pairs`.
+    """
+    num_kv_heads, count = pairs.shape
     rows = (num_pages, num_kv_heads, rule.landmarks_per_page(page_size))
-    pairs = rule.pairs_kept(head_dim)
     if rule.landmark_bits == 4:
         return Int4Landmarks(
-            codes=torch.full((*rows, pairs), 8 << 4 | 8, dtype=torch.uint8, device=device),
-            scales=torch.zeros(rows, dtype=torch.float16, device=device),
+            torch.full((*rows, count), 8 << 4 | 8, dtype=torch.uint8, device=pairs.device),
+            torch.zeros(rows, dtype=torch.float16, device=pairs.device),
+            pairs,
         )
-    return MeanLandmarks(torch.zeros(*rows, 2 * pairs, dtype=dtype, device=device))
+    return MeanLandmarks(torch.zeros(*rows, 2 * count, dtype=dtype, device=pairs.device), pairs)

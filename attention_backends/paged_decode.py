@@ -145,7 +145,9 @@ class TorchPagedDecode:
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         if self._full_pages.numel():
             k_pages = k_buffer.view(-1, self._page_size, *k_buffer.shape[1:])
-            computed = reference.page_landmarks(k_pages[self._full_pages], self._rule)
+            computed = reference.page_landmarks(
+                k_pages[self._full_pages], self._rule, landmarks.pairs
+            )
             landmarks.write(self._full_pages, computed)
 
     def decode(

@@ -7,18 +7,27 @@ D head dimensions, N pages of the longest request and K selected pages of the la
 
 import torch
 
-from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
+from sparrow_sglang.attention_backends.landmarks import (
+    Int4Landmarks,
+    Landmarks,
+    MeanLandmarks,
+    kept_pairs,
+)
 from sparrow_sglang.selection import SelectionRule
 
 _PUBLISHED = SelectionRule()
 
 
-def page_landmarks(k_pages: torch.Tensor, rule: SelectionRule = _PUBLISHED) -> Landmarks:
+def page_landmarks(
+    k_pages: torch.Tensor, rule: SelectionRule = _PUBLISHED, pairs: torch.Tensor | None = None
+) -> Landmarks:
     """The landmarks of full pages: means of cached (post-RoPE) keys, as they are stored.
 
     Args:
         k_pages: [P, page_size, Hkv, D], the keys as they stand in the KV pool.
-        rule: how many landmarks a page has, their channels and their bits.
+        rule: how many landmarks a page has, and their bits.
+        pairs: [Hkv, C/2] int64, the rotary pairs that landmarks of the layer keep, as of
+            `kept_pairs`; None for those of a rule that keeps the same in all layers.
 
     Returns:
         Those of the P pages; means are taken in fp32, and rounded once.
@@ -26,28 +35,35 @@ def page_landmarks(k_pages: torch.Tensor, rule: SelectionRule = _PUBLISHED) -> L
     landmarks_per_page = rule.landmarks_per_page(k_pages.shape[1])
     groups = k_pages.unflatten(1, (landmarks_per_page, -1))
     means = groups.mean(dim=2, dtype=torch.float32).transpose(1, 2)
-    means = stored_channels(means, rule)
+    if pairs is None:
+        pairs = kept_pairs(rule, None, range(k_pages.shape[2]), k_pages.shape[3], k_pages.device)
+    means = stored_channels(means, pairs)
     if rule.landmark_bits == 4:
-        return Int4Landmarks.of(means)
-    return MeanLandmarks(means.to(k_pages.dtype))
+        return Int4Landmarks.of(means, pairs)
+    return MeanLandmarks(means.to(k_pages.dtype), pairs)
 
 
-def stored_channels(vectors: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """The channels [..., C] of keys or queries [..., D] that landmarks keep.
+def stored_channels(vectors: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+    """The channels [..., Hkv, N, C] of keys or queries [..., Hkv, N, D] that landmarks keep.
 
-    Pair i of the D/2 rotary pairs is (i, i + D/2), as in GPT-NeoX, and turns the more slowly the
-    larger i is. The first members of the last pairs come first, then their second members.
+    Pair i of the D/2 rotary pairs is (i, i + D/2), as in GPT-NeoX. The first members of `pairs`
+    [Hkv, C/2] come first, then their second members; all of them are the D channels as they are.
     """
-    pairs = vectors.unflatten(-1, (2, -1))
-    return pairs[..., pairs.shape[-1] - rule.pairs_kept(vectors.shape[-1]) :].flatten(-2)
+    half = vectors.shape[-1] // 2
+    if pairs is None or pairs.shape[-1] == half:
+        return vectors
+    channels = torch.cat([pairs, pairs + half], dim=-1)[:, None]
+    return vectors.gather(-1, channels.expand(*vectors.shape[:-1], -1))
 
 
-def group_queries(q: torch.Tensor, num_kv_heads: int, rule: SelectionRule) -> torch.Tensor:
+def group_queries(
+    q: torch.Tensor, num_kv_heads: int, rule: SelectionRule, pairs: torch.Tensor | None
+) -> torch.Tensor:
     """The queries that score for each KV head: [..., Hkv, 1 or group, C] fp32 of q [..., Hq, D]."""
     groups = q.float().unflatten(-2, (num_kv_heads, -1))
     if rule.group_score == "mean_query":
         groups = groups.mean(dim=-2, keepdim=True)
-    return stored_channels(groups, rule)
+    return stored_channels(groups, pairs)
 
 
 def score_pages(
@@ -74,12 +90,12 @@ def score_pages(
     kept = landmarks.at(page_table)
     if isinstance(kept, Int4Landmarks):
         vectors, scales = kept.unpacked(), kept.scales.float()
-        queries = group_queries(q, vectors.shape[2], rule)
+        queries = group_queries(q, vectors.shape[2], rule, kept.pairs)
         products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
         products *= scales.transpose(1, 2)[..., None, :]
     else:
         vectors = kept.values()
-        queries = group_queries(q, vectors.shape[2], rule)
+        queries = group_queries(q, vectors.shape[2], rule, kept.pairs)
         products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
     return best_product(products)
 

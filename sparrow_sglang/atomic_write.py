@@ -6,6 +6,7 @@ SGLang.
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 DRAFT_PREFIX = ".draft-"
+# Of the rotary pairs in a schedule there are thousands. Strings of JSON hold no line breaks.
+_DEEP_NUMBERS = re.compile(r"\[\n {5}\d+(,\n {5}\d+)*\n {4}\]")
 
 
 @contextmanager
@@ -48,8 +51,16 @@ def write_text(target: Path, content: str) -> None:
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Write a value as indented JSON; raises `OSError`."""
-    write_text(target, json.dumps(value, indent=1) + "\n")
+    """Write a value as indented JSON, deep lists of whole numbers on a line each.
+
+    Raises `OSError`.
+    """
+    text = json.dumps(value, indent=1) + "\n"
+    write_text(target, _DEEP_NUMBERS.sub(_on_one_line, text))
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
 
 
 def _flush(path: Path) -> None:

@@ -36,6 +36,15 @@ def head_dim_of(hf_config: Any) -> int:
     return head_dim
 
 
+def num_kv_heads_of(hf_config: Any) -> int:
+    """KV heads of a layer; as many as query heads where the config names none."""
+    text = text_config(hf_config)
+    heads: int = config_value(text, "num_key_value_heads") or (
+        config_value(text, "num_attention_heads")
+    )
+    return heads
+
+
 def layer_types_of(hf_config: Any) -> tuple[str, ...]:
     """The kind of each layer's attention, such as "full_attention"; empty if the config names none.
 

@@ -29,7 +29,11 @@ from pydantic import (
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.hf_config import config_value, head_dim_of, num_layers_of, window_layers
+from sparrow_sglang.hf_config import (
+    config_value,
+    num_layers_of,
+    window_layers,
+)
 from sparrow_sglang.json_values import (
     MAX_DEPTH,
     JsonError,
@@ -254,18 +258,10 @@ class BudgetSchedule(BaseModel):
 
         `hf_config` is the model's Hugging Face config, an object or a mapping.
         """
-        layers = num_layers_of(hf_config)
-        weights, pairs = self.selection.layer_weights, self.selection.landmark_pairs
-        if weights is not None and len(weights) != layers:
-            raise ScheduleError(
-                f"schedule {self.name}: selection.layer_weights has {len(weights)} numbers:"
-                f" expected one for each of the model's {layers} layers"
-            )
-        if pairs is not None and pairs > (head_dim := head_dim_of(hf_config)) // 2:
-            raise ScheduleError(
-                f"schedule {self.name}: selection.landmark_pairs={pairs}: expected at most"
-                f" {head_dim // 2}, as the model's heads have {head_dim} dimensions"
-            )
+        try:
+            self.selection.require_model(hf_config)
+        except InputError as error:
+            raise ScheduleError(f"schedule {self.name}: selection.{error}") from None
 
     def for_model(self, hf_config: Any) -> "BudgetSchedule":
         """The schedule as a server decodes this model by it.

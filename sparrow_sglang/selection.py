@@ -9,16 +9,28 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.validation import first_problem
 
 _MOST = 1024
 _EXPECTED = {
     "landmark_tokens": "a whole number of tokens that divides page_size, or null for page_size",
     "landmark_bits": "16 or 4",
-    "landmark_pairs": f"a whole number of rotary pairs, 1 to {_MOST}, or null for all",
+    "landmark_pairs": f"a whole number of rotary pairs, 1 to {_MOST}, null for all, or lists of"
+    f" their indices, 0 to {_MOST - 1}: one list per layer and KV head",
     "group_score": "'mean_query' or 'best_head'",
     "layer_weights": "a list with one finite number, 0 or more, per layer of the model, or null",
 }
@@ -26,6 +38,16 @@ _FORM = ("landmark_tokens", "landmark_bits", "landmark_pairs", "group_score")
 _INT4_SCALE_BYTES = 2
 
 _Weight = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+_Pair = Annotated[StrictInt, Field(ge=0, lt=_MOST)]
+_OfHead = Annotated[tuple[_Pair, ...], Field(min_length=1)]
+_OfLayer = Annotated[tuple[_OfHead, ...], Field(min_length=1)]
+_PairLists = Annotated[tuple[_OfLayer, ...], Field(min_length=1)]
+_PairCount = Annotated[StrictInt, Field(ge=1, le=_MOST)]
+# By kind, so that an error names the place within the lists.
+_Pairs = Annotated[
+    Annotated[_PairCount, Tag("count")] | Annotated[_PairLists, Tag("lists")],
+    Discriminator(lambda given: "lists" if isinstance(given, list | tuple) else "count"),
+]
 
 
 class SelectionRule(BaseModel):
@@ -40,8 +62,10 @@ class SelectionRule(BaseModel):
             page scores as its best landmark does.
         landmark_bits: 16 for the dtype of the KV cache; 4 for int4 codes with an fp16 scale per
             landmark.
-        landmark_pairs: rotary pairs that a landmark keeps, those that turn slowest; None for all.
-            Pair i of a head of D dimensions is (i, i + D/2), and a larger i turns more slowly.
+        landmark_pairs: rotary pairs that a landmark keeps: how many, those that turn slowest; or
+            which, as ascending indices of pairs by layer of the model and KV head, equally many of
+            each; None for all. Pair i of a head of D dimensions is (i, i + D/2), and a larger i
+            turns more slowly.
         group_score: "mean_query" scores by the mean of the query heads that share a KV head,
             "best_head" takes the largest score that any of them gives.
         layer_weights: one per layer of the model: layer l reads
@@ -53,7 +77,7 @@ class SelectionRule(BaseModel):
 
     landmark_tokens: StrictInt | None = Field(default=None, ge=1, le=_MOST)
     landmark_bits: Literal[16, 4] = 16
-    landmark_pairs: StrictInt | None = Field(default=None, ge=1, le=_MOST)
+    landmark_pairs: _Pairs | None = None
     group_score: Literal["mean_query", "best_head"] = "mean_query"
     layer_weights: tuple[_Weight, ...] | None = Field(default=None, min_length=1)
 
@@ -63,13 +87,36 @@ class SelectionRule(BaseModel):
         except ValidationError as error:
             raise InputError(first_problem(error, type(self), _EXPECTED)) from None
 
+    @model_validator(mode="after")
+    def _check_pair_lists(self) -> "SelectionRule":
+        if not isinstance(self.landmark_pairs, tuple):
+            return self
+        heads, count = len(self.landmark_pairs[0]), len(self.landmark_pairs[0][0])
+        for layer, lists in enumerate(self.landmark_pairs):
+            if len(lists) != heads:
+                raise ValueError(
+                    f"landmark_pairs[{layer}] has {len(lists)} lists: expected one for each KV"
+                    f" head, {heads} as in landmark_pairs[0]"
+                )
+            for head, pairs in enumerate(lists):
+                if len(pairs) != count or list(pairs) != sorted(set(pairs)):
+                    raise ValueError(
+                        f"landmark_pairs[{layer}][{head}]={quoted(list(pairs), 100)}: expected"
+                        f" {count} distinct indices in ascending order, as many as in"
+                        " landmark_pairs[0][0]"
+                    )
+        return self
+
     def __str__(self) -> str:
         """The rule in a few words, such as a log line has."""
         if self == SelectionRule():
             return "published selection rule"
         tokens = "whole pages" if self.landmark_tokens is None else f"{self.landmark_tokens} tokens"
         kind = "int4 landmarks" if self.landmark_bits == 4 else "landmarks"
-        pairs = f" in {self.landmark_pairs} rotary pairs" if self.landmark_pairs else ""
+        pairs = ""
+        if self.landmark_pairs is not None:
+            chosen = " chosen" if isinstance(self.landmark_pairs, tuple) else ""
+            pairs = f" in {self.pairs_kept(0)}{chosen} rotary pairs"
         weights = self.layer_weights
         spread = f", layer weights {min(weights):g} to {max(weights):g}" if weights else ""
         return f"{kind} of {tokens}{pairs}, {self.group_score.replace('_', ' ')}{spread}"
@@ -92,7 +139,47 @@ class SelectionRule(BaseModel):
 
     def pairs_kept(self, head_dim: int) -> int:
         """Rotary pairs that a landmark holds, of the `head_dim` / 2 of a head."""
+        if isinstance(self.landmark_pairs, tuple):
+            return len(self.landmark_pairs[0][0])
         return self.landmark_pairs or head_dim // 2
+
+    def pairs_of(self, layer: int | None, num_kv_heads: int, head_dim: int) -> NDArray[np.int64]:
+        """Indices of the pairs that landmarks of a layer hold, ascending, [KV heads, pairs].
+
+        `layer` may be None where `landmark_pairs` is no list.
+        """
+        if isinstance(self.landmark_pairs, tuple):
+            assert layer is not None, "pairs were chosen by layer"
+            return np.array(self.landmark_pairs[layer])
+        slowest = np.arange(head_dim // 2)[-self.pairs_kept(head_dim) :]
+        return np.tile(slowest, (num_kv_heads, 1))
+
+    def require_model(self, hf_config: Any) -> None:
+        """Raise `InputError` if the rule is for a model of another shape."""
+        weights, pairs = self.layer_weights, self.landmark_pairs
+        if weights is not None and len(weights) != (layers := num_layers_of(hf_config)):
+            raise InputError(
+                f"layer_weights has {len(weights)} numbers: expected one for each of the model's"
+                f" {layers} layers"
+            )
+        if pairs is None:
+            return
+        head_dim = head_dim_of(hf_config)
+        half, of_heads = head_dim // 2, f"as the model's heads have {head_dim} dimensions"
+        if isinstance(pairs, int):
+            if pairs > half:
+                raise InputError(f"landmark_pairs={pairs}: expected at most {half}, {of_heads}")
+            return
+        shape = (num_layers_of(hf_config), num_kv_heads_of(hf_config))
+        if (len(pairs), len(pairs[0])) != shape:
+            raise InputError(
+                f"landmark_pairs has lists for {len(pairs)} layers of {len(pairs[0])} KV heads:"
+                f" expected {shape[0]} layers of {shape[1]}, as the model has"
+            )
+        if (largest := max(head[-1] for layer in pairs for head in layer)) >= half:
+            raise InputError(
+                f"landmark_pairs has the index {largest}: expected at most {half - 1}, {of_heads}"
+            )
 
     def landmark_bytes(self, page_size: int, head_dim: int, kv_itemsize: int) -> int:
         """Memory of the landmarks of one page and KV head, where a cached number takes

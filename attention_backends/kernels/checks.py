@@ -56,11 +56,13 @@ def check_member(name: str, got: int, allowed: Sequence[int]) -> None:
 
 
 class Int4Codes(NamedTuple):
-    """codes: [pages, Hkv, M, pairs] uint8, both members of a rotary pair in a byte, the first in
-    its low four bits, as 8 + code; scales: [pages, Hkv, M] fp16. M: landmarks of a page."""
+    """codes: [pages, Hkv, M, C] uint8, both members of a rotary pair in a byte, the first in its
+    low four bits, as 8 + code; scales: [pages, Hkv, M] fp16; pairs: [Hkv, C] int64, which rotary
+    pairs these are. M: landmarks of a page."""
 
     codes: torch.Tensor
     scales: torch.Tensor
+    pairs: torch.Tensor
 
 
 Landmarks = torch.Tensor | Int4Codes
@@ -78,8 +80,9 @@ def check_landmarks(
     pages, _, count, pairs = landmarks.codes.shape
     check_tensor("codes", landmarks.codes, (pages, num_kv_heads, None, None), (torch.uint8,))
     check_tensor("scales", landmarks.scales, (pages, num_kv_heads, count), (torch.float16,))
-    check_contiguous("codes", landmarks.codes)
-    check_contiguous("scales", landmarks.scales)
+    check_tensor("pairs", landmarks.pairs, (num_kv_heads, pairs), (torch.int64,))
+    for name, tensor in landmarks._asdict().items():
+        check_contiguous(name, tensor)
     check_member("landmarks of a page", count, INT4_LANDMARKS)
     if pairs % PAIRS_MULTIPLE or not 0 < pairs <= head_dim // 2:
         raise ValueError(

@@ -16,7 +16,7 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     check_member,
     check_tensor,
 )
-from sparrow_sglang.attention_backends.kernels.heads import pair_columns
+from sparrow_sglang.attention_backends.kernels.heads import head_columns, pair_columns, store_head
 
 # One thread reads 16 bytes of a row: 1024 columns of 2 bytes are 4 warps side by side, each thread
 # sums its own 8 columns, and a page needs no exchange between threads.
@@ -41,36 +41,11 @@ def page_mean(
 
 
 @triton.jit
-def _landmarks_kernel(
-    k_buffer: tl.tensor,
-    landmarks: tl.tensor,
-    page_table: tl.tensor,
-    seq_lens: tl.tensor,
-    prefix_lens: tl.tensor,
-    table_stride: tl.tensor,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Program (page, row, column block) writes COLUMNS columns of one page's landmark."""
-    page_index = tl.program_id(0)
-    row = tl.program_id(1)
-    full_pages = tl.load(seq_lens + row) // PAGE
-    first_page = tl.load(prefix_lens + row) // PAGE
-    if (page_index >= first_page) & (page_index < full_pages):
-        page = tl.load(page_table + row.to(tl.int64) * table_stride + page_index).to(tl.int64)
-        columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        mask = columns < ROW
-        mean = page_mean(k_buffer, page * PAGE, columns, mask, ROW, PAGE)
-        target = landmarks + page * ROW + columns
-        tl.store(target, mean.to(landmarks.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def store_int4_landmarks(
     k_buffer: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
+    pairs: tl.tensor,
     page: tl.tensor,
     head: tl.tensor,
     HEADS: tl.constexpr,
@@ -79,14 +54,15 @@ def store_int4_landmarks(
     LANDMARKS: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Write the int4 landmarks of one full page of one KV head."""
+    """Write the int4 landmarks of one full page of one KV head, in the rotary pairs `pairs`."""
     ROW: tl.constexpr = HEADS * D
     TOKENS: tl.constexpr = PAGE // LANDMARKS
     pair = pair_columns(PAIRS)
     exists = pair[None, :] < PAIRS
     landmark = tl.arange(0, LANDMARKS)
     first_slot = page * PAGE + landmark[:, None] * TOKENS
-    at = k_buffer + first_slot * ROW + head * D + D // 2 - PAIRS + pair[None, :]
+    channel = tl.load(pairs + head * PAIRS + pair, mask=pair < PAIRS, other=0)
+    at = k_buffer + first_slot * ROW + head * D + channel[None, :]
     first = tl.load(at, mask=exists, other=0.0).to(tl.float32)
     second = tl.load(at + D // 2, mask=exists, other=0.0).to(tl.float32)
     for token in tl.static_range(1, TOKENS):
@@ -116,10 +92,83 @@ def _nibble(mean: tl.tensor, divisor: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def update_landmark_of_last_page(
+    k_buffer: tl.tensor,
+    landmarks: tl.tensor,
+    scales: tl.tensor,
+    pairs: tl.tensor,
+    pages: tl.tensor,
+    seq_len: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Write the landmarks of the page that the current token filled, if it filled one.
+
+    That page is the most recent one: kept, and not scored in this step.
+    """
+    if (seq_len > 0) & (seq_len % PAGE == 0):
+        page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)
+        if PAIRS > 0:
+            store_int4_landmarks(
+                k_buffer, landmarks, scales, pairs, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
+            )
+        else:
+            columns = head_columns(D)
+            at = head * D + columns
+            mean = page_mean(k_buffer, page * PAGE, at, columns < D, HEADS * D, PAGE)
+            store_head(landmarks + (page * HEADS + head) * D, columns, mean, D)
+
+
+@triton.jit
+def _full_page(
+    page_table: tl.tensor,
+    seq_lens: tl.tensor,
+    prefix_lens: tl.tensor,
+    table_stride: tl.tensor,
+    PAGE: tl.constexpr,
+) -> tl.tensor:
+    """Physical page of program (page, row, ...), int64; -1 if it has landmarks or is not full."""
+    page_index = tl.program_id(0)
+    row = tl.program_id(1)
+    full_pages = tl.load(seq_lens + row) // PAGE
+    first_page = tl.load(prefix_lens + row) // PAGE
+    asked_for = (page_index >= first_page) & (page_index < full_pages)
+    at = page_table + row.to(tl.int64) * table_stride + page_index
+    return tl.load(at, mask=asked_for, other=-1).to(tl.int64)
+
+
+@triton.jit
+def _landmarks_kernel(
+    k_buffer: tl.tensor,
+    landmarks: tl.tensor,
+    page_table: tl.tensor,
+    seq_lens: tl.tensor,
+    prefix_lens: tl.tensor,
+    table_stride: tl.tensor,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Program (page, row, column block) writes COLUMNS columns of one page's landmark."""
+    page = _full_page(page_table, seq_lens, prefix_lens, table_stride, PAGE)
+    if page >= 0:
+        columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = columns < ROW
+        mean = page_mean(k_buffer, page * PAGE, columns, mask, ROW, PAGE)
+        target = landmarks + page * ROW + columns
+        tl.store(target, mean.to(landmarks.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _int4_landmarks_kernel(
     k_buffer: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
+    pairs: tl.tensor,
     page_table: tl.tensor,
     seq_lens: tl.tensor,
     prefix_lens: tl.tensor,
@@ -131,14 +180,11 @@ def _int4_landmarks_kernel(
     PAIRS: tl.constexpr,
 ) -> None:
     """Program (page, row, head) writes the landmarks of one page and KV head."""
-    page_index = tl.program_id(0)
-    row = tl.program_id(1)
-    full_pages = tl.load(seq_lens + row) // PAGE
-    first_page = tl.load(prefix_lens + row) // PAGE
-    if (page_index >= first_page) & (page_index < full_pages):
-        page = tl.load(page_table + row.to(tl.int64) * table_stride + page_index).to(tl.int64)
+    page = _full_page(page_table, seq_lens, prefix_lens, table_stride, PAGE)
+    if page >= 0:
+        head = tl.program_id(2)
         store_int4_landmarks(
-            k_buffer, codes, scales, page, tl.program_id(2), HEADS, D, PAGE, LANDMARKS, PAIRS
+            k_buffer, codes, scales, pairs, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
         )
 
 
@@ -178,6 +224,7 @@ def update_landmarks_bulk(
             k_buffer,
             landmarks.codes,
             landmarks.scales,
+            landmarks.pairs,
             page_table,
             seq_lens,
             prefix_lens,

@@ -121,6 +121,7 @@ def score_int4_pages(
     q_group: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
+    pairs: tl.tensor,
     head: tl.tensor,
     pages: tl.tensor,
     keys: tl.tensor,
@@ -147,7 +148,7 @@ def score_int4_pages(
     COLUMNS: tl.constexpr = 4 * GROUP_PAD if BEST_HEAD and GROUP_PAD > 1 else 8
     pair = pair_columns(PAIRS)
     exists = pair < PAIRS
-    channel = D // 2 - PAIRS + pair
+    channel = tl.load(pairs + head * PAIRS + pair, mask=exists, other=0)
     first_query = _score_query(q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS)
     second_query = _score_query(
         q_group, channel + D // 2, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS

@@ -4,8 +4,6 @@ In: queries, landmarks, the step's page table and counts. Out: physical page ids
 logical order.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,6 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
-    MAX_PAGES,
     PAGE_SIZES,
     Int4Codes,
     Landmarks,
@@ -24,118 +21,25 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     check_member,
     check_tensor,
     group_size,
-    sm_count,
 )
-from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
-from sparrow_sglang.attention_backends.kernels.landmark import page_mean, store_int4_landmarks
+from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask
+from sparrow_sglang.attention_backends.kernels.landmark import update_landmark_of_last_page
 from sparrow_sglang.attention_backends.kernels.score import (
     score_int4_pages,
     score_pages,
     split_query,
 )
+from sparrow_sglang.attention_backends.kernels.select_launch import (
+    SelectLaunch,
+    SelectScratch,
+    check_scratch,
+)
 from sparrow_sglang.attention_backends.kernels.topk import store_selected
 
-# Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
-_PROGRAMS_PER_SM = 2
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
 _MMA_COLUMNS = 16
-# int4 landmarks of a tile, by the largest head dimension that registers hold so many of.
-_INT4_TILES = {128: 256, 256: 64}
 # Rows of up to this many pages are searched in a smaller tile, which is faster.
 _SHORT_ROW = 512
-
-
-class SelectScratch(NamedTuple):
-    """keys: [rows, max_pages] int32, any content; arrivals: [rows] int32, zero between launches."""
-
-    keys: torch.Tensor
-    arrivals: torch.Tensor
-
-
-class SelectLaunch(NamedTuple):
-    """Launch shape, fixed at capture.
-
-    splits: programs that score one (request, KV head); block_pages: landmarks a tile;
-    radix: thresholds tried in one pass of the search; stages: landmark tiles in flight.
-    """
-
-    splits: int
-    block_pages: int
-    num_warps: int = 4
-    stages: int = 3
-    radix: int = 4
-
-
-def select_launch(
-    batch: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_pages: int,
-    device: torch.device,
-    int4_landmarks: int = 0,
-) -> SelectLaunch:
-    """One wave of programs: long rows are split, many rows get smaller tiles instead.
-
-    Args:
-        int4_landmarks: int4 landmarks of a page; 0 for one mean in 16 bits.
-    """
-    rows = batch * num_kv_heads
-    slots = _PROGRAMS_PER_SM * sm_count(device)
-    if int4_landmarks:
-        tile = next(tile for dim, tile in _INT4_TILES.items() if head_dim <= dim)
-        block_pages = tile // int4_landmarks
-        splits = max(1, min(slots // rows, triton.cdiv(max_pages, block_pages)))
-        return SelectLaunch(splits=splits, block_pages=block_pages)
-    if rows > slots:
-        return SelectLaunch(splits=1, block_pages=max(16, 8192 // triton.next_power_of_2(head_dim)))
-    block_pages = max(16, 16384 // triton.next_power_of_2(head_dim))
-    return SelectLaunch(
-        splits=min(slots // rows, triton.cdiv(max_pages, block_pages)), block_pages=block_pages
-    )
-
-
-def allocate_select_scratch(
-    max_batch: int, num_kv_heads: int, max_pages: int, device: torch.device
-) -> SelectScratch:
-    """Scratch for up to max_batch requests; every layer and every batch size may share it."""
-    rows = max_batch * num_kv_heads
-    # Rows of whole 16-byte vectors keep the key loads wide.
-    width = triton.cdiv(max_pages, 16) * 16
-    return SelectScratch(
-        keys=torch.empty(rows, width, dtype=torch.int32, device=device),
-        arrivals=torch.zeros(rows, dtype=torch.int32, device=device),
-    )
-
-
-@triton.jit
-def _update_landmark(
-    k_buffer: tl.tensor,
-    landmarks: tl.tensor,
-    scales: tl.tensor,
-    pages: tl.tensor,
-    seq_len: tl.tensor,
-    head: tl.tensor,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
-    """Write the landmarks of the page that the current token filled, if it filled one.
-
-    That page is the most recent one: kept, and not scored in this step.
-    """
-    if (seq_len > 0) & (seq_len % PAGE == 0):
-        page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)
-        if PAIRS > 0:
-            store_int4_landmarks(
-                k_buffer, landmarks, scales, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
-            )
-        else:
-            columns = head_columns(D)
-            at = head * D + columns
-            mean = page_mean(k_buffer, page * PAGE, at, columns < D, HEADS * D, PAGE)
-            store_head(landmarks + (page * HEADS + head) * D, columns, mean, D)
 
 
 @triton.jit
@@ -144,6 +48,7 @@ def _select_kernel(
     k_buffer: tl.tensor,
     landmarks: tl.tensor,
     scales: tl.tensor,
+    pairs: tl.tensor,
     page_table: tl.tensor,
     seq_lens: tl.tensor,
     counts: tl.tensor,
@@ -176,8 +81,8 @@ def _select_kernel(
 ) -> None:
     """Program (row · HEADS + head, split) scores its share; the last one of a row selects.
 
-    PAIRS: rotary pairs of int4 landmarks in `landmarks` and `scales`; 0 where `landmarks` are means
-    of whole pages.
+    PAIRS: rotary pairs of int4 landmarks in `landmarks` and `scales`, those that `pairs` names; 0
+    where `landmarks` are means of whole pages.
     """
     pair = tl.program_id(0)
     split = tl.program_id(1)
@@ -202,10 +107,11 @@ def _select_kernel(
     row_keys = keys + pair.to(tl.int64) * keys_stride
     if UPDATE_LANDMARK:
         if split == 0:
-            _update_landmark(
+            update_landmark_of_last_page(
                 k_buffer,
                 landmarks,
                 scales,
+                pairs,
                 pages,
                 seq_len,
                 head,
@@ -234,6 +140,7 @@ def _select_kernel(
                     q_group,
                     landmarks,
                     scales,
+                    pairs,
                     head,
                     pages,
                     row_keys,
@@ -311,19 +218,6 @@ def _check_pools(
         raise ValueError(f"q has strides {q.stride()}: expected heads side by side in each row")
 
 
-def _check_scratch(scratch: SelectScratch, rows: int, max_pages: int) -> None:
-    if max_pages > min(MAX_PAGES, scratch.keys.shape[1]):
-        raise ValueError(
-            f"page_table has {max_pages} columns: expected at most {MAX_PAGES}, and the scratch "
-            f"holds {scratch.keys.shape[1]}; allocate it with max_pages={max_pages}"
-        )
-    if scratch.arrivals.shape[0] < rows:
-        raise ValueError(
-            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
-            "allocate it with a larger max_batch"
-        )
-
-
 def select_pages(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
@@ -374,16 +268,18 @@ def select_pages(
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     check_tensor("counts", counts, (batch,), (torch.int32,))
     _check_pools(q, k_buffer, landmarks, page_ids)
-    _check_scratch(scratch, batch * num_kv_heads, max_pages)
+    check_scratch(scratch, batch * num_kv_heads, max_pages)
     int4 = landmarks if isinstance(landmarks, Int4Codes) else None
     if best_head and int4 is None:
         raise ValueError("group_score 'best_head' is not supported with landmarks of 16 bits")
-    means_or_codes = landmarks if int4 is None else int4.codes
+    if int4 is None:
+        stored = (landmarks, landmarks, landmarks)
+    else:
+        stored = (int4.codes, int4.scales, int4.pairs)
     _select_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
-        means_or_codes,
-        means_or_codes if int4 is None else int4.scales,
+        *stored,
         page_table,
         seq_lens,
         counts,

@@ -14,7 +14,17 @@ from sparrow_sglang.attention_backends.kernels.decode_launch import (
     allocate_decode_scratch,
     decode_launch,
 )
-from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
+from sparrow_sglang.attention_backends.kernels.select_launch import (
+    SelectLaunch,
+    allocate_select_scratch,
+    select_launch,
+)
+from sparrow_sglang.attention_backends.landmarks import (
+    Int4Landmarks,
+    Landmarks,
+    MeanLandmarks,
+    kept_pairs,
+)
 from sparrow_sglang.benchmarks.gpu_times import median_s
 from sparrow_sglang.schedule import PAGE_SIZE
 from sparrow_sglang.selection import SelectionRule
@@ -88,7 +98,10 @@ def _random_landmarks(pages: int, rule: SelectionRule) -> torch.Tensor | Int4Cod
     rows = (pages, NUM_KV_HEADS, rule.landmarks_per_page(PAGE_SIZE))
     members = (2, *rows, rule.pairs_kept(HEAD_DIM))
     first, second = torch.randint(1, 16, members, dtype=torch.uint8, device="cuda")
-    return Int4Codes(first | second << 4, torch.rand(rows, device="cuda").half() / 4)
+    scales = torch.rand(rows, device="cuda").half() / 4
+    # Those of the first layer, where a rule chooses them by layer.
+    pairs = kept_pairs(rule, 0, range(NUM_KV_HEADS), HEAD_DIM, "cuda")
+    return Int4Codes(first | second << 4, scales, pairs)
 
 
 @dataclass(frozen=True)
@@ -155,10 +168,8 @@ class SelectCase:
         self.page_ids = torch.empty(size, dtype=torch.int32, device="cuda")
         self.counts = shape.kept(self.seq_lens)
         device = self.page_ids.device
-        self.scratch = select.allocate_select_scratch(
-            shape.batch, NUM_KV_HEADS, shape.pages, device
-        )
-        self.launch_shape = select.select_launch(
+        self.scratch = allocate_select_scratch(shape.batch, NUM_KV_HEADS, shape.pages, device)
+        self.launch_shape = select_launch(
             shape.batch,
             NUM_KV_HEADS,
             HEAD_DIM,
@@ -167,7 +178,7 @@ class SelectCase:
             pools.rule.int4_landmarks(PAGE_SIZE),
         )
 
-    def launches(self, launch: select.SelectLaunch) -> list[Launch]:
+    def launches(self, launch: SelectLaunch) -> list[Launch]:
         def one(which: int) -> Launch:
             return lambda: select.select_pages(
                 self.q[which],
@@ -187,7 +198,7 @@ class SelectCase:
 
         return [one(which) for which in range(len(self.q))]
 
-    def check(self, launch: select.SelectLaunch) -> float:
+    def check(self, launch: SelectLaunch) -> float:
         """Largest relative gap between the kept scores and the definition's; 0 if identical.
 
         Raises ValueError where the kept pages differ by more than bf16 rounding of a score.

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.kernels import landmark, select
+from sparrow_sglang.attention_backends.kernels import landmark
 from sparrow_sglang.attention_backends.kernels.decode_launch import DecodeLaunch
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
+from sparrow_sglang.attention_backends.kernels.select_launch import SelectLaunch
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.kernels.cases import (
     HEAD_DIM,
@@ -202,7 +203,7 @@ def sweep(table: Table, pools: Pools) -> None:
         selecting = cache(partial(SelectCase, pools, shape))
         choices = itertools.product(splits, warp_counts, tiles)
         for split, warps, (block, stages, radix) in choices:
-            launch = select.SelectLaunch(split, block, warps, stages, radix)
+            launch = SelectLaunch(split, block, warps, stages, radix)
             name = f"{_select_name(shape)} s{split} n{block} w{warps} st{stages} r{radix}"
             table.measure(name, shape.select_bytes, partial(_measure, selecting, launch))
     for shape, splits in ((Shape(16, 32768, 256), (2, 4, 8)), (Shape(1, 32768, 256), (16, 32))):
@@ -225,7 +226,7 @@ def sweep_rule(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
         selecting = cache(partial(SelectCase, pools, shape))
         choices = itertools.product(splits, tiles, (4, 8))
         for split, (landmarks, warps, stages), radix in choices:
-            launch = select.SelectLaunch(split, landmarks // per_page, warps, stages, radix)
+            launch = SelectLaunch(split, landmarks // per_page, warps, stages, radix)
             name = f"{_select_name(shape)} s{split} l{landmarks} w{warps} st{stages} r{radix}"
             table.measure(name, shape.select_bytes, partial(_measure, selecting, launch))
 

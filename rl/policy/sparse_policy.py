@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparrow_sglang.attention_backends.landmarks import kept_pairs
 from sparrow_sglang.attention_backends.reference import (
     best_product,
     group_queries,
@@ -196,7 +197,8 @@ def selected_pages(
     """
     schedule = rule.schedule
     count, heads, length, _ = key.shape
-    landmarks = _landmarks(key, schedule)
+    pairs = kept_pairs(schedule.selection, layer, range(heads), key.shape[3], key.device)
+    landmarks = _landmarks(key, schedule, pairs)
     positions = padding(late, query.device).source
     read = rule.pages_read(schedule.num_pages(length), layer, query.device)
     landmarks_per_page = landmarks.shape[3]
@@ -208,7 +210,8 @@ def selected_pages(
         last = min(first + rows, query.shape[2])
         end = min(max(start for start, _ in late) + last, length)
         by_position = query[:, :, first:last].transpose(1, 2)
-        queries = group_queries(by_position, heads, schedule.selection).permute(0, 2, 3, 1, 4)
+        queries = group_queries(by_position, heads, schedule.selection, pairs)
+        queries = queries.permute(0, 2, 3, 1, 4)
         scored = landmarks[:, :, : end // schedule.page_size].flatten(2, 3)
         products = queries @ scored.transpose(2, 3)[:, :, None]
         scores = best_product(
@@ -238,13 +241,13 @@ def _rows_at_once(products_of_row: int) -> int:
     return max(1, SCORES_AT_ONCE // (products_of_row * BLOCK)) * BLOCK
 
 
-def _landmarks(key: torch.Tensor, schedule: BudgetSchedule) -> torch.Tensor:
+def _landmarks(key: torch.Tensor, schedule: BudgetSchedule, pairs: torch.Tensor) -> torch.Tensor:
     """[S, Hkv, full pages, M, C] fp32, rounded to what the server stores."""
     count, heads, length, dim = key.shape
     full = length // schedule.page_size
     pages = key[:, :, : full * schedule.page_size].transpose(1, 2)
     pages = pages.reshape(-1, schedule.page_size, heads, dim)
-    values = page_landmarks(pages, schedule.selection).values()
+    values = page_landmarks(pages, schedule.selection, pairs).values()
     return values.unflatten(0, (count, full)).transpose(1, 2)
 
 

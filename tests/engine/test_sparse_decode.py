@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
-from engines import RULE, RULED, SCHEDULE, start_engine
+from engines import CHOSEN, RULE, RULED, SCHEDULE, start_engine
 from oracle import ContractModel
+from pools import chosen_pairs
 
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
@@ -52,6 +53,21 @@ def ruled_engine(sharp_llama, tmp_path_factory):
         sharp_llama,
         attention_backend="sparrow",
         sparrow_schedule=",".join(paths),
+        chunked_prefill_size=64,
+        dtype="float32",
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def chosen_engine(sharp_llama, tmp_path_factory):
+    """As `ruled_engine`, with landmarks in rotary pairs of each layer and KV head's own."""
+    path = str(tmp_path_factory.mktemp("chosen") / "chosen.json")
+    CHOSEN.save(path)
+    with start_engine(
+        sharp_llama,
+        attention_backend="sparrow",
+        sparrow_schedule=path,
         chunked_prefill_size=64,
         dtype="float32",
     ) as engine:
@@ -283,6 +299,21 @@ def test_a_rule_is_followed_by_every_request_of_a_batch(
         assert again["cached"] == (len(prompt) - 1) // 16 * 16
         torch.testing.assert_close(again["log_probs"], answer["log_probs"], atol=FP32, rtol=0)
     connect(ruled_engine).call_sparrow("landmarks")
+
+
+def test_pairs_chosen_by_layer_and_head_are_followed(chosen_engine, ruled_oracle, sharp_llama):
+    oracle = ContractModel(sharp_llama, CHOSEN)
+    prompts = [tokens(400 + length, length) for length in (20, 63, 129, 150)]
+    answers = generate(chosen_engine, prompts, 50)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_follows(oracle, prompt, answer)
+    slowest = chosen(ruled_oracle.log_probs(prompts[3], answers[3]["ids"]), answers[3]["ids"])
+    assert (slowest - answers[3]["log_probs"]).abs().max() > 10 * FP32
+    connect(chosen_engine).call_sparrow("landmarks")
+    pairs = chosen_pairs(4, 3, 3, 16, seed=1)
+    others = CHOSEN.selection.model_copy(update={"landmark_pairs": pairs})
+    with pytest.raises(EndpointError, match=r"selection.landmark_pairs=\[\(\(.* differs"):
+        set_schedule(chosen_engine, CHOSEN.model_copy(update={"name": "b", "selection": others}))
 
 
 def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_oracle, other_oracle):

@@ -45,6 +45,11 @@ from sparrow_sglang.attention_backends.kernels.decode_launch import (
     decode_launch,
 )
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
+from sparrow_sglang.attention_backends.kernels.select_launch import (
+    SelectLaunch,
+    allocate_select_scratch,
+    select_launch,
+)
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
@@ -124,14 +129,14 @@ def test_snapshot_of_the_page_table(device: str, page_size: int) -> None:
 
 SELECTIONS = [
     # lengths, heads, head_dim, page_size, dtype, launch
-    ([1, 160, 161, 700], (4, 2), 64, 16, BF16, select.SelectLaunch(1, 16)),
-    ([640, 655, 656, 657], (6, 2), 128, 16, FP16, select.SelectLaunch(3, 8)),
-    ([3000, 330], (10, 2), 128, 32, BF16, select.SelectLaunch(4, 16, radix=4)),
-    ([4096, 700, 4097], (7, 1), 256, 64, FP16, select.SelectLaunch(2, 8, radix=2)),
-    ([1600, 900], (16, 1), 64, 16, FP16, select.SelectLaunch(32, 8, radix=16)),
-    ([2000], (3, 3), 128, 16, BF16, select.SelectLaunch(5, 32, num_warps=8)),
-    ([640, 655, 1300], (6, 2), 80, 16, BF16, select.SelectLaunch(3, 16)),
-    ([3000, 330], (5, 1), 96, 32, FP16, select.SelectLaunch(1, 32)),
+    ([1, 160, 161, 700], (4, 2), 64, 16, BF16, SelectLaunch(1, 16)),
+    ([640, 655, 656, 657], (6, 2), 128, 16, FP16, SelectLaunch(3, 8)),
+    ([3000, 330], (10, 2), 128, 32, BF16, SelectLaunch(4, 16, radix=4)),
+    ([4096, 700, 4097], (7, 1), 256, 64, FP16, SelectLaunch(2, 8, radix=2)),
+    ([1600, 900], (16, 1), 64, 16, FP16, SelectLaunch(32, 8, radix=16)),
+    ([2000], (3, 3), 128, 16, BF16, SelectLaunch(5, 32, num_warps=8)),
+    ([640, 655, 1300], (6, 2), 80, 16, BF16, SelectLaunch(3, 16)),
+    ([3000, 330], (5, 1), 96, 32, FP16, SelectLaunch(1, 32)),
 ]
 
 
@@ -146,7 +151,7 @@ def test_selection_is_the_definition(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
-    launch: select.SelectLaunch,
+    launch: SelectLaunch,
 ) -> None:
     step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=len(lengths))
     # Two schedules of three bins, the last of which has no end; each row has a schedule of its own.
@@ -174,7 +179,7 @@ def test_each_row_reads_what_its_request_asked_for(device: str) -> None:
     for request, option in zip(requests.tolist(), by_row, strict=True):
         options[request] = option
     budgets = budgets_of(step, table, [20, 15, 1], options)
-    launch = select.SelectLaunch(2, 8)
+    launch = SelectLaunch(2, 8)
     page_ids, counts = step.select(budgets, max(step.pages), launch, requests=requests)
     # All rows hold 40 pages or more, so they are in the last bin of either schedule.
     expected = [13, 30, 5, 11, step.pages[4]]
@@ -189,7 +194,7 @@ def test_long_rows(device: str, pages: int, splits: int) -> None:
     """Rows longer than the part of the keys that stays in registers, up to 131,072 tokens."""
     step = Step(device, [pages * 16 - 3, 9000], (2, 1), 64, seed=pages)
     budgets = fixed_budget(step, 700)
-    page_ids, counts = step.select(budgets, 700, select.SelectLaunch(splits, 512))
+    page_ids, counts = step.select(budgets, 700, SelectLaunch(splits, 512))
     assert_selected(step, page_ids, counts, [700, 700])
 
 
@@ -202,7 +207,7 @@ def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None
     generator = torch.Generator().manual_seed(budget)
     choice = torch.randint(kinds, (len(step.landmarks),), generator=generator)
     step.landmarks = palette[choice.to(device)]
-    page_ids, counts = step.select(fixed_budget(step, budget), 40, select.SelectLaunch(2, 8))
+    page_ids, counts = step.select(fixed_budget(step, budget), 40, SelectLaunch(2, 8))
     kept = torch.full((2,), budget, device=device)
     # Equal landmarks give equal scores, so no rounding can excuse another choice.
     landmarks = MeanLandmarks(step.landmarks[:, :, None])
@@ -226,7 +231,7 @@ def test_scores_one_fp32_step_apart_are_told_apart(device: str, budget: int) -> 
     table = step.page_table[0, :40].long()
     step.landmarks[table, 0, 0] = 1.0
     step.landmarks[table, 0, 1] = (steps / 128).to(BF16).to(device)
-    page_ids, _ = step.select(fixed_budget(step, budget), 40, select.SelectLaunch(1, 16))
+    page_ids, _ = step.select(fixed_budget(step, budget), 40, SelectLaunch(1, 16))
     middle = sorted(range(1, 38), key=lambda page: (-int(steps[page]), page))[: budget - 3]
     assert page_ids[0, 0, :budget].tolist() == table[[0, *sorted(middle), 38, 39]].tolist()
 
@@ -241,7 +246,7 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
     step.landmarks[table[:51]] = value[:, None, None].to(BF16)
     # Of 51 pages 3, 5 and 40 tie at the end; before them come the zeros 44 and 45, the later last.
     for budget, left_out in ((49, {5, 40}), (48, {3, 5, 40}), (47, {3, 5, 40, 45})):
-        page_ids, _ = step.select(fixed_budget(step, budget), budget, select.SelectLaunch(1, 16))
+        page_ids, _ = step.select(fixed_budget(step, budget), budget, SelectLaunch(1, 16))
         kept = [n for n in range(51) if n not in left_out]
         assert page_ids[0, 0].tolist() == table[kept].tolist()
 
@@ -261,7 +266,7 @@ def test_the_page_just_filled_gets_its_landmark(
     step.landmarks[filled] = torch.nan
     before = step.landmarks.clone()
     page_ids, counts = step.select(
-        fixed_budget(step, 9), 9, select.SelectLaunch(3, 8), update_landmark=True
+        fixed_budget(step, 9), 9, SelectLaunch(3, 8), update_landmark=True
     )
     ulp = 2.0**-7 if dtype == BF16 else 2.0**-10
     torch.testing.assert_close(step.landmarks[filled], expected[filled], rtol=ulp, atol=1e-6)
@@ -299,7 +304,7 @@ def test_attention_is_the_definition(
     launch: DecodeLaunch,
 ) -> None:
     step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=head_dim)
-    page_ids, counts = step.select(fixed_budget(step, 21), 24, select.SelectLaunch(2, 16))
+    page_ids, counts = step.select(fixed_budget(step, 21), 24, SelectLaunch(2, 16))
     out = step.decode(page_ids, counts, launch)
     error = relative_error(out, step.attend(page_ids, counts))
     assert error <= (5e-3 if dtype == BF16 else 1e-3)
@@ -321,7 +326,7 @@ def test_the_whole_step_against_the_contract(device: str, page_size: int, head_d
     lengths = [13 * page_size + 5, 20 * page_size, 7]
     step = Step(device, lengths, (6, 2), head_dim, page_size, FP16, seed=page_size)
     page_ids, counts = step.select(
-        fixed_budget(step, 8), 8, select.SelectLaunch(2, 8), update_landmark=True
+        fixed_budget(step, 8), 8, SelectLaunch(2, 8), update_landmark=True
     )
     out = step.decode(page_ids, counts, DecodeLaunch(2, 32))
     for row, length in enumerate(lengths):
@@ -351,8 +356,8 @@ def test_padding_and_repeats_change_nothing(device: str) -> None:
     padded.seq_lens = torch.tensor(padded.lengths, dtype=torch.int32, device=device)
     padded.page_table = torch.cat([alone.page_table, torch.zeros_like(alone.page_table)])
     padded.q = torch.cat([alone.q, torch.randn_like(alone.q)])
-    scratch = select.allocate_select_scratch(4, 2, alone.page_table.shape[1], alone.q.device)
-    launch, wide = select.SelectLaunch(2, 8), DecodeLaunch(3, 32)
+    scratch = allocate_select_scratch(4, 2, alone.page_table.shape[1], alone.q.device)
+    launch, wide = SelectLaunch(2, 8), DecodeLaunch(3, 32)
     ids, counts = alone.select(fixed_budget(alone, 9), 9, launch, scratch)
     out = alone.decode(ids, counts, wide)
     for _ in range(2):
@@ -368,8 +373,8 @@ def test_padding_and_repeats_change_nothing(device: str) -> None:
 def test_the_launches_that_serving_uses_fit_every_head_dim(device: str, head_dim: int) -> None:
     """Their tiles depend on the head dimension, and must be powers of two."""
     step = Step(device, [700, 90], (4, 2), head_dim)
-    pick = select.select_launch(2, 2, head_dim, step.page_table.shape[1], step.q.device)
-    many = select.select_launch(512, 2, head_dim, step.page_table.shape[1], step.q.device)
+    pick = select_launch(2, 2, head_dim, step.page_table.shape[1], step.q.device)
+    many = select_launch(512, 2, head_dim, step.page_table.shape[1], step.q.device)
     attend = decode_launch(2, 2, head_dim, 9 * 16, step.q.device)
     for launch in (pick, many):
         page_ids, counts = step.select(fixed_budget(step, 9), 9, launch)
@@ -382,14 +387,12 @@ def test_the_launches_that_serving_uses_fit_every_head_dim(device: str, head_dim
 def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str) -> None:
     """A neighbour's keys and values of infinity, and a neighbour's place in the output."""
     step = Step(device, [640], (4, 2), 80, dtype=FP16)
-    page_ids, counts = step.select(fixed_budget(step, 9), 9, select.SelectLaunch(2, 16))
+    page_ids, counts = step.select(fixed_budget(step, 9), 9, SelectLaunch(2, 16))
     alone = step.decode(page_ids, counts, DecodeLaunch(2, 32))
     landmark_of_first = step.landmarks[:, 0].clone()
     for pool in (step.k, step.v, step.landmarks):
         pool[:, 1] = torch.inf
-    again, _ = step.select(
-        fixed_budget(step, 9), 9, select.SelectLaunch(2, 16), update_landmark=True
-    )
+    again, _ = step.select(fixed_budget(step, 9), 9, SelectLaunch(2, 16), update_landmark=True)
     assert torch.equal(again[:, 0], page_ids[:, 0])
     beside = step.decode(page_ids, counts, DecodeLaunch(2, 32))
     assert torch.equal(beside[:, :2], alone[:, :2])
@@ -430,16 +433,16 @@ def test_launchers_name_what_they_refuse(device: str) -> None:
     budgets = fixed_budget(step, 4)
     step.page_size = 20
     with pytest.raises(ValueError, match=r"page_size=20 .* one of \(16, 32, 64\)"):
-        step.select(budgets, 4, select.SelectLaunch(1, 8))
+        step.select(budgets, 4, SelectLaunch(1, 8))
     step.page_size = 16
-    good = step.select(budgets, 4, select.SelectLaunch(1, 8))
+    good = step.select(budgets, 4, SelectLaunch(1, 8))
     with pytest.raises(ValueError, match=r"counts has dtype torch.int64: expected torch.int32"):
         step.decode(good[0], good[1].long(), DecodeLaunch(1))
     with pytest.raises(ValueError, match=r"page_ids has shape \(1, 1, 4\): expected \(1, 2, 'any'"):
         step.decode(good[0][:, :1], good[1], DecodeLaunch(1))
     step.q = torch.cat([step.q] * 9, dim=1)
     with pytest.raises(ValueError, match=r"num_q_heads=36 .* 1 to 16 query heads"):
-        step.select(budgets, 4, select.SelectLaunch(1, 8))
+        step.select(budgets, 4, SelectLaunch(1, 8))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no CUDA graphs")
@@ -447,9 +450,9 @@ def test_launchers_name_what_they_refuse(device: str) -> None:
 def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
     step = Step(device, [5000, 333, 2048, 16], (16, 8), 128, seed=3)
     budgets = fixed_budget(step, 40)
-    pick = select.select_launch(4, 8, 128, step.page_table.shape[1], step.q.device)
+    pick = select_launch(4, 8, 128, step.page_table.shape[1], step.q.device)
     attend = decode_launch(4, 8, 128, 40 * 16, step.q.device)
-    scratch = select.allocate_select_scratch(4, 8, step.page_table.shape[1], step.q.device)
+    scratch = allocate_select_scratch(4, 8, step.page_table.shape[1], step.q.device)
     parts = allocate_decode_scratch(4 * 16 * attend.splits, 4 * 8, 128, step.q.device)
     ids = torch.full((4, 8, 40), POISON, dtype=torch.int32, device=device)
     counts = step.snapshot(budgets)

@@ -6,6 +6,7 @@ As in `test_kernels.py`: in Triton's interpreter on a CPU, compiled on a GPU.
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,22 +26,27 @@ from kernel_step import (
     relative_error,
     require_passes_interpreted,
 )
-from pools import Pool, make_schedule
+from pools import Pool, chosen_pairs, make_schedule
 
-from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
-from sparrow_sglang.attention_backends.kernels import landmark, select
+from sparrow_sglang.attention_backends.kernels import landmark
 from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, Budgets
-from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, allocate_landmarks
+from sparrow_sglang.attention_backends.kernels.select_launch import SelectLaunch
+from sparrow_sglang.attention_backends.landmarks import (
+    Int4Landmarks,
+    Landmarks,
+    allocate_landmarks,
+    kept_pairs,
+)
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule
 
 
-def rule_of(tokens: int, pairs: int | None, group_score: str) -> SelectionRule:
+def rule_of(tokens: int, pairs: Any, group_score: str) -> SelectionRule:
     return SelectionRule(
         landmark_tokens=tokens, landmark_bits=4, landmark_pairs=pairs, group_score=group_score
     )
@@ -66,8 +72,8 @@ def products(step: Step, row: int, head: int) -> torch.Tensor:
     queries = step.q[row].cpu().double().unflatten(0, (-1, group))[head]
     if step.rule.group_score == "mean_query":
         queries = queries.mean(0, keepdim=True)
-    queries = reference.stored_channels(queries, step.rule)
-    codes, scales = (tensor.cpu() for tensor in step.landmarks)
+    codes, scales, pairs = (tensor.cpu() for tensor in step.landmarks)
+    queries = queries[:, [*pairs[head], *(pairs[head] + queries.shape[1] // 2)]]
     kept = Int4Landmarks(codes, scales).at(step.page_table[row, : step.pages[row]].cpu().long())
     values = kept.unpacked().double() * kept.scales.double()[..., None]
     return torch.einsum("gc,nmc->ngm", queries, values[:, head]).flatten(1).amax(1)
@@ -105,6 +111,10 @@ CASES = [
     ([900, 330], (5, 1), 96, 32, FP16, 4, 40, "best_head", (1, 4)),
     ([500], (1, 1), 96, 16, BF16, 16, None, "mean_query", (1, 16)),
     ([500], (1, 1), 64, 16, BF16, 4, 16, "best_head", (2, 8)),
+    ([640, 161], (6, 2), 64, 16, BF16, 4, chosen_pairs(1, 2, 16, 64), "best_head", (3, 8)),
+    ([700, 300], (4, 2), 128, 16, BF16, 2, chosen_pairs(1, 2, 32, 128), "best_head", (2, 8)),
+    ([900, 330], (10, 2), 128, 32, FP16, 8, chosen_pairs(1, 2, 40, 128), "mean_query", (2, 4)),
+    ([800], (3, 3), 80, 16, FP16, 16, chosen_pairs(1, 3, 8, 80), "best_head", (2, 16)),
 ]
 
 
@@ -120,13 +130,13 @@ def test_selection_is_the_definition(
     page: int,
     dtype: torch.dtype,
     tokens: int,
-    pairs: int | None,
+    pairs: Any,
     group_score: str,
     launch: tuple[int, int],
 ) -> None:
     rule = rule_of(tokens, pairs, group_score)
     step = Step(device, lengths, heads, dim, page, dtype, seed=dim, rule=rule)
-    page_ids, counts = step.select(fixed_budget(step, 9), 12, select.SelectLaunch(*launch))
+    page_ids, counts = step.select(fixed_budget(step, 9), 12, SelectLaunch(*launch))
     assert counts.tolist() == [min(pages, 9) for pages in step.pages]
     assert_selected(step, page_ids, counts.tolist())
 
@@ -140,23 +150,27 @@ def test_selection_is_the_definition(
         (64, 256, BF16, 16, None),
         (16, 80, FP16, 16, 40),
         (16, 96, BF16, 8, 16),
+        (16, 64, BF16, 4, chosen_pairs(1, 2, 16, 64)),
+        (32, 128, FP16, 4, chosen_pairs(1, 2, 32, 128)),
+        (16, 80, FP16, 2, chosen_pairs(1, 2, 24, 80)),
     ],
 )
 def test_landmarks_of_a_prefill_and_of_the_page_just_filled(
-    device: str, page: int, dim: int, dtype: torch.dtype, tokens: int, pairs: int | None
+    device: str, page: int, dim: int, dtype: torch.dtype, tokens: int, pairs: Any
 ) -> None:
     lengths = [1, page, 3 * page - 1, 12 * page]
     rule = rule_of(tokens, pairs, "best_head")
     step = Step(device, lengths, (4, 2), dim, page, dtype, rule=rule)
     expected = step.landmarks
-    stale = Int4Codes(torch.full_like(expected.codes, 99), torch.full_like(expected.scales, 9.0))
+    codes, scales, pairs = expected
+    stale = Int4Codes(torch.full_like(codes, 99), torch.full_like(scales, 9.0), pairs)
     bulk, step.landmarks = stale, Int4Codes(*(tensor.clone() for tensor in stale))
     nothing = torch.zeros_like(step.seq_lens)
     arguments = {"page_size": page, "max_pages": max(step.pages)}
     landmark.update_landmarks_bulk(
         step.k, bulk, step.page_table, step.seq_lens, nothing, **arguments
     )
-    step.select(fixed_budget(step, 12), 12, select.SelectLaunch(2, 8), update_landmark=True)
+    step.select(fixed_budget(step, 12), 12, SelectLaunch(2, 8), update_landmark=True)
     full = [table[: n // page] for table, n in zip(step.page_table, lengths, strict=True)]
     last = [table[-1:] for table, n in zip(full, lengths, strict=True) if n and n % page == 0]
     for written, pages in ((bulk, torch.cat(full)), (step.landmarks, torch.cat(last))):
@@ -167,7 +181,7 @@ def test_landmarks_of_a_prefill_and_of_the_page_just_filled(
         assert (written.codes[index] == expected.codes[index]).float().mean() > 0.99
         got, want = (
             Int4Landmarks(codes[index], scales[index]).values()
-            for codes, scales in (written, expected)
+            for codes, scales, _ in (written, expected)
         )
         assert ((got - want).abs() <= 1.01 * expected.scales[index].float()[..., None]).all()
         others = torch.ones(len(expected.codes), dtype=torch.bool, device=device)
@@ -189,7 +203,8 @@ def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
     line[4, :2] = torch.tensor([torch.nan, 1.0])
     line[5, :2] = torch.tensor([2.0**-24, -(2.0**-24)])
     keys[table] = line[:, None].expand(-1, 16, -1).half()
-    written = Int4Codes(*(torch.full_like(tensor, 3) for tensor in step.landmarks))
+    codes, scales, pairs = step.landmarks
+    written = Int4Codes(torch.full_like(codes, 3), torch.full_like(scales, 3), pairs)
     nothing = torch.zeros_like(step.seq_lens)
     arguments = {"page_size": 16, "max_pages": 8}
     landmark.update_landmarks_bulk(
@@ -212,8 +227,9 @@ def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None
     generator = torch.Generator().manual_seed(budget)
     choice = torch.randint(kinds, (len(step.landmarks.codes),), generator=generator)
     palette = step.page_table[0, :kinds].long()[choice.to(device)]
-    step.landmarks = Int4Codes(*(tensor[palette] for tensor in step.landmarks))
-    page_ids, _ = step.select(fixed_budget(step, budget), 20, select.SelectLaunch(2, 8))
+    codes, scales, pairs = step.landmarks
+    step.landmarks = Int4Codes(codes[palette], scales[palette], pairs)
+    page_ids, _ = step.select(fixed_budget(step, budget), 20, SelectLaunch(2, 8))
     for row in range(2):
         logical = {int(page): n for n, page in enumerate(step.page_table[row, : step.pages[row]])}
         for head in range(2):
@@ -230,7 +246,7 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
     """A scale of infinity or NaN; a head whose query is NaN does not count."""
     step = Step(device, [50 * 16 + 1], (2, 1), rule=rule_of(16, None, "best_head"))
     table = step.page_table[0].long()
-    codes, scales = step.landmarks
+    codes, scales, _ = step.landmarks
     codes[table] = 0x99
     step.q[:] = 1.0
     step.q[0, 1, 5] = torch.nan
@@ -238,7 +254,7 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
     value[3], value[5], value[40] = torch.nan, torch.inf, torch.nan
     scales[table[:51], 0, 0] = value.half()
     for budget, left_out in ((49, {5, 40}), (48, {3, 5, 40}), (47, {1, 3, 5, 40})):
-        page_ids, _ = step.select(fixed_budget(step, budget), budget, select.SelectLaunch(1, 16))
+        page_ids, _ = step.select(fixed_budget(step, budget), budget, SelectLaunch(1, 16))
         kept = [n for n in range(51) if n not in left_out]
         assert page_ids[0, 0].tolist() == table[kept].tolist()
 
@@ -251,10 +267,10 @@ def test_a_small_channel_beside_a_large_one_counts(device: str) -> None:
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     step.q.zero_()
     step.q[0, 0, 0], step.q[0, 0, 1] = 1.0, 2.0**-20
-    codes, scales = step.landmarks
+    codes, scales, _ = step.landmarks
     codes[table], scales[table] = 0x88, 1.0
     codes[table, 0, 0, 1] = (0x80 + 1 + order % 15).to(torch.uint8).to(device)
-    page_ids, _ = step.select(fixed_budget(step, 12), 12, select.SelectLaunch(2, 16))
+    page_ids, _ = step.select(fixed_budget(step, 12), 12, SelectLaunch(2, 16))
     middle = sorted(range(1, 38), key=lambda page: (-int(order[page] % 15), page))[:9]
     assert page_ids[0, 0].tolist() == table[[0, *sorted(middle), 38, 39]].tolist()
 
@@ -282,10 +298,18 @@ def test_each_layer_reads_its_share(device: str) -> None:
         assert counts[layer].tolist() == want
 
 
+def landmarks_of_layers(k: torch.Tensor, rule: SelectionRule) -> list[Landmarks]:
+    """Landmarks, all 0, of two layers over the pool `k` with pages of 16."""
+    _, heads, dim = k.shape
+    pairs = [kept_pairs(rule, layer, range(heads), dim, k.device) for layer in (0, 1)]
+    return [allocate_landmarks(len(k) // 16, 16, rule, kept, k.dtype) for kept in pairs]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_whole_step_is_that_of_the_torch_path(device: str) -> None:
+@pytest.mark.parametrize("pairs", [24, chosen_pairs(2, 2, 16, 64)], ids=["slowest", "chosen"])
+def test_the_whole_step_is_that_of_the_torch_path(device: str, pairs: Any) -> None:
     """Prefill, then a decode step of each layer: in one piece, in slices, and by the definition."""
-    rule = RULE.model_copy(update={"layer_weights": (0.5, 1.5)})
+    rule = RULE.model_copy(update={"layer_weights": (0.5, 1.5), "landmark_pairs": pairs})
     schedule = make_schedule(16, 10, [6, 8]).model_copy(
         update={"selection": rule, "dense_layers": ()}
     )
@@ -299,13 +323,16 @@ def test_the_whole_step_is_that_of_the_torch_path(device: str) -> None:
     for reserved in (3, 2, None):
         torch_step = TorchPagedDecode(budgets, table)
         step = torch_step if reserved is None else TritonPagedDecode(budgets, table, shape)
-        landmarks = allocate_landmarks(len(k) // 16, 2, 64, 16, rule, FP16, device)
+        landmarks = landmarks_of_layers(k, rule)
         before = (seq_lens - 1).clamp_min(1)
         step.plan_extend(rows, before, before.cpu())
-        step.update_landmarks(k, landmarks)
+        for of_layer in landmarks:
+            step.update_landmarks(k, of_layer)
         step.reserve(reserved or 1)
         step.plan_decode(rows, seq_lens, host.lengths)
-        outputs.append([step.decode(q, k, v, landmarks, layer, 64**-0.5) for layer in (0, 1)])
+        outputs.append(
+            [step.decode(q, k, v, landmarks[layer], layer, 64**-0.5) for layer in (0, 1)]
+        )
         outputs[-1].append(step.decode_dense(q, k, v, 64**-0.5))
     for layer in (0, 1, 2):
         assert relative_error(outputs[0][layer], outputs[2][layer]) <= 2e-3
@@ -315,9 +342,10 @@ def test_the_whole_step_is_that_of_the_torch_path(device: str) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no CUDA graphs")
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
+@pytest.mark.parametrize("pairs", [24, chosen_pairs(2, 2, 16, 64)], ids=["slowest", "chosen"])
+def test_a_graph_replay_equals_the_eager_step(device: str, pairs: Any) -> None:
     """A captured step follows lengths, landmarks and layer weights that change between replays."""
-    rule = RULE.model_copy(update={"layer_weights": (0.5, 1.5)})
+    rule = RULE.model_copy(update={"layer_weights": (0.5, 1.5), "landmark_pairs": pairs})
     schedule = make_schedule(16, 40, [16, 24]).model_copy(
         update={"selection": rule, "dense_layers": ()}
     )
@@ -326,16 +354,17 @@ def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
     table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
     budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
     step = TritonPagedDecode(budgets, table, DecodeShape.of(schedule, 4, 2, 64, 1024))
-    landmarks = allocate_landmarks(len(k) // 16, 2, 64, 16, rule, BF16, device)
+    landmarks = landmarks_of_layers(k, rule)
     step.reserve(4)
     step.plan_extend(rows, seq_lens, host.lengths)
-    step.update_landmarks(k, landmarks)
+    for of_layer in landmarks:
+        step.update_landmarks(k, of_layer)
 
     def plan() -> None:
         step.plan_decode(rows, seq_lens, seq_lens.cpu(), captured=True)
 
     def run() -> list[torch.Tensor]:
-        return [step.decode(q, k, v, landmarks, layer, 64**-0.5) for layer in (0, 1)]
+        return [step.decode(q, k, v, landmarks[layer], layer, 64**-0.5) for layer in (0, 1)]
 
     plan()
     run()

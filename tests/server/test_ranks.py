@@ -5,8 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapted_models import save_adapter
-from engines import last_of, random_prompt, save_tiny_model, start_engine, start_request
+from engines import (
+    RULE,
+    RULED,
+    last_of,
+    random_prompt,
+    save_tiny_model,
+    start_engine,
+    start_request,
+)
+from oracle import ContractModel
+from pools import chosen_pairs
 
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
@@ -189,6 +200,31 @@ def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
     assert get_schedule(halves) == BudgetSchedule.fixed(64)
     assert set_schedule(halves, "fixed-128").name == "fixed-64"
     assert get_schedule(halves).name == "fixed-128"
+
+
+def test_each_rank_keeps_the_rotary_pairs_of_its_kv_heads(model: str, tmp_path: Path) -> None:
+    """One KV head on each of two ranks, against the contract's loop."""
+    rule = RULE.model_copy(update={"landmark_pairs": chosen_pairs(4, 2, 3, 16)})
+    chosen = BudgetSchedule(**RULED.model_dump() | {"name": "chosen", "selection": rule})
+    chosen.save(tmp_path / "chosen.json")
+    with start_engine(
+        model,
+        attention_backend="sparrow",
+        sparrow_schedule=str(tmp_path / "chosen.json"),
+        tp_size=2,
+        dtype="float32",
+    ) as engine:
+        sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+        answer = engine.generate(input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+    rows = answer["meta_info"]["output_token_logprobs"]
+    ids = torch.tensor([token for _, token, _ in rows])[:, None]
+    found = torch.tensor([value for value, *_ in rows]).double()
+    swapped = {"landmark_pairs": tuple(layer[::-1] for layer in rule.landmark_pairs)}
+    others = chosen.model_copy(update={"selection": rule.model_copy(update=swapped)})
+    for schedule, same in ((chosen, True), (others, False)):
+        expected = ContractModel(model, schedule).log_probs(PROMPT, ids[:, 0].tolist())
+        error = (expected.gather(1, ids)[:, 0] - found).abs().max()
+        assert bool(error < 2e-4) == same
 
 
 def test_an_adapter_that_one_rank_has_not_loaded_is_on_none(

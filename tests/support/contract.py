@@ -8,9 +8,9 @@
 4. Attention over the kept pages is exact; the softmax runs over the kept tokens only.
 
 A selection rule changes 3: a page has a landmark for every few of its tokens, which may be stored
-in int4 and without the fastest rotary pairs, and its score is the largest product of any of them
-with the mean query or, by "best_head", with any query of the group. Under layer weights a layer has
-a budget of its own.
+in int4 and without the fastest rotary pairs, or with none but those that a layer and KV head have
+chosen, and its score is the largest product of any of them with the mean query or, by "best_head",
+with any query of the group. Under layer weights a layer has a budget of its own.
 """
 
 import math
@@ -39,12 +39,19 @@ def layer_budget(budget: int, weight: float, least: int) -> int:
     return max(least, math.floor(float(np.float32(weight)) * budget + 0.5))
 
 
-def landmarks_of(page_keys: np.ndarray, rule: object, store: Callable) -> list[np.ndarray]:
-    """Landmarks of a page's keys [page, D], each [D] with 0 in the rotary pairs left out."""
+def kept_channels(rule: object, dim: int, layer: int, head: int) -> list[int]:
+    """Channels of a KV head's keys that its landmarks keep."""
+    half, pairs = dim // 2, rule.landmark_pairs or dim // 2
+    kept = range(half - pairs, half) if isinstance(pairs, int) else pairs[layer][head]
+    return [channel for channel in range(dim) if channel % half in kept]
+
+
+def landmarks_of(
+    page_keys: np.ndarray, rule: object, kept: list[int], store: Callable
+) -> list[np.ndarray]:
+    """Landmarks of a page's keys [page, D], each [D] with 0 in the channels left out."""
     size, dim = page_keys.shape
-    half = dim // 2
-    tokens, pairs = rule.landmark_tokens or size, rule.landmark_pairs or half
-    kept = [channel for channel in range(dim) if channel % half >= half - pairs]
+    tokens = rule.landmark_tokens or size
     landmarks = []
     for first in range(0, size, tokens):
         mean, landmark = page_keys[first : first + tokens].mean(0), np.zeros(dim)
@@ -86,12 +93,14 @@ def decode_one(
     recents: int = 2,
     store=lambda landmark: landmark,
     rule: object = PUBLISHED,
+    layer: int = 0,
 ) -> tuple[np.ndarray, list]:
     """One request's decode step.
 
     Args:
         q: [Hq, D]; keys, values: [L, Hkv, D], all float64; `store` rounds a landmark [D] the way
-        the KV dtype does; `rule` has the fields of a schedule's selection.
+        the KV dtype does; `rule` has the fields of a schedule's selection, `layer` is one of the
+        model's.
 
     Returns:
         Output [Hq, D] and the list of kept logical pages per KV head.
@@ -106,11 +115,12 @@ def decode_one(
         queries = [q[head * group + member] for member in range(group)]
         if rule.group_score == "mean_query":
             queries = [sum(queries) / group]
+        channels = kept_channels(rule, q.shape[1], layer, head)
         scores = []
         for page in range(pages):
             page_keys = keys[page * page_size : (page + 1) * page_size, head]
             full = len(page_keys) == page_size
-            marks = landmarks_of(page_keys, rule, store) if full else []
+            marks = landmarks_of(page_keys, rule, channels, store) if full else []
             products = [float(query @ mark) for query in queries for mark in marks]
             scores.append(max(products) if full else float("nan"))
         kept = choose_pages(scores, pages, budget, sinks, recents)

@@ -24,6 +24,7 @@ from unittest import mock
 import psutil
 import torch
 import zmq
+from pools import chosen_pairs
 
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
@@ -48,6 +49,16 @@ RULED = BudgetSchedule(
 )
 
 
+# As RULED, with landmarks of two tokens in pairs of each layer and KV head's own.
+CHOSEN = BudgetSchedule(
+    **RULED.model_dump()
+    | {
+        "name": "chosen",
+        "selection": RULE.model_copy(
+            update={"landmark_tokens": 2, "landmark_pairs": chosen_pairs(NUM_LAYERS, 3, 3, 16)}
+        ),
+    }
+)
 # Windows far shorter than the tests' prompts; layers 1, 3 and 5 keep everything.
 GEMMA3 = {
     "num_hidden_layers": 6,

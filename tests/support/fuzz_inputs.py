@@ -141,11 +141,22 @@ def is_schedule(fields: Any) -> bool:
     return whole and budgets == sorted(budgets) and budgets[0] >= floor
 
 
+def _are_pairs(lists: Any) -> bool:
+    """Whether these are ascending indices by layer and KV head, equally many of each."""
+    layers = lists if isinstance(lists, list) else []
+    heads = [head for layer in layers for head in (layer if isinstance(layer, list) else [None])]
+    whole = all(isinstance(h, list) and all(_whole(v, 0) and v < 1024 for v in h) for h in heads)
+    if not heads or not whole or len({len(layer) for layer in layers}) > 1:
+        return False
+    sizes = {len(head) for head in heads}
+    return len(sizes) == 1 and 0 not in sizes and all(h == sorted(set(h)) for h in heads)
+
+
 def _is_selection(fields: dict[str, Any], page: int, dense: list[int]) -> bool:
     rules: dict[str, Callable[[Any], bool]] = {
         "landmark_tokens": lambda v: v is None or (_whole(v, 1) and page % v == 0),
         "landmark_bits": lambda v: v in (16, 4),
-        "landmark_pairs": lambda v: v is None or (_whole(v, 1) and v <= 1024),
+        "landmark_pairs": lambda v: v is None or (_whole(v, 1) and v <= 1024) or _are_pairs(v),
         "group_score": lambda v: v in ("mean_query", "best_head"),
         "layer_weights": lambda v: (
             v is None or (isinstance(v, list) and all(_number(x) and x >= 0 for x in v))

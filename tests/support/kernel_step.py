@@ -23,7 +23,16 @@ from sparrow_sglang.attention_backends.kernels.page_table import (
     Budgets,
     snapshot_page_table,
 )
-from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, MeanLandmarks
+from sparrow_sglang.attention_backends.kernels.select_launch import (
+    SelectLaunch,
+    SelectScratch,
+    allocate_select_scratch,
+)
+from sparrow_sglang.attention_backends.landmarks import (
+    Int4Landmarks,
+    MeanLandmarks,
+    kept_pairs,
+)
 from sparrow_sglang.selection import SelectionRule
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -120,12 +129,12 @@ class Step:
         self.q = self.q.to(dtype).to(device)
         # The landmark of a page with unwritten slots is NaN: a kernel that scores one shows it.
         # Computed on the CPU: some GPU kernels of torch divide by multiplying with a reciprocal.
-        computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), self.rule)
+        pairs = kept_pairs(self.rule, 0, range(heads[1]), head_dim)
+        computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), self.rule, pairs)
         self.landmarks: torch.Tensor | Int4Codes
         if isinstance(computed, Int4Landmarks):
-            self.landmarks = Int4Codes(
-                computed.codes.contiguous().to(device), computed.scales.contiguous().to(device)
-            )
+            stored = (computed.codes.contiguous(), computed.scales.contiguous(), pairs)
+            self.landmarks = Int4Codes(*(tensor.to(device) for tensor in stored))
         else:
             self.landmarks = computed.means.squeeze(2).to(device)
 
@@ -166,8 +175,8 @@ class Step:
         self,
         budgets: Budgets,
         width: int,
-        launch: select.SelectLaunch,
-        scratch: select.SelectScratch | None = None,
+        launch: SelectLaunch,
+        scratch: SelectScratch | None = None,
         update_landmark: bool = False,
         requests: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,9 +184,7 @@ class Step:
         device = self.q.device
         page_ids = torch.full((batch, heads, width), POISON, dtype=torch.int32, device=device)
         counts = self.snapshot(budgets, requests)
-        scratch = scratch or select.allocate_select_scratch(
-            batch, heads, self.page_table.shape[1], device
-        )
+        scratch = scratch or allocate_select_scratch(batch, heads, self.page_table.shape[1], device)
         select.select_pages(
             self.q,
             self.k,

@@ -87,6 +87,7 @@ class ContractModel:
                     scaling,
                     store=lambda mean: mean.astype(np.float32).astype(np.float64),
                     rule=schedule.selection,
+                    layer=module.layer_idx,
                 )
                 out[position] = torch.from_numpy(row)
         return out[None], None

@@ -16,6 +16,18 @@ def make_schedule(page_size: int, bin_pages: int, budgets: list[int]) -> BudgetS
     )
 
 
+def chosen_pairs(layers: int, heads: int, count: int, head_dim: int, seed: int = 0) -> tuple:
+    """Other rotary pairs for each layer and KV head, as `landmark_pairs` of a rule lists them."""
+    draw = np.random.default_rng(seed)
+    pairs = range(head_dim // 2)
+    return tuple(
+        tuple(
+            tuple(sorted(draw.choice(pairs, count, replace=False).tolist())) for _ in range(heads)
+        )
+        for _ in range(layers)
+    )
+
+
 class Pool:
     """A KV pool in which each request's pages lie scattered, as after many allocations."""
 

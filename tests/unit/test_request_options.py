@@ -96,6 +96,10 @@ class TestLoading:
                 "b: selection.landmark_pairs=8 differs from that of a: expected None",
             ),
             (
+                schedule("b", 6, selection={"landmark_pairs": [[[3, 7]]]}),
+                r"b: selection.landmark_pairs=\[\(\(3, 7\),\)\] differs from that of a: expected N",
+            ),
+            (
                 schedule("b", 6, selection={"group_score": "best_head"}),
                 "b: selection.group_score='best_head' differs .* expected 'mean_query'",
             ),

@@ -1,7 +1,9 @@
 """Selection rules in schedules: what is read of files, layer budgets against a loop, refusals."""
 
 import json
+import re
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from contract import budget_pages, layer_budget
 from engines import RULE, RULED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import chosen_pairs
 
 from sparrow_sglang.attention_backends.metadata import NUM_SLOTS, BudgetTable
 from sparrow_sglang.loaded_schedules import LoadedSchedules
@@ -58,7 +61,18 @@ def test_a_rule_is_saved_and_read_back(tmp_path) -> None:
         ({"landmark_tokens": 4.5}, r"landmark_tokens=4\.5 .* whole number"),
         ({"landmark_bits": 8}, "landmark_bits=8 is not allowed: expected 16 or 4"),
         ({"landmark_bits": "4"}, "landmark_bits='4' is not allowed: expected 16 or 4"),
-        ({"landmark_pairs": 0}, "landmark_pairs=0 .* 1 to 1024, or null for all"),
+        ({"landmark_pairs": 0}, "landmark_pairs=0 .* 1 to 1024, null for all, or lists"),
+        ({"landmark_pairs": []}, r"landmark_pairs=\[\] .* one list per layer and KV head"),
+        ({"landmark_pairs": [3]}, r"landmark_pairs\[0\]=3 .* one list per layer and KV head"),
+        ({"landmark_pairs": [[[0, 1.5]]]}, r"landmark_pairs\[0\]\[0\]\[1\]=1\.5 .* indices, 0"),
+        ({"landmark_pairs": [[[0, -1]]]}, r"landmark_pairs\[0\]\[0\]\[1\]=-1 .* indices, 0"),
+        ({"landmark_pairs": [[[2, 1]]]}, r"landmark_pairs\[0\]\[0\]=\[2, 1\]: .* ascending"),
+        ({"landmark_pairs": [[[1, 1]]]}, r"landmark_pairs\[0\]\[0\]=\[1, 1\]: .* distinct"),
+        ({"landmark_pairs": [[[1, 2], [3]]]}, r"landmark_pairs\[0\]\[1\]=\[3\]: expected 2 d"),
+        (
+            {"landmark_pairs": [[[1]], [[1], [2]]]},
+            r"landmark_pairs\[1\] has 2 lists: .* KV head, 1",
+        ),
         ({"group_score": "max"}, "group_score='max' .* 'mean_query' or 'best_head'"),
         ({"layer_weights": 1}, "layer_weights=1 .* one finite number, 0 or more, per layer"),
         ({"layer_weights": []}, r"layer_weights=\[\] .* per layer"),
@@ -98,6 +112,45 @@ def test_a_model_of_another_shape_is_refused(config: dict[str, Any], message: st
         with pytest.raises(ScheduleError, match=message) as caught:
             RULED.require_model(wrapped)
         assert "schedule ruled: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 5}, "lists for 4 layers of 3 KV heads: expected 5 layers of 3, as"),
+        ({"num_key_value_heads": 9}, "lists for 4 layers of 3 KV heads: expected 4 layers of 9"),
+        ({"num_key_value_heads": None}, "expected 4 layers of 9"),
+        ({"head_dim": 14}, "the index 7: expected at most 6, as the .* have 14 dimensions"),
+        ({}, ""),
+    ],
+)
+def test_pairs_chosen_for_a_model_of_another_shape_are_refused(
+    config: dict[str, Any], message: str
+) -> None:
+    pairs = [[[0, 2], [1, 7], [3, 4]]] * 4
+    schedule = BudgetSchedule(**FIELDS, selection={"landmark_pairs": pairs})
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3}
+    hf_config = shape | {"head_dim": 16} | config
+    if not message:
+        schedule.require_model(hf_config)
+        return
+    with pytest.raises(ScheduleError, match="mine: selection.landmark_pairs has ") as caught:
+        schedule.require_model(hf_config)
+    assert re.search(message, str(caught.value))
+
+
+def test_pairs_that_were_chosen_are_saved_a_line_each_and_read_back(tmp_path: Path) -> None:
+    pairs = chosen_pairs(4, 3, 5, 16)
+    rule = RULE.model_copy(update={"landmark_pairs": pairs})
+    schedule = RULED.model_copy(update={"selection": rule, "provenance": {"a": "[\n 1,\n 2\n]"}})
+    schedule.save(tmp_path / "chosen.json")
+    assert BudgetSchedule.from_json(tmp_path / "chosen.json") == schedule
+    lines = [line.strip(" ,") for line in (tmp_path / "chosen.json").read_text().splitlines()]
+    assert [line for line in lines if line.startswith("[") and len(line) > 1] == [
+        str(list(head)) for layer in pairs for head in layer
+    ]
+    assert rule.landmark_bytes(16, 16, 2) == RULE.landmark_bytes(16, 16, 2) - 4
+    assert "4 tokens in 5 chosen rotary pairs" in str(rule)
 
 
 @st.composite

@@ -139,12 +139,12 @@ class TestMemory:
     def left(self, monkeypatch):
         from sglang.srt import runtime_context
 
-        from sparrow_sglang.attention_backends.kernels import decode_launch, select
+        from sparrow_sglang.attention_backends.kernels import decode_launch, select_launch
 
         monkeypatch.setattr(
             runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2)
         )
-        for module in (decode_launch, select):
+        for module in (decode_launch, select_launch):
             monkeypatch.setattr(module, "sm_count", lambda _: 132)
         monkeypatch.setattr(
             "sglang.srt.utils.common.get_cuda_graph_max_batch_size",

@@ -144,16 +144,20 @@ def test_doctor_says_what_a_gpu_would_say(tmp_path):
 
 def test_the_kernels_check_the_same_limits():
     """A page table of the longest context fits, and one page more is refused."""
-    from sparrow_sglang.attention_backends.kernels import checks, select
+    from sparrow_sglang.attention_backends.kernels import checks
+    from sparrow_sglang.attention_backends.kernels.select_launch import (
+        allocate_select_scratch,
+        check_scratch,
+    )
 
     assert checks.HEAD_DIMS == HEAD_DIMS
     assert (checks.MAX_GROUP, checks.MAX_PAGES) == (MAX_GROUP, MAX_PAGES)
     assert (checks.INT4_LANDMARKS, checks.PAIRS_MULTIPLE) == (INT4_LANDMARKS, PAIRS_MULTIPLE)
 
-    scratch = select.allocate_select_scratch(1, 1, MAX_PAGES + 1, torch.device("meta"))
-    select._check_scratch(scratch, 1, MAX_PAGES)
+    scratch = allocate_select_scratch(1, 1, MAX_PAGES + 1, torch.device("meta"))
+    check_scratch(scratch, 1, MAX_PAGES)
     with pytest.raises(ValueError, match="32768 columns: expected at most 32767"):
-        select._check_scratch(scratch, 1, MAX_PAGES + 1)
+        check_scratch(scratch, 1, MAX_PAGES + 1)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +171,13 @@ def test_the_kernels_check_the_same_limits():
         (16, {"landmark_bits": 4, "landmark_tokens": 1}, "landmark_tokens=1: .* take 16, 8, 4, 2"),
         (64, {"landmark_bits": 4, "landmark_tokens": 4}, "landmark_tokens=4: .* 64, 32, 16, 8 at"),
         (16, {"landmark_bits": 4, "landmark_pairs": 20}, "landmark_pairs=20: .* multiples of 8"),
+        (16, {"landmark_bits": 4, "landmark_pairs": [[[*range(16)]]]}, None),
+        (
+            16,
+            {"landmark_bits": 4, "landmark_pairs": [[[*range(12)]]]},
+            "landmark_pairs=12 of each KV head: .* multiples of 8",
+        ),
+        (16, {"landmark_pairs": [[[*range(8)]]]}, "landmark_bits=16: .* only with"),
         (16, {"landmark_tokens": 8}, "landmark_bits=16: .* only with"),
         (16, {"landmark_pairs": 24}, "landmark_bits=16: .* only with"),
         (16, {"group_score": "best_head"}, "landmark_bits=16: .* only with"),

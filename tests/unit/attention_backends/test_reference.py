@@ -6,13 +6,14 @@ import torch
 from contract import budget_pages, choose_pages, decode_one, layer_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import Pool, make_schedule
+from pools import Pool, chosen_pairs, make_schedule
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import (
     Int4Landmarks,
     Landmarks,
     allocate_landmarks,
+    kept_pairs,
 )
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
@@ -28,12 +29,13 @@ def budgets_of(schedule: BudgetSchedule, pool: Pool) -> BudgetTable:
     return BudgetTable(LoadedSchedules.of([schedule]), len(pool.req_to_token), "cpu")
 
 
-def landmarks_of(pool: Pool, schedule: BudgetSchedule) -> Landmarks:
+def landmarks_of(pool: Pool, schedule: BudgetSchedule, layer: int = 0) -> Landmarks:
     """Landmarks of the pool's pages, none of them computed: NaN where scored."""
     pages = pool.k.shape[0] // schedule.page_size
-    landmarks = allocate_landmarks(
-        pages, *pool.k.shape[1:], schedule.page_size, schedule.selection, pool.k.dtype, "cpu"
-    )
+    _, heads, head_dim = pool.k.shape
+    rule = schedule.selection
+    pairs = kept_pairs(rule, layer, range(heads), head_dim)
+    landmarks = allocate_landmarks(pages, schedule.page_size, rule, pairs, pool.k.dtype)
     (landmarks.scales if isinstance(landmarks, Int4Landmarks) else landmarks.means).fill_(torch.nan)
     return landmarks
 
@@ -43,7 +45,7 @@ def run_step(
 ) -> torch.Tensor:
     """Prefill all but the last token of each request, then decode it, as a server does."""
     step = TorchPagedDecode(budgets_of(schedule, pool), pool.req_to_token)
-    landmarks = landmarks_of(pool, schedule)
+    landmarks = landmarks_of(pool, schedule, layer_id)
     before = (pool.lengths - 1).clamp_min(1)
     step.plan_extend(pool.rows, before, before)
     step.update_landmarks(pool.k, landmarks)
@@ -131,6 +133,7 @@ def test_a_score_that_is_not_finite_ranks_last_and_nothing_past_the_end_is_chose
     assert selected[0, 0].tolist() == [0, 2, 3, 4, 5]
 
 
+CHOSEN = "by layer and KV head"
 RULES = {
     "int4 for 4 tokens, best head": (4, 4, 3, "best_head"),
     "int4 for 4 tokens": (4, 4, None, "mean_query"),
@@ -138,6 +141,8 @@ RULES = {
     "int4 for pages": (None, 4, None, "best_head"),
     "best head": (None, 16, None, "best_head"),
     "8 tokens, fewer channels": (8, 16, 5, "mean_query"),
+    "int4 for 4 tokens in chosen pairs": (4, 4, CHOSEN, "best_head"),
+    "8 tokens in chosen pairs": (8, 16, CHOSEN, "mean_query"),
 }
 
 
@@ -146,6 +151,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_step_equals_the_contract_under_every_rule(name: str, heads: tuple, page_size: int):
     tokens, bits, pairs, group_score = RULES[name]
+    pairs = chosen_pairs(4, heads[1], 3, 16) if pairs is CHOSEN else pairs
     rule = SelectionRule(
         landmark_tokens=tokens,
         landmark_bits=bits,
@@ -171,6 +177,7 @@ def test_step_equals_the_contract_under_every_rule(name: str, heads: tuple, page
                 0.25,
                 store=lambda mean: mean.astype(np.float32).astype(np.float64),
                 rule=rule,
+                layer=layer,
             )
             np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6, err_msg=f"{length=}")
 
@@ -212,14 +219,16 @@ def test_a_page_whose_keys_overflow_a_scale_ranks_last():
 
 def test_bytes_of_landmarks_are_those_that_a_rule_announces():
     for tokens, bits, pairs, group_score in RULES.values():
+        pairs = chosen_pairs(2, 3, 5, 16) if pairs is CHOSEN else pairs
         rule = SelectionRule(
             landmark_tokens=tokens,
             landmark_bits=bits,
             landmark_pairs=pairs,
             group_score=group_score,
         )
-        landmarks = allocate_landmarks(10, 3, 16, 32, rule, torch.bfloat16, "cpu")
-        held = sum(tensor.nbytes for tensor in vars(landmarks).values())
+        kept = kept_pairs(rule, 1, range(3), 16)
+        landmarks = allocate_landmarks(10, 32, rule, kept, torch.bfloat16)
+        held = sum(tensor.nbytes for name, tensor in vars(landmarks).items() if name != "pairs")
         assert held == 10 * 3 * rule.landmark_bytes(32, 16, kv_itemsize=2)
 
 

@@ -150,11 +150,15 @@ def test_doctor_checks_the_selection_rule(tiny_llama: str, tmp_path: Path) -> No
     assert found["schedule"].status == "ok" and str(RULE) in found["schedule"].detail
     refused = "landmark_pairs=6: the GPU kernels take multiples of 8"
     assert found["kernels"].status == "note" and refused in found["kernels"].detail
-    longer = RULE.model_copy(update={"layer_weights": (1.0,) * 5})
-    RULED.model_copy(update={"selection": longer}).save(tmp_path / "ruled.json")
-    assert report(arguments)["schedule"] == Check(
-        "FAIL",
-        "schedule",
-        "schedule ruled: selection.layer_weights has 5 numbers: expected one for each of the"
-        " model's 4 layers",
-    )
+    for field, value, problem in (
+        ("layer_weights", (1.0,) * 5, "5 numbers: expected one for each of the model's 4 layers"),
+        (
+            "landmark_pairs",
+            (((1, 2), (0, 1)),) * 4,
+            "lists for 4 layers of 2 KV heads: expected 4 layers of 3, as the model has",
+        ),
+    ):
+        other = RULE.model_copy(update={field: value})
+        RULED.model_copy(update={"selection": other}).save(tmp_path / "ruled.json")
+        detail = f"schedule ruled: selection.{field} has {problem}"
+        assert report(arguments)["schedule"] == Check("FAIL", "schedule", detail)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engines import RULED, random_prompt
+from engines import CHOSEN, RULED, random_prompt
 from oracle import ContractModel
 from scipy.special import softmax
 
@@ -29,7 +29,9 @@ def policy(sharp_llama) -> DensePolicy:
     return DensePolicy.load(ModelConfig(path=sharp_llama), OptimizerConfig(), "cpu")
 
 
-@pytest.mark.parametrize(("rows", "schedule"), [(7, GROWING), (512, GROWING), (50, RULED)])
+@pytest.mark.parametrize(
+    ("rows", "schedule"), [(7, GROWING), (512, GROWING), (50, RULED), (50, CHOSEN)]
+)
 def test_acceptance_rates_are_those_of_the_contract(
     policy, sharp_llama, monkeypatch, rows, schedule
 ):
