@@ -37,5 +37,7 @@ def store_head(target: tl.tensor, columns: tl.tensor, values: tl.tensor, D: tl.c
 @triton.jit
 def pair_columns(PAIRS: tl.constexpr) -> tl.tensor:
     """Columns of a tile with a byte for each rotary pair kept, and the padding behind them."""
-    width: tl.constexpr = 32 if PAIRS <= 32 else (64 if PAIRS <= 64 else 128)
+    width: tl.constexpr = (
+        16 if PAIRS <= 16 else (32 if PAIRS <= 32 else (64 if PAIRS <= 64 else 128))
+    )
     return tl.arange(0, width)

@@ -73,7 +73,7 @@ def _score_query(
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """fp32 queries [pairs, COLUMNS] at the given channels, each in four columns; 0 in padding.
+    """fp32 queries [channels, COLUMNS], each in four columns; 0 in padding.
 
     Under BEST_HEAD these are the heads of the group, some of them twice; else their mean.
     """
@@ -90,24 +90,14 @@ def _score_query(
 
 
 @triton.jit
-def _digits(query: tl.tensor, to_fixed: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """The signed base-256 digit at each column's `place` of query * to_fixed, in int32."""
-    fixed = (query * to_fixed[None, :]).to(tl.int32)
-    # With 128 added to the three lower digits, the bytes of a sum of digits are these digits.
-    byte = ((fixed + 0x808080) >> (8 * place[None, :])) & 255
-    return tl.where(place[None, :] < 3, byte, byte ^ 128) - 128
-
-
-@triton.jit
 def _unpack(codes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The lower and the upper four bits of each byte, as int8."""
+    """As int8 the lower four bits of each byte, 8 + code, and the upper ones as 16 * code."""
     if INTERPRETED:
-        return (codes & 15).to(tl.int8), (codes >> 4).to(tl.int8)
+        return (codes & 15).to(tl.int8), ((codes & 240) ^ 128).to(tl.int8, bitcast=True)
     else:
         # Four bytes at once; the compiler would take them apart and put them together again.
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 upper; and.b32 $0, $2, 0x0F0F0F0F; shr.u32 upper, $2, 4;"
-            " and.b32 $1, upper, 0x0F0F0F0F; }",
+            "and.b32 $0, $2, 0x0F0F0F0F; lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;",
             "=r,=r,r",
             [codes],
             dtype=(tl.int8, tl.int8),
@@ -140,51 +130,70 @@ def score_int4_pages(
     """Write the keys of pages [first, end), each of which has LANDMARKS int4 landmarks.
 
     Codes stay whole numbers: turning 4 bits into a float costs more than loading them. A query
-    becomes a 31-bit fixed-point number, at the exponent of its largest channel, in four int8
-    digits. The sums of codes by digits are exact; fp32 takes part when they are put together. A
-    query that is not finite makes a product that is not a number, and counts for no page.
+    becomes a fixed-point number of 31 bits, or 27 in second members, at the exponent of its largest
+    channel, in four int8 digits. The sums of codes by digits are exact; fp32 takes part when they
+    are put together. A query that is not finite makes a product that is not a number, and counts
+    for no page.
     """
     # Columns 4h to 4h + 3 hold the digits of query h; tensor cores take 8 columns or more.
     COLUMNS: tl.constexpr = 4 * GROUP_PAD if BEST_HEAD and GROUP_PAD > 1 else 8
+    ROWS: tl.constexpr = LANDMARKS * BLOCK
     pair = pair_columns(PAIRS)
-    exists = pair < PAIRS
-    channel = tl.load(pairs + head * PAIRS + pair, mask=exists, other=0)
-    first_query = _score_query(q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS)
-    second_query = _score_query(
-        q_group, channel + D // 2, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS
-    )
-    largest = tl.maximum(tl.max(tl.abs(first_query), 0), tl.max(tl.abs(second_query), 0))
-    nan = (first_query != first_query) | (second_query != second_query)
-    finite = (tl.max(nan.to(tl.int32), axis=0) == 0) & (largest < float("inf"))
+    WIDTH: tl.constexpr = pair.shape[0]
+    # A query's channels: first members of RUN pairs, their second ones, then the next pairs.
+    RUN: tl.constexpr = 4 if WIDTH == 16 else WIDTH
+    member = tl.arange(0, 2 * WIDTH) // RUN % 2
+    of_pair = tl.arange(0, 2 * WIDTH) // (2 * RUN) * RUN + tl.arange(0, 2 * WIDTH) % RUN
+    exists = of_pair < PAIRS
+    channel = tl.load(pairs + head * PAIRS + of_pair, mask=exists, other=0) + member * (D // 2)
+    query = _score_query(q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS)
+    largest = tl.max(tl.abs(query), 0)
+    finite = (tl.max((query != query).to(tl.int32), axis=0) == 0) & (largest < float("inf"))
     # 2**exponent in fp32 is (127 + exponent) << 23; below 30 the digits would not be normal.
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 30)
     to_fixed = ((283 - exponent) << 23).to(tl.float32, bitcast=True)
-    place = tl.arange(0, COLUMNS) % 4
-    first_digits = _digits(first_query, to_fixed, place)
-    second_digits = _digits(second_query, to_fixed, place)
-    unit = ((exponent - 29 + 8 * place) << 23).to(tl.float32, bitcast=True)
+    # Codes of second members are 16 times as large.
+    share = tl.where(member == 0, 1.0, 1.0 / 16)
+    fixed = (query * to_fixed[None, :] * share[:, None]).to(tl.int32)
+    # The signed base-256 digit at each column's place: with 128 added to the three lower digits,
+    # the bytes of a sum of digits are these digits.
+    place = (tl.arange(0, COLUMNS) % 4)[None, :]
+    byte = ((fixed + 0x808080) >> (8 * place)) & 255
+    digits = tl.where(place < 3, byte, byte ^ 128) - 128
+    # Four bits of first members hold 8 + code.
+    offset = -8 * tl.sum(tl.where(member[:, None] == 0, digits, 0), axis=0)
+    digits = digits.to(tl.int8)
+    start_value = tl.zeros((ROWS, COLUMNS), tl.int32) + offset[None, :]
+    # Two neighbouring digits are put together as whole numbers.
+    unit = ((exponent - 29 + 8 * (tl.arange(0, COLUMNS) % 4)) << 23).to(tl.float32, bitcast=True)
     unit = tl.where(finite, unit, float("nan"))
-    # Four bits hold 8 + code.
-    offset = -8 * (tl.sum(first_digits, axis=0) + tl.sum(second_digits, axis=0))
-    first_digits = first_digits.to(tl.int8)
-    second_digits = second_digits.to(tl.int8)
-    tile_row = tl.arange(0, BLOCK * LANDMARKS)
-    start_value = tl.zeros((BLOCK * LANDMARKS, COLUMNS), tl.int32) + offset[None, :]
+    unit, _ = tl.split(tl.reshape(unit, (COLUMNS // 2, 2)))
+    landmark = tl.arange(0, LANDMARKS)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         # Rows past the end repeat the last page, which costs less than masking them.
-        index = tl.minimum(start + tile_row // LANDMARKS, end - 1)
+        index = tl.minimum(start + tl.arange(0, BLOCK), end - 1)
         page = tl.load(pages + index).to(tl.int64)
-        landmark = (page * HEADS + head) * LANDMARKS + tile_row % LANDMARKS
-        # What padding columns hold meets digits of 0.
-        tile = tl.load(codes + landmark[:, None] * PAIRS + pair[None, :], mask=exists[None, :])
-        scale = tl.load(scales + landmark).to(tl.float32)
+        row = (page * HEADS + head)[:, None] * LANDMARKS + landmark[None, :]
+        at = codes + row[:, :, None] * PAIRS + pair[None, None, :]
+        if PAIRS == WIDTH:
+            tile = tl.load(at)
+        else:
+            # What padding columns hold meets digits of 0.
+            tile = tl.load(at, mask=pair[None, None, :] < PAIRS)
+        scale = tl.load(scales + row)
+        # Landmarks of a page in rows BLOCK apart, which the same thread holds.
+        tile = tl.reshape(tl.permute(tile, (1, 0, 2)), (ROWS, WIDTH))
+        scale = tl.reshape(tl.permute(scale, (1, 0)), (ROWS,)).to(tl.float32)
         first_codes, second_codes = _unpack(tile)
-        sums = tl.dot(first_codes, first_digits, start_value, out_dtype=tl.int32)
-        sums = tl.dot(second_codes, second_digits, sums, out_dtype=tl.int32)
-        parts = sums.to(tl.float32) * unit[None, :]
-        product = tl.sum(tl.reshape(parts, (BLOCK * LANDMARKS, COLUMNS // 4, 4)), axis=2)
+        first_codes = tl.reshape(first_codes, (ROWS, WIDTH // RUN, RUN))
+        second_codes = tl.reshape(second_codes, (ROWS, WIDTH // RUN, RUN))
+        both = tl.permute(tl.join(first_codes, second_codes), (0, 1, 3, 2))
+        sums = tl.dot(tl.reshape(both, (ROWS, 2 * WIDTH)), digits, start_value, out_dtype=tl.int32)
+        low, high = tl.split(tl.reshape(sums, (ROWS, COLUMNS // 2, 2)))
+        parts = (low + 256 * high).to(tl.float32) * unit[None, :]
+        product = tl.sum(tl.reshape(parts, (ROWS, COLUMNS // 4, 2)), axis=2) * scale[:, None]
         # A product that is not a number does not count, unless there is no other.
-        score = tl.max(product * scale[:, None], axis=1)
-        score = tl.max(tl.reshape(score, (BLOCK, LANDMARKS)), axis=1)
+        score = tl.max(tl.reshape(product, (LANDMARKS, BLOCK, COLUMNS // 4)), axis=0)
+        score = tl.max(score, axis=1)
         block_index = start + tl.arange(0, BLOCK)
         tl.store(keys + block_index, order_keys(score), mask=block_index < end)

@@ -9,8 +9,13 @@ from sparrow_sglang.attention_backends.kernels.checks import MAX_PAGES, sm_count
 
 # Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
 _PROGRAMS_PER_SM = 2
-# int4 landmarks of a tile, by the largest head dimension that registers hold so many of.
+# int4 landmarks of a tile, by the largest head dimension that registers hold so many of. Of eight a
+# page a tile has twice as many, as in fewer pages they would be compared across warps.
 _INT4_TILES = {128: 256, 256: 64}
+_PER_PAGE = 4
+# Triton shares them between a tile and the page ids in front of it: with fewer than five, a tile is
+# asked for only when the one before has been scored.
+_INT4_STAGES = 5
 
 
 class SelectScratch(NamedTuple):
@@ -51,9 +56,9 @@ def select_launch(
     slots = _PROGRAMS_PER_SM * sm_count(device)
     if int4_landmarks:
         tile = next(tile for dim, tile in _INT4_TILES.items() if head_dim <= dim)
-        block_pages = tile // int4_landmarks
+        block_pages = tile // min(int4_landmarks, _PER_PAGE)
         splits = max(1, min(slots // rows, triton.cdiv(max_pages, block_pages)))
-        return SelectLaunch(splits=splits, block_pages=block_pages)
+        return SelectLaunch(splits=splits, block_pages=block_pages, stages=_INT4_STAGES)
     if rows > slots:
         return SelectLaunch(splits=1, block_pages=max(16, 8192 // triton.next_power_of_2(head_dim)))
     block_pages = max(16, 16384 // triton.next_power_of_2(head_dim))

@@ -219,7 +219,8 @@ def sweep_rule(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
     """Launch shapes of selection by a schedule's rule; a tile is given by its landmarks."""
     page_bytes = schedule.selection.landmark_bytes(PAGE_SIZE, HEAD_DIM, 2)
     per_page = schedule.selection.landmarks_per_page(PAGE_SIZE)
-    tiles = [(256, 4, 3), (256, 4, 4), (128, 4, 4), (512, 8, 3), (256, 8, 3), (128, 2, 4)]
+    # Landmarks, warps, stages.
+    tiles = [(256, 4, 3), (256, 4, 5), (256, 4, 7), (512, 4, 5), (512, 8, 5), (128, 4, 7)]
     for batch, context, splits in ((16, 32768, (1, 2, 4)), (1, 32768, (8, 16, 32))):
         budget = schedule.kv_budget_tokens(context) // PAGE_SIZE
         shape = Shape(batch, context, budget, landmark_bytes=page_bytes)
