@@ -14,8 +14,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NEW_TOKENS = 48
-# Start and length in characters; about four to a token. Few and short, as the CPU path takes minutes
-# for more.
+# Start and length in characters; about four to a token. Few and short, as the CPU path takes
+# minutes for more.
 PASSAGES = ((0, 3200), (3000, 3600), (6500, 2800))
 # Twice the log-prob noise of bf16 between two implementations of the same dense model.
 ROUNDING = 0.25
