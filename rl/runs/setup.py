@@ -180,6 +180,12 @@ def _check_server_args(engine: EngineConfig) -> None:
             )
     if problem := unknown_argument(engine.server_args):
         raise InputError(f"engine.server_args.{problem}")
+    dp_size = engine.server_args.get("dp_size", 1)
+    if dp_size != 1 and not engine.server_args.get("enable_dp_attention"):
+        raise InputError(
+            f"engine.server_args.dp_size={dp_size}: SGLang loads a trainer's weights into the first"
+            f' replica only; set kind = "ray" and num_engines = {dp_size} instead'
+        )
 
 
 def _check_temperature(temperature: float) -> None:

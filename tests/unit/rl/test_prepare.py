@@ -36,6 +36,10 @@ from sparrow_sglang.rl.runs.setup import prepare
             'engine = { server_args = { attention_backend = "fa3" }, schedule = "fixed-48" }',
             "engine.server_args.attention_backend is not set there: set engine.schedule instead",
         ),
+        (
+            'engine = { schedule = "fixed-48", server_args = { dp_size = 2 } }',
+            "engine.server_args.dp_size=2: SGLang loads a trainer's weights into the first replica",
+        ),
         ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
         ("rollout = { temperature = 0 }", "rollout.temperature=0 is not allowed: Input should be"),

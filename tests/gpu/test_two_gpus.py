@@ -1,0 +1,315 @@
+"""One engine on two GPUs: split, replicated, and with replicated attention in a split model.
+
+What each rank decodes is compared with transformers and the contract's loop, teacher-forced along
+the engine's own samples; a request is sent to each replica by its number.
+"""
+
+import asyncio
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engines
+import pytest
+import torch
+from engines import random_prompt, save_tiny_model
+from oracle import ContractModel
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.client.control import get_schedule, set_schedule
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
+from sparrow_sglang.rl.engines import weight_broadcast
+from sparrow_sglang.rl.engines.buckets import pack
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
+from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
+from sparrow_sglang.schedule import BudgetSchedule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+ON_GPU = torch.cuda.is_available()
+SHAPE = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 256,
+    "spread": 0.1,
+}
+SCHEDULES = {tokens: BudgetSchedule.fixed(tokens) for tokens in (64, 160)}
+PROMPTS = [random_prompt(seed, 170 + 13 * seed) for seed in range(6)]
+NEW_TOKENS = 40
+# Mean |difference| of log-probs from float64: of half precision, and of pages that it confuses.
+NOISE = 0.02 if ON_GPU else 1e-4
+LAYOUTS = {
+    "one": {},
+    "tp": {"tp_size": 2},
+    "dp": {"dp_size": 2},
+    "dp-attention": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+}
+Answer = tuple[list[int], list[int], torch.Tensor, str]
+"""Prompt, response, the log-probs of its tokens [T], and the request's id."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("two-gpus"), "qwen3", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("other"), "qwen3", seed=1, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def oracles(model: str) -> dict[int | None, ContractModel]:
+    """By budget in tokens; None decodes densely."""
+    sparse = {tokens: ContractModel(model, schedule) for tokens, schedule in SCHEDULES.items()}
+    return {None: ContractModel(model), **sparse}
+
+
+def start(model: str, **arguments: Any) -> LocalEngine:
+    engines.import_for_fork()
+    return LocalEngine(
+        model,
+        "fixed-64,fixed-160",
+        **{
+            "skip_tokenizer_init": True,
+            # Three bits more than bfloat16 to tell noise from a wrong page.
+            "dtype": "float16" if ON_GPU else "float32",
+            "max_total_tokens": 8192,
+            "max_running_requests": 16,
+            "cuda_graph_max_bs_decode": 8,
+            "disable_prefill_cuda_graph": True,
+            "chunked_prefill_size": 128,
+            "random_seed": 0,
+        }
+        | arguments,
+    )
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def log(layout: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audit") / layout
+
+
+@pytest.fixture(scope="module")
+def engine(model: str, layout: str, log: Path) -> Iterator[LocalEngine]:
+    audit = {"sparrow_audit_rate": 1.0, "sparrow_audit_log": str(log)}
+    engine = start(model, **LAYOUTS[layout], **audit)
+    yield engine
+    engine.close()
+
+
+def replicas(layout: str) -> list[int | None]:
+    return [0, 1] if "dp_size" in LAYOUTS[layout] else [None]
+
+
+def sample(engine: LocalEngine, rank: int | None, **option: Any) -> list[Answer]:
+    """Answers to all prompts from one replica, while others are idle."""
+    answers = engine.engine.generate(
+        input_ids=PROMPTS,
+        sampling_params={
+            "temperature": 1.0,
+            "max_new_tokens": NEW_TOKENS,
+            "ignore_eos": True,
+            "custom_params": {"sparrow": option or {"report": True}},
+        },
+        return_logprob=True,
+        routed_dp_rank=rank,
+    )
+    return [
+        (
+            prompt,
+            [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]],
+            torch.tensor([v for v, _, _ in answer["meta_info"]["output_token_logprobs"]]),
+            answer["meta_info"]["id"],
+        )
+        for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]
+
+
+def error(oracle: ContractModel, answers: list[Answer]) -> float:
+    """Mean |difference| of the answers' log-probs from the oracle's."""
+    apart = [found - expected(oracle, prompt, ids) for prompt, ids, found, _ in answers]
+    return float(torch.cat(apart).abs().mean())
+
+
+def expected(oracle: ContractModel, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    rows = oracle.log_probs(prompt, ids)
+    return rows.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1).float()
+
+
+def assert_decoded_under(
+    tokens: int | None, answers: list[Answer], oracles: dict[int | None, ContractModel]
+) -> None:
+    """The answers follow this oracle, and clearly none of the others."""
+    errors = {name: error(oracle, answers) for name, oracle in oracles.items()}
+    assert errors[tokens] < NOISE, errors
+    assert all(errors[other] > 3 * NOISE for other in errors if other != tokens), errors
+
+
+def test_every_replica_decodes_as_the_contract_says(
+    engine: LocalEngine, layout: str, oracles: dict[int | None, ContractModel]
+) -> None:
+    for rank in replicas(layout):
+        assert_decoded_under(64, sample(engine, rank), oracles)
+        assert_decoded_under(160, sample(engine, rank, schedule="fixed-160"), oracles)
+        assert_decoded_under(None, sample(engine, rank, dense=True), oracles)
+
+
+def test_a_schedule_is_switched_on_every_rank(
+    engine: LocalEngine, layout: str, oracles: dict[int | None, ContractModel]
+) -> None:
+    for tokens in (160, 64):
+        set_schedule(engine.engine, f"fixed-{tokens}")
+        # Compares what all ranks hold.
+        assert get_schedule(engine.engine).name == f"fixed-{tokens}"
+        for rank in replicas(layout):
+            assert_decoded_under(tokens, sample(engine, rank), oracles)
+
+
+def test_requests_of_every_replica_are_audited(
+    engine: LocalEngine, layout: str, log: Path, oracles: dict[int | None, ContractModel]
+) -> None:
+    endpoint = connect(engine.engine)
+    endpoint.call_sparrow("audit", wait_s=60.0)
+    answers = [answer for rank in replicas(layout) for answer in sample(engine, rank)]
+    endpoint.call_sparrow("audit", wait_s=60.0)
+    table = read_mismatch_log(log).to_pandas()
+    dense, sparse = [], []
+    for prompt, ids, found, request in answers:
+        rows = table[table.request_id == request]
+        assert rows.token_id.tolist() == ids
+        sparse.append(torch.tensor(rows.sparse_logprob.to_numpy()) - found)
+        dense.append(
+            torch.tensor(rows.dense_logprob.to_numpy()) - expected(oracles[None], prompt, ids)
+        )
+    assert torch.cat(sparse).abs().max() < 1e-5
+    assert torch.cat(dense).abs().mean() < NOISE
+
+
+def test_landmarks_of_every_rank_are_those_of_their_pages(engine: LocalEngine, layout: str) -> None:
+    """While requests run on all replicas, and of what they leave in the prefix cache."""
+    manager, ranks = engine.engine.tokenizer_manager, replicas(layout)
+
+    async def request(number: int) -> None:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        draw = random.Random(number)
+        await asyncio.sleep(draw.random())
+        asked = GenerateReqInput(
+            input_ids=PROMPTS[0][: draw.choice([0, 96])] + random_prompt(number, 90),
+            sampling_params={"max_new_tokens": draw.randint(1, 200), "ignore_eos": True},
+            routed_dp_rank=ranks[number % len(ranks)],
+        )
+        async for _ in manager.generate_request(asked, None):
+            pass
+
+    async def load() -> int:
+        from sglang.srt.managers.io_struct import (
+            ContinueGenerationReqInput,
+            PauseGenerationReqInput,
+        )
+
+        running = [asyncio.ensure_future(request(number)) for number in range(24)]
+        checks = 0
+        while not all(task.done() for task in running):
+            await asyncio.sleep(0.2)
+            await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+            await manager.sparrow.calls["landmarks"]()
+            await manager.continue_generation(ContinueGenerationReqInput())
+            checks += 1
+        await asyncio.gather(*running)
+        return checks
+
+    assert engine.engine.loop.run_until_complete(load()) >= 2
+    # Once audits are over, nothing but the prompt of a request for each replica is cached.
+    connect(engine.engine).call_sparrow("audit", wait_s=60.0)
+    set_schedule(engine.engine, "fixed-64")
+    for rank in ranks:
+        engine.engine.generate(
+            input_ids=PROMPTS[0],
+            # At another temperature than 1 it is not audited.
+            sampling_params={"max_new_tokens": 1, "temperature": 0},
+            routed_dp_rank=rank,
+        )
+    pages = len(ranks) * (len(PROMPTS[0]) // 16)
+    assert connect(engine.engine).call_sparrow("landmarks") == {"pages": pages}
+
+
+def test_new_weights_reach_every_rank(
+    engine: LocalEngine, layout: str, model: str, other_model: str
+) -> None:
+    """And the first weights again, for whatever tests come after."""
+    if layout == "dp":
+        pytest.skip("SGLang loads tensors into replicas with replicated attention only")
+    for version, path in (("1", other_model), ("2", model)):
+        oracle = ContractModel(path, SCHEDULES[64])
+        trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        engine.update_weights(trained.named_parameters(), version)
+        for rank in replicas(layout):
+            assert error(oracle, sample(engine, rank)) < NOISE, (version, rank)
+
+
+@pytest.mark.parametrize(
+    "split", [{}, {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}], ids=["one", "tp", "ep"]
+)
+def test_a_mixture_of_experts_decodes_as_the_contract_says(
+    split: dict[str, int], tmp_path: Path
+) -> None:
+    if split.get("ep_size") and not ON_GPU:
+        pytest.skip("SGLang's experts in plain torch are never shared out")
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = save_tiny_model(tmp_path, "qwen3_moe", **SHAPE, **experts, norm_topk_prob=True)
+    oracles = {None: ContractModel(model), 64: ContractModel(model, SCHEDULES[64])}
+    engine = start(model, **split)
+    try:
+        assert_decoded_under(64, sample(engine, None), oracles)
+    finally:
+        engine.close()
+
+
+def test_weights_are_broadcast_from_one_gpu_to_the_other(model: str, other_model: str) -> None:
+    """As a trainer on the first GPU sends them to an engine on the second."""
+    share_nccl_settings({})
+    engine = start(model, **({"base_gpu_id": 1} if ON_GPU else {}))
+    try:
+        port, name = _free_port(), f"two-gpus-{os.getpid()}"
+        ours = weight_broadcast._in_background(
+            lambda: weight_broadcast._join("127.0.0.1", port, 2, name)
+        )
+        engine.join("127.0.0.1", port, 1, 2, name)
+        group = ours.result(60)
+        trained = AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.float32)
+        trained = trained.to("cuda:0" if ON_GPU else "cpu")
+        engine.prepare_load()
+        for bucket in pack(trained.named_parameters(), engine.dtype):
+            sent = weight_broadcast._in_background(
+                lambda data=bucket.data: weight_broadcast._send(data, group)
+            )
+            engine.receive(bucket.layout(), name, "1")
+            sent.result(60)
+        engine.finish_load("1")
+        assert error(ContractModel(other_model, SCHEDULES[64]), sample(engine, None)) < NOISE
+        assert error(ContractModel(model, SCHEDULES[64]), sample(engine, None)) > 3 * NOISE
+        engine.leave(name)
+    finally:
+        engine.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        port: int = server.getsockname()[1]
+        return port
