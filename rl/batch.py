@@ -60,8 +60,19 @@ class Batch:
 
     def spread(self, count: int) -> "Batch":
         """At most `count` of the rollouts, evenly spread over the batch."""
+        return self._only(self._spread(count))
+
+    def without_spread(self, count: int) -> "Batch":
+        """The rollouts that `spread(count)` leaves out; all of them if it leaves out none."""
+        taken = set(self._spread(count))
+        left = [index for index in range(len(self.rollouts)) if index not in taken]
+        return self._only(left) if left else self
+
+    def _spread(self, count: int) -> list[int]:
         number = len(self.rollouts)
-        chosen = sorted({index * number // count for index in range(count)})
+        return sorted({index * number // count for index in range(count)})
+
+    def _only(self, chosen: list[int]) -> "Batch":
         tokens = torch.arange(len(self.advantages)).split(self.lengths)
         where = torch.cat([tokens[i] for i in chosen])
         return Batch(

@@ -71,13 +71,18 @@ class PolicyTerm:
 
 
 class SparseAdapter:
-    """The adapter of a policy, and its optimizer."""
+    """The adapter of a policy, and its optimizer.
+
+    `scale` is the share of the adapter that rollouts get: what `merged_weights`, `tensors` and
+    `save` give. Steps of the adapter compute with all of it.
+    """
 
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
         """Put an adapter that changes nothing yet into the policy's model.
 
         Raises `ValueError` if the model has no module of a name in `target_modules`.
         """
+        self.scale = 1.0
         self._policy = policy
         self._settings = settings
         self._lora = LoraConfig(
@@ -114,6 +119,44 @@ class SparseAdapter:
             yield
         finally:
             self._switch(False)
+
+    @contextmanager
+    def delivered(self, scale: float | None = None) -> Iterator[None]:
+        """The model computes as the engine does with this share of the adapter; None: with `scale`.
+
+        A merged adapter changes the weights by what is left of it in the dtype of the engine.
+        """
+        scale = self.scale if scale is None else scale
+        if scale == 0:
+            yield
+        elif self._settings.delivery == "merged":
+            with self._merged(scale):
+                yield
+        else:
+            full = {layer: layer.scaling[ADAPTER] for layer in self._layers.values()}
+            for layer in full:
+                layer.scaling[ADAPTER] *= scale
+            try:
+                with self.enabled():
+                    yield
+            finally:
+                for layer, factor in full.items():
+                    layer.scaling[ADAPTER] = factor
+
+    @contextmanager
+    def _merged(self, scale: float) -> Iterator[None]:
+        masters = dict(self._policy.named_masters())
+        kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        try:
+            for name, layer in self._layers.items():
+                weight = self._policy.model.get_parameter(f"{name}.base_layer.weight")
+                kept[weight] = weight.data
+                merged = masters[f"{name}.weight"] + scale * self._delta(layer)
+                weight.data = merged.to(self._policy.compute_dtype).to(weight.dtype)
+            yield
+        finally:
+            for weight, data in kept.items():
+                weight.data = data
 
     def step(
         self,
@@ -163,22 +206,24 @@ class SparseAdapter:
         return totals | {"sparrow/distill_grad_norm": self._optimizer.step()}
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's weights with the adapter added, under their checkpoint names.
+        """The policy's weights with `scale` of the adapter added, under their checkpoint names.
 
         Adapted ones are summed and given in fp32, so that only the engine's own cast rounds them.
         """
         masters = dict(self._policy.named_masters())
         for name, weight in self._policy.named_weights():
             layer = self._layers.get(name.removesuffix(".weight"))
-            if layer is None:
+            if layer is None or self.scale == 0:
                 yield name, weight
             else:
-                yield name, masters[name] + layer.get_delta_weight(ADAPTER).detach().float()
+                yield name, masters[name] + self.scale * self._delta(layer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The adapter under PEFT's names, as SGLang's LoRA manager and PEFT load it."""
+        """`scale` of the adapter under PEFT's names, as SGLang's LoRA manager and PEFT load it."""
         return {
-            "base_model.model." + name.replace(f".{ADAPTER}.", "."): parameter.detach()
+            "base_model.model." + name.replace(f".{ADAPTER}.", "."): (
+                parameter.detach() * self.scale if ".lora_B." in name else parameter.detach()
+            )
             for name, parameter in self._factors.items()
         }
 
@@ -191,14 +236,15 @@ class SparseAdapter:
         }
 
     def save(self, folder: Path) -> None:
-        """Write the adapter as PEFT and SGLang load it."""
+        """Write `scale` of the adapter as PEFT and SGLang load it."""
         self._lora.save_pretrained(str(folder))
         weights = {name: value.contiguous().cpu() for name, value in self.tensors().items()}
         save_file(weights, folder / "adapter_model.safetensors")
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors and optimizer."""
+        """Factors, optimizer and scale."""
         return {
+            "scale": self.scale,
             "params": [parameter.detach() for parameter in self._params],
             "optimizer": self._optimizer.state_dict(),
         }
@@ -209,6 +255,12 @@ class SparseAdapter:
             for parameter, saved in zip(self._params, state["params"], strict=True):
                 parameter.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
+        # Written since rollouts may get less than all of it.
+        self.scale = state.get("scale", 1.0)
+
+    def _delta(self, layer: Linear) -> torch.Tensor:
+        """What all of the adapter adds to the weight of `layer`, in fp32."""
+        return layer.get_delta_weight(ADAPTER).detach().float()
 
     def _switch(self, on: bool) -> None:
         for layer in self._layers.values():

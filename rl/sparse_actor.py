@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
@@ -44,7 +45,7 @@ class SparseActor:
         self._config = config
         self._engine = engine
         self._policy = policy
-        self._unmerged = adapter is not None and config.distill.delivery == "lora"
+        self._delivers_lora = config.distill.delivery == "lora"
         self._served = ladder.first
 
     @property
@@ -55,6 +56,11 @@ class SparseActor:
     @property
     def schedule_name(self) -> str:
         return self.schedule.name if self.schedule else DENSE
+
+    @property
+    def _unmerged(self) -> bool:
+        """Whether the engine loads the adapter beside the weights."""
+        return self.adapter is not None and self._delivers_lora and self.adapter.scale > 0
 
     def load(self, version: str) -> None:
         """Have the engine sample from weights, adapter and schedule as they are now."""
@@ -94,20 +100,26 @@ class SparseActor:
         if self.schedule is None or count == 0:
             return np.empty(0), np.empty(0, np.int64)
         sequences = batch.spread(count).sequences
-        adapted = self.adapter.enabled if self.adapter else nullcontext
+        adapted = self.adapter.delivered if self.adapter else nullcontext
         temperature = self._config.rollout.temperature
         rates = self._policy.acceptance(sequences, self.schedule, adapted, temperature)
         positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
         return np.concatenate(rates), np.concatenate(positions)
 
     def distill(self, batch: Batch) -> dict[str, float]:
-        """One step of the adapter towards the policy of the next rollouts; its metrics."""
+        """One step of the adapter towards the policy of the next rollouts, and how much of it they
+        get by the responses that `acceptance` measures; its metrics."""
         if self.adapter is None or self.schedule is None:
             return {}
-        chosen = batch.spread(self._config.distill.sequences)
+        measured = self._config.mismatch.sequences
+        chosen = batch.without_spread(measured).spread(self._config.distill.sequences)
         term = PolicyTerm(chosen.rollout_logprobs, chosen.advantages, self._config.algorithm)
         temperature = self._config.rollout.temperature
-        return self.adapter.step(chosen.sequences, self.schedule, term, temperature)
+        metrics = self.adapter.step(chosen.sequences, self.schedule, term, temperature)
+        held_out = batch.spread(measured).sequences
+        return metrics | choose_scale(
+            self.adapter, self._policy, held_out, self.schedule, temperature
+        )
 
     def _load(self, read: Callable[[], NamedTensors], version: str) -> None:
         # What PyTorch keeps in reserve is not there for the engine of the same device.

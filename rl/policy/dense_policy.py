@@ -156,7 +156,6 @@ class DensePolicy:
         weight: torch.Tensor = self.model.get_output_embeddings().weight
         return weight
 
-    @torch.no_grad()
     def acceptance(
         self,
         sequences: Sequence[TokenSequence],
@@ -169,16 +168,29 @@ class DensePolicy:
         Both distributions come from this model at `temperature`: the dense one, and the one that a
         server with `schedule` samples from. `adapted` is open while the latter is computed.
         """
+        return self.acceptances(sequences, schedule, [adapted], temperature)[0]
+
+    @torch.no_grad()
+    def acceptances(
+        self,
+        sequences: Sequence[TokenSequence],
+        schedule: BudgetSchedule,
+        actors: Sequence[Callable[[], AbstractContextManager[Any]]],
+        temperature: float = 1.0,
+    ) -> list[list[np.ndarray]]:
+        """What `acceptance` gives with each of `actors` as `adapted`; one dense pass serves all."""
         self.model.eval()
-        rates = torch.empty(sum(len(response) for _, response in sequences))
+        rates = torch.empty(len(actors), sum(len(response) for _, response in sequences))
         for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths)
-            with adapted():
-                sparse = self.hidden(packed, rule)
-            alpha = acceptance_between(sparse, self.hidden(packed), self.head, temperature)
-            rates[packed.where.cpu()] = alpha.cpu()
+            dense = self.hidden(packed)
+            for row, adapted in zip(rates, actors, strict=True):
+                with adapted():
+                    sparse = self.hidden(packed, rule)
+                alpha = acceptance_between(sparse, dense, self.head, temperature)
+                row[packed.where.cpu()] = alpha.cpu()
         counts = [len(response) for _, response in sequences]
-        return [part.double().numpy() for part in rates.split(counts)]
+        return [[part.double().numpy() for part in row.split(counts)] for row in rates]
 
     def loss_step(
         self, sequences: Sequence[TokenSequence], loss: Loss, temperature: float = 1.0

@@ -107,6 +107,11 @@ def prepare(config: TrainConfig) -> Setup:
             "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
             " already; expected a sparse schedule, or false"
         )
+    if config.distill.enabled and config.mismatch.sequences == 0:
+        raise InputError(
+            "distill.enabled=true with mismatch.sequences=0: tails of measured responses say how"
+            " much of the adapter rollouts get; expected mismatch.sequences of 1 or more"
+        )
     task = load_task(config.task, chat_render(tokenizer))
     train, heldout = (
         tuple(p for p in prompts if len(p.input_ids) <= config.rollout.max_prompt_tokens)

@@ -4,10 +4,14 @@ import numpy as np
 from ascii_task import rows
 from training import settings
 
-from sparrow_sglang.rl import trainer
+from sparrow_sglang.rl import adapter_gate, trainer
 
 
-def test_the_actors_own_policy_loss_is_weighed_by_its_own_law(byte_model, tmp_path):
+def test_the_actors_own_policy_loss_is_weighed_by_its_own_distribution(
+    byte_model, tmp_path, monkeypatch
+):
+    # The actor that learns samples, too, and not one with half of its adapter.
+    monkeypatch.setattr(adapter_gate, "SCALES", (1.0,))
     config = settings(
         byte_model,
         tmp_path / "run",
