@@ -50,10 +50,6 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class NoOptions(Options):
-    """For tasks without settings."""
-
-
 class FileOptions(Options):
     """Settings of tasks that read files."""
 
