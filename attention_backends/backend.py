@@ -79,6 +79,23 @@ def _kv_heads(model_runner: "ModelRunner") -> range:
     return range(first, first + count)
 
 
+def _has_kv_scales(model: torch.nn.Module) -> bool:
+    """Whether some layer's keys or values are scaled in an FP8 KV cache."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)]
+    return any(_kv_scales(layer) != (1.0, 1.0) for layer in layers)
+
+
+def _kv_scales(layer: "RadixAttention") -> tuple[float, float]:
+    """What the layer's keys and values in the pool are to be multiplied by.
+
+    None on the layer unless its checkpoint names scales of an FP8 cache; with another cache, scales
+    other than 1 are refused.
+    """
+    return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
+
+
 def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> None:
     """Arguments of an attention call, such as sinks, that the sparse kernels know nothing of."""
     given = sorted(name for name, value in arguments.items() if value is not None)
@@ -135,6 +152,9 @@ class SparrowAttnBackend(AttentionBackend):
         on_cuda = model_runner.device == "cuda"
         stock = dense_backend(pool.head_dim) if on_cuda else "torch_native"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
+        if stock == "flashinfer" and _has_kv_scales(model_runner.model):
+            # New tokens would attend to their prefix in the pool without its scales (0.5.17).
+            self.dense.use_paged = True
         has_dense_layers = len(self.landmarks) < pool.layer_num
         has_windows = bool(window_layers(model_runner.model_config.hf_config))
         self.stock_decode = not on_cuda or (
@@ -240,15 +260,18 @@ class SparrowAttnBackend(AttentionBackend):
             )
             return out
         if save_kv_cache and k is not None:
-            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+            location = KVWriteLoc(forward_batch.out_cache_loc)
+            pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
         q = _side_by_side(q.view(-1, layer.tp_q_head_num, layer.head_dim))
         k_buffer = pool.get_key_buffer(layer.layer_id)
         v_buffer = pool.get_value_buffer(layer.layer_id)
+        k_scale, v_scale = _kv_scales(layer)
+        sm_scale = layer.scaling * k_scale
         if sparse:
             landmarks = self.landmarks[layer.layer_id]
             out = self.sparse.decode(
-                q, k_buffer, v_buffer, landmarks, layer.layer_id, layer.scaling
+                q, k_buffer, v_buffer, landmarks, layer.layer_id, sm_scale, v_scale
             )
         else:
-            out = self.sparse.decode_dense(q, k_buffer, v_buffer, layer.scaling)
+            out = self.sparse.decode_dense(q, k_buffer, v_buffer, sm_scale, v_scale)
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)

@@ -139,6 +139,7 @@ class TritonPagedDecode:
         landmarks: Landmarks,
         layer_id: int,
         sm_scale: float,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
@@ -174,6 +175,7 @@ class TritonPagedDecode:
                 out[rows],
                 page_size=self._schedule.page_size,
                 sm_scale=sm_scale,
+                v_scale=v_scale,
                 scratch=buffers.decode_scratch,
                 launch=buffers.decode_launch[batch],
                 after_select=self._dependent,
@@ -181,7 +183,12 @@ class TritonPagedDecode:
         return out
 
     def decode_dense(
-        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sm_scale: float
+        self,
+        q: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        sm_scale: float,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
@@ -199,6 +206,7 @@ class TritonPagedDecode:
                 out[rows],
                 page_size=self._schedule.page_size,
                 sm_scale=sm_scale,
+                v_scale=v_scale,
                 scratch=buffers.decode_scratch,
                 launch=buffers.dense_launch[len(seq_lens)],
             )

@@ -1,4 +1,4 @@
-"""Landmarks of one layer as they are stored, in the KV dtype or as int4 codes with fp16 scales.
+"""Landmarks of one layer as they are stored, in 16 bits or more or as int4 codes with fp16 scales.
 
 Both are indexed by physical page: a prefix-cache hit has the landmarks of its pages in place. M is
 the number of landmarks per page and C the number of stored channels: the first members of the kept
@@ -11,13 +11,16 @@ import torch
 
 from sparrow_sglang.selection import SelectionRule
 
+FP8 = torch.float8_e4m3fn
+"""The one dtype of a KV pool that goes with scales: a key is k_scale times what the pool holds."""
+
 _FP16_EPS = torch.finfo(torch.float16).eps
 _FP32_ERROR = 1e-6
 
 
 @dataclass(frozen=True)
 class MeanLandmarks:
-    """Landmarks in the dtype of the KV cache.
+    """Landmarks in the dtype that `landmark_dtype` gives.
 
     Attributes:
         means: [pages, Hkv, M, C].
@@ -41,7 +44,7 @@ class MeanLandmarks:
 
     def rounding(self) -> torch.Tensor:
         """How far the values of the same pages may lie apart if sums run in another order."""
-        # One unit in the last place of the KV dtype.
+        # One unit in the last place.
         return torch.finfo(self.means.dtype).eps * self.values().abs() + _FP32_ERROR
 
 
@@ -97,6 +100,16 @@ class Int4Landmarks:
 Landmarks = MeanLandmarks | Int4Landmarks
 
 
+def landmark_dtype(kv_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of mean landmarks: that of the KV pool, or bfloat16 where the pool is FP8.
+
+    An FP8 number has three bits after its first; a mean rounded to so few would tie with those of
+    other pages. The pool's scale is left out of landmarks: it is the same for all pages of a layer,
+    so that it changes no choice.
+    """
+    return torch.bfloat16 if kv_dtype == FP8 else kv_dtype
+
+
 def kept_pairs(
     rule: SelectionRule,
     layer: int | None,
@@ -128,4 +141,5 @@ def allocate_landmarks(
             torch.zeros(rows, dtype=torch.float16, device=pairs.device),
             pairs,
         )
-    return MeanLandmarks(torch.zeros(*rows, 2 * count, dtype=dtype, device=pairs.device), pairs)
+    means = torch.zeros(*rows, 2 * count, dtype=landmark_dtype(dtype), device=pairs.device)
+    return MeanLandmarks(means, pairs)

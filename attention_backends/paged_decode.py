@@ -64,6 +64,7 @@ class PagedDecode(Protocol):
         landmarks: Landmarks,
         layer_id: int,
         sm_scale: float,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
         """One sparse layer of the planned decode step; the new token's KV is in the pool already.
 
@@ -73,14 +74,20 @@ class PagedDecode(Protocol):
             v_buffer: [num_slots, Hkv, D].
             landmarks: those of the layer; that of the page which this token filled is added.
             layer_id: index of the layer in the model, which its share of the budget goes by.
-            sm_scale: factor of the logits.
+            sm_scale: factor of the logits, the scale of FP8 keys included.
+            v_scale: that of FP8 values.
 
         Returns:
             [B, Hq, D] in q's dtype.
         """
 
     def decode_dense(
-        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sm_scale: float
+        self,
+        q: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        sm_scale: float,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
         """One dense layer of the planned decode step: `decode` of all pages, without landmarks."""
 
@@ -158,6 +165,7 @@ class TorchPagedDecode:
         landmarks: Landmarks,
         layer_id: int,
         sm_scale: float,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
         self.update_landmarks(k_buffer, landmarks)
         pages = self._pages
@@ -179,10 +187,16 @@ class TorchPagedDecode:
             pages.seq_lens,
             self._page_size,
             sm_scale,
+            v_scale,
         )
 
     def decode_dense(
-        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sm_scale: float
+        self,
+        q: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        sm_scale: float,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
         pages = self._pages
         return reference.sparse_decode(
@@ -194,4 +208,5 @@ class TorchPagedDecode:
             pages.seq_lens,
             self._page_size,
             sm_scale,
+            v_scale,
         )

@@ -12,6 +12,7 @@ from sparrow_sglang.attention_backends.landmarks import (
     Landmarks,
     MeanLandmarks,
     kept_pairs,
+    landmark_dtype,
 )
 from sparrow_sglang.selection import SelectionRule
 
@@ -24,7 +25,8 @@ def page_landmarks(
     """The landmarks of full pages: means of cached (post-RoPE) keys, as they are stored.
 
     Args:
-        k_pages: [P, page_size, Hkv, D], the keys as they stand in the KV pool.
+        k_pages: [P, page_size, Hkv, D], the keys as they stand in the KV pool; of an FP8 pool
+            without its scale, see `landmark_dtype`.
         rule: how many landmarks a page has, and their bits.
         pairs: [Hkv, C/2] int64, the rotary pairs that landmarks of the layer keep, as of
             `kept_pairs`; None for those of a rule that keeps the same in all layers.
@@ -40,7 +42,7 @@ def page_landmarks(
     means = stored_channels(means, pairs)
     if rule.landmark_bits == 4:
         return Int4Landmarks.of(means, pairs)
-    return MeanLandmarks(means.to(k_pages.dtype), pairs)
+    return MeanLandmarks(means.to(landmark_dtype(k_pages.dtype)), pairs)
 
 
 def stored_channels(vectors: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
@@ -185,19 +187,21 @@ def sparse_decode(
     seq_lens: torch.Tensor,
     page_size: int,
     sm_scale: float,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Exact attention of one query token per request over its selected pages.
 
     Args:
         q: [B, Hq, D].
         k_buffer: [num_slots, Hkv, D], SGLang's token pool; page p is slots p·page_size onwards.
-        v_buffer: [num_slots, Hkv, Dv].
+        v_buffer: [num_slots, Hkv, Dv]. Both in q's dtype or in FP8.
         page_ids: [B, Hkv, K] physical pages in ascending logical order, so that the last of the
             first num_selected entries is the request's last page.
         num_selected: [B], how many entries of page_ids count.
         seq_lens: [B], cached tokens, the current one included.
         page_size: tokens a page.
-        sm_scale: factor of the logits.
+        sm_scale: factor of the logits, the scale of FP8 keys included.
+        v_scale: that of FP8 values, a factor of the output.
 
     Returns:
         [B, Hq, Dv] in q's dtype; the softmax runs over the kept tokens only, in fp32.
@@ -221,5 +225,5 @@ def sparse_decode(
     grouped = q.view(batch, num_kv_heads, -1, head_dim)
     logits = torch.matmul(grouped.float(), gather(k_buffer).float().transpose(-1, -2)) * sm_scale
     weights = logits.masked_fill(masked[:, None, None], -torch.inf).softmax(dim=-1)
-    out = torch.matmul(weights, gather(v_buffer).float())
+    out = torch.matmul(weights, gather(v_buffer).float()) * v_scale
     return out.reshape(batch, num_q_heads, -1).to(q.dtype)

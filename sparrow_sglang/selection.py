@@ -181,11 +181,11 @@ class SelectionRule(BaseModel):
                 f"landmark_pairs has the index {largest}: expected at most {half - 1}, {of_heads}"
             )
 
-    def landmark_bytes(self, page_size: int, head_dim: int, kv_itemsize: int) -> int:
-        """Memory of the landmarks of one page and KV head, where a cached number takes
-        `kv_itemsize` bytes."""
+    def landmark_bytes(self, page_size: int, head_dim: int, mean_itemsize: int) -> int:
+        """Memory of the landmarks of one page and KV head, where a number of a mean that is stored
+        as such takes `mean_itemsize` bytes."""
         channels = 2 * self.pairs_kept(head_dim)
-        per_landmark = channels * kv_itemsize
+        per_landmark = channels * mean_itemsize
         if self.landmark_bits == 4:
             per_landmark = channels // 2 + _INT4_SCALE_BYTES
         return self.landmarks_per_page(page_size) * per_landmark

@@ -17,7 +17,8 @@ MAX_PAGES = 32767
 # int4 landmarks: a tile holds whole pages, and lines of codes start at multiples of 8 bytes.
 INT4_LANDMARKS = (1, 2, 4, 8)
 PAIRS_MULTIPLE = 8
-KV_DTYPES = (torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.bfloat16, torch.float16)
+KV_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 INDEX_DTYPES = (torch.int32, torch.int64)
 # What an H200 or H100 has; used where the tensors are on the CPU (Triton's interpreter).
 INTERPRETER_SM_COUNT = 132
@@ -66,7 +67,8 @@ class Int4Codes(NamedTuple):
 
 
 Landmarks = torch.Tensor | Int4Codes
-"""[num_pages, Hkv, D] in the dtype of the keys: means of whole pages; or int4 landmarks."""
+"""[num_pages, Hkv, D] in the dtype of the keys, bf16 for FP8 ones: means of whole pages; or int4
+landmarks."""
 
 
 def check_landmarks(
@@ -74,7 +76,8 @@ def check_landmarks(
 ) -> None:
     """Refuse landmarks that the kernels are not built for; keys are of `dtype`."""
     if isinstance(landmarks, torch.Tensor):
-        check_tensor("landmarks", landmarks, (None, num_kv_heads, head_dim), (dtype,))
+        stored = dtype if dtype in FLOAT_DTYPES else torch.bfloat16
+        check_tensor("landmarks", landmarks, (None, num_kv_heads, head_dim), (stored,))
         check_contiguous("landmarks", landmarks)
         return
     pages, _, count, pairs = landmarks.codes.shape

@@ -10,9 +10,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from sparrow_sglang.attention_backends.kernels.checks import (
+    FLOAT_DTYPES,
     HEAD_DIMS,
     INDEX_DTYPES,
-    KV_DTYPES,
     MAX_GROUP,
     PAGE_SIZES,
     check_contiguous,
@@ -113,14 +113,15 @@ def _attend(
         page = tl.load(pages + token // PAGE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         at = slot[:, None] * ROW + columns[None, :]
-        keys = tl.load(k_head + at, mask=read, other=0.0)
+        # The tensor cores take keys and values in the dtype of the queries; FP8 fits into it.
+        keys = tl.load(k_head + at, mask=read, other=0.0).to(queries.dtype)
         logits = tl.dot(queries, tl.trans(keys)) * scale
         logits = tl.where(inside[None, :], logits, float("-inf"))
         running = tl.maximum(largest, tl.max(logits, axis=1))
         weights = tl.exp2(logits - running[:, None])
         shrink = tl.exp2(largest - running)
         # Slots past the end may hold anything, NaN too: read them as 0.
-        values = tl.load(v_head + at, mask=read, other=0.0)
+        values = tl.load(v_head + at, mask=read, other=0.0).to(queries.dtype)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
         largest = running
@@ -141,6 +142,7 @@ def _decode_kernel(
     partial_lse: tl.tensor,
     arrivals: tl.tensor,
     scale: tl.tensor,
+    v_scale: tl.tensor,
     q_stride: tl.tensor,
     ids_row_stride: tl.tensor,
     ids_head_stride: tl.tensor,
@@ -182,6 +184,7 @@ def _decode_kernel(
         result, lse = _attend(
             queries, k_head, v_head, pages, first, end, scale, HEADS * D, D, PAGE, BLOCK, STAGES
         )
+        result *= v_scale
         out_row = out + row * out_stride + head * GROUP * D
         if share >= kept:
             own = member[:, None] * D + columns[None, :]
@@ -208,9 +211,9 @@ def _check_pools(
     batch, num_q_heads, head_dim = q.shape
     check_member("head_dim", head_dim, HEAD_DIMS)
     pool = (k_buffer.shape[0], k_buffer.shape[1], head_dim)
-    check_tensor("q", q, (batch, num_q_heads, head_dim), KV_DTYPES)
-    check_tensor("k_buffer", k_buffer, pool, (q.dtype,))
-    check_tensor("v_buffer", v_buffer, pool, (q.dtype,))
+    check_tensor("q", q, (batch, num_q_heads, head_dim), FLOAT_DTYPES)
+    check_tensor("k_buffer", k_buffer, pool, (q.dtype, torch.float8_e4m3fn))
+    check_tensor("v_buffer", v_buffer, pool, (k_buffer.dtype,))
     check_tensor("out", out, (batch, num_q_heads, head_dim), (q.dtype,))
     check_contiguous("k_buffer", k_buffer)
     check_contiguous("v_buffer", v_buffer)
@@ -232,6 +235,7 @@ def sparse_decode(
     *,
     page_size: int,
     sm_scale: float,
+    v_scale: float = 1.0,
     scratch: DecodeScratch,
     launch: DecodeLaunch,
     after_select: bool = False,
@@ -243,13 +247,14 @@ def sparse_decode(
 
     Args:
         q: [bs, Hq, D]; 1 to 16 query heads for each KV head.
-        k_buffer, v_buffer: [num_slots, Hkv, D], contiguous.
+        k_buffer, v_buffer: [num_slots, Hkv, D], contiguous, in q's dtype or both in FP8 (e4m3).
         page_ids: [bs, Hkv, K] int32, physical pages in ascending logical order; the head axis may
             be expanded.
         counts: [bs] int32, entries of page_ids that count; None for all pages of a row.
         seq_lens: [bs] int32 or int64, the current token included.
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
-        sm_scale: factor of the logits.
+        sm_scale: factor of the logits, the scale of FP8 keys included.
+        v_scale: that of FP8 values, a factor of the output.
         after_select: the launch before this one is `select_pages` with `dependents`, which wrote
             page_ids; this one may start before it ends.
     """
@@ -275,6 +280,7 @@ def sparse_decode(
         scratch.partial_lse,
         scratch.arrivals,
         sm_scale * _LOG2_E,
+        v_scale,
         q.stride(0),
         page_ids.stride(0),
         page_ids.stride(1),

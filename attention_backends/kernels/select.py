@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sparrow_sglang.attention_backends.kernels.checks import (
+    FLOAT_DTYPES,
     HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
@@ -208,7 +209,7 @@ def _check_pools(
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     check_member("head_dim", head_dim, HEAD_DIMS)
-    check_tensor("q", q, (batch, num_q_heads, head_dim), KV_DTYPES)
+    check_tensor("q", q, (batch, num_q_heads, head_dim), FLOAT_DTYPES)
     check_tensor("k_buffer", k_buffer, (None, num_kv_heads, head_dim), KV_DTYPES)
     check_landmarks(landmarks, num_kv_heads, head_dim, k_buffer.dtype)
     check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))

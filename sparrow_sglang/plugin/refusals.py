@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 BACKEND = "sparrow"
+FP8_CAPABILITY = (8, 9)
 
 _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
 _NO_CHECKS = "nobody would check what requests ask for, nor report what was read"
@@ -105,9 +106,9 @@ _RULES = (
     ),
     _Rule(
         "kv_cache_dtype",
-        lambda value: value not in ("auto", "bf16", "bfloat16"),
-        "landmarks need an unquantised KV cache",
-        "pass --kv-cache-dtype auto",
+        lambda value: value not in ("auto", "bf16", "bfloat16", "fp8_e4m3"),
+        "the kernels read KV in 16 bits or in FP8 e4m3 with one scale per layer",
+        "pass --kv-cache-dtype auto or fp8_e4m3",
     ),
 )
 _ENVIRONMENT = {
@@ -141,12 +142,11 @@ LAYER_PLAIN = {
     "pos_encoding_mode": "NONE",
     "xai_temperature_len": -1,
 }
-# Those that must be absent or 1: the KV cache is not quantised.
+# Those of the keys and values in an FP8 cache on a GPU. Elsewhere they must be absent or 1, as
+# SGLang's dense backends go by them in part.
+LAYER_KV_SCALES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
+# Those that must be absent or 1: nothing else of attention is quantised.
 LAYER_SCALES = (
-    "k_scale",
-    "v_scale",
-    "k_scale_float",
-    "v_scale_float",
     "q_scale_float",
     "idx_q_scale_float",
     "idx_k_scale_float",
@@ -255,19 +255,29 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
     pool = runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
         problems.append(f"KV pool {type(pool).__name__}: {_OTHER_LAYOUT}")
-    if runner.kv_cache_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    dtype, on_cuda = runner.kv_cache_dtype, runner.device == "cuda"
+    fp8 = dtype == torch.float8_e4m3fn
+    if not fp8 and dtype not in (torch.bfloat16, torch.float16, torch.float32):
         problems.append(
-            f"KV cache of dtype {runner.kv_cache_dtype}: landmarks need bfloat16, float16 or"
-            " float32; pass --kv-cache-dtype bf16"
+            f"KV cache of dtype {dtype}: the backend reads bfloat16, float16, float32 and"
+            " float8_e4m3fn; pass --kv-cache-dtype bf16"
+        )
+    if fp8 and on_cuda and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        problems.append(
+            "FP8 KV cache: Triton reads float8_e4m3fn on GPUs of compute capability"
+            f" {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} and above only; pass --kv-cache-dtype bf16"
         )
     return problems + _layer_problems(runner)
 
 
 def _layer_problems(runner: "ModelRunner") -> list[str]:
     """Attention layers of a loaded model that would be computed wrongly."""
+    import torch
     from sglang.srt.layers.radix_attention import RadixAttention
 
     windows = window_layers(runner.model_config.hf_config)
+    # There keys and values are read by the layers' scales.
+    scaled_kv = runner.kv_cache_dtype == torch.float8_e4m3fn and runner.device == "cuda"
     problems = []
     for parent in runner.model.modules():
         for layer in parent.children():
@@ -276,7 +286,10 @@ def _layer_problems(runner: "ModelRunner") -> list[str]:
                 window = runner.sliding_window_size if layer.layer_id in windows else -1
                 problems += [
                     f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
-                    for name, value in (*_odd_attributes(layer, window), *_sinks(parent))
+                    for name, value in (
+                        *_odd_attributes(layer, window, scaled_kv),
+                        *_sinks(parent),
+                    )
                 ]
     return problems
 
@@ -288,18 +301,19 @@ def unknown_attributes() -> list[str]:
 
     layer = RadixAttention(4, 16, 0.25, 2, layer_id=0)
     names = set(vars(layer)) - set(vars(torch.nn.Module()))
-    known = {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, LAYER_WINDOW, "attn_type"}
+    scales = {*LAYER_SCALES, *LAYER_KV_SCALES}
+    known = {*LAYER_KNOWN, *LAYER_PLAIN, *scales, *LAYER_EQUAL, LAYER_WINDOW, "attn_type"}
     unknown = ", ".join(sorted(names - known))
     return [f"RadixAttention has {unknown}, which may ask for more"] if unknown else []
 
 
-def _odd_attributes(layer: Any, window: int | None) -> Iterator[tuple[str, Any]]:
+def _odd_attributes(layer: Any, window: int | None, scaled_kv: bool) -> Iterator[tuple[str, Any]]:
     from sglang.srt.layers.radix_attention import AttentionType
 
     for name, plain in {**LAYER_PLAIN, LAYER_WINDOW: window}.items():
         if (value := getattr(layer, name)) != plain:
             yield name, value
-    for name in LAYER_SCALES:
+    for name in LAYER_SCALES if scaled_kv else (*LAYER_KV_SCALES, *LAYER_SCALES):
         # The later ones are there from 0.5.17 on.
         value = getattr(layer, name, None)
         if value is not None and float(value) != 1.0:

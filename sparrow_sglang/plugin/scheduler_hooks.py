@@ -113,6 +113,8 @@ def reserve_landmarks(
         return None
     from sglang.srt.runtime_context import get_parallel
 
+    from sparrow_sglang.attention_backends.landmarks import landmark_dtype
+
     loaded, _ = resolve_schedules(kvc.server_args, kvc.model_config.hf_config)
     schedule = loaded.active
     layers = set(sglang_versions.layer_range(kvc))
@@ -120,7 +122,9 @@ def reserve_landmarks(
     landmark_bytes = (
         len(layers - set(schedule.dense_layers))
         * kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
-        * schedule.selection.landmark_bytes(page_size, head_dim, kvc.kv_cache_dtype.itemsize)
+        * schedule.selection.landmark_bytes(
+            page_size, head_dim, landmark_dtype(kvc.kv_cache_dtype).itemsize
+        )
     )
     return bytes_per_token + -(-landmark_bytes // page_size)
 

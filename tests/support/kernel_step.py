@@ -35,7 +35,7 @@ from sparrow_sglang.attention_backends.landmarks import (
 )
 from sparrow_sglang.selection import SelectionRule
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SINKS, RECENTS = 1, 2
 POISON = -7
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -108,8 +108,11 @@ class Step:
         dtype: torch.dtype = BF16,
         seed: int = 0,
         rule: SelectionRule | None = None,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         self.rule = rule or SelectionRule()
+        self.kv_scales = kv_scales
         generator = torch.Generator().manual_seed(seed)
         self.page_size, self.lengths = page_size, lengths
         self.pages = [-(-length // page_size) for length in lengths]
@@ -124,6 +127,7 @@ class Step:
             slots = self._slots(table[row, :pages])[:length]
             for pool in (k, v):
                 pool[slots] = torch.randn(length, *shape[1:], generator=generator).to(dtype)
+        k, v = k.to(kv_dtype or dtype), v.to(kv_dtype or dtype)
         self.k, self.v, self.page_table = k.to(device), v.to(device), table.to(device)
         self.q = torch.randn(len(lengths), heads[0], head_dim, generator=generator)
         self.q = self.q.to(dtype).to(device)
@@ -223,7 +227,8 @@ class Step:
             self.seq_lens,
             out,
             page_size=self.page_size,
-            sm_scale=head_dim**-0.5,
+            sm_scale=head_dim**-0.5 * self.kv_scales[0],
+            v_scale=self.kv_scales[1],
             scratch=scratch,
             launch=launch,
         )

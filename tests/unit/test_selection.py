@@ -220,7 +220,7 @@ def test_one_row_of_counts_serves_all_layers_without_weights() -> None:
 
 
 def test_bytes_of_a_page() -> None:
-    assert SelectionRule().landmark_bytes(16, 64, kv_itemsize=2) == 128
+    assert SelectionRule().landmark_bytes(16, 64, mean_itemsize=2) == 128
     assert SelectionRule(landmark_bits=4).landmark_bytes(16, 64, 2) == 34
     quarter = SelectionRule(landmark_tokens=4, landmark_bits=4, landmark_pairs=24)
     assert quarter.landmark_bytes(16, 64, 2) == 4 * (24 + 2)

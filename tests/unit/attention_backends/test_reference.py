@@ -41,7 +41,7 @@ def landmarks_of(pool: Pool, schedule: BudgetSchedule, layer: int = 0) -> Landma
 
 
 def run_step(
-    pool: Pool, schedule: BudgetSchedule, sm_scale: float, layer_id: int = 0
+    pool: Pool, schedule: BudgetSchedule, sm_scale: float, layer_id: int = 0, v_scale: float = 1.0
 ) -> torch.Tensor:
     """Prefill all but the last token of each request, then decode it, as a server does."""
     step = TorchPagedDecode(budgets_of(schedule, pool), pool.req_to_token)
@@ -50,7 +50,7 @@ def run_step(
     step.plan_extend(pool.rows, before, before)
     step.update_landmarks(pool.k, landmarks)
     step.plan_decode(pool.rows, pool.lengths, pool.lengths)
-    return step.decode(pool.q, pool.k, pool.v, landmarks, layer_id, sm_scale)
+    return step.decode(pool.q, pool.k, pool.v, landmarks, layer_id, sm_scale, v_scale)
 
 
 def edge_lengths(page_size: int, bin_pages: int, bins: int) -> list[int]:
@@ -229,7 +229,7 @@ def test_bytes_of_landmarks_are_those_that_a_rule_announces():
         kept = kept_pairs(rule, 1, range(3), 16)
         landmarks = allocate_landmarks(10, 32, rule, kept, torch.bfloat16)
         held = sum(tensor.nbytes for name, tensor in vars(landmarks).items() if name != "pairs")
-        assert held == 10 * 3 * rule.landmark_bytes(32, 16, kv_itemsize=2)
+        assert held == 10 * 3 * rule.landmark_bytes(32, 16, mean_itemsize=2)
 
 
 def test_a_request_in_a_batch_selects_and_attends_as_it_does_alone():
@@ -246,6 +246,36 @@ def test_a_request_in_a_batch_selects_and_attends_as_it_does_alone():
         step.plan_decode(pool.rows[one], pool.lengths[one], pool.lengths[one])
         alone = step.decode(pool.q[one], pool.k, pool.v, landmarks, 0, 0.25)
         torch.testing.assert_close(alone[0], together[row], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rule", [SelectionRule(), SelectionRule(landmark_bits=4)], ids=str)
+def test_an_fp8_pool_stands_for_its_numbers_times_the_scales_of_the_layer(rule: SelectionRule):
+    schedule = make_schedule(16, 3, [3, 4, 6]).model_copy(update={"selection": rule})
+    lengths, k_scale, v_scale = [40, 150, 144, 7], 0.5, 1.7
+    pool = Pool(lengths, (6, 2), head_dim=16, page_size=16, seed=1)
+    pool.k, pool.v = (x.to(torch.float8_e4m3fn) for x in (pool.k, pool.v))
+    out = run_step(pool, schedule, 0.25 * k_scale, v_scale=v_scale)
+    for row, length in enumerate(lengths):
+        expected, _ = decode_one(
+            pool.q[row].double().numpy(),
+            pool.keys_of(row) * k_scale,
+            pool.values_of(row) * v_scale,
+            budget_pages(length, 16, schedule.bin_tokens, schedule.budget_tokens),
+            16,
+            0.25,
+            # The scale is a power of two, so that means are rounded alike with it and without.
+            store=lambda mean: torch.from_numpy(mean).bfloat16().double().numpy(),
+            rule=rule,
+        )
+        np.testing.assert_allclose(out[row].numpy(), expected, atol=4e-6, err_msg=f"{length=}")
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
+def test_landmarks_take_two_bytes_a_number_whatever_the_pool(kv_dtype: torch.dtype):
+    landmarks = allocate_landmarks(10, 3, 16, 16, SelectionRule(), kv_dtype, "cpu")
+    assert landmarks.means.nbytes == 10 * 3 * SelectionRule().landmark_bytes(16, 16, 2)
+    computed = reference.page_landmarks(torch.ones(10, 16, 3, 16).to(kv_dtype))
+    assert computed.means.dtype == landmarks.means.dtype
 
 
 def test_a_landmark_is_rounded_to_the_kv_dtype_only_after_the_mean():

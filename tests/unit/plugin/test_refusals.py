@@ -127,7 +127,7 @@ def test_model_that_is_served(make_args, tmp_path, config):
         ({"dcp_size": 2}, ["dcp_size=2", "pass --dcp-size 1"]),
         ({"attn_cp_size": 2}, ["attn_cp_size=2"]),
         ({"cuda_graph_backend_prefill": "full"}, ["cuda_graph_backend_prefill='full'"]),
-        ({"kv_cache_dtype": "fp8_e4m3"}, ["kv_cache_dtype='fp8_e4m3'"]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype='fp8_e5m2'", "FP8 e4m3"]),
         (
             {"attention_backend": None, "decode_attention_backend": "sparrow"},
             ["prefill attention backend None, decode attention backend 'sparrow'"],
@@ -227,6 +227,7 @@ class TestRunner:
                 "is_draft_worker": False,
                 "model_config": SimpleNamespace(hf_config={"layer_types": kinds}),
                 "sliding_window_size": None,
+                "device": "cpu",
                 "token_to_kv_pool": pool,
                 "kv_cache_dtype": torch.bfloat16,
                 "model": inside(attention),
@@ -295,6 +296,20 @@ class TestRunner:
         one = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
         assert problems({}, attributes={"k_scale": one, "v_scale": one, "k_scale_float": 1.0}) == []
 
+    def test_an_fp8_pool_goes_by_the_scales_of_its_layers_on_a_gpu(self, problems, monkeypatch):
+        scaled = {"k_scale": torch.tensor(0.5), "k_scale_float": 0.5, "v_scale_float": 0.25}
+        fp8 = {"kv_cache_dtype": torch.float8_e4m3fn}
+        assert problems({}, **fp8) == []
+        assert "k_scale=0.5" in problems({}, attributes=scaled, **fp8)[0]
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+        assert problems({}, attributes=scaled, device="cuda", **fp8) == []
+        assert len(problems({}, attributes=scaled, device="cuda")) == 3
+        [problem] = problems({}, attributes={"q_scale_float": 0.5}, device="cuda", **fp8)
+        assert "q_scale_float=0.5" in problem
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
+        [problem] = problems({}, device="cuda", **fp8)
+        assert "compute capability 8.9" in problem
+
     def test_sinks_beside_a_layer(self, problems):
         class Attention(torch.nn.Module):
             def __init__(self, attn):
@@ -312,6 +327,7 @@ class TestRunner:
         from sparrow_sglang.plugin.refusals import (
             LAYER_EQUAL,
             LAYER_KNOWN,
+            LAYER_KV_SCALES,
             LAYER_PLAIN,
             LAYER_SCALES,
             LAYER_WINDOW,
@@ -319,7 +335,14 @@ class TestRunner:
 
         layer = RadixAttention(4, 16, 0.25, 2, layer_id=3)
         own = set(vars(layer)) - set(vars(torch.nn.Module()))
-        known = {*LAYER_KNOWN, *LAYER_PLAIN, *LAYER_SCALES, *LAYER_EQUAL, LAYER_WINDOW}
+        known = {
+            *LAYER_KNOWN,
+            *LAYER_PLAIN,
+            *LAYER_KV_SCALES,
+            *LAYER_SCALES,
+            *LAYER_EQUAL,
+            LAYER_WINDOW,
+        }
         assert own <= known | {"attn_type"}
 
     def test_arguments_of_a_call_that_would_be_ignored(self):
@@ -347,5 +370,5 @@ class TestRunner:
 
     def test_pool_dtype_and_draft(self, problems):
         assert len(problems({}, is_draft_worker=True)) == 1
-        assert "float8" in problems({}, kv_cache_dtype=torch.float8_e4m3fn)[0]
+        assert "float8_e5m2" in problems({}, kv_cache_dtype=torch.float8_e5m2)[0]
         assert "SimpleNamespace" in problems({}, token_to_kv_pool=SimpleNamespace())[0]
