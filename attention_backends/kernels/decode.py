@@ -101,7 +101,10 @@ def _attend(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Output in the shape of `queries`, and base-2 log-sum-exp, over the tokens [first, end)."""
+    """Output in the shape of `queries`, and base-2 log-sum-exp, over the tokens [first, end).
+
+    `scale` is a factor of the logits, of all rows or one of each as a column.
+    """
     columns = head_columns(D)
     largest = tl.full((queries.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
@@ -113,7 +116,7 @@ def _attend(
         page = tl.load(pages + token // PAGE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         at = slot[:, None] * ROW + columns[None, :]
-        # The tensor cores take keys and values in the dtype of the queries; FP8 fits into it.
+        # The tensor cores take both operands in one dtype, into which FP8 numbers fit.
         keys = tl.load(k_head + at, mask=read, other=0.0).to(queries.dtype)
         logits = tl.dot(queries, tl.trans(keys)) * scale
         logits = tl.where(inside[None, :], logits, float("-inf"))
@@ -127,6 +130,21 @@ def _attend(
         largest = running
     total = tl.where(total == 0.0, 1.0, total)
     return acc / total[:, None], largest + tl.log2(total)
+
+
+@triton.jit
+def _half_queries(queries: tl.tensor, scale: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """fp16 queries [rows, D] of any range, and the factors [rows, 1] of their logits.
+
+    One instruction makes two fp16 numbers of FP8 ones, bf16 takes three. A row is divided by the
+    power of two below its largest number, so that rounding spares all but far smaller ones.
+    """
+    largest = tl.max(tl.abs(queries.to(tl.float32)), axis=1)
+    # The exponents of zero and of denormal rows have no inverse, those of the largest rows neither.
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = (exponent << 23).to(tl.float32, bitcast=True)
+    return (queries.to(tl.float32) * down[:, None]).to(tl.float16), scale * up[:, None]
 
 
 @triton.jit
@@ -174,6 +192,10 @@ def _decode_kernel(
         used = head_mask(member[:, None] < GROUP, columns, D)
         offsets = (head * GROUP + member[:, None]) * D + columns[None, :]
         queries = tl.load(q + row * q_stride + offsets, mask=used, other=0.0)
+        if k_buffer.dtype.element_ty == tl.float8e4nv:
+            operand, factor = _half_queries(queries, scale)
+        else:
+            operand, factor = queries, scale
         if AFTER_SELECT:
             # All that is read so far was written before the selection started.
             gdc_wait()
@@ -182,7 +204,7 @@ def _decode_kernel(
         k_head = k_buffer + head * D
         v_head = v_buffer + head * D
         result, lse = _attend(
-            queries, k_head, v_head, pages, first, end, scale, HEADS * D, D, PAGE, BLOCK, STAGES
+            operand, k_head, v_head, pages, first, end, factor, HEADS * D, D, PAGE, BLOCK, STAGES
         )
         result *= v_scale
         out_row = out + row * out_stride + head * GROUP * D
