@@ -4,18 +4,18 @@ In: SGLang's ServerArgs, its ModelConfig, its model runner; all are only read. O
 problem, naming field, value, reason and remedy.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.hf_config import FULL, WINDOW, layer_types_of, window_layers
+from sparrow_sglang.hf_config import FULL, WINDOW, layer_types_of
+from sparrow_sglang.plugin.layer_refusals import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES
 from sparrow_sglang.sglang_arguments import attention_backends
 from sparrow_sglang.sglang_install import version_problems
 from sparrow_sglang.sglang_versions import has_asymmetric_kv, is_mamba_hybrid
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -115,50 +115,6 @@ _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": f"it replaces SGLang's tokenizer manager: {_NO_CHECKS}",
     "SGLANG_USE_HND_KVCACHE": _OTHER_LAYOUT,
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "landmarks are sized before graphs are captured",
-}
-
-
-# Attributes of SGLang's RadixAttention (0.5.17) that sparse decode goes by, or that say nothing of
-# the arithmetic: logit_capping_method is how a logit_cap is applied, which is refused; quant_method
-# creates the scales, which are looked at.
-LAYER_KNOWN = frozenset(
-    {
-        "tp_q_head_num",
-        "tp_k_head_num",
-        "head_dim",
-        "scaling",
-        "layer_id",
-        "logit_capping_method",
-        "quant_method",
-        # Of graphs of a prefill (0.5.23).
-        "use_prefill_attention_wrapper",
-    }
-)
-# Those that must have the value of plain attention.
-LAYER_PLAIN = {
-    "logit_cap": 0.0,
-    "is_cross_attention": False,
-    "use_irope": False,
-    "pos_encoding_mode": "NONE",
-    "xai_temperature_len": -1,
-}
-# Those of the keys and values in an FP8 cache on a GPU. Elsewhere they must be absent or 1, as
-# SGLang's dense backends go by them in part.
-LAYER_KV_SCALES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
-# Those that must be absent or 1: nothing else of attention is quantised.
-LAYER_SCALES = (
-    "q_scale_float",
-    "idx_q_scale_float",
-    "idx_k_scale_float",
-    "idx_v_scale_float",
-)
-# What must be that of the model, in layers that have a sliding window by its config; else -1.
-LAYER_WINDOW = "sliding_window_size"
-# Those that must equal another attribute of the layer.
-LAYER_EQUAL = {
-    "qk_head_dim": "head_dim",
-    "v_head_dim": "head_dim",
-    "tp_v_head_num": "tp_k_head_num",
 }
 
 
@@ -267,69 +223,7 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
             "FP8 KV cache: Triton reads float8_e4m3fn on GPUs of compute capability"
             f" {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} and above only; pass --kv-cache-dtype bf16"
         )
-    return problems + _layer_problems(runner)
-
-
-def _layer_problems(runner: "ModelRunner") -> list[str]:
-    """Attention layers of a loaded model that would be computed wrongly."""
-    import torch
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    windows = window_layers(runner.model_config.hf_config)
-    # There keys and values are read by the layers' scales.
-    scaled_kv = runner.kv_cache_dtype == torch.float8_e4m3fn and runner.device == "cuda"
-    problems = []
-    for parent in runner.model.modules():
-        for layer in parent.children():
-            if isinstance(layer, RadixAttention):
-                # The stock backend plans for one window, that of the model.
-                window = runner.sliding_window_size if layer.layer_id in windows else -1
-                problems += [
-                    f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
-                    for name, value in (
-                        *_odd_attributes(layer, window, scaled_kv),
-                        *_sinks(parent),
-                    )
-                ]
-    return problems
-
-
-def unknown_attributes() -> list[str]:
-    """What this SGLang's attention layer has that nobody has decided on, one phrase if any."""
-    import torch
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    layer = RadixAttention(4, 16, 0.25, 2, layer_id=0)
-    names = set(vars(layer)) - set(vars(torch.nn.Module()))
-    scales = {*LAYER_SCALES, *LAYER_KV_SCALES}
-    known = {*LAYER_KNOWN, *LAYER_PLAIN, *scales, *LAYER_EQUAL, LAYER_WINDOW, "attn_type"}
-    unknown = ", ".join(sorted(names - known))
-    return [f"RadixAttention has {unknown}, which may ask for more"] if unknown else []
-
-
-def _odd_attributes(layer: Any, window: int | None, scaled_kv: bool) -> Iterator[tuple[str, Any]]:
-    from sglang.srt.layers.radix_attention import AttentionType
-
-    for name, plain in {**LAYER_PLAIN, LAYER_WINDOW: window}.items():
-        if (value := getattr(layer, name)) != plain:
-            yield name, value
-    for name in LAYER_SCALES if scaled_kv else (*LAYER_KV_SCALES, *LAYER_SCALES):
-        # The later ones are there from 0.5.17 on.
-        value = getattr(layer, name, None)
-        if value is not None and float(value) != 1.0:
-            yield name, float(value)
-    for name, other in LAYER_EQUAL.items():
-        if (value := getattr(layer, name)) != getattr(layer, other):
-            yield name, value
-    if layer.attn_type != AttentionType.DECODER:
-        yield "attn_type", layer.attn_type
-
-
-def _sinks(parent: "torch.nn.Module") -> Iterator[tuple[str, Any]]:
-    """Shapes of learned sinks, which models hold beside the layer and pass with each call."""
-    for name, value in (*parent.named_parameters(recurse=False), *vars(parent).items()):
-        if "sink" in name and hasattr(value, "shape"):
-            yield name, tuple(value.shape)
+    return problems + layer_problems(runner)
 
 
 def not_registered(error: Exception) -> RuntimeError:

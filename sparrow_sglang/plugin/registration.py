@@ -18,6 +18,7 @@ from sparrow_sglang.plugin.hooks import (
     is_applied,
     register_hooks,
 )
+from sparrow_sglang.plugin.layer_refusals import unknown_attributes
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     model_problems,
@@ -25,7 +26,6 @@ from sparrow_sglang.plugin.refusals import (
     refuse,
     runner_problems,
     server_problems,
-    unknown_attributes,
 )
 from sparrow_sglang.plugin.server_log import announce, start_up_line
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState

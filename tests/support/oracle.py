@@ -5,7 +5,6 @@ for every later position, but for layers with a sliding window, which attend to 
 throughout. It shares nothing with the backend but the checkpoint.
 """
 
-import numpy as np
 import torch
 from contract import budget_pages, decode_one, layer_budget
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -27,12 +26,20 @@ class ContractModel:
         schedule: supplies numbers only (page size, bins, budgets, the fields of its selection);
             None attends densely throughout.
         cap: upper bound of the budget in tokens, as a request may ask for.
+        kv_dtype: what keys and values are rounded to before anything attends to them, and not if
+            None. Landmarks of an FP8 pool are in bf16, all others in fp32.
     """
 
     def __init__(
-        self, path: str, schedule: BudgetSchedule | None = None, cap: int | None = None
+        self,
+        path: str,
+        schedule: BudgetSchedule | None = None,
+        cap: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self._schedule, self._cap = schedule, cap
+        self._schedule, self._cap, self._kv_dtype = schedule, cap, kv_dtype
+        landmark_dtype = torch.bfloat16 if kv_dtype == torch.float8_e4m3fn else torch.float32
+        self._store = lambda mean: torch.from_numpy(mean).to(landmark_dtype).double().numpy()
         self._prompt_len = 0
         name = f"contract_{id(self)}"
         AttentionInterface.register(name, self._attend)
@@ -54,6 +61,8 @@ class ContractModel:
         scaling: float,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
+        if self._kv_dtype is not None:
+            key, value = (x.float().to(self._kv_dtype).double() for x in (key, value))
         queries, keys, values = (t[0].transpose(0, 1).numpy() for t in (query, key, value))
         total, num_q_heads, head_dim = queries.shape
         group = num_q_heads // keys.shape[1]
@@ -85,7 +94,7 @@ class ContractModel:
                     budget,
                     schedule.page_size,
                     scaling,
-                    store=lambda mean: mean.astype(np.float32).astype(np.float64),
+                    store=self._store,
                     rule=schedule.selection,
                     layer=module.layer_idx,
                 )

@@ -297,13 +297,17 @@ class TestRunner:
         assert problems({}, attributes={"k_scale": one, "v_scale": one, "k_scale_float": 1.0}) == []
 
     def test_an_fp8_pool_goes_by_the_scales_of_its_layers_on_a_gpu(self, problems, monkeypatch):
-        scaled = {"k_scale": torch.tensor(0.5), "k_scale_float": 0.5, "v_scale_float": 0.25}
+        scaled = {name: 0.5 for name in ("k_scale_float", "v_scale", "v_scale_float")}
+        scaled["k_scale"] = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
         fp8 = {"kv_cache_dtype": torch.float8_e4m3fn}
         assert problems({}, **fp8) == []
         assert "k_scale=0.5" in problems({}, attributes=scaled, **fp8)[0]
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
         assert problems({}, attributes=scaled, device="cuda", **fp8) == []
-        assert len(problems({}, attributes=scaled, device="cuda")) == 3
+        assert len(problems({}, attributes=scaled, device="cuda")) == 4
+        # As SGLang's loader of a file of scales leaves it: divided by, and not multiplied by.
+        [problem] = problems({}, attributes=scaled | {"v_scale_float": None}, device="cuda", **fp8)
+        assert "v_scale=0.5" in problem
         [problem] = problems({}, attributes={"q_scale_float": 0.5}, device="cuda", **fp8)
         assert "q_scale_float=0.5" in problem
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
@@ -324,7 +328,7 @@ class TestRunner:
         """A new one in another SGLang must be decided on, not ignored."""
         from sglang.srt.layers.radix_attention import RadixAttention
 
-        from sparrow_sglang.plugin.refusals import (
+        from sparrow_sglang.plugin.layer_refusals import (
             LAYER_EQUAL,
             LAYER_KNOWN,
             LAYER_KV_SCALES,
@@ -339,6 +343,7 @@ class TestRunner:
             *LAYER_KNOWN,
             *LAYER_PLAIN,
             *LAYER_KV_SCALES,
+            *LAYER_KV_SCALES.values(),
             *LAYER_SCALES,
             *LAYER_EQUAL,
             LAYER_WINDOW,

@@ -15,7 +15,7 @@ from sparrow_sglang import sglang_arguments, sglang_install
 from sparrow_sglang.commands import cli, server_flags
 from sparrow_sglang.commands.serve import parse_server_args
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin import hooks, refusals, registration, server_args
+from sparrow_sglang.plugin import hooks, layer_refusals, refusals, registration, server_args
 from sparrow_sglang.plugin.refusals import UnsupportedError
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_install import INSTALL, LOCKED, SUPPORTED, version_problems
@@ -250,6 +250,7 @@ class TestProbes:
     def test_an_attribute_of_attention_that_nobody_has_looked_at(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(refusals, "LAYER_KNOWN", refusals.LAYER_KNOWN - {"scaling"})
+        known = layer_refusals.LAYER_KNOWN - {"scaling"}
+        monkeypatch.setattr(layer_refusals, "LAYER_KNOWN", known)
         [problem] = registration.probe_problems([])
         assert ": RadixAttention has scaling, which may ask for more; " in problem

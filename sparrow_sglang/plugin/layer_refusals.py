@@ -1,0 +1,128 @@
+"""What the attention layers of a loaded model may not ask for, as it would be computed wrongly.
+
+In: SGLang's model runner, only read. Out: one sentence per problem.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from sparrow_sglang.hf_config import window_layers
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+# Attributes of SGLang's RadixAttention (0.5.17) that sparse decode goes by, or that say nothing of
+# the arithmetic: logit_capping_method is how a logit_cap is applied, which is refused; quant_method
+# creates the scales, which are looked at.
+LAYER_KNOWN = frozenset(
+    {
+        "tp_q_head_num",
+        "tp_k_head_num",
+        "head_dim",
+        "scaling",
+        "layer_id",
+        "logit_capping_method",
+        "quant_method",
+        # Of graphs of a prefill (0.5.23).
+        "use_prefill_attention_wrapper",
+    }
+)
+# Those that must have the value of plain attention.
+LAYER_PLAIN = {
+    "logit_cap": 0.0,
+    "is_cross_attention": False,
+    "use_irope": False,
+    "pos_encoding_mode": "NONE",
+    "xai_temperature_len": -1,
+}
+# Of an FP8 cache on a GPU: SGLang divides keys and values by the one to write them, and multiplies
+# what it reads by the other. Elsewhere they must be absent or 1.
+LAYER_KV_SCALES = {"k_scale": "k_scale_float", "v_scale": "v_scale_float"}
+# Those that must be absent or 1: nothing else of attention is quantised.
+LAYER_SCALES = (
+    "q_scale_float",
+    "idx_q_scale_float",
+    "idx_k_scale_float",
+    "idx_v_scale_float",
+)
+# What must be that of the model, in layers that have a sliding window by its config; else -1.
+LAYER_WINDOW = "sliding_window_size"
+# Those that must equal another attribute of the layer.
+LAYER_EQUAL = {
+    "qk_head_dim": "head_dim",
+    "v_head_dim": "head_dim",
+    "tp_v_head_num": "tp_k_head_num",
+}
+
+
+def layer_problems(runner: "ModelRunner") -> list[str]:
+    """Attention layers of a loaded model that would be computed wrongly."""
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    windows = window_layers(runner.model_config.hf_config)
+    # There keys and values are read by the layers' scales.
+    scaled_kv = runner.kv_cache_dtype == torch.float8_e4m3fn and runner.device == "cuda"
+    problems = []
+    for parent in runner.model.modules():
+        for layer in parent.children():
+            if isinstance(layer, RadixAttention):
+                # The stock backend plans for one window, that of the model.
+                window = runner.sliding_window_size if layer.layer_id in windows else -1
+                problems += [
+                    f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
+                    for name, value in (
+                        *_odd_attributes(layer, window, scaled_kv),
+                        *_sinks(parent),
+                    )
+                ]
+    return problems
+
+
+def unknown_attributes() -> list[str]:
+    """What this SGLang's attention layer has that nobody has decided on, one phrase if any."""
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layer = RadixAttention(4, 16, 0.25, 2, layer_id=0)
+    names = set(vars(layer)) - set(vars(torch.nn.Module()))
+    scales = {*LAYER_SCALES, *LAYER_KV_SCALES, *LAYER_KV_SCALES.values()}
+    known = {*LAYER_KNOWN, *LAYER_PLAIN, *scales, *LAYER_EQUAL, LAYER_WINDOW, "attn_type"}
+    unknown = ", ".join(sorted(names - known))
+    return [f"RadixAttention has {unknown}, which may ask for more"] if unknown else []
+
+
+def _odd_attributes(layer: Any, window: int | None, scaled_kv: bool) -> Iterator[tuple[str, Any]]:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    for name, plain in {**LAYER_PLAIN, LAYER_WINDOW: window}.items():
+        if (value := getattr(layer, name)) != plain:
+            yield name, value
+    kv_scales = [*LAYER_KV_SCALES, *LAYER_KV_SCALES.values()]
+    for name in LAYER_SCALES if scaled_kv else (*kv_scales, *LAYER_SCALES):
+        # The later ones are there from 0.5.17 on.
+        if (value := _scale(layer, name)) != 1.0:
+            yield name, value
+    for divisor, factor in LAYER_KV_SCALES.items() if scaled_kv else ():
+        # Not every loader of SGLang sets both.
+        if not math.isclose(_scale(layer, divisor), _scale(layer, factor), rel_tol=1e-6):
+            yield divisor, _scale(layer, divisor)
+    for name, other in LAYER_EQUAL.items():
+        if (value := getattr(layer, name)) != getattr(layer, other):
+            yield name, value
+    if layer.attn_type != AttentionType.DECODER:
+        yield "attn_type", layer.attn_type
+
+
+def _scale(layer: Any, name: str) -> float:
+    value = getattr(layer, name, None)
+    return 1.0 if value is None else float(value)
+
+
+def _sinks(parent: "torch.nn.Module") -> Iterator[tuple[str, Any]]:
+    """Shapes of learned sinks, which models hold beside the layer and pass with each call."""
+    for name, value in (*parent.named_parameters(recurse=False), *vars(parent).items()):
+        if "sink" in name and hasattr(value, "shape"):
+            yield name, tuple(value.shape)

@@ -1,0 +1,60 @@
+"""Sparse decode over an FP8 KV cache, against the contract's loop on rounded keys and values."""
+
+import random
+
+import pytest
+import torch
+from engines import RULED, SCHEDULE, start_engine
+from oracle import ContractModel
+
+from sparrow_sglang.client.endpoint import connect
+
+FP8 = torch.float8_e4m3fn
+# A number near the middle of two FP8 ones may be rounded to either, by the order of fp32 sums.
+CLOSE = 0.02
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 250) for _ in range(count)]
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, RULED], ids=lambda schedule: schedule.name)
+def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path, schedule):
+    schedule.save(path := tmp_path / "schedule.json")
+    prompts = [tokens(length, length) for length in (17, 64, 190)]
+    with start_engine(
+        sharp_llama,
+        attention_backend="sparrow",
+        sparrow_schedule=str(path),
+        kv_cache_dtype="fp8_e4m3",
+        chunked_prefill_size=64,
+        dtype="float32",
+    ) as engine:
+        answers = engine.generate(
+            input_ids=prompts,
+            sampling_params={"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
+            return_logprob=True,
+        )
+        # Fails on a landmark that is not the mean of its keys.
+        assert connect(engine).call_sparrow("landmarks")["pages"] > 10
+    errors, of_dense, of_exact = (
+        torch.cat([error_of(oracle, *pair) for pair in zip(prompts, answers, strict=True)])
+        for oracle in (
+            ContractModel(sharp_llama, schedule, kv_dtype=FP8),
+            ContractModel(sharp_llama, None, kv_dtype=FP8),
+            ContractModel(sharp_llama, schedule),
+        )
+    )
+    assert errors.max() < CLOSE
+    # Neither dense decode nor exact keys and values would do.
+    assert of_dense.mean() > 20 * errors.mean()
+    assert of_exact.mean() > 20 * errors.mean()
+
+
+def error_of(oracle: ContractModel, prompt: list[int], answer: dict) -> torch.Tensor:
+    """|difference| of the answer's log-probs and those of an oracle."""
+    recorded = answer["meta_info"]["output_token_logprobs"]
+    ids = [token for _, token, _ in recorded]
+    expected = oracle.log_probs(prompt, ids).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+    return (expected - torch.tensor([value for value, _, _ in recorded])).abs()
