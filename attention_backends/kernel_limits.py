@@ -20,6 +20,7 @@ MAX_GROUP = 16
 MAX_PAGES = 32767
 INT4_LANDMARKS = (1, 2, 4, 8)
 PAIRS_MULTIPLE = 8
+FP8_CAPABILITY = (8, 9)
 # What FlashInfer's prefill computes rightly, of HEAD_DIMS. It takes 80 and 96 without a word, but
 # loads 64 columns at a time and leaves the others out (github.com/flashinfer-ai/flashinfer, 4299).
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -74,6 +75,17 @@ def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> l
     if str(model_config.dtype) == "torch.float32":
         problems.append("dtype float32: the GPU kernels need 16 bits; pass --dtype bfloat16")
     return problems
+
+
+def fp8_problems(capability: tuple[int, int]) -> list[str]:
+    """Why a GPU of this compute capability cannot serve an FP8 KV cache."""
+    if capability >= FP8_CAPABILITY:
+        return []
+    major, minor = FP8_CAPABILITY
+    return [
+        f"FP8 KV cache on a GPU of compute capability {capability[0]}.{capability[1]}: Triton reads"
+        f" float8_e4m3fn from {major}.{minor} on; pass --kv-cache-dtype bf16"
+    ]
 
 
 def rule_problems(schedule: BudgetSchedule) -> list[str]:

@@ -6,6 +6,7 @@ cache, over the difference of their lengths, so that prefill and request handlin
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -30,7 +31,7 @@ from sparrow_sglang.benchmarks.processes import in_new_process
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.command_line import count
 from sparrow_sglang.planning.cost_model import step_costs
-from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import pair_rows
@@ -51,6 +52,7 @@ EXAMPLES = """\
   sparrow bench step --backends sparrow --schedules fixed-1024 --cases 16x32768 8x32768
   sparrow bench step --models qwen3-4b,qwen3-8b --out larger.json
   sparrow bench step --models qwen3-30b-a3b --tp 2 --ep 2 --schedules fixed-1024
+  sparrow bench step --engine-args '{"kv_cache_dtype": "fp8_e4m3"}'
   sparrow bench step --cases fill:1024-32768:900000        sequences of mixed length in a full pool
 """
 CASES = """\
@@ -102,9 +104,20 @@ def model_config(model: str) -> dict[str, Any]:
     return fields
 
 
-def model_shape(model: str) -> ModelShape:
+def kv_cache_dtype(options: argparse.Namespace) -> str:
+    """What --engine-args say of it; `ValueError` on one whose bytes are not known."""
+    dtype = engine_arguments(options.engine_args).get("kv_cache_dtype", "auto")
+    if dtype not in KV_ITEMSIZES:
+        raise ValueError(
+            f"--engine-args kv_cache_dtype={dtype!r}: expected one of {', '.join(KV_ITEMSIZES)}"
+        )
+    return str(dtype)
+
+
+def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
     """Its shapes."""
-    return ModelShape.from_config(model_config(model))
+    shape = ModelShape.from_config(model_config(model))
+    return dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[kv_dtype])
 
 
 def step_bytes(
@@ -119,7 +132,8 @@ def step_bytes(
 def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
     """GB of weights, all experts among them, and of KV on each GPU."""
     part = shape.on_rank(ranks)
-    return 2 * (part.weights_read(math.inf) + part.kv_width * sum(lengths)) / 1e9
+    kv_bytes = part.kv_itemsize * part.kv_width * sum(lengths)
+    return (2 * part.weights_read(math.inf) + kv_bytes) / 1e9
 
 
 def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -> dict[str, Any]:
@@ -160,7 +174,7 @@ def run_engine(
     import torch
 
     torch.cuda.empty_cache()
-    shape = model_shape(model)
+    shape = model_shape(model, kv_cache_dtype(options))
     largest_batch = max(len(batch_lengths(case)) for case in options.cases)
     schedule = None
     if backend == "sparrow":
@@ -187,7 +201,8 @@ def run_engine(
                 continue
             bytes_read = step_bytes(shape, lengths, schedule, options.tp)
             row = {"model": model, "backend": backend, "case": case}
-            row |= {"tp": options.tp, "ep": options.ep}
+            row |= {"tp": options.tp, "ep": options.ep, "pool_tokens": pool}
+            row |= {"kv_cache_dtype": kv_cache_dtype(options)}
             row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
             row |= {
                 "schedule": served,
@@ -254,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> float:
     """GB that the largest case keeps in memory; `ValueError` names an option that cannot work."""
-    most = 0.0
+    most, kv_dtype = 0.0, kv_cache_dtype(options)
     for name in engine_arguments(options.engine_args):
         if name in ("tp_size", "ep_size"):
             raise ValueError(f"--engine-args {name}: set --{name.removesuffix('_size')} instead")
@@ -268,7 +283,8 @@ def _check(options: argparse.Namespace) -> float:
         for schedule in options.schedules:
             load_schedule(schedule.replace("{model}", model), PAGE_SIZE)
         for case in options.cases:
-            most = max(most, memory_gb(model_shape(model), batch_lengths(case), options.tp))
+            shape = model_shape(model, kv_dtype)
+            most = max(most, memory_gb(shape, batch_lengths(case), options.tp))
     return most
 
 

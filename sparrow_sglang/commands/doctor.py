@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.kernel_limits import (
     describe_fit,
+    fp8_problems,
     kernel_problems,
     rule_problems,
 )
@@ -196,8 +197,15 @@ def _check_kernels(
     server_args: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
 ) -> Check:
     """On a GPU the model has passed already, or its arguments would have been refused."""
+    import torch
+
     problems = kernel_problems(resolved(server_args), model_config) + rule_problems(schedule)
     device = resolved(server_args).device
+    if device == "cuda" and resolved(server_args).kv_cache_dtype == "fp8_e4m3":
+        # Servers look at this once the model is loaded, as its checkpoint may ask for FP8, too.
+        problems += fp8_problems(torch.cuda.get_device_capability())
+        if problems:
+            return Check("FAIL", "kernels", "; ".join(problems))
     if device != "cuda":
         here = f"plain torch on {device}"
         if problems:

@@ -5,6 +5,7 @@ any. Out: a few tables as text. Needs no GPU and imports neither torch nor SGLan
 """
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.models import model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
-from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.planning.step_time import MeasuredStep
 from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
@@ -63,6 +64,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch", type=count, default=16, help="sequences that decode together on one GPU"
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_ITEMSIZES,
+        default="auto",
+        help="of the server; the paper's formula has 2 bytes a value whatever it is",
+    )
     hardware = parser.add_mutually_exclusive_group()
     hardware.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="its data sheet")
     hardware.add_argument("--intensity", type=float, help="FLOPs per byte of another device")
@@ -85,6 +92,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise InputError(f"--intensity={args.intensity}: expected FLOPs per byte, e.g. 206 (H200)")
     model, config = _read_config(args.model_path)
     shape = ModelShape.from_config(config)
+    shape = dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[args.kv_cache_dtype])
     if args.lengths_file is not None:
         lengths = sorted(read_lengths(args.lengths_file))
     else:

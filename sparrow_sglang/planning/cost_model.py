@@ -31,6 +31,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 Array = NDArray[np.float64]
 
+# Of weights, of landmarks that are means, and in the paper's formulas of KV.
 _BYTES_PER_VALUE = 2
 
 
@@ -195,7 +196,7 @@ def step_costs(
     )
     return StepCosts(
         weight_bytes=np.full(lengths.shape, _BYTES_PER_VALUE * shape.weights_read(batch) / batch),
-        kv_bytes=_BYTES_PER_VALUE * per_layer * token_layers,
+        kv_bytes=shape.kv_itemsize * per_layer * token_layers,
         scoring_bytes=scoring_bytes,
         linear_flops=np.full(lengths.shape, 2.0 * shape.parameters),
         attention_flops=2 * shape.gqa_ratio * per_layer * token_layers,

@@ -28,6 +28,10 @@ _REFUSED = (
 _KINDS = {FULL, WINDOW}
 
 
+KV_ITEMSIZES = {"auto": 2, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1}
+"""Bytes of a cached number by the --kv-cache-dtype that sparse decode can run with."""
+
+
 @dataclass(frozen=True)
 class Experts:
     """Mixture-of-experts blocks in place of dense ones, in `layers` of a model's layers.
@@ -51,13 +55,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shapes of a gated transformer with grouped-query attention, values of 2 bytes.
+    """Shapes of a gated transformer with grouped-query attention, weights of 2 bytes.
 
     Attributes:
         intermediate_size: width of the MLP in layers without experts.
         window_layers: layers that attend to the latest `window_tokens` tokens only.
         window_tokens: 0 where there are none.
         experts: None for a dense model.
+        kv_itemsize: bytes of a number in the KV cache, 2 or 1.
     """
 
     hidden_size: int
@@ -70,6 +75,7 @@ class ModelShape:
     window_layers: tuple[int, ...] = ()
     window_tokens: int = 0
     experts: Experts | None = None
+    kv_itemsize: int = 2
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":

@@ -108,7 +108,7 @@ def _header(plan: Plan) -> str:
     return (
         f"model: {shape.num_layers} layers{windows}, {shape.num_q_heads} query and"
         f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {_parameters(shape)},"
-        f" {shape.kv_width:,} KV values per token\n"
+        f" {shape.kv_width:,} KV values of {8 * shape.kv_itemsize} bits per token\n"
         f"schedule {schedule.name} ({state}): {schedule.budget_tokens[0]:,} to"
         f" {schedule.budget_tokens[-1]:,} tokens, pages of {schedule.page_size}\n"
         f"{device}; batch {plan.batch}, prompt {plan.prompt_tokens:,} tokens"

@@ -7,6 +7,7 @@ problem, naming field, value, reason and remedy.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparrow_sglang.attention_backends.kernel_limits import fp8_problems
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import FULL, WINDOW, layer_types_of
 from sparrow_sglang.plugin.layer_refusals import layer_problems
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 BACKEND = "sparrow"
-FP8_CAPABILITY = (8, 9)
 
 _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
 _NO_CHECKS = "nobody would check what requests ask for, nor report what was read"
@@ -211,18 +211,15 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
     pool = runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
         problems.append(f"KV pool {type(pool).__name__}: {_OTHER_LAYOUT}")
-    dtype, on_cuda = runner.kv_cache_dtype, runner.device == "cuda"
+    dtype = runner.kv_cache_dtype
     fp8 = dtype == torch.float8_e4m3fn
     if not fp8 and dtype not in (torch.bfloat16, torch.float16, torch.float32):
         problems.append(
             f"KV cache of dtype {dtype}: the backend reads bfloat16, float16, float32 and"
             " float8_e4m3fn; pass --kv-cache-dtype bf16"
         )
-    if fp8 and on_cuda and torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        problems.append(
-            "FP8 KV cache: Triton reads float8_e4m3fn on GPUs of compute capability"
-            f" {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} and above only; pass --kv-cache-dtype bf16"
-        )
+    if fp8 and runner.device == "cuda":
+        problems += fp8_problems(torch.cuda.get_device_capability())
     return problems + layer_problems(runner)
 
 

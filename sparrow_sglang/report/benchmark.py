@@ -25,7 +25,7 @@ from sparrow_sglang.report.page import (
     scalars,
 )
 from sparrow_sglang.report.result_files import Run, rerun_command
-from sparrow_sglang.report.step_pairs import Pair, pair_rows, placed_model, reading_order
+from sparrow_sglang.report.step_pairs import Pair, pair_rows, reading_order, served_model
 
 _WIDEST = 8
 _LENGTH = "cached tokens per sequence"
@@ -122,7 +122,7 @@ def _length_figures(run: Run) -> Iterator[Figure]:
     for row in run.rows:
         # Sequences of mixed length have no one length to be drawn at.
         if not row["case"].startswith("fill:"):
-            groups.setdefault((placed_model(row), row["batch"]), []).append(row)
+            groups.setdefault((served_model(row), row["batch"]), []).append(row)
     name = Path(run.path).name
     for (model, batch), rows in groups.items():
         if len({_length(row) for row in rows}) < 2:

@@ -30,7 +30,7 @@ class Pair:
 
     @property
     def model(self) -> str:
-        return placed_model(self.sparse)
+        return served_model(self.sparse)
 
     @property
     def shape(self) -> tuple[int, int] | None:
@@ -39,10 +39,15 @@ class Pair:
         return (int(match[1]), int(match[2])) if match else None
 
 
-def placed_model(row: Mapping[str, Any]) -> str:
-    """A row's model and, unless it is on one GPU, how it is split: "qwen3-8b (TP 2)"."""
-    ranks = [f"{name.upper()} {row[name]}" for name in ("tp", "ep") if row.get(name, 1) > 1]
-    return f"{row['model']} ({', '.join(ranks)})" if ranks else str(row["model"])
+def served_model(row: Mapping[str, Any]) -> str:
+    """A row's model and what is special in how it was served: "qwen3-8b (TP 2, FP8 KV)"."""
+    ways = [f"{name.upper()} {row[name]}" for name in ("tp", "ep") if row.get(name, 1) > 1]
+    ways += ["FP8 KV"] if has_fp8_kv(row) else []
+    return f"{row['model']} ({', '.join(ways)})" if ways else str(row["model"])
+
+
+def has_fp8_kv(row: Mapping[str, Any]) -> bool:
+    return str(row.get("kv_cache_dtype", "auto")).startswith("fp8")
 
 
 def pair_rows(runs: Sequence[Run]) -> list[Pair]:
@@ -65,7 +70,7 @@ def _fastest_dense(
     by_backend: dict[str, list[tuple[bool, float, dict[str, Any], Run]]] = defaultdict(list)
     for run in runs:
         for row in run.rows if run.device == own.device else ():
-            same_model = placed_model(row) == placed_model(sparse)
+            same_model = served_model(row) == served_model(sparse)
             if same_model and row["case"] == sparse["case"] and row["backend"] != SPARSE:
                 elsewhere = run is not own
                 by_backend[row["backend"]].append((elsewhere, row["step_ms"], row, run))
@@ -88,7 +93,7 @@ def reading_order(pair: Pair) -> tuple[Any, ...]:
     budget = int(row["schedule"].rpartition("-")[2]) if fixed else 0
     context = row["cached_tokens"] / row["batch"]
     size = model_size(row["model"])
-    split = (size, row.get("tp", 1), row.get("ep", 1))
+    split = (size, row.get("tp", 1), row.get("ep", 1), has_fp8_kv(row))
     return (pair.run.device, *split, fixed, budget, row["schedule"], row["batch"], context)
 
 

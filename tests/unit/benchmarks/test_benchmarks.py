@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def test_committed_rows_are_consistent(run: Run) -> None:
         lengths = batch_lengths(each["case"])
         assert (each["batch"], each["cached_tokens"]) == (len(lengths), sum(lengths))
         schedule = load_schedule(each["schedule"], 16) if each["schedule"] else None
-        expected = step_bytes(model_shape(each["model"]), lengths, schedule, each.get("tp", 1))
+        shape = model_shape(each["model"], each.get("kv_cache_dtype", "auto"))
+        expected = step_bytes(shape, lengths, schedule, each.get("tp", 1))
         assert each["bytes"] == pytest.approx(expected, rel=1e-3)
         floor_ms = each["bytes"] / each["bandwidth_tb_s"] / 1e9
         assert each["floor_ms"] == pytest.approx(floor_ms)
@@ -106,6 +108,11 @@ def test_bytes_of_a_step_by_hand() -> None:
     sparse = (3 * 16 + 4 + 40) * kv + 4 * kv // 2
     schedule = BudgetSchedule.fixed(64)
     assert step_bytes(shape, [100, 40], schedule) == weights + 2 * 140 * kv + sparse
+    # An FP8 cache has KV of half the size, and landmarks of the same.
+    halved = replace(shape, kv_itemsize=1)
+    landmarks = 4 * kv // 2
+    fp8 = weights + (2 * 140 * kv + sparse - landmarks) / 2 + landmarks
+    assert step_bytes(halved, [100, 40], schedule) == fp8
 
 
 def test_every_gpu_reads_its_part_of_a_step() -> None:
@@ -167,8 +174,8 @@ def test_speedups_are_over_the_fastest_dense_row_of_model_and_case() -> None:
     assert found == [("fixed-512", 8.0, 2.0), ("fixed-1024", 8.0, 4.0)]
 
 
-def test_a_split_model_is_compared_with_itself_only() -> None:
-    split = {"tp": 2, "ep": 1}
+def test_a_model_is_compared_with_itself_served_in_the_same_way() -> None:
+    split, fp8 = {"tp": 2, "ep": 1}, {"kv_cache_dtype": "fp8_e4m3"}
     rows = [
         row("flashinfer", 9.0),
         row("flashinfer", 6.0, **split),
@@ -176,12 +183,15 @@ def test_a_split_model_is_compared_with_itself_only() -> None:
         row("sparrow", 4.0, **split),
         row("sparrow", 4.5, tp=1, ep=1),
         row("sparrow", 2.0, tp=2, ep=2),
+        row("flashinfer", 3.0, **fp8),
+        row("sparrow", 1.5, **fp8),
     ]
     found = {each["model"]: (each["dense_ms"], each["speedup"]) for each in speedups(rows)}
     assert found == {
         "qwen3-4b (TP 2)": (6.0, 1.5),
         "qwen3-4b": (9.0, 2.0),
         "qwen3-4b (TP 2, EP 2)": (5.0, 2.5),
+        "qwen3-4b (FP8 KV)": (3.0, 2.0),
     }
 
 
@@ -385,6 +395,7 @@ def test_without_a_gpu_one_line_says_what_is_needed(
         ("--tp 3", "3 tensor-parallel ranks: 8 KV heads cannot be shared"),
         ('--engine-args {"tp_size":2}', "--engine-args tp_size: set --tp instead"),
         ("--models qwen3-30b-a3b", "qwen3-30b-a3b-0.86"),
+        ('--engine-args {"kv_cache_dtype":"fp8_e5m2"}', "kv_cache_dtype='fp8_e5m2': expected one"),
     ],
 )
 def test_splits_that_cannot_be_are_refused(
@@ -411,7 +422,7 @@ def test_the_commands_in_the_help_are_accepted(
     texts = [re.sub(r"\\\n +", "", cli.BENCH_EPILOG)]
     texts += [each.EXAMPLES for each in (decode_step, kernel_times, rollout_replay, serving)]
     commands = re.findall(r"^  (sparrow bench .*?)(?: {2,}.*)?$", "\n".join(texts), re.M)
-    assert len(commands) == 18
+    assert len(commands) == 19
     for command in commands:
         with pytest.raises(SystemExit):
             cli.main(shlex.split(command)[1:])

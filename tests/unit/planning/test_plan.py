@@ -117,6 +117,18 @@ def test_parts_of_a_step_add_up_and_are_milliseconds(plan: Plan) -> None:
     assert float(dense[3]) == 0 and float(sparse[3]) > 0.3
 
 
+def test_an_fp8_cache_halves_what_is_read_of_keys_and_values(plan: Plan) -> None:
+    title = "Where a decode step goes, ms"
+    whole, halved = (
+        section(plan("--length", "32256", "--kv-cache-dtype", dtype), title)
+        for dtype in ("bf16", "fp8_e4m3")
+    )
+    for before, after in zip((whole[0][1:], whole[1]), (halved[0][1:], halved[1]), strict=True):
+        assert float(after[2]) == pytest.approx(float(before[2]) / 2, abs=0.011)
+        # Weights, landmarks and FLOPs.
+        assert [after[i] for i in (1, 3, 4)] == [before[i] for i in (1, 3, 4)]
+
+
 def test_a_length_distribution_is_summed_not_averaged(plan: Plan, tmp_path: Path) -> None:
     lengths = [100] * 50 + [1000, 20000, 30000]
     file = tmp_path / "lengths.jsonl"
