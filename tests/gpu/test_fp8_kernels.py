@@ -32,7 +32,7 @@ from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import landmark, select
 from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
 from sparrow_sglang.attention_backends.kernels.decode_launch import DecodeLaunch
-from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
+from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule
@@ -116,7 +116,7 @@ def test_landmarks_of_a_prefill_are_the_definition(device: str, rule: SelectionR
     step = Step(device, [333, 16, 5], (4, 2), 64, dtype=BF16, rule=rule, kv_dtype=FP8)
     expected, nothing_yet = step.landmarks, torch.zeros_like(step.seq_lens)
     written = (
-        Int4Codes(*(torch.zeros_like(tensor) for tensor in expected))
+        Int4Codes(*(torch.zeros_like(tensor) for tensor in expected[:2]), expected.pairs)
         if isinstance(expected, Int4Codes)
         else torch.zeros_like(expected)
     )
@@ -130,8 +130,9 @@ def test_landmarks_of_a_prefill_are_the_definition(device: str, rule: SelectionR
         max_pages=step.page_table.shape[1],
     )
     full = torch.cat([step.page_table[0, :20], step.page_table[1, :1]]).long()
-    pairs = zip(written, expected, strict=True) if rule == INT4 else [(written, expected)]
-    for got, want in pairs:
+    # Without the pairs, which are no landmarks.
+    stored = zip(written[:2], expected[:2], strict=True) if rule == INT4 else [(written, expected)]
+    for got, want in stored:
         assert torch.equal(got[full], want[full])
 
 
@@ -159,7 +160,8 @@ def test_a_captured_step_follows_lengths_and_the_definition(
     table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
     budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
     step = TritonPagedDecode(budgets, table, DecodeShape.of(schedule, 4, 2, 64, 1024))
-    landmarks = allocate_landmarks(len(k) // 16, 2, 64, 16, rule, FP8, device)
+    pairs = kept_pairs(rule, 0, range(2), 64, device)
+    landmarks = allocate_landmarks(len(k) // 16, 16, rule, pairs, FP8)
     step.reserve(4)
     step.plan_extend(rows, seq_lens, host.lengths)
     step.update_landmarks(k, landmarks)

@@ -272,8 +272,9 @@ def test_an_fp8_pool_stands_for_its_numbers_times_the_scales_of_the_layer(rule: 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
 def test_landmarks_take_two_bytes_a_number_whatever_the_pool(kv_dtype: torch.dtype):
-    landmarks = allocate_landmarks(10, 3, 16, 16, SelectionRule(), kv_dtype, "cpu")
-    assert landmarks.means.nbytes == 10 * 3 * SelectionRule().landmark_bytes(16, 16, 2)
+    rule = SelectionRule()
+    landmarks = allocate_landmarks(10, 16, rule, kept_pairs(rule, 0, range(3), 16), kv_dtype)
+    assert landmarks.means.nbytes == 10 * 3 * rule.landmark_bytes(16, 16, 2)
     computed = reference.page_landmarks(torch.ones(10, 16, 3, 16).to(kv_dtype))
     assert computed.means.dtype == landmarks.means.dtype
 
