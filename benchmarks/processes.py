@@ -61,9 +61,12 @@ def running_server(command: Sequence[str], url: str, log: Path) -> Iterator[None
 
 @contextmanager
 def logged_process(
-    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Start `command`, in `env` instead of this environment if given; its output goes to `log`.
+    """Start `command`, in `env` and `folder` instead of ours if given; its output goes to `log`.
 
     On leaving it is asked to end, and what is left of its process group after half a minute is
     killed.
@@ -71,7 +74,12 @@ def logged_process(
     with log.open("w") as file:
         # A group of its own: a server's workers must end with it, and not on our Ctrl-C alone.
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=env,
+            cwd=folder,
         )
     try:
         yield process

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.environment import exported
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
-from sparrow_sglang.plugin.state import require_scheduler_state
+from sparrow_sglang.plugin.state import PROCESS, require_scheduler_state
 from sparrow_sglang.sglang_versions import kv_of, logits_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def remember_places(
 
     Checked with 0.5.17; see `scheduler_hooks.remember_options`.
     """
-    if _VARIABLE not in os.environ or not forward_batch.forward_mode.is_extend():
+    if not _records() or not forward_batch.forward_mode.is_extend():
         return
     model = batch.model_config
     _the_record(model.hidden_size, model.dtype, batch.device).assign(
@@ -183,7 +183,7 @@ def keep_or_compare(
     Checked with 0.5.17, where decode passes run through here while their CUDA graph is captured,
     after passes to warm up, and `customized_info` has one entry per request.
     """
-    if _VARIABLE not in os.environ:
+    if not _records():
         return original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
     record = _the_record(hidden_states.shape[1], hidden_states.dtype, hidden_states.device)
     if batch.forward_mode.is_decode():
@@ -208,6 +208,11 @@ def keep_or_compare(
             start += count
         output.customized_info = {**(output.customized_info or {}), _RATES: rates}
     return output
+
+
+def _records() -> bool:
+    # An environment may reach engines of other attention backends, too.
+    return _VARIABLE in os.environ and PROCESS.scheduler is not None
 
 
 def _the_record(hidden_size: int, dtype: Any, device: Any) -> StepRecord:

@@ -1,0 +1,52 @@
+"""A checkpoint of random weights in the shape of a model, which a trainer can load and serve.
+
+`python -m sparrow_sglang.benchmarks.training.random_model SHAPE FOLDER` writes it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparrow_sglang.benchmarks.options import MODELS, known_models
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.command_line import OneLineParser
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def save_random_model(shape: str, folder: Path) -> None:
+    """Write bf16 weights, drawn anew at each call, and a tokenizer of words.
+
+    No token ends a text, so that every response is as long as asked for.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(MODELS / shape, eos_token_id=None, bos_token_id=None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    save_word_tokenizer(folder, config.vocab_size)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Trainers pad, and name the end of a text.
+    tokenizer.pad_token, tokenizer.eos_token = "w0", "w1"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    # Which else would take them from the tokenizer.
+    generation = {"eos_token_id": None, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m sparrow_sglang.benchmarks.training.random_model")
+    parser.add_argument("shape", choices=known_models())
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    save_random_model(args.shape, args.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,218 @@
+"""verl's trainer with dense and with sparse rollouts.
+
+`python -m sparrow_sglang.benchmarks.training.verl_runs` runs it, in an environment that has verl.
+
+In: a recipe of examples/verl, schedules and seeds. Each pair is a run of `verl.trainer.main_ppo`
+from the same start, in a process and on a GPU of its own; nothing of verl is changed. Out: what
+verl's own log says of each run, as JSON, with device, versions and commit.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import numpy as np
+
+from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
+from sparrow_sglang.benchmarks.processes import log_end, logged_process
+from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.training.parallel_runs import visible_gpus
+from sparrow_sglang.command_line import count
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
+from sparrow_sglang.rl.rollout import DENSE
+
+DESCRIPTION = """\
+Train with verl from the same start under several schedules and seeds, all runs at a time, and write
+what verl says of them side by side. Runs that are not done after --limit seconds are ended.
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.training.verl_runs examples/verl/words_grpo.yaml \\
+      --schedules dense smollm2-135m-0.86 --seeds 0 1 --limit 420 --out verl_words.json \\
+      --dense-set actor_rollout_ref.rollout.agent.default_agent_loop=unrecorded
+"""
+ENGINE = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+CURVES = (
+    "critic/score/",
+    "response_length/",
+    "prompt_length/mean",
+    "rollout_corr/",
+    "training/rollout_probs_diff_",
+    "actor/entropy",
+    "actor/grad_norm",
+    "perf/throughput",
+    "perf/total_num_tokens",
+    "timing_s/",
+    "val-",
+    "sparrow/",
+)
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class VerlRun:
+    """One run; `folder` is where it is started and leaves what it writes."""
+
+    schedule: str
+    seed: int
+    folder: Path
+
+    @property
+    def is_dense(self) -> bool:
+        return self.schedule == DENSE
+
+    @property
+    def name(self) -> str:
+        return f"{Path(self.schedule).name.removesuffix('.json')}-seed{self.seed}"
+
+    def command(self, recipe: Path, model: str, overrides: Sequence[str]) -> list[str]:
+        """The trainer's command line."""
+        ours = [
+            f"actor_rollout_ref.model.path={model}",
+            f"data.seed={self.seed}",
+            f"actor_rollout_ref.actor.data_loader_seed={self.seed}",
+            f"++{ENGINE}.random_seed={self.seed}",
+            f"trainer.default_local_dir={self.folder / 'checkpoints'}",
+            # A cluster of its own for each run; sockets need a short path.
+            "++ray_kwargs.ray_init.address=local",
+            f"hydra.run.dir={self.folder / 'hydra'}",
+        ]
+        if self.is_dense:
+            # verl's own default of this SGLang.
+            ours += [f"{ENGINE}.attention_backend=flashinfer", f"~{ENGINE}.sparrow_schedule"]
+        else:
+            ours += [f"{ENGINE}.sparrow_schedule={self.schedule}"]
+        flags = ["--config-dir", ".", "--config-name", recipe.stem]
+        return [sys.executable, "-m", "verl.trainer.main_ppo", *flags, *ours, *overrides]
+
+    def environment(self, gpu: str, recipe: Path) -> dict[str, str]:
+        """Of the trainer, which passes it on to its workers."""
+        # Modules that the recipe names, such as agent loops.
+        paths = [str(recipe.parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ours = {"PYTHONPATH": os.pathsep.join(paths), "VERL_FILE_LOGGER_PATH": str(self._metrics)}
+        return os.environ | ours | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+
+    @property
+    def _metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Step and metrics, of the lines that are whole."""
+        lines = self._metrics.read_text("utf-8").splitlines(True) if self._metrics.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def result_of(run: VerlRun) -> dict[str, Any]:
+    """What verl has logged: curves of [step, value], and means over all steps but the first."""
+    rows = run.rows()
+    curves: dict[str, list[list[float]]] = {}
+    for row in rows:
+        for metric, value in row["data"].items():
+            if metric.startswith(CURVES) and isinstance(value, int | float):
+                curves.setdefault(metric, []).append([row["step"], float(value)])
+    return {
+        "run": run.name,
+        "schedule": run.schedule,
+        "seed": run.seed,
+        "steps": max((row["step"] for row in rows), default=0),
+        # The first step warms up; what does not happen in every step counts as if it did.
+        "seconds_per_step": dict(_means(curves, "timing_s/")),
+        "tokens_per_s": dict(_means(curves, "perf/throughput")).get("perf/throughput"),
+        "curves": curves,
+    }
+
+
+def _means(curves: Mapping[str, list[list[float]]], prefix: str) -> Iterator[tuple[str, float]]:
+    for metric, points in curves.items():
+        values = [value for step, value in points if step > 1]
+        if metric.startswith(prefix) and values:
+            yield metric, float(np.mean(values))
+
+
+def run_all(
+    runs: Sequence[VerlRun],
+    recipe: Path,
+    model: str,
+    overrides: list[str],
+    dense: list[str],
+    limit_s: float,
+) -> int:
+    """Run all of them at a time, spread over the visible GPUs; returns how many have failed.
+
+    `overrides` are of all runs, `dense` of the dense ones, as verl's command line takes them.
+    """
+    gpus = visible_gpus()
+    started: list[tuple[VerlRun, Popen[bytes]]] = []
+    end = time.monotonic() + limit_s
+    with ExitStack() as processes:
+        for index, run in enumerate(runs):
+            run.folder.mkdir(parents=True, exist_ok=True)
+            process = processes.enter_context(
+                logged_process(
+                    run.command(recipe, model, overrides + (dense if run.is_dense else [])),
+                    run.log,
+                    run.environment(gpus[index % len(gpus)], recipe),
+                    recipe.parent,
+                )
+            )
+            started.append((run, process))
+        while time.monotonic() < end and any(process.poll() is None for _, process in started):
+            time.sleep(_LOOK_S)
+    failed = [(run, process) for run, process in started if process.returncode]
+    for run, process in failed:
+        print(f"{run.name}: ended with status {process.returncode}:\n{log_end(run.log)}")
+    return len(failed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train and write; the exit code is 1 if a run has failed or was ended."""
+    parser = benchmark_parser("training.verl_runs", DESCRIPTION, EXAMPLES, "verl_runs.json")
+    parser.add_argument("recipe", type=Path, help="YAML file beside the modules that it names")
+    parser.add_argument(
+        "--model", default=EMBEDDED_MODEL_NAME, help="folder (default: %(default)s)"
+    )
+    parser.add_argument("--schedules", nargs="+", default=[DENSE, "smollm2-135m-0.86"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--limit", type=count, default=3600, help="seconds for all runs")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="as verl takes it"
+    )
+    parser.add_argument("--dense-set", nargs="*", default=[], metavar="KEY=VALUE", help="for dense")
+    parser.add_argument("--work", type=Path, default=Path("runs/verl"))
+    args = parser.parse_args(argv)
+    if not args.recipe.is_file():
+        parser.error(f"recipe {args.recipe}: no such file")
+    prepare_out(parser, args.out)
+    model = model_folder(args.model)
+    work = args.work.resolve()
+    runs = [
+        VerlRun(schedule, seed, work / f"{index}-{seed}")
+        for seed in args.seeds
+        for index, schedule in enumerate(args.schedules)
+    ]
+    packages = {name: version(name) for name in ("verl", "ray", "TransferQueue")}
+    results = Results(
+        args.out,
+        settings=settings(args) | {"recipe_text": args.recipe.read_text("utf-8")},
+        frameworks=packages,
+    )
+    try:
+        failed = run_all(runs, args.recipe, model, args.set, args.dense_set, args.limit)
+    finally:
+        results.add(*map(result_of, runs))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
