@@ -8,6 +8,7 @@ workers together, and the tokens of the longest response.
 """
 
 import asyncio
+import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,12 @@ class Slots:
         # verl calls its workers agent_loop_worker_<number>_<random>.
         worker = int((ray.get_runtime_context().get_actor_name() or "___0_").split("_")[3])
         self._free = list(range(worker * count, (worker + 1) * count))
+        recorded = os.environ.get("SPARROW_RECORD", "0x0")
+        if count and self._free[-1] >= int(recorded.split("x")[0]):
+            raise ValueError(
+                f"SPARROW_RECORD={recorded!r} and slots_per_worker={count}: expected"
+                " <slots>x<tokens> with slots_per_worker slots for each of agent.num_workers"
+            )
 
     @contextmanager
     def one(self) -> Iterator[int | None]:

@@ -1,10 +1,12 @@
 """What the package relies on in verl, tried on verl itself: `make test-frameworks` installs it."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from adapted_models import save_model_of_words, words
 from engines import random_prompt, unused_model_files
 from oracle import ContractModel
 
+from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.schedule import BudgetSchedule
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
@@ -31,6 +34,39 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+# See tests/support/verl_cpu.py.
+CPU_PLATFORM = {
+    "VERL_PLATFORM": "cpu",
+    # FSDP's engine is registered for CUDA and NPU only.
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+}
+ON_CPU = (
+    "trainer.device=cpu",
+    "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    "++actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
+    "actor_rollout_ref.rollout.dtype=float32",
+    f"{ENGINE}.max_total_tokens=8192",
+    # What needs a device: SGLang's memory saver, and with it sleep and wake-up.
+    f"++{ENGINE}.enable_memory_saver=false",
+    "actor_rollout_ref.rollout.free_cache_engine=false",
+    "++ray_kwargs.ray_init.num_gpus=1",
+    "ray_kwargs.ray_init.object_store_memory=200000000",
+    # Small enough for two cores.
+    "data.max_response_length=96",
+    "data.train_batch_size=2",
+    "data.val_max_samples=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "reward.num_workers=1",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=2",
+    "trainer.save_freq=2",
+    "trainer.v1.sampler.custom_sampler.name=DumpingSampler",
+    "trainer.v1.sampler.sampler_kwargs.bin_tokens=64",
+)
 pytestmark = [
     pytest.mark.skipif(
         find_spec("verl") is None, reason="verl is not installed: make test-frameworks"
@@ -68,7 +104,7 @@ def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 class TestConfig:
-    @pytest.mark.parametrize("name", ["sparse_grpo", "rollout_cpu"])
+    @pytest.mark.parametrize("name", ["sparse_grpo", "words_grpo", "rollout_cpu"])
     def test_every_setting_is_one_of_verl(self, name: str) -> None:
         """A setting that verl has renamed would otherwise be ignored."""
         from hydra import compose, initialize_config_module
@@ -78,6 +114,9 @@ class TestConfig:
             known = set(leaves(OmegaConf.to_container(compose("ppo_trainer"))))
         ours = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"))
         skipped = ("defaults", "hydra.", f"{ENGINE}.", "prompt_file", "new_tokens")
+        # Places where verl takes whatever it is given.
+        skipped += ("actor_rollout_ref.model.override_config.", "ray_kwargs.ray_init.")
+        skipped += ("trainer.v1.sampler.sampler_kwargs.",)
         set_here = [path for path in leaves(ours) if not path.startswith(skipped)]
         assert len(set_here) >= 5
         assert set(set_here) <= known
@@ -93,6 +132,7 @@ class TestConfig:
         assert rollout.engine_kwargs["sglang"] == {
             "attention_backend": "sparrow",
             "sparrow_schedule": "qwen3-1.7b-0.86",
+            "log_level": "info",
         }
         correction = omega_conf_to_dataclass(
             recipe.algorithm.rollout_correction, RolloutCorrectionConfig
@@ -154,3 +194,92 @@ class TestRolloutServer:
         assert scored["log_probs"] == pytest.approx(expected, abs=FP32)
         difference = zip(sparse["log_probs"], expected, strict=True)
         assert max(abs(a - b) for a, b in difference) > 0.01
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of verl's trainer: the benchmark's row of it, and the batches that it trained on."""
+
+    row: dict[str, Any]
+    batches: list[list[dict[str, Any]]]
+    folder: Path
+
+    def curve(self, metric: str) -> list[float]:
+        return [value for _, value in self.row["curves"][metric]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two steps of the README's recipe on the CPU with a tiny model, by the benchmark's command."""
+    folder = tmp_path_factory.mktemp("trained")
+    model = save_model_of_words(tmp_path_factory.mktemp("trained_words"))
+    # verl pads, and names the end of a text; w0 is what the tokenizer takes foreign words for.
+    config = Path(model, "tokenizer_config.json")
+    names = {"pad_token": "w0", "eos_token": "w1"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    data = [sys.executable, "task.py", str(folder / "data")]
+    subprocess.run(data, cwd=FOLDER, check=True, timeout=LIMIT_S)
+    out, dump = folder / "out.json", folder / "dump.jsonl"
+    command = [
+        "-m",
+        "sparrow_sglang.benchmarks.training.verl_runs",
+        str(FOLDER / "words_grpo.yaml"),
+    ]
+    command += ["--model", model, "--schedules", "fixed-64", "--seeds", "0", "--out", str(out)]
+    command += ["--work", str(folder / "runs"), "--limit", str(LIMIT_S - 100), "--set"]
+    command += [f"data.train_files={folder}/data/train.parquet"]
+    command += [f"data.val_files={folder}/data/test.parquet", *ON_CPU]
+    support = Path(__file__).parents[1] / "support"
+    command += [f"trainer.v1.sampler.custom_sampler.path={support / 'verl_recorded.py'}"]
+    ours = {
+        "PYTHONPATH": str(support),
+        "SPARROW_DUMP": str(dump),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files()),
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | ENVIRONMENT | CPU_PLATFORM | ours,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    [row] = json.loads(out.read_text())["rows"]
+    return Trained(row, [json.loads(line) for line in dump.read_text().splitlines()], folder)
+
+
+class TestTrainer:
+    """verl's own trainer, FSDP, weight sync, validation and checkpoint, with sparse rollouts."""
+
+    def test_it_trains_validates_and_writes_a_checkpoint(self, trained: Trained) -> None:
+        assert trained.row["steps"] == 2
+        assert len(trained.curve("val-core/words/reward/mean@1")) == 2
+        assert all(value > 0 for value in trained.curve("timing_s/update_weights"))
+        [weights] = trained.folder.glob("runs/**/global_step_2/actor/model_*.pt")
+        assert weights.stat().st_size > 0
+
+    def test_the_correction_sees_sparse_rollouts(self, trained: Trained) -> None:
+        """Of dense rollouts of the same weights, every ratio would be 1 up to rounding."""
+        assert all(value > 0.01 for value in trained.curve("rollout_corr/rollout_is_std"))
+        assert all(value > 0.01 for value in trained.curve("rollout_corr/kl"))
+
+    def test_rates_are_those_of_the_contract(self, trained: Trained, model: str) -> None:
+        """Exact rates of the first batch, which the checkpoint's weights have sampled."""
+        recorded = [row for row in trained.batches[0] if row["rates"]]
+        assert len(recorded) == 2
+        for row in recorded:
+            sparse, dense = (
+                ContractModel(model, schedule).log_probs(row["prompt"], row["response"])
+                for schedule in (BudgetSchedule.fixed(64), None)
+            )
+            expected = acceptance_rate(sparse, dense)[1:]
+            assert row["rates"] == pytest.approx(expected.tolist(), abs=FP32)
+
+    def test_the_tail_stands_among_the_metrics(self, trained: Trained) -> None:
+        for step, batch in enumerate(trained.batches):
+            rates = sorted(rate for row in batch for rate in row["rates"] or ())
+            assert trained.curve("sparrow/accept_tokens")[step] == len(rates)
+            fifth = rates[math.ceil(len(rates) / 20) - 1]
+            assert trained.curve("sparrow/accept_p05")[step] == pytest.approx(fifth)
+        bins = [name for name in trained.row["curves"] if "accept_p05_bin" in name]
+        assert len(bins) >= 2
