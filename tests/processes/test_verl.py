@@ -253,7 +253,7 @@ class TestTrainer:
 
     def test_it_trains_validates_and_writes_a_checkpoint(self, trained: Trained) -> None:
         assert trained.row["steps"] == 2
-        assert len(trained.curve("val-core/words/reward/mean@1")) == 2
+        assert len(trained.curve("val-core/words/acc/mean@1")) == 2
         assert all(value > 0 for value in trained.curve("timing_s/update_weights"))
         [weights] = trained.folder.glob("runs/**/global_step_2/actor/model_*.pt")
         assert weights.stat().st_size > 0
