@@ -244,6 +244,10 @@ class OptimizerConfig(_Section):
     """Decoupled weight decay (slime: 0.1; verl: 0.01); not on vectors such as norms and biases."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
+    offload: bool = False
+    """Keep moments, fp32 weights and the sum of gradients in the memory of the CPU, where the step
+    is taken: 16 bytes a weight that the GPU does not hold (verl: param_offload, optimizer_offload).
+    Every micro-batch then copies its gradients there."""
 
 
 class CheckpointConfig(_Section):

@@ -151,7 +151,8 @@ class SparseAdapter:
             for name, layer in self._layers.items():
                 weight = self._policy.model.get_parameter(f"{name}.base_layer.weight")
                 kept[weight] = weight.data
-                merged = masters[f"{name}.weight"] + scale * self._delta(layer)
+                master = masters[f"{name}.weight"].to(weight.device)
+                merged = master + scale * self._delta(layer)
                 weight.data = merged.to(self._policy.compute_dtype).to(weight.dtype)
             yield
         finally:
@@ -216,7 +217,7 @@ class SparseAdapter:
             if layer is None or self.scale == 0:
                 yield name, weight
             else:
-                yield name, masters[name] + self.scale * self._delta(layer)
+                yield name, masters[name].to(weight.device) + self.scale * self._delta(layer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`scale` of the adapter under PEFT's names, as SGLang's LoRA manager and PEFT load it."""

@@ -59,7 +59,8 @@ class DensePolicy:
 
     Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU; of
     weights in bfloat16 the optimizer keeps an fp32 copy that it updates and rounds from, and the
-    gradients of micro-batches are added up in fp32.
+    gradients of micro-batches are added up in fp32. With `optimizer.offload` it keeps such a copy
+    in either case, in the memory of the CPU, where gradients are added up and steps are taken.
     """
 
     def __init__(
@@ -85,16 +86,14 @@ class DensePolicy:
         # Before anything else is put into the model, such as an adapter.
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
+        home = torch.device("cpu") if optimizer.offload else self.device
         self._masters = (
             self._params
-            if config.dtype == "float32"
-            else [nn.Parameter(p.detach().float()) for p in self._params]
+            if config.dtype == "float32" and not optimizer.offload
+            else [nn.Parameter(p.detach().to(home, torch.float32, copy=True)) for p in self._params]
         )
         self.optimizer = ClippedAdamW(
-            "policy",
-            self._masters,
-            adamw(self._masters, optimizer, self.device),
-            optimizer.grad_clip,
+            "policy", self._masters, adamw(self._masters, optimizer, home), optimizer.grad_clip
         )
         if self._masters is not self._params:
             for master, parameter in zip(self._masters, self._params, strict=True):
@@ -219,7 +218,7 @@ class DensePolicy:
             yield name, parameter.detach()
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The fp32 weights that the optimizer updates, under the same names."""
+        """The fp32 weights that the optimizer updates, under the same names, where they lie."""
         for (name, _), master in zip(self._named, self._masters, strict=True):
             yield name, master.detach()
 

@@ -75,7 +75,7 @@ def adamw(
         ],
         lr=settings.lr,
         betas=settings.betas,
-        fused=device.type == "cuda",
+        fused=device.type == "cuda" or settings.offload,
     )
 
 
@@ -86,8 +86,9 @@ def add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
     lose most of their share.
     """
     assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
+    gradient = parameter.grad.to(master.device)
     if master.grad is None:
-        master.grad = parameter.grad.float()
+        master.grad = gradient.float()
     else:
-        master.grad.add_(parameter.grad)
+        master.grad.add_(gradient)
     parameter.grad = None

@@ -48,6 +48,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--defaults", action="store_true", help="print a file of all settings, explained, and end"
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the settings and estimate the memory of the GPU, and end",
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -61,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("CONFIG.toml is missing; sparrow train --defaults prints one")
     config = TrainConfig.load(args.config)
     check(config)
+    if args.check:
+        return _report_memory(config)
     auto = config.engine.schedule == AUTO
     source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
     try:
@@ -69,6 +76,18 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         # Before the run has begun to hold signals back.
         return _say_where_it_stands(config, "stopped", 130)
+
+
+def _report_memory(config: TrainConfig) -> int:
+    from transformers import AutoConfig
+
+    from sparrow_sglang.rl.runs.memory_check import memory_report
+    from sparrow_sglang.rl.runs.setup import prepare
+
+    setup = prepare(config)
+    lines, fits = memory_report(config, AutoConfig.from_pretrained(setup.model_path))
+    print("\n".join(["the settings can be run", *lines]))
+    return 0 if fits else 1
 
 
 def _train(config: TrainConfig, resume: bool) -> int:

@@ -244,6 +244,33 @@ class TestGradient:
             assert error < 1e-5, (index, float(error))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_offloaded_steps_are_those_that_the_device_takes(
+        self, dtype: str, tmp_path: Path
+    ) -> None:
+        settings = {"dtype": dtype, "micro_batch_tokens": 20}
+        kept = policy(optimizer=OptimizerConfig(lr=1e-3), **settings)
+        offloaded = policy(optimizer=OptimizerConfig(lr=1e-3, offload=True), **settings)
+        for step in range(3):
+            for dense in (kept, offloaded):
+                assert dense.loss_step(BATCH[step:], lambda logprobs, _: -logprobs.sum()).taken
+        for (_, left), (_, right) in zip(
+            kept.named_masters(), offloaded.named_masters(), strict=True
+        ):
+            torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+            # A copy of its own, from which the weights are rounded.
+            assert right.device.type == "cpu" and right.dtype == torch.float32
+        for (_, weight), (_, master) in zip(
+            offloaded.named_weights(), offloaded.named_masters(), strict=True
+        ):
+            assert weight.data_ptr() != master.data_ptr()
+            assert torch.equal(weight, master.to(weight.dtype))
+        # And a run may be continued either way.
+        torch.save(offloaded.state_dict(), tmp_path / "state.pt")
+        kept.load_state_dict(torch.load(tmp_path / "state.pt"))
+        for left, right in zip(kept.score(BATCH), offloaded.score(BATCH), strict=True):
+            assert torch.equal(left, right)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_a_restored_state_takes_the_same_next_step(self, dtype: str, tmp_path: Path) -> None:
         first, second = policy(dtype=dtype), policy(dtype=dtype)
         first.loss_step(BATCH, lambda logprobs, _: logprobs.sum())

@@ -1,6 +1,10 @@
 """What a run checks and chooses before anything starts."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
+import torch
 from engines import RULE, RULED
 from training import settings
 
@@ -107,3 +111,32 @@ def test_rules_that_model_or_engine_cannot_follow_are_refused_by_their_key(tmp_p
         prepare(
             TrainConfig(**base, engine={"schedule": "fixed-64"}, ladder={"schedules": [str(path)]})
         )
+
+
+def test_a_check_estimates_the_memory_and_starts_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "open_engine", None)
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'run_dir = "{tmp_path}/run"\n[task]\nname = "story"\n[distill]\nenabled = true\n'
+    )
+    assert main(["train", "--check", str(path)]) == 0
+    shown = capsys.readouterr().out
+    # 134.5 million weights, tied, in float32.
+    assert re.search(r"weights +0\.5 GiB", shown) and re.search(r"optimizer +1\.0 GiB", shown)
+    assert re.search(r"adapter step, peak +[\d.]+ GiB", shown)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("memory_gib", "code"), [(140, 0), (2, 1)])
+def test_a_check_says_whether_the_gpu_is_large_enough(
+    tmp_path, capsys, monkeypatch, memory_gib, code
+):
+    gpu = SimpleNamespace(name="GPU of a test", total_memory=memory_gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    path = tmp_path / "run.toml"
+    path.write_text(f'run_dir = "{tmp_path}/run"\n[task]\nname = "story"\n')
+    assert main(["train", "--check", str(path)]) == code
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    expected = "fits" if code == 0 else "too small for update, peak; expected optimizer.offload"
+    assert last.startswith("GPU of a test: ") and expected in last
