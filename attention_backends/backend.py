@@ -26,6 +26,7 @@ from sparrow_sglang.attention_backends.paged_decode import (
     PagedDecode,
     TorchPagedDecode,
 )
+from sparrow_sglang.attention_backends.pair_variance import PairVariances
 from sparrow_sglang.hf_config import window_layers
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
@@ -128,6 +129,8 @@ class SparrowAttnBackend(AttentionBackend):
             before it is scored.
         stock_decode: decode steps are planned for the stock backend, too: it serves layers with a
             sliding window, dense layers or, on a CPU, steps within their budgets.
+        kv_heads: which of the model's KV heads this rank has.
+        pair_variances: counts prefill passes in, while a calibration measures.
         decode_guard: notices decode steps that SGLang computes past this backend.
     """
 
@@ -137,10 +140,12 @@ class SparrowAttnBackend(AttentionBackend):
         schedule = loaded.active
         self.token_to_kv_pool = pool
         num_pages = pool.k_buffer[0].shape[0] // schedule.page_size
-        rule, heads = schedule.selection, _kv_heads(model_runner)
+        rule = schedule.selection
+        self.kv_heads = _kv_heads(model_runner)
+        self.pair_variances: PairVariances | None = None
         # Outside of the region below, as what lies there is empty when it is resumed.
         pairs = {
-            layer_id: kept_pairs(rule, layer_id, heads, pool.head_dim, pool.device)
+            layer_id: kept_pairs(rule, layer_id, self.kv_heads, pool.head_dim, pool.device)
             for layer_id in _sparse_layer_ids(model_runner, schedule)
         }
         # Released and resumed together with the KV cache.
@@ -235,6 +240,9 @@ class SparrowAttnBackend(AttentionBackend):
             # From the pool and not from `k`: some models write their KV fused with RoPE.
             k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             self.sparse.update_landmarks(k_buffer, self.landmarks[layer.layer_id])
+            if self.pair_variances is not None:
+                queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+                self.pair_variances.add(layer.layer_id, queries, k_buffer, forward_batch)
         return out
 
     def forward_decode(

@@ -37,6 +37,9 @@ _EXPECTED = {
 _FORM = ("landmark_tokens", "landmark_bits", "landmark_pairs", "group_score")
 _INT4_SCALE_BYTES = 2
 
+PairLists = tuple[tuple[tuple[int, ...], ...], ...]
+"""Indices of rotary pairs, by layer and KV head."""
+
 _Weight = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 _Pair = Annotated[StrictInt, Field(ge=0, lt=_MOST)]
 _OfHead = Annotated[tuple[_Pair, ...], Field(min_length=1)]

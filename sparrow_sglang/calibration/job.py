@@ -24,7 +24,7 @@ from sparrow_sglang.calibration.prompts import (
     read_prompts,
     tokenizer_of,
 )
-from sparrow_sglang.calibration.rule import RuleChoice
+from sparrow_sglang.calibration.rule import RuleChoice, rule_settings
 from sparrow_sglang.calibration.store import WorkFolder
 from sparrow_sglang.hf_config import window_layers
 from sparrow_sglang.json_values import cut
@@ -170,7 +170,7 @@ def check_job(args: argparse.Namespace) -> Job:
     settings = settings_of(args, model_path, prompts, context) | {
         "schedules": [
             [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers]
-            + ([s.selection.model_dump()] if s.selection != SelectionRule() else [])
+            + ([rule_settings(s.selection)] if s.selection != SelectionRule() else [])
             for s in schedules
         ]
     }

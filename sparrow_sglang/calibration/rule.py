@@ -1,20 +1,24 @@
-"""Choosing a selection rule for a model: how layers share the budget, and which layers stay dense.
+"""Choosing a selection rule for a model: rotary pairs, how layers share the budget, dense layers.
 
-In: what each layer costs when it alone is sparse, and tails with some layers dense. Out: a
-`SelectionRule` and dense layers, with the evidence. Pure arithmetic.
+In: how much pairs tell landmarks apart, what each layer costs when it alone is sparse, and tails
+with some layers dense. Out: a `SelectionRule` and dense layers, with the evidence. Pure arithmetic.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparrow_sglang.calibration.choice import CONFIDENCE, Tokens
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.selection import PairLists, SelectionRule
 
+# Of two tokens they rank pages better, but a step reads twice as many.
 LANDMARK_TOKENS = 4
 MOST_DENSE = 2
 # Of the context: what the sparse layer reads while sensitivities are measured, and what all layers
@@ -34,18 +38,45 @@ class RuleChoice:
     evidence: dict[str, Any]
 
 
-def landmark_rule(head_dim: int) -> SelectionRule:
-    """int4 landmarks of four tokens in three quarters of the rotary pairs, best head, even budget.
+def chosen_pairs(variances: NDArray[np.float64]) -> PairLists:
+    """Half of each head's rotary pairs, those whose part of the scores varies most over landmarks.
 
-    The fastest quarter of the pairs turns so often within a few tokens that their mean says little.
+    In whole multiples of what the GPU kernels take, 8. `variances` is [layers, KV heads, D/2]; of
+    equal ones the slower pair is taken.
     """
-    pairs = max(8, head_dim * 3 // 8 // 8 * 8)
+    half = variances.shape[-1]
+    count = min(half, max(8, half // 2 // 8 * 8))
+    # Stable from the slow end on.
+    order = half - 1 - np.argsort(-variances[..., ::-1], axis=-1, kind="stable")
+    lists: list[list[list[int]]] = np.sort(order[..., :count], axis=-1).tolist()
+    return tuple(tuple(tuple(pairs) for pairs in layer) for layer in lists)
+
+
+def variance_kept(variances: NDArray[np.float64], pairs: PairLists) -> list[list[float]]:
+    """Share of the variance that lies in the chosen pairs, [layers][KV heads]; 1 where is none."""
+    kept = np.take_along_axis(variances, np.array(pairs), axis=-1).sum(-1)
+    whole = variances.sum(-1)
+    share: list[list[float]] = np.where(whole > 0, kept / np.maximum(whole, 1e-300), 1.0).tolist()
+    return [[round(value, 4) for value in layer] for layer in share]
+
+
+def landmark_rule(pairs: PairLists | int) -> SelectionRule:
+    """int4 landmarks of four tokens in these rotary pairs, best head, the same budget per layer."""
     return SelectionRule(
         landmark_tokens=LANDMARK_TOKENS,
         landmark_bits=4,
-        landmark_pairs=min(pairs, head_dim // 2),
+        landmark_pairs=pairs,
         group_score="best_head",
     )
+
+
+def rule_settings(rule: SelectionRule) -> dict[str, Any]:
+    """The fields of a rule as settings of a measurement, thousands of rotary pairs as a digest."""
+    fields = rule.model_dump(mode="json")
+    if isinstance(rule.landmark_pairs, tuple):
+        text = json.dumps(fields["landmark_pairs"])
+        fields["landmark_pairs"] = hashlib.sha256(text.encode()).hexdigest()
+    return fields
 
 
 def even_schedule(
@@ -125,13 +156,15 @@ def dense_schedule(
 
 def choose_rule(
     rule: SelectionRule,
+    variance_kept: Sequence[Sequence[float]],
     sensitivity: Sequence[float],
     measured: Mapping[tuple[int, ...], Sequence[Tokens]],
 ) -> RuleChoice:
     """The dense layers whose tail is best at the same KV tokens in total, and weights for the rest.
 
-    `measured` is dense layers -> tokens. Among sets whose tails cannot be told apart the smallest
-    is taken: a larger set must lie above the confidence interval of a smaller one.
+    `variance_kept` is evidence only. `measured` is dense layers -> tokens. Among sets whose tails
+    cannot be told apart the smallest is taken: a larger set must lie above the confidence interval
+    of a smaller one.
     """
     tails = {dense: _tail(tokens) for dense, tokens in measured.items()}
     best: tuple[int, ...] = ()
@@ -143,6 +176,7 @@ def choose_rule(
         with_weights(rule, [round(weight, 4) for weight in weights]),
         best,
         {
+            "variance_kept": [list(layer) for layer in variance_kept],
             "sensitivity": [round(value, 6) for value in sensitivity],
             "dense_layers": [
                 {
@@ -162,6 +196,7 @@ def describe_rule(choice: RuleChoice) -> str:
     """The choice in a few lines, to print."""
     order = np.argsort([-value for value in choice.evidence["sensitivity"]], kind="stable")
     most = ", ".join(f"{i} ({choice.evidence['sensitivity'][i]:.3f})" for i in order[:3].tolist())
+    kept = [share for layer in choice.evidence["variance_kept"] for share in layer]
     dense = ", ".join(map(str, choice.dense_layers)) or "none"
     tails = "; ".join(
         f"{', '.join(map(str, row['layers'])) or 'none'} {row['tail']:.3f}"
@@ -169,6 +204,8 @@ def describe_rule(choice: RuleChoice) -> str:
     )
     return (
         f"selection rule: {choice.selection}\n"
+        "share of the scores' variance in these rotary pairs, by layer and KV head:"
+        f" {min(kept):.2f} to {max(kept):.2f}\n"
         f"most sensitive layers (1 - mean acceptance rate alone): {most}\n"
         f"dense layers: {dense} (tails at the same KV tokens: {tails})"
     )

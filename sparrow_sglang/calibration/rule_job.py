@@ -1,4 +1,4 @@
-"""Measuring for a selection rule: each layer alone, then sets of dense layers.
+"""Measuring for a selection rule: rotary pairs, each layer alone, then sets of dense layers.
 
 In: a job of budgets. Out: the same job under the rule that was chosen; its measurements lie in
 folders of their own, so that a killed run goes on where it stopped.
@@ -17,18 +17,21 @@ from sparrow_sglang.calibration.measure import (
     tokens_by_arm,
     units_of_work,
 )
+from sparrow_sglang.calibration.pairs import pair_variances
 from sparrow_sglang.calibration.prompts import UNSCORED, Prompt
 from sparrow_sglang.calibration.rule import (
     RuleChoice,
     choose_rule,
+    chosen_pairs,
     dense_candidates,
     dense_schedule,
     even_schedule,
     landmark_rule,
+    rule_settings,
     sensitivities,
     sensitivity_schedule,
+    variance_kept,
 )
-from sparrow_sglang.hf_config import head_dim_of
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
@@ -36,12 +39,14 @@ PROMPTS = 16
 
 
 def with_chosen_rule(job: Job) -> Job:
-    """Choose layer weights and dense layers by measuring, and return the job under that rule.
+    """Choose rotary pairs, layer weights and dense layers by measuring; the job under that rule.
 
     Raises `CalibrationError` as `measure_missing` does.
     """
     layers = job.hf_config.get_text_config().num_hidden_layers
-    rule = landmark_rule(head_dim_of(job.hf_config))
+    variances = pair_variances(job, _longest(job.prompts))
+    pairs = chosen_pairs(variances)
+    rule = landmark_rule(pairs)
     size = (rule, layers, job.page_size, job.context)
     alone = [sensitivity_schedule(layer, *size) for layer in range(layers)]
     measured = _measured(job, "layers", alone, rule, layers)
@@ -52,7 +57,8 @@ def with_chosen_rule(job: Job) -> Job:
     }
     measured = _measured(job, "dense", list(candidates.values()), rule, layers)
     tails = {dense: measured[schedule.name] for dense, schedule in candidates.items()}
-    return _under(job, choose_rule(rule, sensitivity, tails))
+    kept = variance_kept(variances, pairs)
+    return _under(job, choose_rule(rule, kept, sensitivity, tails))
 
 
 def _measured(
@@ -112,7 +118,7 @@ def _under(job: Job, choice: RuleChoice) -> Job:
     whole = whole_pages(job.context, job.page_size)
     whole_arm = fixed_arm(whole, job.page_size, choice.selection, choice.dense_layers)
     whole_arm.schedule.save(path)
-    chosen = choice.selection.model_dump(mode="json")
+    chosen = rule_settings(choice.selection)
     return replace(
         job,
         units=units_of_work(job.prompts, arms, options.samples, options.new_tokens, room),
@@ -123,4 +129,7 @@ def _under(job: Job, choice: RuleChoice) -> Job:
 
 
 def _settings(schedules: Sequence[BudgetSchedule]) -> list[Any]:
-    return [schedule.model_dump(mode="json") for schedule in schedules]
+    return [
+        schedule.model_dump(mode="json") | {"selection": rule_settings(schedule.selection)}
+        for schedule in schedules
+    ]

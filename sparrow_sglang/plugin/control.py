@@ -16,6 +16,7 @@ from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.adapters import load_serialised
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
+from sparrow_sglang.plugin.pair_calls import pairs
 from sparrow_sglang.plugin.refusals import uses_sparrow
 from sparrow_sglang.plugin.routes import add_routes
 from sparrow_sglang.plugin.scheduler_calls import (
@@ -63,6 +64,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     state = ServerState(loaded)
     state.calls["schedule"] = partial(schedule, manager)
     state.calls["landmarks"] = partial(landmarks, manager)
+    state.calls["pairs"] = partial(pairs, manager)
     state.calls["adapter"] = partial(load_serialised, manager)
     if rate := server_args.sparrow_audit_rate:
         folder = server_args.sparrow_audit_log

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import transformers
 from engines import save_tiny_model, start_engine
 from oracle import ContractModel
 
@@ -282,15 +283,53 @@ def test_wrong_options_are_one_error(
     assert line.startswith("sparrow calibrate: error: ") and message in line
 
 
+def pairs_that_vary_most(model: str, prompts: Path, count: int) -> tuple:
+    """By layer and KV head, from float64 queries and keys of transformers, a query at a time."""
+    found: dict[int, np.ndarray] = {}
+
+    def attend(module, query, key, value, attention_mask, scaling, **_):
+        group = query.shape[1] // key.shape[1]
+        keys = key.repeat_interleave(group, 1)
+        half = query.shape[3] // 2
+        whole = key.shape[2] // 4 * 4
+        marks = keys[0, :, :whole].unflatten(1, (-1, 4)).mean(2).numpy()
+        variance = np.zeros((query.shape[1], half))
+        for position in range(query.shape[2]):
+            product = query[0, :, position].numpy()[:, None] * marks
+            variance += (product[..., :half] + product[..., half:]).var(1)
+        of_heads = variance.reshape(key.shape[1], group, half).sum(1)
+        found[module.layer_idx] = found.get(module.layer_idx, 0) + of_heads
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, value.repeat_interleave(group, 1), is_causal=True, scale=scaling
+        )
+        return out.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("watched", attend)
+    watched = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float64, attn_implementation="watched"
+    )
+    with torch.inference_mode():
+        for line in prompts.read_text().splitlines():
+            watched(torch.tensor([json.loads(line)["input_ids"]]))
+    kept = [np.sort(np.argsort(-found[layer], -1)[:, :count], -1) for layer in sorted(found)]
+    return tuple(tuple(tuple(pairs) for pairs in layer.tolist()) for layer in kept)
+
+
 def test_a_rule_is_measured_with_its_schedule(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = command(model, write_prompts(tmp_path / "p.jsonl", 0), *BUDGETS)
+    shape = {"vocab_size": 32, "max_position_embeddings": 320, "head_dim": 32}
+    model = save_tiny_model(tmp_path / "wide", spread=0.12, **shape)
+    prompts = write_prompts(tmp_path / "p.jsonl", 0)
+    words = command(model, prompts, *BUDGETS)
     words += ["--rule", "calibrated", "--target", "0.75", "--out", str(tmp_path / "m.json")]
     assert cli.main(words) == 0
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")
     rule, evidence = schedule.selection, schedule.provenance["selection"]
     assert (rule.landmark_tokens, rule.landmark_bits, rule.group_score) == (4, 4, "best_head")
+    assert rule.landmark_pairs == pairs_that_vary_most(model, prompts, 8)
+    assert np.array(evidence["variance_kept"]).shape == (4, 3)
+    assert 0.5 < np.min(evidence["variance_kept"]) < np.max(evidence["variance_kept"]) < 1
     assert rule.layer_weights is not None
     assert len(rule.layer_weights) == len(evidence["sensitivity"]) == 4
     assert schedule.dense_layers == () and schedule.calibrated

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adapted_models import save_adapter
@@ -202,6 +203,18 @@ def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
     assert get_schedule(halves).name == "fixed-128"
 
 
+def measured_pairs(engine: Any) -> dict[str, Any]:
+    """How much each pair tells landmarks of four tokens apart, by layer."""
+    endpoint = connect(engine)
+    with pytest.raises(EndpointError, match="rotary pairs are not measured: expected a call"):
+        endpoint.call_sparrow("pairs")
+    assert endpoint.call_sparrow("pairs", landmark_tokens=4) == {"layers": {}}
+    engine.generate(input_ids=random_prompt(1, 90), sampling_params={"max_new_tokens": 1})
+    layers = endpoint.call_sparrow("pairs")["layers"]
+    assert layers and all(np.array(rows).shape == (2, 8) for rows in layers.values())
+    return layers
+
+
 def test_each_rank_keeps_the_rotary_pairs_of_its_kv_heads(model: str, tmp_path: Path) -> None:
     """One KV head on each of two ranks, against the contract's loop."""
     rule = RULE.model_copy(update={"landmark_pairs": chosen_pairs(4, 2, 3, 16)})
@@ -216,6 +229,12 @@ def test_each_rank_keeps_the_rotary_pairs_of_its_kv_heads(model: str, tmp_path: 
     ) as engine:
         sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
         answer = engine.generate(input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+        measured = measured_pairs(engine)
+    with start_engine(
+        model, attention_backend="sparrow", sparrow_schedule="fixed-64", dtype="float32"
+    ) as engine:
+        for layer, rows in measured_pairs(engine).items():
+            np.testing.assert_allclose(measured[layer], rows, rtol=1e-4)
     rows = answer["meta_info"]["output_token_logprobs"]
     ids = torch.tensor([token for _, token, _ in rows])[:, None]
     found = torch.tensor([value for value, *_ in rows]).double()

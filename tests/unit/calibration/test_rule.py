@@ -6,13 +6,16 @@ import pytest
 from sparrow_sglang.calibration.choice import Tokens
 from sparrow_sglang.calibration.rule import (
     choose_rule,
+    chosen_pairs,
     dense_candidates,
     dense_schedule,
     describe_rule,
     landmark_rule,
     layer_weights,
+    rule_settings,
     sensitivities,
     sensitivity_schedule,
+    variance_kept,
 )
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -36,7 +39,7 @@ def tokens(prompt: str, rates: list[float]) -> Tokens:
 @pytest.mark.parametrize("layers", [1, 2, 3, 30, 64])
 @pytest.mark.parametrize("context", [320, 4096, 8192, 40960])
 def test_one_layer_alone_leaves_pages_out(layers: int, context: int) -> None:
-    rule = landmark_rule(64)
+    rule = landmark_rule(16)
     for layer in {0, layers // 2, layers - 1}:
         schedule = sensitivity_schedule(layer, rule, layers, PAGE, context)
         read = pages_of_layers(schedule, context // PAGE)
@@ -75,7 +78,7 @@ def test_sets_of_dense_layers_are_compared_at_equal_kv_tokens() -> None:
     assert found == [(), (7,), (0, 1), (7, 9)]
     context = 8192
     for dense in found:
-        schedule = dense_schedule(dense, sensitivity, landmark_rule(64), PAGE, context)
+        schedule = dense_schedule(dense, sensitivity, landmark_rule(16), PAGE, context)
         read = pages_of_layers(schedule, context // PAGE)
         assert all(read[layer] == context // PAGE for layer in dense)
         assert sum(read) / 40 == pytest.approx(context // PAGE / 8, rel=0.02)
@@ -93,13 +96,16 @@ def test_a_dense_layer_must_pay_beyond_doubt() -> None:
     def shifted(by: float) -> list[Tokens]:
         return [tokens(str(i), [min(1.0, r + by) for r in rates]) for i, rates in enumerate(groups)]
 
-    rule = landmark_rule(128)
-    near = choose_rule(rule, sensitivity, {(): shifted(0.0), (0, 1): shifted(0.001)})
-    far = choose_rule(rule, sensitivity, {(): shifted(0.0), (0, 1): shifted(0.15)})
+    rule = landmark_rule(chosen_pairs(np.ones((40, 2, 64))))
+    kept = [[0.5, 0.75]] * 40
+    near = choose_rule(rule, kept, sensitivity, {(): shifted(0.0), (0, 1): shifted(0.001)})
+    far = choose_rule(rule, kept, sensitivity, {(): shifted(0.0), (0, 1): shifted(0.15)})
     assert (near.dense_layers, far.dense_layers) == ((), (0, 1))
     assert near.selection.layer_weights == (1.0,) * 40
     assert far.selection.layer_weights == (0.0, 0.0) + (1.0,) * 38
     assert "dense layers: 0, 1" in describe_rule(far)
+    assert "in these rotary pairs, by layer and KV head: 0.50 to 0.75" in describe_rule(far)
+    assert far.evidence["variance_kept"] == kept
     assert [row["layers"] for row in far.evidence["dense_layers"]] == [[], [0, 1]]
     BudgetSchedule(
         name="x", page_size=PAGE, bin_tokens=PAGE, budget_tokens=(512,),
@@ -110,3 +116,38 @@ def test_a_dense_layer_must_pay_beyond_doubt() -> None:
 def test_sensitivity_is_what_a_layer_alone_costs_on_average() -> None:
     measured = {0: [tokens("a", [1.0, 0.5]), tokens("b", [0.9])], 1: [tokens("a", [1.0])]}
     assert sensitivities(measured) == pytest.approx([0.2, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("half", "count"), [(4, 4), (8, 8), (16, 8), (32, 16), (40, 16), (48, 24), (64, 32)]
+)
+def test_half_of_the_pairs_are_kept_those_that_vary_most(half: int, count: int) -> None:
+    variances = np.random.default_rng(half).random((3, 2, half))
+    pairs = chosen_pairs(variances)
+    assert np.array(pairs).shape == (3, 2, count)
+    for layer in range(3):
+        for head in range(2):
+            kept = pairs[layer][head]
+            left = [pair for pair in range(half) if pair not in kept]
+            assert list(kept) == sorted(kept)
+            of_head = variances[layer, head]
+            assert min(of_head[list(kept)]) > max(of_head[left], default=-1)
+            share = of_head[list(kept)].sum() / of_head.sum()
+            assert variance_kept(variances, pairs)[layer][head] == pytest.approx(share, abs=1e-4)
+
+
+def test_of_pairs_that_vary_alike_the_slower_ones_are_kept() -> None:
+    """As in layers that have no landmarks, and nothing measured."""
+    variances = np.zeros((1, 1, 32))
+    assert chosen_pairs(variances) == ((tuple(range(16, 32)),),)
+    assert variance_kept(variances, chosen_pairs(variances)) == [[1.0]]
+    variances[0, 0, 3] = 1.0
+    assert chosen_pairs(variances)[0][0] == (3, *range(17, 32))
+
+
+def test_settings_tell_rules_apart_without_their_pairs() -> None:
+    one, other = (landmark_rule(((pairs,),)) for pairs in ((0, 1), (0, 2)))
+    assert rule_settings(one) == rule_settings(landmark_rule((((0, 1),),)))
+    assert rule_settings(one) != rule_settings(other)
+    assert len(str(rule_settings(one)["landmark_pairs"])) == 64
+    assert rule_settings(landmark_rule(16))["landmark_pairs"] == 16
