@@ -65,8 +65,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         choices=RULES,
         default=PUBLISHED,
         help="how pages are selected: as published, with the same budget in each layer (default);"
-        " or calibrated: rotary pairs of int4 landmarks, layer budgets and dense layers measured for"
-        " the model",
+        " or calibrated: rotary pairs of int4 landmarks, layer budgets and dense layers measured"
+        " for the model",
     )
     add("--page-size", type=int, choices=PAGE_SIZES, default=PAGE_SIZE, help="default 16")
     add("--bin-tokens", type=int, help="default about 2000; 1024 up to a context of 16384")
