@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
-from engines import RULED, SCHEDULE, start_engine
+from engines import RULED, SCHEDULE, EngineDied, start_engine
 from oracle import ContractModel
+from scaled_kv import save_with_kv_scales
 
 from sparrow_sglang.client.endpoint import connect
 
@@ -58,3 +59,20 @@ def error_of(oracle: ContractModel, prompt: list[int], answer: dict) -> torch.Te
     ids = [token for _, token, _ in recorded]
     expected = oracle.log_probs(prompt, ids).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
     return (expected - torch.tensor([value for value, _, _ in recorded])).abs()
+
+
+def test_scales_of_a_checkpoint_are_refused_on_a_cpu(sharp_llama, schedule_file, tmp_path, capfd):
+    """SGLang's dense attention on a CPU writes by them and does not read by them."""
+    model = save_with_kv_scales(sharp_llama, tmp_path / "scaled", (0.25, 0.5))
+    with (
+        pytest.raises(EngineDied),
+        start_engine(
+            model,
+            attention_backend="sparrow",
+            sparrow_schedule=schedule_file,
+            kv_cache_dtype="fp8_e4m3",
+            dtype="bfloat16",
+        ),
+    ):
+        pass
+    assert "attention layer 3: v_scale=0.5 is not supported" in capfd.readouterr().err

@@ -28,6 +28,7 @@ class ContractModel:
         cap: upper bound of the budget in tokens, as a request may ask for.
         kv_dtype: what keys and values are rounded to before anything attends to them, and not if
             None. Landmarks of an FP8 pool are in bf16, all others in fp32.
+        kv_scales: what keys and values are divided by before they are rounded, powers of two.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class ContractModel:
         schedule: BudgetSchedule | None = None,
         cap: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        self._schedule, self._cap, self._kv_dtype = schedule, cap, kv_dtype
+        self._schedule, self._cap = schedule, cap
+        self._kv_dtype, self._kv_scales = kv_dtype, kv_scales
         landmark_dtype = torch.bfloat16 if kv_dtype == torch.float8_e4m3fn else torch.float32
         self._store = lambda mean: torch.from_numpy(mean).to(landmark_dtype).double().numpy()
         self._prompt_len = 0
@@ -62,7 +65,10 @@ class ContractModel:
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         if self._kv_dtype is not None:
-            key, value = (x.float().to(self._kv_dtype).double() for x in (key, value))
+            key, value = (
+                (x / scale).float().to(self._kv_dtype).double() * scale
+                for x, scale in zip((key, value), self._kv_scales, strict=True)
+            )
         queries, keys, values = (t[0].transpose(0, 1).numpy() for t in (query, key, value))
         total, num_q_heads, head_dim = queries.shape
         group = num_q_heads // keys.shape[1]
