@@ -33,6 +33,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -62,10 +63,17 @@ class PlanGuard:
             self._copied.record()
 
 
-def _sparse_layer_ids(model_runner: "ModelRunner", schedule: BudgetSchedule) -> list[int]:
-    pool = model_runner.token_to_kv_pool
+def _whole_pool(pool: "KVCache") -> "MHATokenToKVPool":
+    """What holds the layers that keep the whole KV: SGLang may give windows a pool of their own."""
+    whole: MHATokenToKVPool = getattr(pool, "full_kv_pool", pool)
+    return whole
+
+
+def _sparse_layer_ids(pool: "KVCache", schedule: BudgetSchedule) -> list[int]:
     layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
-    return [layer for layer in layers if layer not in schedule.dense_layers]
+    # Of both pools, by their numbers in the model.
+    held = getattr(pool, "layers_mapping", layers)
+    return [layer for layer in held if layer not in schedule.dense_layers]
 
 
 def _kv_heads(model_runner: "ModelRunner") -> range:
@@ -98,13 +106,27 @@ def _kv_scales(layer: "RadixAttention") -> tuple[float, float]:
 
 
 def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> None:
-    """Arguments of an attention call, such as sinks, that the sparse kernels know nothing of."""
+    """Arguments of an attention call that the sparse kernels know nothing of."""
     given = sorted(name for name, value in arguments.items() if value is not None)
     if given:
         raise ValueError(
             f"attention layer {layer.layer_id}: sparse decode would ignore {', '.join(given)};"
             " choose another --attention-backend for this model"
         )
+
+
+def _dense(model_runner: "ModelRunner", head_dim: int) -> AttentionBackend:
+    """The stock backend of the device; on a CPU, with the attention sinks that it lacks."""
+    if model_runner.device == "cuda":
+        stock = dense_backend(head_dim, model_runner.model_config.has_attention_sinks)
+        dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
+        if stock == "flashinfer" and _has_kv_scales(model_runner.model):
+            # New tokens would attend to their prefix in the pool without its scales (0.5.17).
+            dense.use_paged = True
+        return dense
+    from sparrow_sglang.attention_backends.torch_dense import TorchDenseBackend
+
+    return TorchDenseBackend(model_runner)
 
 
 def _side_by_side(q: torch.Tensor) -> torch.Tensor:
@@ -136,9 +158,10 @@ class SparrowAttnBackend(AttentionBackend):
 
     def __init__(self, model_runner: "ModelRunner", loaded: LoadedSchedules) -> None:
         super().__init__()
-        pool = model_runner.token_to_kv_pool
+        both_pools = model_runner.token_to_kv_pool
+        pool = _whole_pool(both_pools)
         schedule = loaded.active
-        self.token_to_kv_pool = pool
+        self.token_to_kv_pool = both_pools
         num_pages = pool.k_buffer[0].shape[0] // schedule.page_size
         rule = schedule.selection
         self.kv_heads = _kv_heads(model_runner)
@@ -146,7 +169,7 @@ class SparrowAttnBackend(AttentionBackend):
         # Outside of the region below, as what lies there is empty when it is resumed.
         pairs = {
             layer_id: kept_pairs(rule, layer_id, self.kv_heads, pool.head_dim, pool.device)
-            for layer_id in _sparse_layer_ids(model_runner, schedule)
+            for layer_id in _sparse_layer_ids(both_pools, schedule)
         }
         # Released and resumed together with the KV cache.
         with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
@@ -155,12 +178,8 @@ class SparrowAttnBackend(AttentionBackend):
                 for layer_id, kept in pairs.items()
             }
         on_cuda = model_runner.device == "cuda"
-        stock = dense_backend(pool.head_dim) if on_cuda else "torch_native"
-        self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
-        if stock == "flashinfer" and _has_kv_scales(model_runner.model):
-            # New tokens would attend to their prefix in the pool without its scales (0.5.17).
-            self.dense.use_paged = True
-        has_dense_layers = len(self.landmarks) < pool.layer_num
+        self.dense: AttentionBackend = _dense(model_runner, pool.head_dim)
+        has_dense_layers = len(self.landmarks) < both_pools.layer_num
         has_windows = bool(window_layers(model_runner.model_config.hf_config))
         self.stock_decode = not on_cuda or (
             has_windows or (has_dense_layers and stock_dense_decode())
@@ -259,7 +278,8 @@ class SparrowAttnBackend(AttentionBackend):
         sparse = layer.layer_id in self.landmarks
         if self.stock_decode and not sparse:
             return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        _refuse_arguments(layer, kwargs)
+        sinks = kwargs.get("sinks")
+        _refuse_arguments(layer, kwargs | {"sinks": None})
         pool = self.token_to_kv_pool
         if self.sparse.within_budget:
             out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -278,8 +298,8 @@ class SparrowAttnBackend(AttentionBackend):
         if sparse:
             landmarks = self.landmarks[layer.layer_id]
             out = self.sparse.decode(
-                q, k_buffer, v_buffer, landmarks, layer.layer_id, sm_scale, v_scale
+                q, k_buffer, v_buffer, landmarks, layer.layer_id, sm_scale, v_scale, sinks
             )
         else:
-            out = self.sparse.decode_dense(q, k_buffer, v_buffer, sm_scale, v_scale)
+            out = self.sparse.decode_dense(q, k_buffer, v_buffer, sm_scale, v_scale, sinks)
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)

@@ -140,6 +140,7 @@ class TritonPagedDecode:
         layer_id: int,
         sm_scale: float,
         v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
@@ -176,6 +177,7 @@ class TritonPagedDecode:
                 page_size=self._schedule.page_size,
                 sm_scale=sm_scale,
                 v_scale=v_scale,
+                sinks=sinks,
                 scratch=buffers.decode_scratch,
                 launch=buffers.decode_launch[batch],
                 after_select=self._dependent,
@@ -189,6 +191,7 @@ class TritonPagedDecode:
         v_buffer: torch.Tensor,
         sm_scale: float,
         v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
@@ -207,6 +210,7 @@ class TritonPagedDecode:
                 page_size=self._schedule.page_size,
                 sm_scale=sm_scale,
                 v_scale=v_scale,
+                sinks=sinks,
                 scratch=buffers.decode_scratch,
                 launch=buffers.dense_launch[len(seq_lens)],
             )

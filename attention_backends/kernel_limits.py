@@ -24,11 +24,13 @@ FP8_CAPABILITY = (8, 9)
 # What FlashInfer's prefill computes rightly, of HEAD_DIMS. It takes 80 and 96 without a word, but
 # loads 64 columns at a time and leaves the others out (github.com/flashinfer-ai/flashinfer, 4299).
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+# What dense passes run in otherwise: also with attention sinks, which FlashInfer's does not take.
+SINK_BACKEND = "triton"
 
 
-def dense_backend(head_dim: int) -> str:
+def dense_backend(head_dim: int, sinks: bool = False) -> str:
     """SGLang's attention backend for dense passes on a GPU."""
-    return "flashinfer" if head_dim in FLASHINFER_HEAD_DIMS else "triton"
+    return "flashinfer" if head_dim in FLASHINFER_HEAD_DIMS and not sinks else SINK_BACKEND
 
 
 def stock_dense_decode() -> bool:
@@ -120,8 +122,9 @@ def rule_problems(schedule: BudgetSchedule) -> list[str]:
 def describe_fit(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
     """What the kernels would serve, in one line, where `kernel_problems` finds nothing."""
     head_dim, page_size = model_config.head_dim, server_args.page_size
+    dense = dense_backend(head_dim, model_config.has_attention_sinks)
     return (
-        f"head_dim {head_dim} (dense passes by {dense_backend(head_dim)}), context"
+        f"head_dim {head_dim} (dense passes by {dense}), context"
         f" {model_config.context_len} of at most {max_context(page_size)} tokens at page size"
         f" {page_size}"
     )

@@ -65,6 +65,7 @@ class PagedDecode(Protocol):
         layer_id: int,
         sm_scale: float,
         v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One sparse layer of the planned decode step; the new token's KV is in the pool already.
 
@@ -76,6 +77,7 @@ class PagedDecode(Protocol):
             layer_id: index of the layer in the model, which its share of the budget goes by.
             sm_scale: factor of the logits, the scale of FP8 keys included.
             v_scale: that of FP8 values.
+            sinks: [Hq], one logit a query head as `reference.sparse_decode` takes it, or None.
 
         Returns:
             [B, Hq, D] in q's dtype.
@@ -88,6 +90,7 @@ class PagedDecode(Protocol):
         v_buffer: torch.Tensor,
         sm_scale: float,
         v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One dense layer of the planned decode step: `decode` of all pages, without landmarks."""
 
@@ -166,6 +169,7 @@ class TorchPagedDecode:
         layer_id: int,
         sm_scale: float,
         v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.update_landmarks(k_buffer, landmarks)
         pages = self._pages
@@ -188,6 +192,7 @@ class TorchPagedDecode:
             self._page_size,
             sm_scale,
             v_scale,
+            sinks,
         )
 
     def decode_dense(
@@ -197,6 +202,7 @@ class TorchPagedDecode:
         v_buffer: torch.Tensor,
         sm_scale: float,
         v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pages = self._pages
         return reference.sparse_decode(
@@ -209,4 +215,5 @@ class TorchPagedDecode:
             self._page_size,
             sm_scale,
             v_scale,
+            sinks,
         )

@@ -188,6 +188,7 @@ def sparse_decode(
     page_size: int,
     sm_scale: float,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Exact attention of one query token per request over its selected pages.
 
@@ -202,9 +203,11 @@ def sparse_decode(
         page_size: tokens a page.
         sm_scale: factor of the logits, the scale of FP8 keys included.
         v_scale: that of FP8 values, a factor of the output.
+        sinks: [Hq], a learned logit of each query head that joins its softmax as one more token
+            with a value of 0 (gpt-oss); sm_scale does not apply to it. None for plain attention.
 
     Returns:
-        [B, Hq, Dv] in q's dtype; the softmax runs over the kept tokens only, in fp32.
+        [B, Hq, Dv] in q's dtype; the softmax runs over the kept tokens and the sink, in fp32.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads, width = page_ids.shape[1:]
@@ -224,6 +227,11 @@ def sparse_decode(
 
     grouped = q.view(batch, num_kv_heads, -1, head_dim)
     logits = torch.matmul(grouped.float(), gather(k_buffer).float().transpose(-1, -2)) * sm_scale
-    weights = logits.masked_fill(masked[:, None, None], -torch.inf).softmax(dim=-1)
+    logits = logits.masked_fill(masked[:, None, None], -torch.inf)
+    if sinks is None:
+        weights = logits.softmax(dim=-1)
+    else:
+        sink = sinks.float().view(1, num_kv_heads, -1, 1).expand(batch, -1, -1, -1)
+        weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
     out = torch.matmul(weights, gather(v_buffer).float()) * v_scale
     return out.reshape(batch, num_q_heads, -1).to(q.dtype)

@@ -42,6 +42,11 @@ _MOVED: dict[str, str | None] = {
         "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding"
     ),
     "sglang.srt.distributed.bootstrap._init_cpu_threads_env": None,
+    # Models whose windows have a pool of their own are refused there.
+    "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__": None,
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": None,
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    "._build_token_to_kv_pool_allocator": None,
 }
 """Where 0.5.15 has what the table of hooks names; None where it has nothing of the kind."""
 

@@ -95,6 +95,7 @@ def _attend(
     first: tl.tensor,
     end: tl.tensor,
     scale: tl.tensor,
+    sink: tl.tensor,
     ROW: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -103,11 +104,12 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Output in the shape of `queries`, and base-2 log-sum-exp, over the tokens [first, end).
 
-    `scale` is a factor of the logits, of all rows or one of each as a column.
+    `scale` is a factor of the logits, of all rows or one of each as a column. `sink` holds one more
+    logit of each row, base 2, whose value is 0; -inf for none.
     """
     columns = head_columns(D)
-    largest = tl.full((queries.shape[0],), float("-inf"), tl.float32)
-    total = tl.zeros((queries.shape[0],), tl.float32)
+    largest = sink
+    total = tl.where(sink > float("-inf"), 1.0, 0.0)
     acc = tl.zeros(queries.shape, tl.float32)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK)
@@ -152,6 +154,7 @@ def _decode_kernel(
     q: tl.tensor,
     k_buffer: tl.tensor,
     v_buffer: tl.tensor,
+    sinks: tl.tensor,
     page_ids: tl.tensor,
     counts: tl.tensor,
     seq_lens: tl.tensor,
@@ -175,6 +178,7 @@ def _decode_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     EVERY_PAGE: tl.constexpr,
+    SINKS: tl.constexpr,
     AFTER_SELECT: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) attends to its share of the row's kept tokens."""
@@ -196,6 +200,12 @@ def _decode_kernel(
             operand, factor = _half_queries(queries, scale)
         else:
             operand, factor = queries, scale
+        sink = tl.full((MMA_ROWS,), float("-inf"), tl.float32)
+        if SINKS:
+            # With the first tokens; the other splits merge with them.
+            mine = (member < GROUP) & (split == 0)
+            loaded = tl.load(sinks + head * GROUP + member, mask=mine, other=float("-inf"))
+            sink = loaded.to(tl.float32) * 1.4426950408889634  # log2(e)
         if AFTER_SELECT:
             # All that is read so far was written before the selection started.
             gdc_wait()
@@ -204,7 +214,19 @@ def _decode_kernel(
         k_head = k_buffer + head * D
         v_head = v_buffer + head * D
         result, lse = _attend(
-            operand, k_head, v_head, pages, first, end, factor, HEADS * D, D, PAGE, BLOCK, STAGES
+            operand,
+            k_head,
+            v_head,
+            pages,
+            first,
+            end,
+            factor,
+            sink,
+            HEADS * D,
+            D,
+            PAGE,
+            BLOCK,
+            STAGES,
         )
         result *= v_scale
         out_row = out + row * out_stride + head * GROUP * D
@@ -260,6 +282,7 @@ def sparse_decode(
     v_scale: float = 1.0,
     scratch: DecodeScratch,
     launch: DecodeLaunch,
+    sinks: torch.Tensor | None = None,
     after_select: bool = False,
 ) -> None:
     """Attend exactly to the selected pages, as `reference.sparse_decode` defines it.
@@ -277,6 +300,7 @@ def sparse_decode(
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
         sm_scale: factor of the logits, the scale of FP8 keys included.
         v_scale: that of FP8 values, a factor of the output.
+        sinks: [Hq], one more logit of each query head, with a value of 0; None for none.
         after_select: the launch before this one is `select_pages` with `dependents`, which wrote
             page_ids; this one may start before it ends.
     """
@@ -289,11 +313,14 @@ def sparse_decode(
         check_tensor("counts", counts, (batch,), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     _check_pools(q, k_buffer, v_buffer, out)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_q_heads,), (torch.float32, *KV_DTYPES))
     check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
     _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
         v_buffer,
+        q if sinks is None else sinks,
         page_ids,
         seq_lens if counts is None else counts,
         seq_lens,
@@ -317,6 +344,7 @@ def sparse_decode(
         BLOCK=launch.block_tokens,
         STAGES=launch.stages,
         EVERY_PAGE=counts is None,
+        SINKS=sinks is not None,
         AFTER_SELECT=after_select,
         num_warps=launch.num_warps,
         # Not an argument in Triton's interpreter.

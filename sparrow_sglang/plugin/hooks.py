@@ -29,8 +29,10 @@ _OPENAI = "sglang.srt.entrypoints.openai"
 _CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
 _TEXT = f"{_OPENAI}.serving_completions.OpenAIServingCompletion"
 _MEMORY = "sglang.srt.mem_cache"
+_CONFIGURATOR = f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator"
 _FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _POOL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+_POOLS = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 
@@ -78,7 +80,8 @@ HOOKS = tuple(Hook(*row) for row in (
     # Schedulers: memory, then each request from its prefill to its end.
     (f"{_POOL}._compute_cell_size", "AFTER", scheduler_hooks.reserve_landmarks,
      "kvc|mr num_layers"),
-    (f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", "AFTER",
+    (f"{_POOLS}.__init__", "AFTER", scheduler_hooks.reserve_landmarks_beside_windows, "kvc|mr"),
+    (f"{_CONFIGURATOR}._profile_available_bytes", "AFTER",
      scheduler_hooks.reserve_decode_buffers, "pre_model_load_memory"),
     (f"{_FORWARD_BATCH}.init_new", "AFTER", scheduler_hooks.remember_options,
      "batch model_runner"),
@@ -97,6 +100,8 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.utils.common.support_triton", "REPLACE", cpu.no_triton, "backend"),
     (f"{_MEMORY}.allocation.get_last_loc", "REPLACE", cpu.last_locations,
      "req_to_token req_pool_indices_tensor prefix_lens_tensor"),
+    (f"{_CONFIGURATOR}._build_token_to_kv_pool", "AROUND", cpu.with_pool_for_windows),
+    (f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", "AROUND", cpu.with_pool_for_windows),
     ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "BEFORE", cpu.without_nccl,
      "*use_pynccl"),
     ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", cpu.share_cores),

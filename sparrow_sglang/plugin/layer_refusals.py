@@ -75,7 +75,7 @@ def layer_problems(runner: "ModelRunner") -> list[str]:
                     f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
                     for name, value in (
                         *_odd_attributes(layer, window, scaled_kv),
-                        *_sinks(parent),
+                        *_sinks(parent, layer),
                     )
                 ]
     return problems
@@ -121,8 +121,12 @@ def _scale(layer: Any, name: str) -> float:
     return 1.0 if value is None else float(value)
 
 
-def _sinks(parent: "torch.nn.Module") -> Iterator[tuple[str, Any]]:
-    """Shapes of learned sinks, which models hold beside the layer and pass with each call."""
+def _sinks(parent: "torch.nn.Module", layer: Any) -> Iterator[tuple[str, Any]]:
+    """Shapes of learned sinks, which models hold beside the layer and pass with each call.
+
+    But for those of gpt-oss, one logit a query head, which the sparse step takes.
+    """
     for name, value in (*parent.named_parameters(recurse=False), *vars(parent).items()):
-        if "sink" in name and hasattr(value, "shape"):
+        known = name == "sinks" and tuple(value.shape) == (layer.tp_q_head_num,)
+        if "sink" in name and hasattr(value, "shape") and not known:
             yield name, tuple(value.shape)

@@ -180,11 +180,11 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
             or model_config.attention_chunk_size is not None
             or is_mamba_hybrid(model_config)
         ),
-        "sliding windows in a KV pool of their own": model_config.is_hybrid_swa,
+        "sliding windows in a KV pool of their own, for other layers or heads than the config"
+        " names": model_config.is_hybrid_swa and _has_other_windows(model_config),
         "sliding windows in all layers: none keeps the whole KV": kinds == {WINDOW},
         "encoder-decoder: cross-attention has no budget": model_config.is_encoder_decoder,
         "not a generative model: nothing is decoded": not model_config.is_generation,
-        "attention sinks": model_config.has_attention_sinks,
         "keys and values of different width": has_asymmetric_kv(model_config),
         "soft-capped attention scores": bool(getattr(text, "attn_logit_softcapping", None)),
         "dual chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
@@ -200,15 +200,35 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     ]
 
 
+def _has_other_windows(model_config: "ModelConfig") -> bool:
+    """Whether SGLang's pool for windows holds other layers or heads than we go by.
+
+    Its lists of layers may be those of this pipeline stage.
+    """
+    windows = set(window_layers(model_config.hf_text_config))
+    in_windows = getattr(model_config, "swa_attention_layer_ids", None)
+    whole = getattr(model_config, "full_attention_layer_ids", None)
+    return (
+        model_config.is_hybrid_swa_compress
+        or not in_windows
+        or not windows.issuperset(in_windows)
+        or not windows.isdisjoint(whole or ())
+    )
+
+
 def runner_problems(runner: "ModelRunner") -> list[str]:
     """Properties that show only once the model is loaded and its KV pool allocated."""
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     problems = []
     if runner.is_draft_worker:
         problems.append("this is the draft model of speculative decoding")
     pool = runner.token_to_kv_pool
+    pool_for_windows = type(pool) is SWAKVPool
+    if pool_for_windows:
+        pool = pool.full_kv_pool
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
         problems.append(f"KV pool {type(pool).__name__}: {_OTHER_LAYOUT}")
     dtype = runner.kv_cache_dtype
@@ -217,6 +237,11 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
         problems.append(
             f"KV cache of dtype {dtype}: the backend reads bfloat16, float16, float32 and"
             " float8_e4m3fn; pass --kv-cache-dtype bf16"
+        )
+    if fp8 and pool_for_windows:
+        problems.append(
+            "FP8 KV cache with sliding windows in a KV pool of their own: nobody has shown that"
+            " right; pass --kv-cache-dtype bf16"
         )
     if fp8 and runner.device == "cuda":
         problems += fp8_problems(torch.cuda.get_device_capability())

@@ -96,6 +96,9 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     """
     prefilled = sglang_versions.prefilled_tokens(req)
     whole_pages = prefilled // tree_cache.page_size * tree_cache.page_size
+    if getattr(sglang_versions.kv_of(req), "swa_evicted_seqlen", 0):
+        # The tree would take windows that a decode step has given back for cached ones.
+        return
     # What `strip_thinking_cache` frees beyond the committed length must not be in the tree.
     in_the_tree = sglang_versions.kv_of(req).cache_protected_len
     if in_the_tree < whole_pages <= sglang_versions.cacheable_tokens(req):
@@ -111,6 +114,27 @@ def reserve_landmarks(
     """
     if not uses_sparrow(kvc.server_args):
         return None
+    return bytes_per_token + _landmark_bytes(kvc)
+
+
+def reserve_landmarks_beside_windows(
+    _: None, configurator: Any, kvc: "KVCacheConfigurator", *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook: the same where SGLang divides memory between a pool of windows and another.
+
+    Checked with 0.5.17, where the pools are sized by what is counted here, of a token in bytes: in
+    each layer that keeps the whole KV, and in all layers.
+    """
+    if not uses_sparrow(kvc.server_args):
+        return
+    layers = configurator._full_layers_num
+    per_layer = -(-_landmark_bytes(kvc) // max(1, layers))
+    configurator._full_per_token += per_layer
+    configurator._cell_size += per_layer * layers
+
+
+def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
+    """A token's share of the landmarks that this process will hold."""
     from sglang.srt.runtime_context import get_parallel
 
     from sparrow_sglang.attention_backends.landmarks import landmark_dtype
@@ -126,7 +150,7 @@ def reserve_landmarks(
             page_size, head_dim, landmark_dtype(kvc.kv_cache_dtype).itemsize
         )
     )
-    return bytes_per_token + -(-landmark_bytes // page_size)
+    return -(-landmark_bytes // page_size)
 
 
 def reserve_decode_buffers(

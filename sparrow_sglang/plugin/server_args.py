@@ -16,7 +16,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
+from sparrow_sglang.attention_backends.kernel_limits import (
+    SINK_BACKEND,
+    kernel_problems,
+    rule_problems,
+)
 from sparrow_sglang.config import AUTO, SparrowConfig
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.refusals import (
@@ -141,6 +145,7 @@ def install() -> None:
     add_server_fields(cls, FIELDS)
     _check_around_resolution(cls)
     _check_model_config(cls)
+    _pass_for_dense_backend(cls)
     setattr(cls, _MARK, True)
 
 
@@ -245,6 +250,27 @@ def _check_model_config(cls: Any) -> None:
         return model_config
 
     cls.get_model_config = get_model_config
+
+
+def _pass_for_dense_backend(cls: Any) -> None:
+    """SGLang serves gpt-oss by backends that it knows to take attention sinks, by their names.
+
+    It is told that of our dense passes. Checked with 0.5.17; where the method has another name
+    SGLang refuses the model.
+    """
+    original = getattr(cls, "_resolved_attention_backends", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def backends(self: Any) -> tuple[str, str]:
+        names: tuple[str, str] = original(self)
+        if BACKEND not in names or not read_model_config(self).has_attention_sinks:
+            return names
+        prefill, decode = (SINK_BACKEND if name == BACKEND else name for name in names)
+        return prefill, decode
+
+    cls._resolved_attention_backends = backends
 
 
 def _check_resolved(server_args: "ServerArgs") -> None:

@@ -311,6 +311,30 @@ def test_attention_is_the_definition(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("lengths", "heads", "head_dim", "page_size", "dtype", "launch"), DECODES)
+def test_a_sink_takes_its_share_of_the_softmax(
+    device: str,
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    launch: DecodeLaunch,
+) -> None:
+    step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=head_dim)
+    # From one that takes nothing to one that takes nearly all, in the dtype of the model.
+    sinks = torch.linspace(-30, 12, heads[0], dtype=dtype, device=device)
+    page_ids, counts = step.select(fixed_budget(step, 21), 24, select.SelectLaunch(2, 16))
+    out = step.decode(page_ids, counts, launch, sinks)
+    for head in range(heads[0]):
+        expected = step.attend(page_ids, counts, sinks)[:, head]
+        assert relative_error(out[:, head], expected) <= (1e-2 if dtype == BF16 else 2e-3)
+    plain = step.decode(page_ids, counts, launch)
+    assert torch.equal(out[:, 0], plain[:, 0])
+    assert relative_error(out, plain) > 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("splits", [1, 4])
 def test_every_page_is_dense_attention(device: str, splits: int) -> None:
     step = Step(device, [400, 1, 129])

@@ -5,7 +5,8 @@
    among them) and, of the pages between, those with the highest score; ties go to the lower index.
 3. score = (mean of the query heads of the group) . landmark; landmark = mean of the page's keys,
    stored in the dtype of the KV cache.
-4. Attention over the kept pages is exact; the softmax runs over the kept tokens only.
+4. Attention over the kept pages is exact; the softmax runs over the kept tokens only. A query head
+   with a sink has one more term in the denominator of its softmax, exp(sink).
 
 A selection rule changes 3: a page has a landmark for every few of its tokens, which may be stored
 in int4 and without the fastest rotary pairs, or with none but those that a layer and KV head have
@@ -94,13 +95,14 @@ def decode_one(
     store=lambda landmark: landmark,
     rule: object = PUBLISHED,
     layer: int = 0,
+    logit_sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list]:
     """One request's decode step.
 
     Args:
         q: [Hq, D]; keys, values: [L, Hkv, D], all float64; `store` rounds a landmark [D] the way
         the KV dtype does; `rule` has the fields of a schedule's selection, `layer` is one of the
-        model's.
+        model's; logit_sinks: [Hq].
 
     Returns:
         Output [Hq, D] and the list of kept logical pages per KV head.
@@ -133,6 +135,10 @@ def decode_one(
         for member in range(group):
             row = head * group + member
             logits = keys[tokens, head] @ q[row] * sm_scale
-            weights = np.exp(logits - logits.max())
-            out[row] = weights / weights.sum() @ values[tokens, head]
+            largest = logits.max()
+            weights = np.exp(logits - largest)
+            total = weights.sum()
+            if logit_sinks is not None:
+                total += np.exp(logit_sinks[row] - largest)
+            out[row] = weights / total @ values[tokens, head]
     return out, kept_by_head

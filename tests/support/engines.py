@@ -31,7 +31,15 @@ from sparrow_sglang.selection import SelectionRule
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
-SERVED_MODEL_FILES = ("gemma3_causal", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+SERVED_MODEL_FILES = (
+    "gemma3_causal",
+    "gpt_oss",
+    "llama",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
 # Bins and budgets so small that generations of 300 tokens cross several of them.
 SCHEDULE = BudgetSchedule(
     name="test", page_size=16, bin_tokens=4 * 16, budget_tokens=(4 * 16, 5 * 16, 5 * 16, 7 * 16)
@@ -66,6 +74,19 @@ GEMMA3 = {
     "sliding_window": 24,
     "query_pre_attn_scalar": 16,
     "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+
+
+# As above, in a KV pool of its own, and with attention sinks and experts.
+GPT_OSS = {
+    "num_hidden_layers": 6,
+    "layer_types": GEMMA3["layer_types"],
+    "sliding_window": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 7.0,
     "pad_token_id": 0,
 }
 
@@ -234,8 +255,8 @@ def save_tiny_model(
     """Write a random float32 checkpoint of four layers, nine query and three KV heads.
 
     Args:
-        kind: "llama", "qwen3", "qwen3_moe", or "gemma3", every other layer of which has a sliding
-            window.
+        kind: "llama", "qwen3", "qwen3_moe", "gemma3" or "gpt_oss"; every other layer of the last
+            two has a sliding window.
         spread: standard deviation of the weights; from about 0.15 on, attention is sharp enough
             that it matters which pages are read.
         overrides: fields of the Hugging Face config.
@@ -247,6 +268,7 @@ def save_tiny_model(
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     }[kind]
     fields = {
         "vocab_size": VOCAB_SIZE,
@@ -264,13 +286,17 @@ def save_tiny_model(
         "eos_token_id": None,
         "dtype": "float32",
     }
-    if kind == "gemma3":
-        fields |= GEMMA3
+    fields |= {"gemma3": GEMMA3, "gpt_oss": GPT_OSS}.get(kind, {})
     torch.manual_seed(seed)
     model = model_class(config_class(**(fields | overrides)))
     if kind == "gemma3":
         # Embeddings are also the output layer and are scaled up on their way in: as they are, the
         # model would always repeat its last token.
         model.model.embed_tokens.weight.data /= 3
+    if kind == "gpt_oss":
+        for layer in model.model.layers:
+            # As many bits as SGLang keeps of them.
+            sinks = torch.randn(len(layer.self_attn.sinks)) + 2
+            layer.self_attn.sinks.data = sinks.bfloat16().float()
     model.save_pretrained(folder)
     return str(folder)

@@ -209,7 +209,11 @@ class Step:
         return page_ids, counts
 
     def decode(
-        self, page_ids: torch.Tensor, counts: torch.Tensor, launch: DecodeLaunch
+        self,
+        page_ids: torch.Tensor,
+        counts: torch.Tensor,
+        launch: DecodeLaunch,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch, num_q_heads, head_dim = self.q.shape
         out = torch.full_like(self.q, torch.nan)
@@ -231,17 +235,21 @@ class Step:
             v_scale=self.kv_scales[1],
             scratch=scratch,
             launch=launch,
+            sinks=sinks,
         )
         assert not scratch.arrivals.any(), "arrival counters must be zero for the next launch"
         return out
 
-    def attend(self, page_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, page_ids: torch.Tensor, counts: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The definition in fp32, on the same numbers."""
         pools = (pool.float().nan_to_num() for pool in (self.k, self.v))
         ids = page_ids.clamp(min=0).long()
         scale = self.q.shape[-1] ** -0.5
+        lengths = self.seq_lens.long()
         return reference.sparse_decode(
-            self.q.float(), *pools, ids, counts.long(), self.seq_lens.long(), self.page_size, scale
+            self.q.float(), *pools, ids, counts.long(), lengths, self.page_size, scale, sinks=sinks
         )
 
 

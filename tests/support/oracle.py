@@ -62,6 +62,7 @@ class ContractModel:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float,
+        s_aux: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         if self._kv_dtype is not None:
@@ -73,14 +74,13 @@ class ContractModel:
         total, num_q_heads, head_dim = queries.shape
         group = num_q_heads // keys.shape[1]
         window = getattr(module, "sliding_window", None)
-        dense = torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key.repeat_interleave(group, 1),
-            value.repeat_interleave(group, 1),
-            attn_mask=_seen(total, window or total),
-            scale=scaling,
-        )
-        out = dense[0].transpose(0, 1).clone()
+        logits = query[0] @ key[0].repeat_interleave(group, 0).transpose(1, 2) * scaling
+        logits = logits.masked_fill(~_seen(total, window or total), -torch.inf)
+        if s_aux is not None:
+            sinks = s_aux.to(logits)[:, None, None].expand(-1, total, 1)
+            logits = torch.cat([logits, sinks], -1)
+        weights = logits.softmax(-1)[..., :total]
+        out = (weights @ value[0].repeat_interleave(group, 0)).transpose(0, 1).clone()
         schedule = self._schedule
         dense_layers = () if schedule is None else schedule.dense_layers
         if schedule is not None and window is None and module.layer_idx not in dense_layers:
@@ -103,6 +103,7 @@ class ContractModel:
                     store=self._store,
                     rule=schedule.selection,
                     layer=module.layer_idx,
+                    logit_sinks=None if s_aux is None else s_aux.double().numpy(),
                 )
                 out[position] = torch.from_numpy(row)
         return out[None], None

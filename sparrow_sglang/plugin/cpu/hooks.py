@@ -43,6 +43,25 @@ def without_accelerator(original: Callable[..., Any], *args: Any, **kwargs: Any)
         return original(*args, **kwargs)
 
 
+def with_pool_for_windows(
+    original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND hook: out-of-tree platforms get one pool for all layers, but SGLang counts and caches
+    as if windows had theirs (0.5.17)."""
+    if not configurator.is_hybrid_swa:
+        return original(configurator, *args, **kwargs)
+    from sglang.srt.mem_cache.allocator import swa
+
+    from sparrow_sglang.plugin.cpu.allocator import TorchPagedAllocator
+    from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
+
+    with (
+        mock.patch.object(SparrowCpuPlatform, "is_out_of_tree", lambda self: False),
+        mock.patch.object(swa, "PagedTokenToKVPoolAllocator", TorchPagedAllocator),
+    ):
+        return original(configurator, *args, **kwargs)
+
+
 def without_compiler(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """AROUND hook: llguidance compiles its mask, which needs a C++ compiler (0.5.17)."""
     with torch.compiler.set_stance("force_eager"):

@@ -85,6 +85,33 @@ def test_step_equals_the_contract_on_both_sides_of_every_edge(page_size: int, he
         np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6, err_msg=f"{length=}")
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_sink_joins_the_softmax_in_sparse_and_dense_layers(heads: tuple):
+    schedule = make_schedule(16, 3, [3, 4, 4, 6])
+    pool = Pool([1, 16, 40, 150, 333], heads, head_dim=16, page_size=16, seed=heads[0])
+    sinks = torch.linspace(-20, 8, heads[0])
+    step = TorchPagedDecode(budgets_of(schedule, pool), pool.req_to_token)
+    landmarks = landmarks_of(pool, schedule)
+    step.plan_extend(pool.rows, pool.lengths, pool.lengths)
+    step.update_landmarks(pool.k, landmarks)
+    step.plan_decode(pool.rows, pool.lengths, pool.lengths)
+    sparse = step.decode(pool.q, pool.k, pool.v, landmarks, 0, 0.25, sinks)
+    dense = step.decode_dense(pool.q, pool.k, pool.v, 0.25, sinks)
+    for row, length in enumerate(pool.lengths.tolist()):
+        budget = budget_pages(length, 16, schedule.bin_tokens, schedule.budget_tokens)
+        for out, pages in ((sparse, budget), (dense, length)):
+            expected, _ = decode_one(
+                pool.q[row].double().numpy(),
+                pool.keys_of(row),
+                pool.values_of(row),
+                pages,
+                16,
+                0.25,
+                logit_sinks=sinks.double().numpy(),
+            )
+            np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=5),

@@ -1,0 +1,121 @@
+"""SGLang's dense attention in plain torch, with what its own lacks: attention sinks, and a KV pool
+for windows.
+
+In: what SGLang hands an attention backend on a machine without an accelerator. Out: outputs of
+dense attention over the whole KV or a sliding window. Other calls go to SGLang's code.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class TorchDenseBackend(TorchNativeAttnBackend):
+    """`torch_native` of SGLang 0.5.17, which takes no sinks, and reads windows by wrong slots where
+    they have a pool of their own."""
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if sinks is None and not self._translates(layer):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        new_tokens = forward_batch.extend_seq_lens
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if sinks is None and not self._translates(layer):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        new_tokens = torch.ones_like(forward_batch.seq_lens)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens)
+
+    def _translates(self, layer: "RadixAttention") -> bool:
+        """Whether the layer's KV lies in the pool for windows."""
+        return self.use_sliding_window_kv_pool and layer.sliding_window_size > -1
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool,
+        sinks: torch.Tensor | None,
+        new_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Outputs [T, Hq · D] of the last `new_tokens` [B] tokens of each request."""
+        pool: Any = self.token_to_kv_pool
+        if save_kv_cache and k is not None:
+            locations = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            pool.set_kv_buffer(layer, locations, k, v)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        window = layer.sliding_window_size
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim).split(new_tokens.tolist())
+        outputs = []
+        for rows, request, length in zip(
+            queries, forward_batch.req_pool_indices, forward_batch.seq_lens.tolist(), strict=True
+        ):
+            slots = self.req_to_token_pool.req_to_token[request, :length].long()
+            if self._translates(layer):
+                # Slots of tokens that no window reaches any more are 0, and masked.
+                slots = pool.translate_loc_from_full_to_swa(slots)
+            outputs.append(
+                causal_attention(rows, keys[slots], values[slots], sinks, layer.scaling, window)
+            )
+        return torch.cat(outputs).flatten(1)
+
+
+def causal_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None,
+    sm_scale: float,
+    window: int = -1,
+) -> torch.Tensor:
+    """Causal attention of the last T of L tokens.
+
+    Args:
+        q: [T, Hq, D].
+        keys, values: [L, Hkv, D].
+        sinks: [Hq], one more logit of each query head, whose value is 0; None for none.
+        sm_scale: factor of the other logits.
+        window: tokens before its own that a query attends to; -1 for all.
+
+    Returns:
+        [T, Hq, D] in q's dtype, computed in fp32.
+    """
+    group = q.shape[1] // keys.shape[1]
+    repeated = keys.float().repeat_interleave(group, 1), values.float().repeat_interleave(group, 1)
+    logits = torch.einsum("thd,lhd->htl", q.float(), repeated[0]) * sm_scale
+    own = torch.arange(len(keys) - len(q), len(keys), device=q.device)
+    behind = own[:, None] - torch.arange(len(keys), device=q.device)
+    hidden = (behind < 0) | ((behind > window) if window > -1 else False)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(-1, len(q), 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = logits.softmax(dim=-1)[..., : len(keys)]
+    return torch.einsum("htl,lhd->thd", weights, repeated[1]).to(q.dtype)
