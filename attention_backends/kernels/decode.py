@@ -314,7 +314,7 @@ def sparse_decode(
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     _check_pools(q, k_buffer, v_buffer, out)
     if sinks is not None:
-        check_tensor("sinks", sinks, (num_q_heads,), (torch.float32, *KV_DTYPES))
+        check_tensor("sinks", sinks, (num_q_heads,), (torch.float32, *FLOAT_DTYPES))
     check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
     _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,

@@ -130,9 +130,12 @@ def step_bytes(
 
 
 def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
-    """GB of weights, all experts among them, and of KV on each GPU."""
+    """GB of weights, all experts among them, and of KV on each GPU.
+
+    Layers with a sliding window count in full, as SGLang may keep their KV in the common pool.
+    """
     part = shape.on_rank(ranks)
-    kv_bytes = part.kv_itemsize * part.kv_width * sum(lengths)
+    kv_bytes = part.kv_itemsize * part.layer_kv_width * part.num_layers * sum(lengths)
     return (2 * part.weights_read(math.inf) + kv_bytes) / 1e9
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.kernel_limits import fp8_problems
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.hf_config import FULL, WINDOW, layer_types_of
+from sparrow_sglang.hf_config import FULL, WINDOW, layer_types_of, window_layers
 from sparrow_sglang.plugin.layer_refusals import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES
 from sparrow_sglang.sglang_arguments import attention_backends

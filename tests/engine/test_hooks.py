@@ -7,6 +7,8 @@ import pytest
 import torch
 from engines import flush, start_engine
 
+from sparrow_sglang.plugin import scheduler_hooks as hooks
+
 PROMPT = random.Random(0).choices(range(3, 256), k=150)
 
 
@@ -49,17 +51,17 @@ class TestPrefixTree:
 
 class TestLandmarkMemory:
     @pytest.fixture
-    def reserved(self, monkeypatch):
+    def configurator(self, monkeypatch):
         from sglang.srt import runtime_context
-
-        from sparrow_sglang.plugin import scheduler_hooks as hooks
 
         monkeypatch.setattr(
             runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2)
         )
 
-        def per_token(backend: str, start: int, end: int, page_size: int) -> int | None:
-            kvc = SimpleNamespace(
+        def configurator_of(
+            backend: str, start: int, end: int, page_size: int, hf_config: object = None
+        ) -> SimpleNamespace:
+            return SimpleNamespace(
                 server_args=SimpleNamespace(
                     attention_backend=backend,
                     prefill_attention_backend=None,
@@ -68,11 +70,18 @@ class TestLandmarkMemory:
                     page_size=page_size,
                 ),
                 model_config=SimpleNamespace(
-                    hf_config=None, head_dim=64, get_num_kv_heads=lambda tp_size: 8 // tp_size
+                    hf_config=hf_config, head_dim=64, get_num_kv_heads=lambda tp_size: 8 // tp_size
                 ),
                 layer_info=SimpleNamespace(start_layer=start, end_layer=end),
                 kv_cache_dtype=torch.bfloat16,
             )
+
+        return configurator_of
+
+    @pytest.fixture
+    def reserved(self, configurator):
+        def per_token(backend: str, start: int, end: int, page_size: int) -> int | None:
+            kvc = configurator(backend, start, end, page_size)
             return hooks.reserve_landmarks(100_000, None, kvc, end - start)
 
         return per_token
@@ -83,6 +92,28 @@ class TestLandmarkMemory:
         # A later pipeline stage has no dense layers; at page size 64 a landmark serves 64 tokens.
         assert reserved("sparrow", 10, 20, 16) == 100_000 + 10 * 32
         assert reserved("sparrow", 0, 10, 64) == 100_000 + 8 * 8
+
+    @pytest.mark.parametrize(("backend", "fits"), [("sparrow", True), ("flashinfer", False)])
+    def test_with_a_pool_for_windows(self, configurator, backend, fits):
+        """Six layers, three with a window; layer 1 is dense, 3 and 5 have landmarks."""
+        from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
+
+        kinds = ["sliding_attention", "full_attention"] * 3
+        config = SimpleNamespace(num_hidden_layers=6, layer_types=kinds)
+        pools = object.__new__(HybridSWAPoolConfigurator)
+        per_token = 4 * (64 + 64) * 2
+        pools._full_layers_num = pools._swa_layers_num = 3
+        pools._full_per_token = pools._swa_per_token = per_token
+        pools._swa_full_tokens_ratio, pools._cell_size = 0.5, 1.5 * 3 * per_token
+        pools._sliding_window_size, pools._page_size = 24, 16
+        kvc = configurator(backend, 0, 6, 16, config)
+        hooks.reserve_landmarks_beside_windows(None, pools, kvc)
+        sizes = pools.calculate_pool_sizes(10_000_000, 16)
+        full, windows = sizes.full_max_total_num_tokens, sizes.swa_max_total_num_tokens
+        landmarks = 2 * full // 16 * 4 * 64 * 2
+        used = 3 * per_token * (full + windows) + landmarks
+        assert (used <= 10_000_000) == fits
+        assert abs(used - 10_000_000) < 200_000
 
     def test_other_backends_reserve_nothing(self, reserved):
         assert reserved("flashinfer", 0, 10, 16) is None

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import RULE, SCHEDULE, random_prompt, start_engine
+from engines import RULE, SCHEDULE, random_prompt, save_tiny_model, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.client.control import get_schedule, set_schedule
@@ -23,10 +23,20 @@ RULED = BudgetSchedule(
 )
 
 
+@pytest.fixture(scope="module", params=["gemma3", "gpt_oss"])
+def model(request, tmp_path_factory) -> str:
+    """SGLang keeps the windows of gemma3 in the same KV pool, those of gpt_oss in one of their own.
+
+    The latter has attention sinks, too.
+    """
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_tiny_model(folder, request.param, spread=0.15)
+
+
 @pytest.fixture(scope="module")
-def engine(sharp_gemma3, schedule_file):
+def engine(model, schedule_file):
     with start_engine(
-        sharp_gemma3,
+        model,
         attention_backend="sparrow",
         sparrow_schedule=schedule_file,
         chunked_prefill_size=64,
@@ -59,13 +69,13 @@ def assert_follows(oracle: ContractModel, prompt: list[int], answer: dict) -> No
 
 
 @pytest.fixture(scope="module")
-def oracle(sharp_gemma3) -> ContractModel:
-    return ContractModel(sharp_gemma3, SCHEDULE)
+def oracle(model) -> ContractModel:
+    return ContractModel(model, SCHEDULE)
 
 
 @pytest.fixture(scope="module")
-def dense_oracle(sharp_gemma3) -> ContractModel:
-    return ContractModel(sharp_gemma3)
+def dense_oracle(model) -> ContractModel:
+    return ContractModel(model)
 
 
 def test_layers_that_keep_everything_follow_the_contract(engine, oracle, dense_oracle):
@@ -101,6 +111,16 @@ def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_gemma3):
         torch.testing.assert_close(our_values, stock_values, atol=1e-5, rtol=0)
 
 
+def test_every_request_may_be_dense(engine, dense_oracle):
+    """Cold, and with a prefix from the cache, which for windows holds the end of the prompt."""
+    prompts = [random_prompt(30 + length, length) for length in (25, 140, 210)]
+    for _ in range(2):
+        answers = generate(engine, prompts, 30, {"dense": True})
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert_follows(dense_oracle, prompt, answer)
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [16, 128, 208]
+
+
 def test_a_second_turn_reuses_the_prompt_but_no_sparse_written_kv(engine, dense_oracle):
     prompt = random_prompt(11, 130)
     [first] = generate(engine, [prompt], 60)
@@ -109,6 +129,20 @@ def test_a_second_turn_reuses_the_prompt_but_no_sparse_written_kv(engine, dense_
     assert second["meta_info"]["cached_tokens"] == 128
     assert_follows(dense_oracle, history, second)
     connect(engine).call_sparrow("landmarks")
+
+
+def test_scoring_a_sparse_generation_again_is_dense(engine, dense_oracle):
+    prompt = random_prompt(15, 90)
+    response = ids_and_log_probs(generate(engine, [prompt], 100)[0])[0]
+    scored = engine.generate(
+        input_ids=prompt + response,
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+        logprob_start_len=len(prompt) - 1,
+    )["meta_info"]["input_token_logprobs"]
+    expected = expected_log_probs(dense_oracle, prompt, response)
+    log_probs = torch.tensor([value for value, *_ in scored[1:]])
+    torch.testing.assert_close(log_probs, expected, atol=FP32, rtol=0)
 
 
 def test_an_answer_says_what_the_sparse_layers_read(engine):
@@ -128,17 +162,17 @@ def test_the_active_schedule_counts_layers_with_a_window_as_dense(engine):
         set_schedule(engine, BudgetSchedule(**SCHEDULE.model_dump() | {"dense_layers": (1, 3, 5)}))
 
 
-def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(sharp_gemma3, tmp_path):
+def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(model, tmp_path):
     RULED.save(tmp_path / "ruled.json")
     prompts = [random_prompt(300 + length, length) for length in (3, 63, 100, 150)]
     with start_engine(
-        sharp_gemma3,
+        model,
         attention_backend="sparrow",
         sparrow_schedule=str(tmp_path / "ruled.json"),
         chunked_prefill_size=64,
     ) as engine:
         answers = generate(engine, prompts, 50)
         connect(engine).call_sparrow("landmarks")
-    oracle = ContractModel(sharp_gemma3, RULED)
+    oracle = ContractModel(model, RULED)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_follows(oracle, prompt, answer)

@@ -31,6 +31,9 @@ class SparrowCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = self.get_default_attention_backend()
         # The other LoRA backends are Triton kernels.
         server_args.lora_backend = "torch_native"
+        if server_args.moe_runner_backend == "auto":
+            # For some models SGLang would choose kernels, and lay out the weights for them.
+            server_args.moe_runner_backend = "triton"
         if server_args.grammar_backend is None:
             # SGLang's default, xgrammar, stops the scheduler on its first request on a CPU.
             server_args.grammar_backend = "llguidance"

@@ -121,6 +121,7 @@ def test_dense_passes_go_to_a_backend_that_takes_the_head_dim():
     # FlashInfer's prefill loads 64 columns at a time.
     for head_dim in HEAD_DIMS:
         assert dense_backend(head_dim) == ("triton" if head_dim % 64 else "flashinfer")
+        assert dense_backend(head_dim, sinks=True) == "triton"
 
 
 def test_doctor_says_what_a_gpu_would_say(tmp_path):

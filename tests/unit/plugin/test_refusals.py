@@ -34,6 +34,12 @@ GEMMA3 = {
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 QWEN2_WINDOW = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -57,8 +63,7 @@ WHISPER = {
     ("config", "message"),
     [
         (DEEPSEEK, "model DeepseekV2ForCausalLM: multi-head latent attention (MLA)"),
-        (GPT_OSS, "model GptOssForCausalLM: sliding windows in a KV pool of their own"),
-        (GPT_OSS, "attention sinks"),
+        (GEMMA4, "model Gemma4ForCausalLM: sliding windows in a KV pool of their own, for other"),
         (GEMMA2, "soft-capped attention scores"),
         (QWEN2_WINDOW, "model Qwen2ForCausalLM: sliding windows in all layers: none keeps the"),
         (QWEN3_NEXT, "model Qwen3NextForCausalLM: hybrid attention: some of its layers keep"),
@@ -80,6 +85,7 @@ def test_model(make_args, tmp_path, config, message):
         # The field alone says nothing: published configs carry it with the window switched off.
         QWEN2_WINDOW | {"use_sliding_window": False},
         GEMMA3,
+        GPT_OSS,
     ],
 )
 def test_model_that_is_served(make_args, tmp_path, config):
@@ -319,10 +325,14 @@ class TestRunner:
             def __init__(self, attn):
                 super().__init__()
                 self.attn = attn
-                self.sinks = torch.nn.Parameter(torch.zeros(4))
+                self.sinks = torch.nn.Parameter(torch.zeros(count))
 
+        count = 4
+        assert problems({}, inside=Attention) == []
+        # Not one logit for each of the layer's query heads.
+        count = 8
         [problem] = problems({}, inside=Attention)
-        assert problem == "attention layer 3: sinks=(4,) is not supported"
+        assert problem == "attention layer 3: sinks=(8,) is not supported"
 
     def test_every_attribute_of_sglangs_layer_is_looked_at(self):
         """A new one in another SGLang must be decided on, not ignored."""
@@ -358,12 +368,13 @@ class TestRunner:
         backend.decode_guard = DecodeGuard()
         backend.stock_decode = True
         backend.landmarks = {3: torch.zeros(1)}
-        with pytest.raises(ValueError, match="layer 3: sparse decode would ignore sinks;"):
+        with pytest.raises(ValueError, match="layer 3: sparse decode would ignore q_descale;"):
             backend.forward_decode(
                 *[torch.zeros(1)] * 3,
                 SimpleNamespace(layer_id=3),
                 None,
                 sinks=torch.zeros(4),
+                q_descale=torch.ones(1),
                 q_rope=None,
             )
 
