@@ -95,8 +95,8 @@ def test_a_sink_joins_the_softmax_in_sparse_and_dense_layers(heads: tuple):
     step.plan_extend(pool.rows, pool.lengths, pool.lengths)
     step.update_landmarks(pool.k, landmarks)
     step.plan_decode(pool.rows, pool.lengths, pool.lengths)
-    sparse = step.decode(pool.q, pool.k, pool.v, landmarks, 0, 0.25, sinks)
-    dense = step.decode_dense(pool.q, pool.k, pool.v, 0.25, sinks)
+    sparse = step.decode(pool.q, pool.k, pool.v, landmarks, 0, 0.25, sinks=sinks)
+    dense = step.decode_dense(pool.q, pool.k, pool.v, 0.25, sinks=sinks)
     for row, length in enumerate(pool.lengths.tolist()):
         budget = budget_pages(length, 16, schedule.bin_tokens, schedule.budget_tokens)
         for out, pages in ((sparse, budget), (dense, length)):
