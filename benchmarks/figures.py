@@ -1,8 +1,9 @@
 """The README's figures, drawn from the committed results and schedules.
 
 `python -m sparrow_sglang.benchmarks.figures`, in a checkout, writes docs/figures: the speed-up of a
-decode step against context, and what a step reads. Each is drawn twice, for light and dark pages.
-Imports neither torch nor SGLang.
+decode step against context, what a step reads, and what it reads under another selection rule,
+where that was measured. Each is drawn twice, for light and dark pages. Imports neither torch nor
+SGLang.
 """
 
 import argparse
@@ -10,6 +11,8 @@ import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,29 @@ def draw_speedup(points: Sequence[Point], device: str, theme: Theme) -> Any:
     dense = dense_backends([point.pair for point in points])
     title = f"Speed-up over {dense} dense decode\nof one step, batch {BATCH}, {device}"
     axes.set_title(title)
+    return figure
+
+
+def draw_rules(run: Run, theme: Theme) -> Any:
+    """KV tokens that a step reads against those cached: a line for each rule and tail."""
+    figure, axes = _figure(theme, 6.2, 4.3)
+    for (target, rule), rows in groupby(
+        sorted(run.rows, key=lambda row: (row["target"], row["rule"], row["cached_tokens"])),
+        key=lambda row: (row["target"], row["rule"]),
+    ):
+        line = list(rows)
+        lengths = [row["cached_tokens"] for row in line]
+        read = [row["kv_tokens_read"] for row in line]
+        published = rule == "published"
+        colour, style = (ALWAYS, "o--") if published else (CHOSEN, "o-")
+        axes.plot(lengths, read, style, color=colour, linewidth=2.4, markersize=6)
+        label = f" tail {target}" + (", published" if published else "")
+        axes.text(lengths[-1], read[-1], label, va="center", color=colour, fontweight="bold")
+    axes.set_xlim(0, 1.5 * max(row["cached_tokens"] for row in run.rows))
+    axes.set_ylim(0, None)
+    axes.grid(axis="y")
+    axes.set_xlabel("tokens in the KV cache of a sequence", loc="left")
+    axes.set_title(f"KV tokens that a step reads,\nmean over layers, {run.content['model']}")
     return figure
 
 
@@ -243,6 +269,10 @@ def figures(root: Path = ROOT) -> dict[str, str]:
         "speedup": (lambda theme: draw_speedup(points, device, theme), [device, *steps]),
         "kept-pages": (lambda theme: draw_pages(schedule, theme), [schedule.name, *read]),
     }
+    for run in load_runs(root, "kv_tokens_read"):
+        drawn = [f"{row['rule']} {row['target']} {row['kv_tokens_read']:.0f}" for row in run.rows]
+        name = f"rules-{run.content['model']}"
+        draws[name] = (partial(draw_rules, run), [run.device, *drawn])
     return {
         f"{name}-{kind}.svg": render(draw, theme, "; ".join(drawn))
         for name, (draw, drawn) in draws.items()

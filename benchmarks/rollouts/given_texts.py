@@ -11,6 +11,7 @@ import inspect
 import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import replacing
@@ -18,7 +19,7 @@ from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out
 from sparrow_sglang.calibration.job import find_model
 from sparrow_sglang.calibration.prompts import NEEDED_ROOM, UNSCORED, tokenizer_of
 from sparrow_sglang.command_line import at_least, count
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
 
 MODULES = ("fft", "integrate", "interpolate", "linalg", "optimize", "signal", "spatial", "stats")
 
@@ -54,6 +55,13 @@ def given_texts(
     return rows
 
 
+def write_texts(out: Path, model: str, context: int, texts: int, response: int, seed: int) -> None:
+    """Write the rows of `given_texts` in the tokens of a model, a path or name, as JSONL."""
+    rows = given_texts(tokenizer_of(model_folder(model)), context, texts, response, seed)
+    with replacing(out) as draft:
+        draft.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file; the exit code is 2 without usable options."""
     parser = benchmark_parser("rollouts.given_texts", DESCRIPTION, EXAMPLES, "texts.jsonl")
@@ -63,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options: argparse.Namespace = parser.parse_args(argv)
     prepare_out(parser, options.out)
-    _, path, _, context = find_model(options.model_path, {})
+    _, _, _, context = find_model(options.model_path, {})
     if options.response + NEEDED_ROOM + UNSCORED >= context:
         parser.error(f"--response {options.response}: expected fewer than the context of {context}")
-    rows = given_texts(tokenizer_of(path), context, options.texts, options.response, options.seed)
-    with replacing(options.out) as draft:
-        draft.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    write_texts(
+        options.out, options.model_path, context, options.texts, options.response, options.seed
+    )
     return 0
 
 

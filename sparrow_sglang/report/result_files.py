@@ -24,6 +24,7 @@ _STARTED_AS = {
     "audit_overhead.py": "python -m sparrow_sglang.benchmarks.rollouts.audit_overhead",
     "weight_sync.py": "python -m sparrow_sglang.benchmarks.training.weight_sync",
     "soak.py": "python -m sparrow_sglang.benchmarks.rollouts.soak",
+    "rule_comparison.py": "python -m sparrow_sglang.benchmarks.rollouts.rule_comparison",
 }
 
 

@@ -1,0 +1,198 @@
+"""What page selection by the published rule and by a calibrated one costs for the same tail.
+
+`python -m sparrow_sglang.benchmarks.rollouts.rule_comparison` runs `sparrow calibrate` under both
+rules, side by side where there are two GPUs, and checks every schedule on fresh sampled responses
+and along natural text. In: a model. Out: KV tokens and bytes that a step reads by length, and the
+tails with their intervals, as JSON; the schedules and checks stay in the work folder.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
+from sparrow_sglang.benchmarks.processes import ProcessFailed, log_end, logged_process
+from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.rollouts.given_texts import write_texts
+from sparrow_sglang.benchmarks.training.parallel_runs import visible_gpus
+from sparrow_sglang.calibration.job import RULES, find_model
+from sparrow_sglang.command_line import count
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME
+from sparrow_sglang.planning.cost_model import step_costs
+from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.plugin.server_args import engine_arguments
+from sparrow_sglang.schedule import BudgetSchedule
+
+DESCRIPTION = """\
+Calibrate a model under the published and under a calibrated selection rule, check the schedules on
+fresh samples and along natural text, and write what each reads for which tail.
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.rollouts.rule_comparison --samples 2
+  python -m sparrow_sglang.benchmarks.rollouts.rule_comparison --model-path M --targets 0.86
+"""
+# Steps of a quarter to a seventh: a difference between the rules that is smaller does not show.
+BUDGETS = (
+    *(96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+    *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144),
+)
+SAMPLES, TEXT = "samples", "text"
+_KV_BYTES = 2
+
+
+def rule_rows(
+    rule: str,
+    schedules: Sequence[BudgetSchedule],
+    checks: Mapping[str, Mapping[str, Any]],
+    shape: ModelShape,
+) -> Iterator[dict[str, Any]]:
+    """A row for each schedule and position bin.
+
+    `checks` are the reports of `sparrow calibrate --check` on samples and along text, by schedule
+    within each. Tokens are those that a layer of the model reads on average in a step at the middle
+    of the bin, dense layers included; bytes those of keys, values and landmarks of one sequence.
+    """
+    for schedule in schedules:
+        for index, budget in enumerate(schedule.budget_tokens):
+            middle = index * schedule.bin_tokens + schedule.bin_tokens // 2
+            costs = step_costs(shape, [middle], 1, schedule)
+            per_token = _KV_BYTES * shape.layer_kv_width * shape.num_layers
+            yield {
+                "rule": rule,
+                "target": schedule.tail_target,
+                "bin": index,
+                "cached_tokens": middle,
+                "budget_tokens": budget,
+                "kv_tokens_read": float(costs.kv_bytes[0]) / per_token,
+                "bytes_read": float((costs.kv_bytes + costs.scoring_bytes)[0]),
+            } | {
+                name: _judged(report[schedule.name]["bins"], index)
+                for name, report in checks.items()
+            }
+
+
+def _judged(bins: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+    """Tail, interval, tokens and verdict of one bin of a check."""
+    row = next(row for row in bins if row["bin"] == index)
+    names = ("tail", "tail_low", "tail_high", "tokens", "verdict")
+    return {name: row.get(name) for name in names}
+
+
+def commands(options: argparse.Namespace, rule: str, texts: Path) -> list[list[str]]:
+    """What `sparrow` is run with for one rule, one after the other."""
+    common = ["calibrate", "--model-path", options.model_path, "--seed", str(options.seed)]
+    for name in ("new_tokens", "prompts_per_bin", "samples", "min_tokens", "batch"):
+        common += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    common += ["--engine-args", json.dumps(options.engine_args)]
+    targets = [str(target) for target in options.targets]
+    out = options.work / f"{rule}.json"
+    files = [str(file) for file in schedule_files(options, rule)]
+    budgets = [str(budget) for budget in options.budgets]
+    check = [*common, "--check", *files]
+    return [
+        [*common, "--rule", rule, "--budgets", *budgets, "--target", *targets, "--out", str(out)],
+        [*check, "--out", str(check_file(options, rule, SAMPLES)), "--work",
+         str(options.work / f"{rule}.{SAMPLES}.work")],
+        [*check, "--prompts", str(texts), "--out", str(check_file(options, rule, TEXT)), "--work",
+         str(options.work / f"{rule}.{TEXT}.work")],
+    ]  # fmt: skip
+
+
+def schedule_files(options: argparse.Namespace, rule: str) -> list[Path]:
+    """The files that `sparrow calibrate` writes, one for each target."""
+    if len(options.targets) == 1:
+        return [options.work / f"{rule}.json"]
+    return [options.work / f"{rule}-{target}.json" for target in options.targets]
+
+
+def check_file(options: argparse.Namespace, rule: str, name: str) -> Path:
+    return Path(options.work / f"{rule}.{name}.json")
+
+
+def run_side_by_side(options: argparse.Namespace, texts: Path) -> None:
+    """Each rule's commands one after the other, each rule on a GPU where there are two.
+
+    A check that does not hold is a result. Raises `ProcessFailed` if a command fails.
+    """
+    gpus = visible_gpus()
+    lanes = [[*RULES]] if len(gpus) < len(RULES) else [[rule] for rule in RULES]
+    waiting = [
+        [(rule, command) for rule in lane for command in commands(options, rule, texts)]
+        for lane in lanes
+    ]
+    while any(waiting):
+        with ExitStack() as stack:
+            running = []
+            for gpu, lane in zip(gpus, waiting, strict=False):
+                if not lane:
+                    continue
+                rule, words = lane.pop(0)
+                log = options.work / f"{rule}-{len(lane)}-left.log"
+                command = [sys.executable, "-m", "sparrow_sglang.commands.cli", *words]
+                env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+                running.append((stack.enter_context(logged_process(command, log, env)), log))
+            for process, log in running:
+                status = process.wait()
+                allowed = (0, 1) if "--check" in process.args else (0,)
+                if status not in allowed:
+                    raise ProcessFailed(f"status {status}; {log}:\n{log_end(log)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = benchmark_parser("rollouts.rule_comparison", DESCRIPTION, EXAMPLES, "rules.json")
+    add = parser.add_argument
+    add("--model-path", default=EMBEDDED_MODEL_NAME, help="default: %(default)s")
+    add("--targets", type=float, nargs="+", default=[0.75, 0.86, 0.92])
+    add("--budgets", type=count, nargs="+", default=list(BUDGETS))
+    add("--samples", type=count, default=1, help="per prompt and budget")
+    add("--prompts-per-bin", type=count, default=24)
+    add("--new-tokens", type=count, default=128)
+    add("--min-tokens", type=count, default=1000, help="for a bin to be judged")
+    add("--batch", type=count, default=128, help="generations at a time")
+    add("--texts", type=count, default=192, help="slices of natural text")
+    add("--seed", type=int, default=0)
+    add("--engine-args", default="{}", help="JSON object of more arguments for sglang.Engine")
+    add("--work", type=Path, default=Path("rule-comparison"), help="folder, to go on from")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write; the exit code is 1 if a calibration failed, 2 without usable options."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        options.engine_args = engine_arguments(options.engine_args)
+        model, _, config, context = find_model(options.model_path, options.engine_args)
+    except ValueError as error:
+        parser.error(str(error))
+    prepare_out(parser, options.out)
+    options.work.mkdir(parents=True, exist_ok=True)
+    texts = options.work / "texts.jsonl"
+    write_texts(texts, options.model_path, context, options.texts, options.new_tokens, options.seed)
+    try:
+        run_side_by_side(options, texts)
+    except ProcessFailed as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    results = Results(options.out, settings=settings(options), model=model)
+    shape = ModelShape.from_config(config.to_dict())
+    for rule in RULES:
+        schedules = [BudgetSchedule.from_json(path) for path in schedule_files(options, rule)]
+        checks = {
+            name: {
+                report["schedule"]: report
+                for report in json.loads(check_file(options, rule, name).read_text())["checks"]
+            }
+            for name in (SAMPLES, TEXT)
+        }
+        results.add(*rule_rows(rule, schedules, checks, shape))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""What two selection rules read for the same tail: rows, and what is run to get them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.benchmarks import figures, tables
+from sparrow_sglang.benchmarks.rollouts import rule_comparison
+from sparrow_sglang.benchmarks.rollouts.rule_comparison import rule_rows
+from sparrow_sglang.commands import cli
+from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.report.result_files import Run
+from sparrow_sglang.schedule import BudgetSchedule
+
+# 4 layers of 2 KV heads of 64.
+SHAPE = ModelShape(256, 512, 4, 4, 2, 64, 1000)
+PAGE = {"page_size": 16, "bin_tokens": 512, "tail_target": 0.8}
+PUBLISHED = BudgetSchedule(name="published", budget_tokens=(128, 256), **PAGE)
+CALIBRATED = BudgetSchedule(
+    name="calibrated",
+    budget_tokens=(96, 128),
+    dense_layers=(),
+    selection={"landmark_tokens": 4, "landmark_bits": 4, "landmark_pairs": 16},
+    **PAGE,
+)
+
+
+def check(schedule: BudgetSchedule, tail: float | None) -> dict[str, Any]:
+    bins = [
+        {"bin": 0, "tokens": 0, "verdict": "too few tokens"},
+        {
+            "bin": 1,
+            "tail": tail,
+            "tail_low": 0.7,
+            "tail_high": 0.9,
+            "tokens": 9,
+            "verdict": "holds",
+        },
+    ]
+    return {schedule.name: {"schedule": schedule.name, "bins": bins}}
+
+
+def rows(schedule: BudgetSchedule) -> list[dict[str, Any]]:
+    checks = {"samples": check(schedule, 0.81), "text": check(schedule, 0.82)}
+    return list(rule_rows(schedule.name, [schedule], checks, SHAPE))
+
+
+def test_a_row_says_what_a_step_reads_and_which_tail_that_gave() -> None:
+    first, second = rows(PUBLISHED)
+    assert (first["cached_tokens"], second["cached_tokens"]) == (256, 768)
+    # Two layers are dense and two read the budget.
+    assert first["kv_tokens_read"] == (2 * 256 + 2 * 128) / 4
+    assert second["kv_tokens_read"] == (2 * 768 + 2 * 256) / 4
+    keys_and_values = second["kv_tokens_read"] * 4 * 2 * 2 * 64 * 2
+    # A mean of 64 numbers of 2 bytes for each of 48 pages but sink and recent ones.
+    landmarks = 2 * 2 * (48 - 3) * 64 * 2
+    assert second["bytes_read"] == keys_and_values + landmarks
+    assert first["samples"]["tail"] is None and second["text"]["tail"] == 0.82
+
+
+def test_int4_landmarks_and_sparse_layers_count_as_they_are() -> None:
+    second = rows(CALIBRATED)[1]
+    assert second["kv_tokens_read"] == 128
+    # Four landmarks of 16 pairs in half a byte a number and a scale of 2 bytes, in each layer.
+    landmarks = 4 * 2 * (48 - 3) * 4 * (16 + 2)
+    assert second["bytes_read"] == 128 * 4 * 2 * 2 * 64 * 2 + landmarks
+
+
+def test_the_table_puts_the_rules_side_by_side(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    content = {
+        "device": "NVIDIA X",
+        "packages": dict.fromkeys(("sglang", "torch", "triton", "flashinfer-python"), "1"),
+        "commit": "c",
+        "command": "rule_comparison.py --samples 2 --out x.json",
+        "model": "m",
+        "rows": rows(PUBLISHED) + rows(CALIBRATED),
+    }
+    (folder / "rules.json").write_text(json.dumps(content))
+    lines = [line for line in tables.generate(tmp_path).splitlines() if line.startswith("| m |")]
+    assert [line.split(" | ")[2:4] for line in lines] == [
+        ["256", "published"], ["256", "calibrated"], ["768", "published"], ["768", "calibrated"],
+    ]  # fmt: skip
+    assert "0.810 (0.700 to 0.900) | 0.820 (0.700 to 0.900)" in lines[2]
+    assert " | – | – | " in lines[0]
+
+
+def test_the_figure_has_a_line_for_each_rule() -> None:
+    run = Run(
+        "rules.json", {"device": "X", "model": "m", "rows": rows(PUBLISHED) + rows(CALIBRATED)}
+    )
+    (axes,) = figures.draw_rules(run, figures.LIGHT).axes
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    assert drawn == [([256, 768], [96, 128]), ([256, 768], [192, 512])]
+    labels = [text.get_text().strip() for text in axes.texts]
+    assert labels == ["tail 0.8", "tail 0.8, published"]
+
+
+def test_every_command_is_one_that_sparrow_knows(tmp_path: Path) -> None:
+    options = rule_comparison._parser().parse_args(["--work", str(tmp_path)])
+    options.engine_args = {}
+    for rule in ("published", "calibrated"):
+        calibrate, *checks = (
+            cli._parser().parse_args(words)
+            for words in rule_comparison.commands(options, rule, tmp_path / "texts.jsonl")
+        )
+        assert calibrate.rule == rule and calibrate.target == [0.75, 0.86, 0.92]
+        files = [str(tmp_path / f"{rule}-{target}.json") for target in (0.75, 0.86, 0.92)]
+        assert [parsed.check for parsed in checks] == [files, files]
+        assert len({str(parsed.work) for parsed in checks}) == 2
