@@ -112,6 +112,10 @@ class RolloutConfig(_Section):
     truncated: Literal["keep", "mask", "penalty"] = "keep"
     """Responses that were cut there: "keep" trains on them with the reward that the task gives,
     "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward 0."""
+    dynamic_sampling: PositiveInt = 1
+    """Groups in which all samples earned the same reward are replaced, while others are sampled, by
+    groups of further prompts, until this many times `prompts_per_step` prompts have been sampled
+    (DAPO; verl max_num_gen_batches: 10). 1 replaces none."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Of the rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this temperature; the
     policy's log-probs, the acceptance rates and DistillSparse are computed at the same."""
@@ -144,6 +148,9 @@ class TaskConfig(_Section):
     """Processes that compute rewards."""
     reward_timeout_s: PositiveFloat = 30.0
     """Wall-clock limit for one reward, after which it is 0."""
+    overlap_rewards: bool = False
+    """Reward each group as soon as it is complete, while others are sampled (slime's
+    generate_and_rm_group). Otherwise all are sampled first."""
 
 
 class AlgorithmConfig(_Section):

@@ -38,13 +38,16 @@ class Sampling:
     adapter: str | None = None
 
 
-def prompts_of_step(prompts: Sequence[Prompt], count: int, step: int, seed: int) -> list[Prompt]:
-    """The `count` prompts of `step`, counted from 0.
+def prompts_of_step(
+    prompts: Sequence[Prompt], count: int, step: int, seed: int, replaced: int = 0
+) -> list[Prompt]:
+    """The `count` prompts of `step`, counted from 0; earlier steps took `replaced` further ones.
 
     Every prompt is used once before any is used again, in a new order each time, so that a run
-    that resumes goes on where it was without anything saved.
+    that resumes goes on where it was without anything saved but `replaced`.
     """
-    places = range(step * count, (step + 1) * count)
+    first = step * count + replaced
+    places = range(first, first + count)
     size = len(prompts)
     return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
 

@@ -4,7 +4,7 @@ In: prompts, and the policy and adapter as they are trained. Out: groups, and ex
 of them. The actor alone knows the active schedule, and moves along the ladder.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -16,7 +16,7 @@ from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
 from sparrow_sglang.rl.engines.buckets import NamedTensors, Weights
-from sparrow_sglang.rl.engines.local_engine import Finished
+from sparrow_sglang.rl.engines.local_engine import Finished, Further
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -74,15 +74,27 @@ class SparseActor:
 
     def roll_out(self, prompts: Sequence[Prompt], finished: Finished) -> list[Group]:
         """A step's responses; afterwards the device's memory is the trainer's."""
-        settings = self._config.rollout
-        sampling = Sampling(
-            settings.max_new_tokens,
-            settings.temperature,
-            adapter=ADAPTER if self._unmerged else None,
-        )
-        groups = self._engine.generate(prompts, settings.samples_per_prompt, sampling, finished)
+        samples = self._config.rollout.samples_per_prompt
+        groups = self._engine.generate(prompts, samples, self._sampling, finished)
         self._engine.release()
         return groups
+
+    def stream(
+        self, prompts: Sequence[Prompt], finished: Finished, further: Further
+    ) -> Iterator[tuple[int, Group]]:
+        """The same one by one, of prompts that `further` adds, too; `release` must follow."""
+        samples = self._config.rollout.samples_per_prompt
+        return self._engine.stream(prompts, samples, self._sampling, finished, further)
+
+    def release(self) -> None:
+        """Give the device's memory to the trainer."""
+        self._engine.release()
+
+    @property
+    def _sampling(self) -> Sampling:
+        settings = self._config.rollout
+        adapter = ADAPTER if self._unmerged else None
+        return Sampling(settings.max_new_tokens, settings.temperature, adapter=adapter)
 
     def evaluate(self, prompts: Sequence[Prompt], version: str, finished: Finished) -> list[Group]:
         """Responses of the policy itself: dense decode, without adapter."""

@@ -13,6 +13,7 @@ import torch
 
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.collect import collect
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.loss import MiniBatchLoss
@@ -21,7 +22,6 @@ from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import prompts_of_step
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import prepare
-from sparrow_sglang.rl.tasks.rewards import without_truncated
 
 MAX_SKIPPED_STEPS = 5
 """Optimizer steps in a row whose gradient may not be finite; the run ends with the last of them."""
@@ -64,15 +64,10 @@ def train_step(run: Run, step: int) -> None:
     with clock("sync"):
         actor.load(str(run.progress.steps_taken))
 
-    prompts = prompts_of_step(run.setup.train, config.rollout.prompts_per_step, step, config.seed)
-    with clock("rollout"):
-        samples = len(prompts) * config.rollout.samples_per_prompt
-        groups = actor.roll_out(prompts, run.log.responses("rollout", samples))
-    with clock("reward"):
-        scores = run.reward_workers.score(groups)
-    rewards = scores.rewards
-    if config.rollout.truncated == "penalty":
-        rewards = without_truncated(rewards, groups)
+    count, replaced = config.rollout.prompts_per_step, run.progress.replaced
+    prompts = prompts_of_step(run.setup.train, count, step, config.seed, replaced)
+    collected = collect(run, prompts, step, clock)
+    groups, rewards = collected.groups, collected.rewards
     advantages = group_advantages(rewards, config.algorithm.std_normalisation)
     batch = Batch.of(groups, advantages)
     if config.rollout.truncated == "mask":
@@ -86,7 +81,7 @@ def train_step(run: Run, step: int) -> None:
     read = kv_metrics(batch.rollouts, actor.schedule)
     with clock("mismatch"):
         rates, positions = actor.acceptance(batch)
-    with run.progress.updating(step):
+    with run.progress.updating(step, collected.replaced):
         with clock("update"):
             updated = update(run.policy, batch, dense, correction.weights, config)
         move = actor.ladder.observe(rates, positions)
@@ -98,7 +93,7 @@ def train_step(run: Run, step: int) -> None:
         run.report(
             step,
             rollout_metrics(groups, rewards)
-            | scores.metrics()
+            | collected.metrics
             | advantages.metrics()
             | correction.metrics
             | (acceptance_metrics(rates, positions) if rates.size else {})
@@ -106,7 +101,7 @@ def train_step(run: Run, step: int) -> None:
             | {"actor/entropy": entropy}
             | updated
             | evaluated
-            | clock.metrics(tokens=sum(batch.lengths)),
+            | clock.metrics(collected.tokens),
         )
     # After the step, so that the checkpoint that is written on an error matches the metrics.
     _require_finite_gradients(run.policy)

@@ -29,9 +29,17 @@ _LOOK_S = 1.0
 Finished = Callable[[int], object]
 """Told how many more responses are complete."""
 
+Further = Callable[[], Sequence[Prompt]]
+"""Gives prompts to start besides."""
+
 
 def unwatched(count: int) -> None:
     """The `Finished` of rollouts whose progress nobody follows."""
+
+
+def nothing() -> Sequence[Prompt]:
+    """The `Further` of rollouts that no prompt is added to."""
+    return ()
 
 
 class LocalEngine:
@@ -84,21 +92,34 @@ class LocalEngine:
         return [groups[position] for position in range(len(prompts))]
 
     def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        finished: Finished = unwatched,
+        further: Further = nothing,
     ) -> Iterator[tuple[int, Group]]:
-        """Positions in `prompts` and their groups, each as soon as it is complete."""
+        """See `RolloutEngine`; `further` is asked every second, and after each group."""
         if self._version is None:
             raise RuntimeError(
                 "the engine's weights were released or loaded in part: call update_weights first"
             )
         loop = self._engine.loop
-        running = {
-            loop.create_task(self._answer(position, sample, prompt, sampling))
-            for position, prompt in enumerate(prompts)
-            for sample in range(n)
-        }
-        answers: list[dict[int, Any]] = [{} for _ in prompts]
+        asked: list[Prompt] = []
+        answers: list[dict[int, Any]] = []
+        running: set[asyncio.Task[tuple[int, int, Any]]] = set()
         schedule = DENSE if sampling.dense else self._schedule
+
+        def start(more: Sequence[Prompt]) -> None:
+            for position, prompt in enumerate(more, len(asked)):
+                asked.append(prompt)
+                answers.append({})
+                running.update(
+                    loop.create_task(self._answer(position, sample, prompt, sampling))
+                    for sample in range(n)
+                )
+
+        start(prompts)
         try:
             while running:
                 done, running = loop.run_until_complete(
@@ -111,11 +132,9 @@ class LocalEngine:
                     finished(1)
                     if len(answers[position]) == n:
                         ordered = [answers[position].pop(sample) for sample in range(n)]
-                        prompt = prompts[position]
-                        yield (
-                            position,
-                            to_group(prompt, ordered, sampling, self._version, schedule),
-                        )
+                        sampled = asked[position], ordered, sampling, self._version, schedule
+                        yield position, to_group(*sampled)
+                start(further())
         finally:
             if running:
                 self._abandon(running)

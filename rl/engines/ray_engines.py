@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from sparrow_sglang.rl.engines.buckets import NamedTensors, pack
 from sparrow_sglang.rl.engines.engine_actor import EngineActor, StoredWeights, store
-from sparrow_sglang.rl.engines.local_engine import Finished, unwatched
+from sparrow_sglang.rl.engines.local_engine import Finished, Further, nothing, unwatched
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.weight_broadcast import BroadcastTimeout, WeightBroadcast
@@ -114,16 +114,18 @@ class RayEngines:
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
     ) -> list[Group]:
         """See `RolloutEngine`; raises what `stream` raises."""
-        groups: dict[int, Group] = {}
-        for position, group in self.stream(prompts, n, sampling):
-            groups[position] = group
-            finished(n)
+        groups = dict(self.stream(prompts, n, sampling, finished))
         return [groups[position] for position in range(len(prompts))]
 
     def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        finished: Finished = unwatched,
+        further: Further = nothing,
     ) -> Iterator[tuple[int, Group]]:
-        """Positions in `prompts` and their groups, each once and as soon as it is complete.
+        """See `RolloutEngine`; an engine starts prompts of `further` once its others are complete.
 
         Engines finish a stream that is abandoned before they do anything else.
 
@@ -136,6 +138,7 @@ class RayEngines:
                 "the engines' weights were loaded in part: call update_weights first"
             )
         self._deaths = 0
+        prompts = list(prompts)
         # What each engine still owes, by position in `prompts`. Every n-th prompt, so that tasks
         # which come in blocks are spread.
         owed = {
@@ -158,6 +161,8 @@ class RayEngines:
                 index, group = ray.get(next(stream))
             except StopIteration:
                 del asked[slot]
+                if owed[slot]:
+                    asked[slot] = ask(slot)
             except _DEATH as error:
                 self._replace(slot, error)
                 if owed[slot]:
@@ -166,7 +171,14 @@ class RayEngines:
                     del asked[slot]
             else:
                 owed[slot].remove(share[index])
+                finished(n)
                 yield share[index], group
+            for prompt in further():
+                slot = min(owed, key=lambda slot: len(owed[slot]))
+                owed[slot].append(len(prompts))
+                prompts.append(prompt)
+                if slot not in asked:
+                    asked[slot] = ask(slot)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """See `RolloutEngine`; engines that have died meanwhile, or die now, are replaced.

@@ -3,14 +3,20 @@
 In: prompts, and weights with a version. Out: groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engines.buckets import NamedTensors
-from sparrow_sglang.rl.engines.local_engine import Finished, LocalEngine, unwatched
+from sparrow_sglang.rl.engines.local_engine import (
+    Finished,
+    Further,
+    LocalEngine,
+    nothing,
+    unwatched,
+)
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
@@ -23,6 +29,21 @@ class RolloutEngine(Protocol):
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
     ) -> list[Group]:
         """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
+        ...
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        finished: Finished = unwatched,
+        further: Further = nothing,
+    ) -> Iterator[tuple[int, Group]]:
+        """Positions in `prompts` and their groups, each once and as soon as it is complete.
+
+        `further` is asked now and then for prompts to start besides, which take the next positions,
+        and ends the stream by having none when no group is under way.
+        """
         ...
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:

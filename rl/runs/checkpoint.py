@@ -25,7 +25,7 @@ import torch
 from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.renamed import current_names
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.run_folder import METRICS_FILE
@@ -39,12 +39,13 @@ _FREE = ("run_dir", "steps", "engine", "mismatch", "checkpoint", "logging", "eva
 @dataclass(frozen=True)
 class State:
     """What a checkpoint says besides weights: steps taken, active schedule, metrics of the last
-    step, where the run stands on its ladder of schedules."""
+    step, where the run stands on its ladder of schedules, prompts taken to replace groups."""
 
     step: int = 0
     schedule: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     ladder: Mapping[str, Any] = field(default_factory=dict)
+    replaced: int = 0
 
 
 @contextmanager
@@ -132,6 +133,7 @@ class Checkpoints:
                 "schedule": state.schedule,
                 "metrics": dict(state.metrics),
                 "ladder": dict(state.ladder),
+                "replaced": state.replaced,
                 "config": config.model_dump(mode="json"),
             }
             write_json(draft / "state.json", fields)
@@ -152,7 +154,14 @@ class Checkpoints:
         if adapter is not None:
             adapter.load_state_dict(current_names(training["adapter"]))
         _set_random_states(training["random"])
-        return State(fields["step"], fields["schedule"], fields["metrics"], fields["ladder"])
+        return State(
+            fields["step"],
+            fields["schedule"],
+            fields["metrics"],
+            fields["ladder"],
+            # Of runs from before groups could be replaced.
+            fields.get("replaced", 0),
+        )
 
     def _complete(self) -> list[Path]:
         folders = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
@@ -182,12 +191,26 @@ def _export(policy: DensePolicy, weights: Mapping[str, torch.Tensor], folder: Pa
 
 def _check_resumable(folder: Path, config: TrainConfig) -> None:
     saved = current_names(json.loads((folder / "state.json").read_text("utf-8"))["config"])
+    # Settings that the run did not have yet were at their defaults.
+    task = TaskConfig(name=config.task.name)
+    default = TrainConfig(run_dir=config.run_dir, task=task).model_dump(mode="json")
+    saved = _merged(default, saved)
     for key, before, now in _differences(saved, config.model_dump(mode="json")):
         if key.split(".")[0] not in _FREE:
             raise InputError(
                 f"{key}={now!r}: the run in {folder.parents[1]} was trained with {before!r}; set it"
                 f" back, or use another run_dir. Free to change are {', '.join(_FREE[1:])}"
             )
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above`, and of `below` what it lacks."""
+    nested = {
+        key: _merged(below[key], value)
+        for key, value in above.items()
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+    }
+    return {**below, **above, **nested}
 
 
 def _differences(

@@ -24,10 +24,16 @@ from sparrow_sglang.rl.tasks.rewards import RewardPool
 
 
 class Progress:
-    """How many steps the policy has taken, and how many of them are in a checkpoint."""
+    """How many steps the policy has taken, and how many of them are in a checkpoint.
 
-    def __init__(self, checkpoints: Checkpoints, termination: Termination, steps: int) -> None:
+    `replaced` counts the prompts that these steps took besides their own, to replace groups.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, termination: Termination, steps: int, replaced: int = 0
+    ) -> None:
         self.steps_taken = steps
+        self.replaced = replaced
         self._checkpoints = checkpoints
         self._termination = termination
         self._saved = steps
@@ -35,8 +41,9 @@ class Progress:
         self._updating = False
 
     @contextmanager
-    def updating(self, step: int) -> Iterator[None]:
-        """The block takes step `step` with the policy and reports it; no signal interrupts it.
+    def updating(self, step: int, replaced: int = 0) -> Iterator[None]:
+        """The block takes step `step`, which replaced so many groups, with the policy and reports
+        it; no signal interrupts it.
 
         If it raises, the policy may be between two steps, and is not saved any more.
         """
@@ -44,6 +51,7 @@ class Progress:
             self._updating = True
             yield
             self.steps_taken, self._updating = step + 1, False
+            self.replaced += replaced
 
     def note(self, metrics: dict[str, float]) -> None:
         """Keep the metrics of a step for the checkpoint."""
@@ -60,7 +68,9 @@ class Progress:
         """Write a checkpoint of the steps taken."""
         with self._termination.held_back():
             ladder = actor.ladder.state_dict()
-            state = State(self.steps_taken, actor.schedule_name, self._metrics, ladder)
+            state = State(
+                self.steps_taken, actor.schedule_name, self._metrics, ladder, self.replaced
+            )
             self._checkpoints.save(policy, tokenizer, config, state, actor.adapter)
             self._saved = self.steps_taken
 
@@ -128,7 +138,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             engine = open_engine(setup.engine, setup.model_path, arguments)
             with closing(engine):
                 actor = SparseActor(config, engine, policy, adapter, ladder)
-                progress = Progress(checkpoints, termination, taken)
+                progress = Progress(checkpoints, termination, taken, state.replaced)
                 run = Run(config, setup, policy, actor, reward_workers, log, progress)
                 try:
                     yield run

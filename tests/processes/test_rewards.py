@@ -63,3 +63,40 @@ def test_a_reward_that_cannot_be_loaded_is_an_error() -> None:
     with RewardPool(RefusesToLoad(), workers=1) as pool:
         with pytest.raises(RuntimeError, match="cannot be loaded: .* status 7"):
             pool.score([group("a", 0.0, ["1"])])
+
+
+def test_groups_are_scored_while_others_are_added() -> None:
+    with RewardPool(obey, workers=2, timeout_s=3.0) as pool:
+        with pool.scoring() as scoring:
+            assert scoring.add(group("a", 0.0, ["slow 1", "2"])) == 0
+            deadline = time.monotonic() + 120
+            while scoring.rewards(0) is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            # Nobody has asked for the result yet.
+            assert scoring.rewards(0).tolist() == [1, 2]
+            assert scoring.add(group("b", 10.0, ["crash", "4", "raise"])) == 1
+            assert scoring.add(group("c", 0.0, ["5"])) == 2
+            scores = scoring.scores([2, 1])
+            assert [rewards.tolist() for rewards in scores.rewards] == [[5], [0, 14, 0]]
+            assert (scores.errors, scores.crashes, scores.timeouts) == (1, 1, 0)
+            # It goes on after that.
+            scoring.add(group("d", 0.0, ["6"]))
+            assert scoring.scores([3]).rewards[0].tolist() == [6]
+        assert pool.score([group("e", 0.0, ["7"])]).rewards[0].tolist() == [7]
+
+
+def test_scoring_that_is_given_up_does_not_wait() -> None:
+    with RewardPool(obey, workers=1, timeout_s=600.0) as pool:
+        before = time.monotonic()
+        with pytest.raises(KeyError), pool.scoring() as scoring:
+            scoring.add(group("a", 0.0, ["hang"]))
+            raise KeyError
+        assert time.monotonic() - before < 60
+        assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
+
+
+def test_a_thread_says_that_a_reward_cannot_be_loaded() -> None:
+    with RewardPool(RefusesToLoad(), workers=1) as pool, pool.scoring() as scoring:
+        scoring.add(group("a", 0.0, ["1"]))
+        with pytest.raises(RuntimeError, match="cannot be loaded: .* status 7"):
+            scoring.wait()

@@ -90,6 +90,23 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model, 
     assert error(model, engine.generate(PROMPTS, 2, SAMPLING)) < FP32
 
 
+def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
+    """While groups are under way, and when the last of them is complete."""
+    for last in (False, True):
+        more, complete = [PROMPTS[1], PROMPTS[0]], []
+
+        def further(last=last, more=more, complete=complete) -> list:
+            return [more.pop()] if more and (not last or len(complete) == 4 - len(more)) else []
+
+        for position, group in engine.stream(PROMPTS[:2], 2, SAMPLING, further=further):
+            complete.append((position, group))
+        groups = dict(complete)
+        assert sorted(position for position, _ in complete) == [0, 1, 2, 3]
+        expected = [PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[1]]
+        assert [groups[position].prompt for position in range(4)] == expected
+        assert error(model, list(groups.values())) < FP32
+
+
 def test_an_update_may_follow_an_abandoned_rollout(engine, model) -> None:
     groups = engine.stream(PROMPTS * 4, 2, Sampling(max_new_tokens=200))
     next(groups)

@@ -227,6 +227,18 @@ def test_engines_with_one_seed_sample_independently(engines) -> None:
     assert groups[0].rollouts[0].response_ids != groups[1].rollouts[0].response_ids
 
 
+def test_prompts_may_be_added_to_a_rollout(engines, model) -> None:
+    more = [PROMPTS[2], PROMPTS[1]]
+    counted = []
+    stream = engines.stream(
+        PROMPTS[:2], 2, SAMPLING, counted.append, lambda: [more.pop()] if more else []
+    )
+    groups = dict(stream)
+    expected = [PROMPTS[0], PROMPTS[1], PROMPTS[1], PROMPTS[2]]
+    assert [groups[position].prompt for position in range(4)] == expected
+    assert counted == [2, 2, 2, 2] and error(model, groups.values()) < FP32
+
+
 def test_each_engine_samples_its_share_of_the_checkpoint(engines, model) -> None:
     require_from_both(engines, model, "default")
     greedy = Sampling(max_new_tokens=20, temperature=0)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from sglang.srt.configs.model_config import _get_and_verify_dtype
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
@@ -118,6 +119,21 @@ def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
     ):
         assert torch.equal(weight, other), name
     assert any(not torch.equal(w, w.bfloat16().float()) for w in exact.values())
+
+
+def test_a_run_from_before_a_setting_was_there_is_resumed_at_its_default(tiny_llama, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    now = config(tmp_path)
+    folder = checkpoints.save(policy(tiny_llama, "float32"), Tokenizer(), now, State(2, "s", {}))
+    path = folder / "state.json"
+    state = json.loads(path.read_text())
+    del state["replaced"], state["config"]["rollout"]["dynamic_sampling"]
+    path.write_text(json.dumps(state))
+    assert checkpoints.begin(now, resume=True) == folder
+    assert checkpoints.restore(folder, policy(tiny_llama, "float32")).replaced == 0
+    other = now.rollout.model_copy(update={"dynamic_sampling": 10})
+    with pytest.raises(InputError, match="rollout.dynamic_sampling=10: .* was trained with 1"):
+        checkpoints.begin(now.model_copy(update={"rollout": other}), resume=True)
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):

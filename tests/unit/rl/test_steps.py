@@ -3,7 +3,7 @@
 import json
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sparrow_sglang.rl.loss import PolicyLoss
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs import run
 from sparrow_sglang.rl.tasks import TASKS
+from sparrow_sglang.rl.tasks.rewards import RewardPool, Scores
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 TOKENS = 12
@@ -46,6 +47,20 @@ class Sampler:
             groups.append(Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))))
             finished(n)
         return groups
+
+    def stream(
+        self,
+        prompts: list[Prompt],
+        n: int,
+        sampling: Sampling,
+        finished: Callable[[int], object],
+        further: Callable[[], Sequence[Prompt]],
+    ) -> Iterator[tuple[int, Group]]:
+        asked = list(prompts)
+        for position, prompt in enumerate(asked):
+            (group,) = self.generate([prompt], n, sampling, finished)
+            yield position, group
+            asked += further()
 
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
         ids, logprobs = list(prompt.input_ids), []
@@ -257,3 +272,70 @@ def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
         patch.setattr(trainer, "prepare", press_ctrl_c)
         assert main(["train", str(path)]) == 130
     assert "nothing was saved" in capsys.readouterr().err
+
+
+def untimed(run_dir: Path) -> list[dict[str, float]]:
+    timed = ("timing_s/", "sparrow/rollout_tokens_per_s")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(timed)}
+        for row in rows(run_dir)
+    ]
+
+
+def test_rewards_while_rolling_out_change_nothing_but_the_time(
+    model: str, tmp_path: Path, engines: list[Sampler]
+) -> None:
+    for name, overlap in (("apart", False), ("together", True)):
+        torch.manual_seed(0)
+        config = settings(model, tmp_path / name)
+        config["task"] = config["task"] | {"overlap_rewards": overlap, "reward_workers": 2}
+        trainer.train(TrainConfig.parse(config))
+    assert untimed(tmp_path / "apart") == untimed(tmp_path / "together")
+
+
+class AtOnce:
+    """Scoring without processes, so that nothing depends on what is complete first."""
+
+    def __init__(self, reward: Callable[[Prompt, str], float]) -> None:
+        self._reward = reward
+        self._rewards: list[np.ndarray] = []
+
+    def __enter__(self) -> "AtOnce":
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def add(self, group: Group) -> int:
+        rewards = [self._reward(group.prompt, rollout.text) for rollout in group.rollouts]
+        self._rewards.append(np.array(rewards))
+        return len(self._rewards) - 1
+
+    def rewards(self, number: int) -> np.ndarray:
+        return self._rewards[number]
+
+    def wait(self) -> None: ...
+
+    def scores(self, numbers: Sequence[int]) -> Scores:
+        return Scores(tuple(self._rewards[number] for number in numbers))
+
+
+def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
+    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was never stopped, to the bit: prompts, samples, weights."""
+
+    def same_for_some(prompt: Prompt, text: str) -> float:
+        return 0.0 if int(prompt.id) % 3 == 0 else ascii_task.reward(prompt, text)
+
+    monkeypatch.setattr(RewardPool, "scoring", lambda pool: AtOnce(same_for_some))
+    config = settings(model, tmp_path / "whole", checkpoint={"every_steps": 1})
+    config["rollout"] |= {"dynamic_sampling": 5}
+    torch.manual_seed(0)
+    trainer.train(TrainConfig.parse(config))
+    config["run_dir"] = str(tmp_path / "parts")
+    torch.manual_seed(0)
+    trainer.train(TrainConfig.parse(config | {"steps": 1}))
+    trainer.train(TrainConfig.parse(config), resume=True)
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+    assert sum(row["sparrow/replaced_groups"] for row in rows(tmp_path / "parts")) > 0
+    assert all(row["sparrow/zero_std_groups"] == 0 for row in rows(tmp_path / "parts"))

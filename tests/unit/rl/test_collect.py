@@ -1,0 +1,209 @@
+"""A step's groups: in the prompts' order whatever comes first, and those replaced that teach
+nothing."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reward_groups import group
+
+from sparrow_sglang.rl.collect import Collected, collect
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.rollout import prompts_of_step
+from sparrow_sglang.rl.tasks.rewards import Scores
+from sparrow_sglang.rl.types import Group, Prompt
+
+SIZE = 40
+PROMPTS = tuple(Prompt(str(number), "test", (1,)) for number in range(SIZE))
+
+
+class Lagging:
+    """Scoring in which the rewards of a group are known once it has been asked for them `lag`
+    times."""
+
+    def __init__(self, reward: Callable[[Group], list[float]], lag: int) -> None:
+        self._reward, self._lag = reward, lag
+        self._groups: list[Group] = []
+        self._asked: dict[int, int] = {}
+        self._known = 0
+
+    def add(self, group: Group) -> int:
+        self._groups.append(group)
+        return len(self._groups) - 1
+
+    def rewards(self, number: int) -> Any:
+        self._asked[number] = self._asked.get(number, -1) + 1
+        known = number < self._known or self._asked[number] >= self._lag
+        return np.array(self._reward(self._groups[number])) if known else None
+
+    def wait(self) -> None:
+        self._known = len(self._groups)
+
+    def scores(self, numbers: Sequence[int]) -> Scores:
+        return Scores(tuple(np.array(self._reward(self._groups[number])) for number in numbers))
+
+
+class Workers:
+    def __init__(self, reward: Callable[[Group], list[float]], lag: int) -> None:
+        self._reward, self._lag = reward, lag
+
+    def score(self, groups: Sequence[Group]) -> Scores:
+        return Scores(tuple(np.array(self._reward(group)) for group in groups))
+
+    @contextmanager
+    def scoring(self) -> Iterator[Lagging]:
+        yield Lagging(self._reward, self._lag)
+
+
+class Actor:
+    """Completes groups in a random order, and asks for further prompts after each."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self.sampled: list[str] = []
+        self.released = 0
+
+    def _group(self, prompt: Prompt) -> Group:
+        self.sampled.append(prompt.id)
+        reason = "length" if int(prompt.id) % 3 == 0 else "stop"
+        made = group(prompt.id, 0.0, ["0", "1"], reason)
+        return Group(prompt, made.rollouts)
+
+    def roll_out(self, prompts: Sequence[Prompt], finished: Any) -> list[Group]:
+        self.released += 1
+        return [self._group(prompt) for prompt in prompts]
+
+    def stream(
+        self, prompts: Sequence[Prompt], finished: Any, further: Callable[[], Sequence[Prompt]]
+    ) -> Iterator[tuple[int, Group]]:
+        waiting = list(enumerate(prompts))
+        asked = len(waiting)
+        while waiting:
+            position, prompt = waiting.pop(self._draw.randrange(len(waiting)))
+            yield position, self._group(prompt)
+            more = further()
+            waiting += enumerate(more, asked)
+            asked += len(more)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def run_of(
+    reward: Callable[[Group], list[float]],
+    *,
+    count: int = 4,
+    batches: int = 1,
+    overlap: bool = True,
+    truncated: str = "keep",
+    lag: int = 0,
+    seed: int = 0,
+    replaced: int = 0,
+) -> Any:
+    config = TrainConfig.parse(
+        {
+            "run_dir": "unused",
+            "task": {"name": "story", "overlap_rewards": overlap},
+            "rollout": {
+                "prompts_per_step": count,
+                "samples_per_prompt": 2,
+                "dynamic_sampling": batches,
+                "truncated": truncated,
+            },
+        }
+    )
+    return SimpleNamespace(
+        config=config,
+        actor=Actor(seed),
+        reward_workers=Workers(reward, lag),
+        log=SimpleNamespace(responses=lambda *_: lambda count: None),
+        setup=SimpleNamespace(train=PROMPTS),
+        progress=SimpleNamespace(replaced=replaced),
+    )
+
+
+def step_of(run: Any, step: int = 0) -> Collected:
+    count = run.config.rollout.prompts_per_step
+    prompts = prompts_of_step(PROMPTS, count, step, run.config.seed, run.progress.replaced)
+    return collect(run, prompts, step, lambda stage: nullcontext())
+
+
+def names(collected: Collected) -> list[str]:
+    return [group.prompt.id for group in collected.groups]
+
+
+def order_of_data() -> list[str]:
+    return [prompt.id for prompt in prompts_of_step(PROMPTS, SIZE, 0, 0)]
+
+
+def by_name(group: Group) -> list[float]:
+    return [float(group.prompt.id), 100.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_overlapping_changes_neither_groups_nor_rewards(seed: int) -> None:
+    apart, together = run_of(by_name, overlap=False), run_of(by_name, seed=seed, lag=seed)
+    expected, found = step_of(apart, 2), step_of(together, 2)
+    assert names(found) == names(expected) == order_of_data()[8:12]
+    assert [rewards.tolist() for rewards in found.rewards] == [
+        rewards.tolist() for rewards in expected.rewards
+    ]
+    assert (found.metrics, found.tokens) == (expected.metrics, expected.tokens)
+    assert apart.actor.released == together.actor.released == 1
+
+
+@given(
+    st.sets(st.integers(0, SIZE - 1)), st.integers(1, 5), st.integers(2, 4), st.integers(0, 3),
+    st.integers(0, 99), st.integers(0, 7),
+)  # fmt: skip
+def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
+    same: set[int], count: int, batches: int, lag: int, seed: int, replaced: int
+) -> None:
+    def reward(group: Group) -> list[float]:
+        return [0.5, 0.5] if int(group.prompt.id) in same else [0.0, 1.0]
+
+    run = run_of(reward, count=count, batches=batches, lag=lag, seed=seed, replaced=replaced)
+    found = step_of(run)
+    # Walk the data until there are enough, or as many have been sampled as may be.
+    allowed = order_of_data()[replaced : replaced + count * batches]
+    useful, walked = [], 0
+    for name in allowed:
+        walked += 1
+        useful += [name] if int(name) not in same else []
+        if len(useful) == count:
+            break
+    assert sorted(run.actor.sampled) == sorted(allowed[:walked])
+    assert len(found.groups) == count and found.replaced == walked - count
+    assert [name for name in names(found) if int(name) not in same] == useful
+    assert found.metrics["sparrow/replaced_groups"] == walked - count
+    # In the order of the data, as mini-batches are cut by it.
+    assert names(found) == sorted(names(found), key=allowed.index)
+    assert found.tokens == 2 * walked
+
+
+def test_no_prompt_is_used_by_two_steps() -> None:
+    def reward(group: Group) -> list[float]:
+        return [0.0, float(int(group.prompt.id) % 2)]
+
+    replaced, sampled = 0, []
+    for step in range(3):
+        run = run_of(reward, batches=9, replaced=replaced)
+        replaced += step_of(run, step).replaced
+        sampled += sorted(run.actor.sampled, key=order_of_data().index)
+    assert sampled == order_of_data()[: len(sampled)] and len(sampled) == 12 + replaced
+
+
+def test_a_penalty_may_take_the_variance_away() -> None:
+    run = run_of(lambda group: [0.0, 1.0], batches=9, truncated="penalty")
+    found = step_of(run)
+    # Responses to every third prompt are cut, and earn nothing then.
+    assert all(int(name) % 3 for name in names(found))
+    mean = found.metrics["sparrow/sampled_score_mean"]
+    whole = sum(int(name) % 3 != 0 for name in run.actor.sampled)
+    assert mean == pytest.approx(0.5 * whole / len(run.actor.sampled))
