@@ -302,7 +302,7 @@ class BudgetSchedule(BaseModel):
         if not self.calibrated:
             return "NOT calibrated"
         if self.is_foreign(hf_config):
-            return f"calibrated for {_shown_model(self.model)}, not for this model"
+            return f"calibrated for {cut(self.model or 'another model', 80)}, not for this model"
         return "calibrated"
 
     def is_foreign(self, hf_config: Any) -> bool:
@@ -340,12 +340,6 @@ class BudgetSchedule(BaseModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON that `from_json` reads back equal; replaces `path` in one step."""
         write_json(Path(path), self.model_dump(mode="json"))
-
-
-def _shown_model(name: str | None) -> str:
-    if not name:
-        return "another model"
-    return (name if name.isprintable() else ascii(name))[:80]
 
 
 def _not_whole_pages(field: str, tokens: int, page_size: int) -> str:
