@@ -220,7 +220,7 @@ def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
     fields = shipped.model_dump()
     for change, expected in [
         ({"model": None}, "calibrated for another model, not for this model"),
-        ({"model": "a\nb"}, r"calibrated for 'a\nb', not for this model"),
+        ({"model": "a\nb"}, r"calibrated for a\nb, not for this model"),
         ({"calibrated": False}, "NOT calibrated"),
         ({"model_match": None}, "calibrated"),
     ]:
