@@ -113,9 +113,8 @@ class RolloutConfig(_Section):
     """Responses that were cut there: "keep" trains on them with the reward that the task gives,
     "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward 0."""
     dynamic_sampling: PositiveInt = 1
-    """Groups in which all samples earned the same reward are replaced, while others are sampled, by
-    groups of further prompts, until this many times `prompts_per_step` prompts have been sampled
-    (DAPO; verl max_num_gen_batches: 10). 1 replaces none."""
+    """Groups whose samples all earned the same reward are replaced by groups of further prompts, up
+    to this many times `prompts_per_step` in all (DAPO; verl max_num_gen_batches: 10); 1: none."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Of the rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this temperature; the
     policy's log-probs, the acceptance rates and DistillSparse are computed at the same."""
@@ -149,8 +148,7 @@ class TaskConfig(_Section):
     reward_timeout_s: PositiveFloat = 30.0
     """Wall-clock limit for one reward, after which it is 0."""
     overlap_rewards: bool = False
-    """Reward each group as soon as it is complete, while others are sampled (slime's
-    generate_and_rm_group). Otherwise all are sampled first."""
+    """Reward each group while others are still sampled (slime's generate_and_rm_group)."""
 
 
 class AlgorithmConfig(_Section):
@@ -186,6 +184,9 @@ class AlgorithmConfig(_Section):
     """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per rollout batch. With 1 the policy ratio is 1 and the clip idle."""
+    old_logprobs: Literal["scored", "update"] = "scored"
+    """Where dense log-probs of the batch come from: a pass of their own, or, with one mini-batch,
+    the update's forward pass, which computes the same (verl and TRL do so on policy)."""
 
 
 class MismatchConfig(_Section):
@@ -322,6 +323,11 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"algorithm.mini_batches={parts} does not divide rollout.prompts_per_step="
                 f"{prompts}: expected a divisor, so that every optimizer step sees as many groups"
+            )
+        if parts > 1 and self.algorithm.old_logprobs == "update":
+            raise ValueError(
+                f"algorithm.old_logprobs='update' with mini_batches={parts}: later steps need"
+                " log-probs from before the first; expected 'scored', or mini_batches = 1"
             )
         return self
 

@@ -1,10 +1,12 @@
 """The clipped policy loss, of log-probs, advantages and weights, and its sum over micro-batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from sparrow_sglang.rl.config import AlgorithmConfig
+from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.metrics import LOG_RATIO_BOUND
 
 
@@ -96,3 +98,41 @@ class MiniBatchLoss:
         for name, value in result.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         return result.loss
+
+
+class OnPolicyLoss:
+    """`MiniBatchLoss` of a batch's only optimizer step, which is taken with the policy that its
+    log-probs are of: they need no pass before the update.
+
+    Called for each of the step's micro-batches, each of whole sequences. `rollout_logprobs` and
+    `advantages` are [n], `lengths` [S] says how many of these tokens belong to each sequence.
+    `dense_logprobs` [n] fp32 are filled by the calls, and `metrics` add up over them.
+    """
+
+    def __init__(
+        self,
+        rollout_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        lengths: Sequence[int],
+        settings: AlgorithmConfig,
+    ) -> None:
+        self.dense_logprobs = torch.empty(len(advantages))
+        self._rollout_logprobs = rollout_logprobs
+        self._advantages = advantages
+        self._owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        self._settings = settings
+        self.metrics: dict[str, float] = {}
+
+    def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """As `MiniBatchLoss`. Raises `ValueError` on log-probs that are not finite."""
+        where = where.cpu()
+        self.dense_logprobs[where] = logprobs.detach().float().cpu()
+        lengths = self._owner[where].unique_consecutive(return_counts=True)[1].tolist()
+        rollout, settings = self._rollout_logprobs[where], self._settings
+        weights = correct(self.dense_logprobs[where], rollout, lengths, settings).weights
+        everything = torch.zeros_like(self._advantages)
+        everything[where] = weights
+        loss = MiniBatchLoss(
+            self.dense_logprobs, self._advantages, everything, settings, self.metrics
+        )
+        return loss(logprobs, where)

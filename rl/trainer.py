@@ -5,7 +5,7 @@ corrected and clipped loss, optimizer step, metrics. What each of these does is 
 is called for it.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.collect import collect
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.loss import MiniBatchLoss
+from sparrow_sglang.rl.correction import Correction, correct
+from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss
 from sparrow_sglang.rl.metrics import acceptance_metrics, kv_metrics, rollout_metrics
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import prompts_of_step
@@ -74,16 +74,16 @@ def train_step(run: Run, step: int) -> None:
         batch = batch.masking_truncated()
 
     with clock("logprobs"):
-        temperature = config.rollout.temperature
-        scored, entropies = run.policy.score_with_entropy(batch.sequences, temperature)
-    dense, entropy = torch.cat(scored), float(torch.cat(entropies).double().mean())
-    correction = correct(dense, batch.rollout_logprobs, batch.lengths, config.algorithm)
+        scored = score(run.policy, batch, config)
+    on_policy = config.algorithm.old_logprobs == "update"
+    correction = None if on_policy else _correct(batch, scored, config)
     read = kv_metrics(batch.rollouts, actor.schedule)
     with clock("mismatch"):
         rates, positions = actor.acceptance(batch)
     with run.progress.updating(step, collected.replaced):
         with clock("update"):
-            updated = update(run.policy, batch, dense, correction.weights, config)
+            updated = update(run.policy, batch, scored, correction, config)
+        correction = correction or _correct(batch, scored, config)
         move = actor.ladder.observe(rates, positions)
         if move is not None:
             run.log.event(step, move.line(), asdict(move))
@@ -98,7 +98,7 @@ def train_step(run: Run, step: int) -> None:
             | correction.metrics
             | (acceptance_metrics(rates, positions) if rates.size else {})
             | read
-            | {"actor/entropy": entropy}
+            | {"actor/entropy": float(scored.entropies.double().mean())}
             | updated
             | evaluated
             | clock.metrics(collected.tokens),
@@ -107,24 +107,55 @@ def train_step(run: Run, step: int) -> None:
     _require_finite_gradients(run.policy)
 
 
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Dense log-probs and entropies, fp32 [N] on the CPU, of all response tokens of a batch."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+
+
+def score(policy: DensePolicy, batch: Batch, config: TrainConfig) -> Scored:
+    """Of the policy as it is; of responses in the loss only where the update does not give them."""
+    tokens, sequences = torch.arange(len(batch.advantages)), batch.sequences
+    if config.algorithm.old_logprobs == "update":
+        left_out = (~batch.in_loss).nonzero().flatten().tolist()
+        sequences = [sequences[index] for index in left_out]
+        tokens = tokens[(~batch.in_loss).repeat_interleave(torch.tensor(batch.lengths))]
+    scored = Scored(torch.empty(len(batch.advantages)), torch.empty(len(batch.advantages)))
+    if sequences:
+        parts = policy.score_with_entropy(sequences, config.rollout.temperature)
+        scored.logprobs[tokens], scored.entropies[tokens] = map(torch.cat, parts)
+    return scored
+
+
 def update(
     policy: DensePolicy,
     batch: Batch,
-    dense_logprobs: torch.Tensor,
-    weights: torch.Tensor,
+    scored: Scored,
+    correction: Correction | None,
     config: TrainConfig,
 ) -> dict[str, float]:
     """One optimizer step per mini-batch; metrics are means over those that were taken.
 
-    `dense_logprobs` and `weights` are [N], of all response tokens of the batch.
+    Without a `correction`, which needs all log-probs, `scored` is filled with those that it lacks.
     """
+    settings = config.algorithm
     rows: list[dict[str, float]] = []
     skipped = 0
-    for sequences, tokens in batch.mini_batches(config.algorithm.mini_batches):
-        loss = MiniBatchLoss(
-            dense_logprobs[tokens], batch.advantages[tokens], weights[tokens], config.algorithm
-        )
-        result = policy.loss_step(sequences, loss, config.rollout.temperature)
+    for sequences, tokens in batch.mini_batches(settings.mini_batches):
+        loss: MiniBatchLoss | OnPolicyLoss
+        if correction is None:
+            lengths = [len(response) for _, response in sequences]
+            rollout, advantages = batch.rollout_logprobs[tokens], batch.advantages[tokens]
+            loss = OnPolicyLoss(rollout, advantages, lengths, settings)
+            entropies = torch.empty(len(tokens))
+            result = policy.loss_step(sequences, loss, config.rollout.temperature, entropies)
+            scored.logprobs[tokens], scored.entropies[tokens] = loss.dense_logprobs, entropies
+        else:
+            dense, weights = scored.logprobs[tokens], correction.weights[tokens]
+            loss = MiniBatchLoss(dense, batch.advantages[tokens], weights, settings)
+            result = policy.loss_step(sequences, loss, config.rollout.temperature)
         if result.taken:
             rows.append(loss.metrics | {"actor/grad_norm": result.grad_norm})
         else:
@@ -132,6 +163,10 @@ def update(
     means = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
     counts = {"actor/optimizer_steps": float(len(rows)), "actor/skipped_steps": float(skipped)}
     return means | counts
+
+
+def _correct(batch: Batch, scored: Scored, config: TrainConfig) -> Correction:
+    return correct(scored.logprobs, batch.rollout_logprobs, batch.lengths, config.algorithm)
 
 
 def evaluate(run: Run) -> dict[str, float]:

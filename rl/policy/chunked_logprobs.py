@@ -23,11 +23,10 @@ def token_logprobs(
     Differentiable once, in `hidden` and `weight`.
     """
     rows = max(1, chunk_elements // weight.shape[0])
-    result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, tokens, temperature, rows)
+    result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, tokens, temperature, rows, False)[0]
     return result
 
 
-@torch.no_grad()
 def token_logprobs_and_entropies(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -35,22 +34,17 @@ def token_logprobs_and_entropies(
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs`, and the entropy in nats of each row's distribution: [n] each, no gradient.
+    """`token_logprobs`, and the entropy in nats of each row's distribution: [n] each, the latter
+    without gradient.
 
     Takes no more memory: log-probs replace the logits of a chunk in place, and the probabilities
     are one copy of it, as in the log-sum-exp.
     """
-    projection = weight.to(hidden.dtype).t()
     rows = max(1, chunk_elements // weight.shape[0])
-    logprobs, entropies = [], []
-    for part, chosen in zip(hidden.split(rows), tokens.split(rows), strict=True):
-        logits = product(part, projection).div_(temperature)
-        normaliser = logits.logsumexp(1)
-        logprobs.append(logits.gather(1, chosen[:, None]).squeeze(1) - normaliser)
-        logits.sub_(normaliser[:, None])
-        # Where an exp underflows, 0 times a log-prob of at least -1e38 is 0.
-        entropies.append(-logits.exp().mul_(logits).sum(1))
-    return torch.cat(logprobs), torch.cat(entropies)
+    result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(
+        hidden, weight, tokens, temperature, rows, True
+    )
+    return result
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -88,17 +82,25 @@ class _TokenLogprobs(torch.autograd.Function):
         tokens: torch.Tensor,
         temperature: float,
         rows: int,
-    ) -> torch.Tensor:
+        wants_entropies: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         projection = weight.to(hidden.dtype).t()
-        parts, normalisers = [], []
+        parts, normalisers, entropies = [], [], [hidden.new_empty(0)]
         for part, chosen in zip(hidden.split(rows), tokens.split(rows), strict=True):
             logits = product(part, projection).div_(temperature)
             normaliser = logits.logsumexp(1)
             parts.append(logits.gather(1, chosen[:, None]).squeeze(1) - normaliser)
             normalisers.append(normaliser)
+            if wants_entropies:
+                logits.sub_(normaliser[:, None])
+                # Where an exp underflows, 0 times a log-prob of at least -1e38 is 0.
+                entropies.append(-logits.exp().mul_(logits).sum(1))
         ctx.save_for_backward(hidden, weight, tokens, torch.cat(normalisers))
         ctx.temperature, ctx.rows = temperature, rows
-        return torch.cat(parts)
+        # Without the empty one, which has the dtype of `hidden`.
+        result = torch.cat(parts), torch.cat(entropies[1:] or entropies)
+        ctx.mark_non_differentiable(result[1])
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -125,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight += product(slope.t(), hidden[rows])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -192,10 +192,15 @@ class DensePolicy:
         return [[part.double().numpy() for part in row.split(counts)] for row in rates]
 
     def loss_step(
-        self, sequences: Sequence[TokenSequence], loss: Loss, temperature: float = 1.0
+        self,
+        sequences: Sequence[TokenSequence],
+        loss: Loss,
+        temperature: float = 1.0,
+        entropies: torch.Tensor | None = None,
     ) -> StepResult:
         """Gradient of the summed micro-batch losses, clipped, then one optimizer step.
 
+        `entropies` [N] on the CPU is filled with those that `score_with_entropy` would give.
         A gradient that is not finite is logged, and weights and optimizer stay as they are.
         """
         self.model.train()
@@ -204,7 +209,12 @@ class DensePolicy:
         self.optimizer.zero_grad()
         total, count = 0.0, 0
         for packed in self.micro_batches(sequences):
-            logprobs = token_logprobs(self.hidden(packed), self.head, packed.targets, temperature)
+            inputs = self.hidden(packed), self.head, packed.targets, temperature
+            if entropies is None:
+                logprobs = token_logprobs(*inputs)
+            else:
+                logprobs, entropy = token_logprobs_and_entropies(*inputs)
+                entropies[packed.where.cpu()] = entropy.cpu()
             part = loss(logprobs, packed.where)
             part.backward()
             total, count = total + float(part.detach()), count + 1

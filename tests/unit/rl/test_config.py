@@ -67,6 +67,10 @@ def test_nothing_changes_it_later(tmp_path: Path) -> None:
         ("[algorithm]\nsequence_veto = 1.0", "algorithm.sequence_veto=1.0 is not allowed: .* 1"),
         ("[algorithm]\nsequence_cap = 0", "algorithm.sequence_cap=0 is not allowed: .* than 0"),
         ("[algorithm]\nmini_batches = 5", "mini_batches=5 does not divide rollout.prompts_per_st"),
+        (
+            "[algorithm]\nmini_batches = 2\nold_logprobs = 'update'",
+            "old_logprobs='update' with mini_batches=2: .* expected 'scored', or mini_batches = 1",
+        ),
         ("[engine]\nnum_engines = 2", "num_engines=2 with kind='local': expected 1"),
         ("steps = 3 3", "not TOML"),
         ("[mismatch]\nsequences = true", "mismatch.sequences=True is not allowed: .* integer"),

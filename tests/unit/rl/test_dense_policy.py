@@ -327,12 +327,15 @@ class TestChunkedLogprobs:
         full = torch.log_softmax(hidden @ weight.t() / temperature, 1)
         expected = full.gather(1, tokens[:, None]).squeeze(1)
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
-        for left, right in zip(
-            torch.autograd.grad(got, [hidden, weight], slope),
-            torch.autograd.grad(expected, [hidden, weight], slope),
-            strict=True,
-        ):
-            torch.testing.assert_close(left, right, atol=1e-12, rtol=1e-10)
+        with_entropies, entropies = token_logprobs_and_entropies(
+            hidden, weight, tokens, temperature, chunk
+        )
+        assert not entropies.requires_grad
+        correct = torch.autograd.grad(expected, [hidden, weight], slope)
+        for values in (got, with_entropies):
+            found = torch.autograd.grad(values, [hidden, weight], slope)
+            for left, right in zip(found, correct, strict=True):
+                torch.testing.assert_close(left, right, atol=1e-12, rtol=1e-10)
 
     def test_gradient_equals_finite_differences(self) -> None:
         torch.manual_seed(2)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ascii_task import rows
+from reward_groups import AtOnce, scores_of
 from scipy.stats import entropy
 from transformers import AutoModelForCausalLM
 
@@ -19,10 +20,11 @@ from sparrow_sglang.commands.cli import main
 from sparrow_sglang.rl import loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.loss import PolicyLoss
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs import run
 from sparrow_sglang.rl.tasks import TASKS
-from sparrow_sglang.rl.tasks.rewards import RewardPool, Scores
+from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 TOKENS = 12
@@ -293,32 +295,6 @@ def test_rewards_while_rolling_out_change_nothing_but_the_time(
     assert untimed(tmp_path / "apart") == untimed(tmp_path / "together")
 
 
-class AtOnce:
-    """Scoring without processes, so that nothing depends on what is complete first."""
-
-    def __init__(self, reward: Callable[[Prompt, str], float]) -> None:
-        self._reward = reward
-        self._rewards: list[np.ndarray] = []
-
-    def __enter__(self) -> "AtOnce":
-        return self
-
-    def __exit__(self, *error: Any) -> None: ...
-
-    def add(self, group: Group) -> int:
-        rewards = [self._reward(group.prompt, rollout.text) for rollout in group.rollouts]
-        self._rewards.append(np.array(rewards))
-        return len(self._rewards) - 1
-
-    def rewards(self, number: int) -> np.ndarray:
-        return self._rewards[number]
-
-    def wait(self) -> None: ...
-
-    def scores(self, numbers: Sequence[int]) -> Scores:
-        return Scores(tuple(self._rewards[number] for number in numbers))
-
-
 def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
     model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,3 +315,38 @@ def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
     assert sum(row["sparrow/replaced_groups"] for row in rows(tmp_path / "parts")) > 0
     assert all(row["sparrow/zero_std_groups"] == 0 for row in rows(tmp_path / "parts"))
+
+
+def test_the_updates_own_log_probs_make_the_same_run(
+    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a pass before it, of which only responses outside the loss still need one."""
+
+    def same_for_some(prompt: Prompt, text: str) -> float:
+        return 0.0 if int(prompt.id) % 3 == 0 else ascii_task.reward(prompt, text)
+
+    monkeypatch.setattr(RewardPool, "score", lambda pool, groups: scores_of(groups, same_for_some))
+    passes: list[int] = []
+    score = DensePolicy.score_with_entropy
+    monkeypatch.setattr(
+        DensePolicy,
+        "score_with_entropy",
+        lambda policy, sequences, *rest: (
+            passes.append(len(sequences)) or score(policy, sequences, *rest)
+        ),
+    )
+    folders = []
+    for kind in ("scored", "update"):
+        torch.manual_seed(0)
+        config = settings(model, tmp_path / kind, algorithm={"old_logprobs": kind}, steps=4)
+        config["rollout"] |= {"temperature": 0.9, "prompts_per_step": 3}
+        folders.append(trainer.train(TrainConfig.parse(config)))
+    before, after = (untimed(tmp_path / kind) for kind in ("scored", "update"))
+    for one, other in zip(before, after, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    useless = [4 * int(row["sparrow/zero_std_groups"]) for row in before]
+    assert passes == [12] * 4 + [count for count in useless if count] and sum(useless) > 0
+    one, other = (AutoModelForCausalLM.from_pretrained(folder / "model") for folder in folders)
+    for weight, same in zip(one.parameters(), other.parameters(), strict=True):
+        # Adam moves a weight by up to 1e-3 a step, whatever its gradient.
+        torch.testing.assert_close(weight, same, atol=2e-4, rtol=0)
