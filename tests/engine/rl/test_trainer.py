@@ -63,6 +63,25 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
     np.testing.assert_allclose(logged, [row["critic/score/mean"] for row in steps], rtol=1e-6)
 
 
+def test_shorter_steps_learn_as_much(byte_model, tmp_path):
+    """Rewards while rolling out, groups replaced, log-probs from the update."""
+    base = settings(byte_model, tmp_path / "run", "dense", algorithm={"old_logprobs": "update"})
+    config = base.model_copy(
+        update={
+            "task": base.task.model_copy(update={"overlap_rewards": True}),
+            "rollout": base.rollout.model_copy(update={"dynamic_sampling": 3}),
+        }
+    )
+    trainer.train(config)
+    written = rows(config.run_dir)
+    steps = written[:6]
+    assert max(row["training/rollout_probs_diff_max"] for row in steps) < FP32
+    assert all("sparrow/replaced_groups" in row for row in steps)
+    assert all(row["actor/optimizer_steps"] == 1 for row in steps)
+    passed = [row["eval/pass_rate"] for row in written if "eval/pass_rate" in row]
+    assert passed[-1] > passed[0] + 0.15
+
+
 @pytest.mark.parametrize("truncated", ["mask", "penalty"])
 def test_truncated_responses_are_masked_or_lose_their_reward(byte_model, tmp_path, truncated):
     # The model of bytes never stops, so that every response is cut.
