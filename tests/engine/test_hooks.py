@@ -106,6 +106,8 @@ class TestLandmarkMemory:
         pools._full_per_token = pools._swa_per_token = per_token
         pools._swa_full_tokens_ratio, pools._cell_size = 0.5, 1.5 * 3 * per_token
         pools._sliding_window_size, pools._page_size = 24, 16
+        # Of SGLang 0.5.23.
+        pools._enable_unified_memory = False
         kvc = configurator(backend, 0, 6, 16, config)
         hooks.reserve_landmarks_beside_windows(None, pools, kvc)
         sizes = pools.calculate_pool_sizes(10_000_000, 16)
