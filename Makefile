@@ -24,18 +24,21 @@ TRAINING := tests/unit/rl tests/unit/benchmarks
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test unit unit-training unit-rest test-engine test-server test-rest test-frameworks test-sglang test-versions soak fuzz lint setup clean
+.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-rest test-frameworks test-sglang test-versions soak fuzz lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# Three processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
+# Four processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
 # ever for a worker that a failing engine has taken along.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j 3 test-engine test-server test-rest
+	@$(MAKE) --no-print-directory -j 4 test-engine test-training test-server test-rest
 
 test-engine: $(STAMP)
-	$(BIN)/python -m pytest tests/engine $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/engine --ignore=tests/engine/rl $(PYTEST_FLAGS)
+
+test-training: $(STAMP)
+	$(BIN)/python -m pytest tests/engine/rl $(PYTEST_FLAGS)
 
 test-server: $(STAMP)
 	$(BIN)/python -m pytest tests/server $(PYTEST_FLAGS)
