@@ -24,15 +24,15 @@ TRAINING := tests/unit/rl tests/unit/benchmarks
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-rest test-frameworks test-sglang test-versions soak fuzz lint setup clean
+.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-unit test-rest test-frameworks test-sglang test-versions soak fuzz lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# Four processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
+# Five processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
 # ever for a worker that a failing engine has taken along.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j 4 test-engine test-training test-server test-rest
+	@$(MAKE) --no-print-directory -j 5 test-engine test-training test-server test-unit test-rest
 
 test-engine: $(STAMP)
 	$(BIN)/python -m pytest tests/engine --ignore=tests/engine/rl $(PYTEST_FLAGS)
@@ -52,8 +52,11 @@ unit-training: $(STAMP)
 unit-rest: $(STAMP)
 	$(BIN)/python -m pytest -q tests/unit $(TRAINING:%=--ignore=%) $(PYTEST_FLAGS)
 
+test-unit: $(STAMP)
+	$(BIN)/python -m pytest tests/unit $(PYTEST_FLAGS)
+
 test-rest: $(STAMP)
-	$(BIN)/python -m pytest tests/unit tests/processes tests/gpu $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/processes tests/gpu $(PYTEST_FLAGS)
 
 # In an environment of its own, as verl brings other versions of what we use.
 test-frameworks: $(STAMP)
