@@ -1,6 +1,6 @@
 # Arguments for slime's train.py; `source` this and append one of the two arrays.
 
-# slime starts the engines itself: needs an image whose SGLang is 0.5.17.
+# slime starts the engines itself: needs this package in its environment, and SGLang 0.5.15.post1.
 SPARROW_ARGS=(
     --sglang-attention-backend sparrow
     --sglang-sparrow-schedule qwen3-4b-0.86

@@ -1,7 +1,7 @@
 """What slime asks of an SGLang server that it did not start, and what of slime we rely on.
 
 The first part needs no slime: it sends what slime's rollout and weight sync send. The second runs
-on an installed slime, or a checkout on PYTHONPATH: `make test-frameworks SLIME=/path/to/slime`.
+on a checkout on PYTHONPATH: `make test-frameworks SLIME=/path/to/slime`.
 """
 
 import argparse

@@ -1,0 +1,243 @@
+"""slime's own loop, all but Megatron, on sparse servers: `make test-frameworks SLIME=/checkout`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from adapted_models import save_model_of_words, words
+from engines import random_prompt, unused_model_files
+from oracle import ContractModel
+from servers import start_server
+
+from sparrow_sglang.schedule import BudgetSchedule
+
+FOLDER = Path(__file__).parents[2] / "examples" / "slime"
+SLIME = find_spec("slime")
+SCHEDULE = BudgetSchedule.fixed(64)
+FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
+PROMPT_TOKENS = 150
+ROLLOUTS, GROUPS, GROUP = 3, 2, 2
+LIMIT_S = 1500  # processes of Ray import SGLang in turn
+# Ray's own limits are too short where something else keeps the cores busy.
+ENVIRONMENT = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+}
+pytestmark = [
+    pytest.mark.skipif(
+        SLIME is None, reason="no slime here: make test-frameworks SLIME=/path/to/slime"
+    ),
+    pytest.mark.slow,
+    pytest.mark.timeout(LIMIT_S + 120),
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What slime wrote into `folder`: what it sampled, trained on and loaded into the servers."""
+
+    folder: Path
+    model: str
+    printed: str
+
+    def samples(self, name: object) -> list[dict[str, Any]]:
+        path = self.folder / f"details/rollout_data/{name}.pt"
+        samples: list[dict[str, Any]] = torch.load(path, weights_only=False)["samples"]
+        return samples
+
+    def batch(self, rollout: int) -> dict[str, Any]:
+        path = self.folder / f"details/train_data/{rollout}.pt"
+        batch: dict[str, Any] = torch.load(path, weights_only=False)
+        return batch
+
+    @cached_property
+    def all_samples(self) -> list[dict[str, Any]]:
+        return [sample for rollout in range(ROLLOUTS) for sample in self.samples(rollout)]
+
+    def parts(self, sample: dict[str, Any]) -> list[tuple[int, list[int], list[int]]]:
+        """Of each request for a sample: weight version, prompt, and what it answered.
+
+        A request goes on from all tokens before it.
+        """
+        ends = [event for event in sample["trace"]["events"] if event.get("type") == "span_end"]
+        lengths = [
+            event["attrs"]["completion_tokens"]
+            for event in ends
+            if event["name"] == "sglang_generate"
+        ]
+        assert sum(lengths) == sample["response_length"]
+        tokens, parts = sample["tokens"], []
+        start = len(tokens) - sample["response_length"]
+        for version, length in zip(sample["weight_versions"], lengths, strict=True):
+            parts.append((int(version), tokens[:start], tokens[start : start + length]))
+            start += length
+        return parts
+
+    def expected(self, sample: dict[str, Any], schedule: BudgetSchedule | None) -> list[float]:
+        """The reference's log-probs of a response, by the weights of each of its requests."""
+        expected: list[float] = []
+        for version, prompt, response in self.parts(sample):
+            weights = self.folder / f"weights/weight_v{version:06d}"
+            if response:
+                rows = ContractModel(str(weights), schedule).log_probs(prompt, response)
+                expected += rows.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+        return expected
+
+
+def run(model: str, folder: Path, *arguments: str) -> Run:
+    prompts = folder / "prompts.jsonl"
+    rows = [{"input": words(random_prompt(seed, PROMPT_TOKENS))} for seed in range(32)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        *(sys.executable, str(FOLDER / "rollouts.py"), "--hf-checkpoint", model),
+        *("--prompt-data", str(prompts), "--num-rollout", str(ROLLOUTS)),
+        *("--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(GROUP)),
+        *("--num-steps-per-rollout", "1", "--rollout-max-response-len", "60"),
+        # Ends of responses, so that they are of different lengths.
+        *("--rollout-stop-token-ids", *map(str, range(3, 11))),
+        *("--custom-rm-path", "slime_task.reward", "--lr", "1e-3", "--loss-type", "policy_loss"),
+        *("--actor-num-gpus-per-node", "1", "--dump-details", str(folder / "details")),
+        *("--update-weight-mode", "full", "--update-weight-transport", "disk"),
+        *("--update-weight-disk-dir", str(folder / "weights"), "--update-weight-disk-keep-files"),
+        *("--use-tis", "--tis-clip", "2.0", *arguments),
+    ]
+    checkout = Path(SLIME.origin).parents[1]
+    path = os.pathsep.join(map(str, (FOLDER, FOLDER.parents[1] / "tests" / "support", checkout)))
+    unused = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files()), "PYTHONPATH": path}
+    done = subprocess.run(
+        command,
+        env=os.environ | ENVIRONMENT | unused,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return Run(folder, model, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model_of_words(tmp_path_factory.mktemp("words"))
+
+
+@pytest.fixture(scope="module")
+def urls(model: str) -> Iterator[list[str]]:
+    settings = {
+        "attention_backend": "sparrow",
+        "sparrow_schedule": SCHEDULE.name,
+        "skip_tokenizer_init": False,
+        "grammar_backend": "none",
+        "enable_metrics": True,
+    }
+    with start_server(model, **settings) as first, start_server(model, **settings) as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="module")
+def external(urls: list[str], model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """slime's loop on servers that it did not start, with all that it does to groups."""
+    folder = tmp_path_factory.mktemp("external")
+    return run(
+        model,
+        folder,
+        *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in urls)),
+        *("--over-sampling-batch-size", "8", "--partial-rollout"),
+        "--mask-offpolicy-in-partial-rollout",
+        "--dynamic-sampling-filter-path",
+        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        *("--custom-generate-function-path", "dense_evaluation.generate"),
+        *("--eval-interval", "2", "--skip-eval-before-train"),
+        *("--eval-prompt-data", "words", f"{folder}/prompts.jsonl@[0:4]"),
+        *("--eval-max-response-len", "24"),
+    )
+
+
+class TestExternalEngines:
+    def test_recorded_log_probs_are_those_of_sparse_decode(self, external: Run) -> None:
+        for sample in external.all_samples:
+            expected = external.expected(sample, SCHEDULE)
+            assert sample["rollout_log_probs"] == pytest.approx(expected, abs=FP32)
+        dense = external.expected(external.all_samples[0], None)
+        recorded = external.all_samples[0]["rollout_log_probs"]
+        assert max(abs(a - b) for a, b in zip(recorded, dense, strict=True)) > 0.01
+
+    def test_aborted_responses_go_on_with_new_weights(self, external: Run) -> None:
+        """And what older weights have sampled of them is masked, as slime was asked to."""
+        both = 0
+        for rollout in range(ROLLOUTS):
+            for sample in external.samples(rollout):
+                parts = external.parts(sample)
+                # Weights are loaded before each rollout, the first time as version 1.
+                new = [version > rollout for version, _, answer in parts for _ in answer]
+                assert sample["loss_mask"] == [int(is_new) for is_new in new]
+                both += len(set(new)) == 2
+        assert both
+
+    def test_groups_without_a_difference_are_dropped(self, external: Run) -> None:
+        for rollout in range(ROLLOUTS):
+            samples = external.samples(rollout)
+            assert len(samples) == GROUPS * GROUP
+            for first, second in zip(samples[::2], samples[1::2], strict=True):
+                assert first["group_index"] == second["group_index"]
+                assert {first["reward"], second["reward"]} == {0.0, 1.0}
+        assert re.search(r"dynamic_filter/drop_zero_std_[01]", external.printed)
+
+    def test_the_trainer_gets_what_was_sampled(self, external: Run) -> None:
+        for rollout in range(ROLLOUTS):
+            batch, samples = external.batch(rollout), external.samples(rollout)
+            for row, index in enumerate(batch["partition"]):
+                sample = samples[index]
+                assert batch["tokens"][row].tolist() == sample["tokens"]
+                assert batch["loss_masks"][row].tolist() == sample["loss_mask"]
+                recorded = torch.tensor(sample["rollout_log_probs"])
+                assert torch.equal(batch["rollout_log_probs"][row], recorded)
+                # Of a reward of 0 and one of 1: their difference to the mean over their deviation.
+                sign = 1 if sample["reward"] else -1
+                assert batch["rewards"][row] == pytest.approx(sign * 0.5**0.5, rel=1e-4)
+
+    def test_the_router_asks_both_servers(self, external: Run, urls: list[str]) -> None:
+        for url in urls:
+            metrics = httpx.get(f"{url}/metrics").text
+            generated = re.search(r"^sglang:generation_tokens_total\{.*\} (\S+)$", metrics, re.M)
+            assert generated is not None and float(generated[1]) > 0
+
+    def test_evaluation_is_dense_if_asked_to(self, external: Run) -> None:
+        samples = external.samples("eval_1")
+        assert len(samples) == 4
+        for sample in samples:
+            expected = external.expected(sample, None)
+            assert sample["rollout_log_probs"] == pytest.approx(expected, abs=FP32)
+
+
+class TestEnginesOfSlime:
+    """Servers that slime starts itself, from the example's flags."""
+
+    @pytest.fixture(scope="class")
+    def own(self, model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+        return run(
+            model,
+            tmp_path_factory.mktemp("own"),
+            *("--rollout-num-gpus", "1", "--sglang-attention-backend", "sparrow"),
+            *("--sglang-sparrow-schedule", SCHEDULE.name, "--sglang-dtype", "float32"),
+            *("--sglang-max-total-tokens", "8192", "--sglang-grammar-backend", "none"),
+        )
+
+    def test_recorded_log_probs_are_those_of_sparse_decode(self, own: Run) -> None:
+        assert len(own.all_samples) == ROLLOUTS * GROUPS * GROUP
+        for sample in own.all_samples:
+            expected = own.expected(sample, SCHEDULE)
+            assert sample["rollout_log_probs"] == pytest.approx(expected, abs=FP32)
+        assert {sample["weight_versions"][0] for sample in own.all_samples} == {"1", "2", "3"}
