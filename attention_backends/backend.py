@@ -6,7 +6,7 @@ dense is handed to the stock backend of the device, which writes its own KV.
 """
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -64,16 +64,25 @@ class PlanGuard:
 
 
 def _whole_pool(pool: "KVCache") -> "MHATokenToKVPool":
-    """What holds the layers that keep the whole KV: SGLang may give windows a pool of their own."""
+    """What holds the layers that keep the whole KV: SGLang may give windows a pool of their own,
+    and keep the states of linear attention beside it."""
     whole: MHATokenToKVPool = getattr(pool, "full_kv_pool", pool)
     return whole
 
 
-def _sparse_layer_ids(pool: "KVCache", schedule: BudgetSchedule) -> list[int]:
-    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
-    # Of both pools, by their numbers in the model.
-    held = getattr(pool, "layers_mapping", layers)
-    return [layer for layer in held if layer not in schedule.dense_layers]
+def _held_layers(pool: "KVCache") -> list[int]:
+    """Numbers in the model of the layers whose KV this process has."""
+    # Of windows as well, or of the layers beside those with linear attention.
+    for mapping in ("layers_mapping", "full_attention_layer_id_mapping"):
+        if hasattr(pool, mapping):
+            return list(getattr(pool, mapping))
+    return list(range(pool.start_layer, pool.start_layer + pool.layer_num))
+
+
+def sparrow_backend(runner: "ModelRunner") -> "SparrowAttnBackend":
+    """The backend of a runner; beside linear attention it is one side of SGLang's hybrid one."""
+    backend = runner.attn_backend
+    return cast("SparrowAttnBackend", getattr(backend, "full_attn_backend", backend))
 
 
 def _kv_heads(model_runner: "ModelRunner") -> range:
@@ -162,14 +171,17 @@ class SparrowAttnBackend(AttentionBackend):
         pool = _whole_pool(both_pools)
         schedule = loaded.active
         self.token_to_kv_pool = both_pools
+        self.req_to_token_pool = model_runner.req_to_token_pool
         num_pages = pool.k_buffer[0].shape[0] // schedule.page_size
         rule = schedule.selection
         self.kv_heads = _kv_heads(model_runner)
         self.pair_variances: PairVariances | None = None
         # Outside of the region below, as what lies there is empty when it is resumed.
+        held = _held_layers(both_pools)
         pairs = {
             layer_id: kept_pairs(rule, layer_id, self.kv_heads, pool.head_dim, pool.device)
-            for layer_id in _sparse_layer_ids(both_pools, schedule)
+            for layer_id in held
+            if layer_id not in schedule.dense_layers
         }
         # Released and resumed together with the KV cache.
         with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
@@ -179,7 +191,7 @@ class SparrowAttnBackend(AttentionBackend):
             }
         on_cuda = model_runner.device == "cuda"
         self.dense: AttentionBackend = _dense(model_runner, pool.head_dim)
-        has_dense_layers = len(self.landmarks) < both_pools.layer_num
+        has_dense_layers = len(self.landmarks) < len(held)
         has_windows = bool(window_layers(model_runner.model_config.hf_config))
         self.stock_decode = not on_cuda or (
             has_windows or (has_dense_layers and stock_dense_decode())

@@ -10,8 +10,6 @@ from sparrow_sglang.sglang_versions import is_empty, kv_of
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
-
 
 def live_pages(scheduler: "Scheduler") -> torch.Tensor:
     """Physical pages that a later decode step may score, [pages]: full, and owned by someone.
@@ -36,7 +34,9 @@ def check_landmarks(scheduler: "Scheduler") -> None:
 
     For an idle or paused server, by `Endpoint.call_sparrow("landmarks")`.
     """
-    backend: SparrowAttnBackend = scheduler.tp_worker.model_runner.attn_backend
+    from sparrow_sglang.attention_backends.backend import sparrow_backend
+
+    backend = sparrow_backend(scheduler.tp_worker.model_runner)
     pages = live_pages(scheduler)
     if pages.is_cuda:
         # The last step may still run, on another stream.

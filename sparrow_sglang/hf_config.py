@@ -6,7 +6,7 @@ Imports neither torch nor SGLang.
 from collections.abc import Mapping
 from typing import Any
 
-FULL, WINDOW = "full_attention", "sliding_attention"
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def config_value(hf_config: Any, key: str) -> Any:
@@ -49,12 +49,31 @@ def layer_types_of(hf_config: Any) -> tuple[str, ...]:
     """The kind of each layer's attention, such as "full_attention"; empty if the config names none.
 
     transformers names one for each layer, so a model whose layers all keep the whole KV may have
-    either.
+    either. Of models with linear attention SGLang's configs know only that every n-th layer has
+    full attention (0.5.17).
     """
-    return tuple(config_value(text_config(hf_config), "layer_types") or ())
+    text = text_config(hf_config)
+    interval = config_value(text, "full_attention_interval")
+    if named := config_value(text, "layer_types"):
+        return tuple(named)
+    layers = range(1, num_layers_of(hf_config) + 1) if interval else ()
+    return tuple(LINEAR if layer % interval else FULL for layer in layers)
 
 
 def window_layers(hf_config: Any) -> tuple[int, ...]:
     """Layers that attend to a sliding window of the latest tokens only, ascending."""
-    kinds = layer_types_of(hf_config)
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOW)
+    return _layers(hf_config, WINDOW)
+
+
+def linear_layers(hf_config: Any) -> tuple[int, ...]:
+    """Layers with linear attention, which keep a state of fixed size and no KV, ascending."""
+    return _layers(hf_config, LINEAR)
+
+
+def partial_layers(hf_config: Any) -> tuple[int, ...]:
+    """Layers with a sliding window or linear attention, which read no whole KV, ascending."""
+    return tuple(sorted(window_layers(hf_config) + linear_layers(hf_config)))
+
+
+def _layers(hf_config: Any, kind: str) -> tuple[int, ...]:
+    return tuple(layer for layer, found in enumerate(layer_types_of(hf_config)) if found == kind)

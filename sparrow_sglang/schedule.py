@@ -31,8 +31,9 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import (
     config_value,
+    linear_layers,
     num_layers_of,
-    window_layers,
+    partial_layers,
 )
 from sparrow_sglang.json_values import (
     MAX_DEPTH,
@@ -266,31 +267,33 @@ class BudgetSchedule(BaseModel):
     def for_model(self, hf_config: Any) -> "BudgetSchedule":
         """The schedule as a server decodes this model by it.
 
-        Layers with a sliding window read their window, whatever the budget: they join the dense
-        layers, so that budgets, layer weights and what is reported hold for the layers that keep
-        the whole KV. `hf_config` is the model's Hugging Face config, an object or a mapping.
+        Layers with a sliding window read their window, whatever the budget, and those with linear
+        attention their state: they join the dense layers, so that budgets, layer weights and what
+        is reported hold for the layers that keep the whole KV. `hf_config` is the model's Hugging
+        Face config, an object or a mapping.
 
         Raises:
             ScheduleError: the selection rule is for a model of another shape, or no layer would be
                 sparse.
         """
         self.require_model(hf_config)
-        windows = window_layers(hf_config)
-        dense_layers = tuple(sorted({*self.dense_layers, *windows}))
-        if windows and set(range(num_layers_of(hf_config))) <= set(dense_layers):
+        partial = partial_layers(hf_config)
+        kind = "linear attention" if linear_layers(hf_config) else "a sliding window"
+        dense_layers = tuple(sorted({*self.dense_layers, *partial}))
+        if partial and set(range(num_layers_of(hf_config))) <= set(dense_layers):
             raise ScheduleError(
                 f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}: with the"
-                f" model's {len(windows)} layers with a sliding window no layer would be sparse;"
+                f" model's {len(partial)} layers with {kind} no layer would be sparse;"
                 " leave out one that keeps the whole KV"
             )
-        if set(windows) <= set(self.dense_layers):
+        if set(partial) <= set(self.dense_layers):
             return self
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         try:
             return BudgetSchedule(**fields | {"dense_layers": dense_layers})
         except ScheduleError as error:
             raise ScheduleError(
-                f"schedule {self.name}: layers with a sliding window count as dense: {error}"
+                f"schedule {self.name}: layers with {kind} count as dense: {error}"
             ) from None
 
     def calibration(self, hf_config: Any) -> str:

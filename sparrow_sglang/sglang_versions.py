@@ -193,14 +193,17 @@ def layer_range(configurator: Any) -> range:
     return range(info.start_layer, info.end_layer)
 
 
-def is_mamba_hybrid(model_config: "ModelConfig") -> bool:
-    """Whether some layers of the model keep a state instead of KV."""
+def hybrid_config(model_config: "ModelConfig") -> Any:
+    """Of a model in which some layers keep a state instead of KV, the config that says which.
+
+    None of other models.
+    """
     try:
         from sglang.srt.configs.hybrid_arch import mambaish_config
     except ImportError:
         # Until 0.5.15 only the model runner knows, which has a pool of another class for them.
-        return False
-    return mambaish_config(model_config) is not None
+        return None
+    return mambaish_config(model_config)
 
 
 def has_asymmetric_kv(model_config: "ModelConfig") -> bool:

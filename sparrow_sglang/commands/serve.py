@@ -21,7 +21,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     ModelError,
-    embedded_model,
+    model_folder,
     model_problem,
 )
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
@@ -141,8 +141,7 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
 def with_defaults(argv: Sequence[str]) -> list[str]:
     """`argv` with our defaults in front, where the user's flags override them.
 
-    `smollm2-135m` as a model's name becomes the folder of the embedded model, which is converted
-    if need be.
+    The name of an embedded model becomes its folder, which is converted if need be.
     """
     given = list(argv)
     if given and not given[0].startswith("-"):
@@ -151,24 +150,21 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
         given = [MODEL_FLAGS[0], EMBEDDED_MODEL_NAME, *given]
     resolved = [_resolve_name(given, i) for i in range(len(given))]
     defaults = ["--attention-backend", BACKEND]
-    if resolved != given:
+    names = [
+        word.rpartition("=")[2] for word, path in zip(given, resolved, strict=True) if word != path
+    ]
+    if names:
         # Clients then ask for the model by its name and not by a path in somebody's cache.
-        defaults += ["--served-model-name", EMBEDDED_MODEL_NAME]
+        defaults += ["--served-model-name", names[-1]]
     return defaults + resolved
 
 
 def _resolve_name(argv: Sequence[str], i: int) -> str:
     flag, equals, value = argv[i].partition("=")
-    if flag in MODEL_FLAGS and equals and value == EMBEDDED_MODEL_NAME:
-        return f"{flag}={_embedded()}"
-    if i and argv[i - 1] in MODEL_FLAGS and argv[i] == EMBEDDED_MODEL_NAME:
-        return _embedded()
-    return argv[i]
-
-
-def _embedded() -> str:
     try:
-        return str(embedded_model())
+        if flag in MODEL_FLAGS and equals:
+            return f"{flag}={model_folder(value)}"
+        return model_folder(argv[i]) if i and argv[i - 1] in MODEL_FLAGS else argv[i]
     except ModelError as error:
         raise InputError(str(error)) from error
 

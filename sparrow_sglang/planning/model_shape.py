@@ -24,6 +24,7 @@ _REFUSED = (
     "n_shared_experts",
     "shared_expert_intermediate_size",
     "kv_lora_rank",
+    "full_attention_interval",
 )
 _KINDS = {FULL, WINDOW}
 

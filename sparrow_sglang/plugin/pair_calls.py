@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
 _CALL = "pairs"
 _Rows = list[list[float]]
@@ -41,9 +40,10 @@ async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None)
 def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from sparrow_sglang.attention_backends.backend import sparrow_backend
     from sparrow_sglang.attention_backends.pair_variance import PairVariances
 
-    backend: SparrowAttnBackend = scheduler.tp_worker.model_runner.attn_backend
+    backend = sparrow_backend(scheduler.tp_worker.model_runner)
     req_to_token = scheduler.req_to_token_pool.req_to_token
     if fields:
         backend.pair_variances = PairVariances(fields["landmark_tokens"], req_to_token)

@@ -4,17 +4,26 @@ In: SGLang's ServerArgs, its ModelConfig, its model runner; all are only read. O
 problem, naming field, value, reason and remedy.
 """
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.kernel_limits import fp8_problems
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.hf_config import FULL, WINDOW, layer_types_of, window_layers
+from sparrow_sglang.hf_config import (
+    FULL,
+    LINEAR,
+    WINDOW,
+    layer_types_of,
+    linear_layers,
+    num_layers_of,
+    window_layers,
+)
 from sparrow_sglang.plugin.layer_refusals import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES
 from sparrow_sglang.sglang_arguments import attention_backends
-from sparrow_sglang.sglang_install import version_problems
-from sparrow_sglang.sglang_versions import has_asymmetric_kv, is_mamba_hybrid
+from sparrow_sglang.sglang_install import installed_version, version_problems
+from sparrow_sglang.sglang_versions import has_asymmetric_kv, hybrid_config
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -27,6 +36,14 @@ _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so lan
 _NO_CHECKS = "nobody would check what requests ask for, nor report what was read"
 _NO_BACKEND = "one kernel would decode densely, past the attention backend"
 _OTHER_LAYOUT = "the backend reads SGLang's own token pool in NHD layout"
+_NOT_SHOWN = "nobody has shown that right"
+# Models whose other layers have linear attention, and the SGLang that they have been fitted to.
+_LINEAR_MODELS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+_LINEAR_SGLANG = "0.5.17"
 
 
 class UnsupportedError(InputError):
@@ -75,10 +92,16 @@ _RULES = (
     _flag(
         "enable_torch_compile",
         "it would compile the decode step's kernels, which write landmarks in place, with the model"
-        " around them; nobody has shown that right",
+        f" around them; {_NOT_SHOWN}",
     ),
     _flag("dllm_algorithm", "a diffusion model does not decode token by token"),
     _flag("enable_streaming_session", "a session would keep sparsely written KV as its prefix"),
+    _Rule(
+        "mamba_radix_cache_strategy",
+        lambda value: value == "extra_buffer_lazy",
+        f"states of linear attention that are kept late: {_NOT_SHOWN}",
+        "pass --mamba-radix-cache-strategy auto, or leave it out",
+    ),
     _flag("use_ray", "SGLang's Ray schedulers load no plugins"),
     _Rule(
         "tokenizer_worker_num",
@@ -170,16 +193,24 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
 
     text = model_config.hf_text_config
     kinds = set(map(str, layer_types_of(text)))
-    other_kinds = sorted(kinds - {FULL, WINDOW})
+    other_kinds = sorted(kinds - {FULL, WINDOW, LINEAR})
+    is_hybrid = hybrid_config(model_config) is not None or LINEAR in kinds
+    is_linear = _is_linear_hybrid(model_config)
     properties = {
         "multi-head latent attention (MLA): there are no keys per head": (
             model_config.attention_arch.name == "MLA"
         ),
-        "hybrid attention: some of its layers keep something else than KV or a sliding window": (
+        "hybrid attention: some of its layers keep something else than KV, a sliding window or the"
+        " state of linear attention as in Qwen3-Next and Qwen3.5": (
             bool(other_kinds)
             or model_config.attention_chunk_size is not None
-            or is_mamba_hybrid(model_config)
+            or (is_hybrid and not is_linear)
         ),
+        f"linear attention in SGLang {installed_version()}: fitted to {_LINEAR_SGLANG} only": (
+            is_linear and installed_version() != _LINEAR_SGLANG
+        ),
+        "linear attention on a CPU: SGLang has only GPU kernels for it, which TRITON_INTERPRET=1"
+        " would interpret at a crawl": is_linear and _lacks_triton(),
         "sliding windows in a KV pool of their own, for other layers or heads than the config"
         " names": model_config.is_hybrid_swa and _has_other_windows(model_config),
         "sliding windows in all layers: none keeps the whole KV": kinds == {WINDOW},
@@ -198,6 +229,20 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         for what, present in properties.items()
         if present
     ]
+
+
+def _is_linear_hybrid(model_config: "ModelConfig") -> bool:
+    """Whether SGLang takes just those layers for linear attention that we go by."""
+    text, config = model_config.hf_text_config, hybrid_config(model_config)
+    whole = set(range(num_layers_of(text))).difference(linear_layers(text))
+    known = set(_LINEAR_MODELS).intersection(model_config.hf_config.architectures or ())
+    return bool(known) and config is not None and set(config.full_attention_layer_ids) == whole
+
+
+def _lacks_triton() -> bool:
+    from sglang.srt.platforms import current_platform
+
+    return current_platform.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def _has_other_windows(model_config: "ModelConfig") -> bool:
@@ -219,15 +264,15 @@ def _has_other_windows(model_config: "ModelConfig") -> bool:
 def runner_problems(runner: "ModelRunner") -> list[str]:
     """Properties that show only once the model is loaded and its KV pool allocated."""
     import torch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     problems = []
     if runner.is_draft_worker:
         problems.append("this is the draft model of speculative decoding")
     pool = runner.token_to_kv_pool
-    pool_for_windows = type(pool) is SWAKVPool
-    if pool_for_windows:
+    mixed = type(pool) in (SWAKVPool, HybridLinearKVPool)
+    if mixed:
         pool = pool.full_kv_pool
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
         problems.append(f"KV pool {type(pool).__name__}: {_OTHER_LAYOUT}")
@@ -238,14 +283,23 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
             f"KV cache of dtype {dtype}: the backend reads bfloat16, float16, float32 and"
             " float8_e4m3fn; pass --kv-cache-dtype bf16"
         )
-    if fp8 and pool_for_windows:
+    if fp8 and mixed:
         problems.append(
-            "FP8 KV cache with sliding windows in a KV pool of their own: nobody has shown that"
-            " right; pass --kv-cache-dtype bf16"
+            "FP8 KV cache with linear attention or sliding windows in a pool of their own:"
+            f" {_NOT_SHOWN}; pass --kv-cache-dtype bf16"
         )
+    if linear_layers(runner.model_config.hf_config) and runner.device == "cuda":
+        problems += _blackwell_problems()
     if fp8 and runner.device == "cuda":
         problems += fp8_problems(torch.cuda.get_device_capability())
     return problems + layer_problems(runner)
+
+
+def _blackwell_problems() -> list[str]:
+    from sglang.srt.utils import is_blackwell
+
+    what = "linear attention on a Blackwell GPU: SGLang 0.5.17 asserts another backend beside it"
+    return [f"{what}; choose another --attention-backend"] if is_blackwell() else []
 
 
 def not_registered(error: Exception) -> RuntimeError:

@@ -96,6 +96,9 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     """
     prefilled = sglang_versions.prefilled_tokens(req)
     whole_pages = prefilled // tree_cache.page_size * tree_cache.page_size
+    if getattr(req, "mamba_pool_idx", None) is not None:
+        # With the prompt the tree would take the state of linear attention that decode left.
+        return
     if getattr(sglang_versions.kv_of(req), "swa_evicted_seqlen", 0):
         # The tree would take windows that a decode step has given back for cached ones.
         return

@@ -4,7 +4,7 @@ import logging
 import sys
 from typing import Any
 
-from sparrow_sglang.hf_config import num_layers_of, window_layers
+from sparrow_sglang.hf_config import linear_layers, num_layers_of, window_layers
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
@@ -30,11 +30,15 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
     """
     budgets, rule = schedule.budget_tokens, schedule.selection
     selection = "" if rule == SelectionRule() else f", {rule}"
-    windows = window_layers(hf_config)
-    dense = [layer for layer in schedule.dense_layers if layer not in windows]
-    layers = f"dense layers {dense}"
-    if windows:
-        layers += f", sliding windows in {len(windows)} of {num_layers_of(hf_config)} layers"
+    kinds = {
+        "sliding windows": window_layers(hf_config),
+        "linear attention": linear_layers(hf_config),
+    }
+    partial = {layer for found in kinds.values() for layer in found}
+    layers = f"dense layers {[layer for layer in schedule.dense_layers if layer not in partial]}"
+    for kind, found in kinds.items():
+        if found:
+            layers += f", {kind} in {len(found)} of {num_layers_of(hf_config)} layers"
     return (
         f"schedule {schedule.name} ({schedule.calibration(hf_config)}), from {source}: KV budget"
         f" {budgets[0]}..{budgets[-1]} tokens, sparse from {schedule.first_sparse_length()} tokens"

@@ -49,21 +49,18 @@ def kept_channels(rule: object, dim: int, layer: int, head: int) -> list[int]:
 
 def landmarks_of(
     page_keys: np.ndarray, rule: object, kept: list[int], store: Callable
-) -> list[np.ndarray]:
-    """Landmarks of a page's keys [page, D], each [D] with 0 in the channels left out."""
+) -> np.ndarray:
+    """Landmarks of a page's keys [page, D], [n, D] with 0 in the channels left out."""
     size, dim = page_keys.shape
-    tokens = rule.landmark_tokens or size
-    landmarks = []
-    for first in range(0, size, tokens):
-        mean, landmark = page_keys[first : first + tokens].mean(0), np.zeros(dim)
-        landmark[kept] = store(mean[kept])
-        if rule.landmark_bits == 4:
-            mean = mean.astype(np.float32)
-            scale = np.float32(np.float16(max(abs(mean[kept])) / np.float32(7)))
-            for channel in kept:
-                code = round(float(mean[channel] / scale)) if scale else 0
-                landmark[channel] = float(scale) * min(7, max(-7, code))
-        landmarks.append(landmark)
+    means = page_keys.reshape(-1, rule.landmark_tokens or size, dim).mean(1)[:, kept]
+    landmarks = np.zeros((len(means), dim))
+    if rule.landmark_bits == 16:
+        landmarks[:, kept] = store(means)
+        return landmarks
+    for landmark, mean in zip(landmarks, means.astype(np.float32), strict=True):
+        scale = np.float32(np.float16(abs(mean).max() / np.float32(7)))
+        codes = np.rint(mean / scale) if scale else np.zeros(len(mean))
+        landmark[kept] = float(scale) * np.clip(codes, -7, 7).astype(float)
     return landmarks
 
 

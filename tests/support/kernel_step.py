@@ -52,7 +52,7 @@ def require_passes_interpreted(test_file: Path) -> None:
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "pytest", str(test_file), "--noconftest", "-q", "-p"]
     run = subprocess.run(
-        [*command, "no:cacheprovider"], env=env, capture_output=True, text=True, timeout=300
+        [*command, "no:cacheprovider"], env=env, capture_output=True, text=True, timeout=570
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert "passed" in run.stdout, run.stdout

@@ -407,6 +407,13 @@ class TestModelsWithSlidingWindows:
         assert served.dense_layers == (0, 1, 2, 3)
         assert served.for_model(SimpleNamespace(text_config=self.CONFIG)) == served
 
+    def test_layers_with_linear_attention_do_too(self) -> None:
+        """SGLang's config says only that every n-th layer has full attention."""
+        kinds = (["linear_attention"] * 2 + ["full_attention"]) * 2
+        for config in ({"layer_types": kinds}, {"full_attention_interval": 3}):
+            served = BudgetSchedule.fixed(64).for_model({"num_hidden_layers": 6} | config)
+            assert served.dense_layers == (0, 1, 3, 4)
+
     def test_other_models_take_the_schedule_as_it_is(self) -> None:
         schedule = BudgetSchedule.fixed(64)
         for kinds in (None, ["full_attention"] * 5):

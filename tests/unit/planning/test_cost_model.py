@@ -84,6 +84,7 @@ class TestShape:
             ({"num_experts": 8}, "num_experts_per_tok=None"),
             ({"num_experts": 2, "num_experts_per_tok": 4}, "num_experts_per_tok=4: expected at"),
             ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
+            ({"full_attention_interval": 4}, "full_attention_interval=4"),
             ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
             ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types="),
             ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None"),

@@ -47,7 +47,13 @@ QWEN2_WINDOW = {
     "sliding_window": 128,
     "max_window_layers": 0,
 }
-QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "full_attention_interval": 4,
+}
+FALCON_H1 = {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
 WHISPER = {
     "architectures": ["WhisperForConditionalGeneration"],
     "model_type": "whisper",
@@ -66,7 +72,8 @@ WHISPER = {
         (GEMMA4, "model Gemma4ForCausalLM: sliding windows in a KV pool of their own, for other"),
         (GEMMA2, "soft-capped attention scores"),
         (QWEN2_WINDOW, "model Qwen2ForCausalLM: sliding windows in all layers: none keeps the"),
-        (QWEN3_NEXT, "model Qwen3NextForCausalLM: hybrid attention: some of its layers keep"),
+        (FALCON_H1, "model FalconH1ForCausalLM: hybrid attention: some of its layers keep"),
+        (QWEN3_NEXT, "model Qwen3NextForCausalLM: linear attention on a CPU: SGLang has only GPU"),
         (WHISPER, "model WhisperForConditionalGeneration: encoder-decoder"),
     ],
 )
@@ -92,6 +99,18 @@ def test_model_that_is_served(make_args, tmp_path, config):
     args = make_args(save_config(tmp_path, **config))
     assert args.page_size == 16
     assert args.get_attention_backends() == ("sparrow", "sparrow")
+
+
+def test_linear_attention_is_served_where_its_kernels_run(make_args, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = save_config(tmp_path, **QWEN3_NEXT)
+    # SGLang keeps states of prefixes on GPUs only.
+    assert make_args(model, disable_radix_cache=True).page_size == 16
+    with pytest.raises(ValueError, match="states of linear attention that are kept late"):
+        make_args(model, mamba_radix_cache_strategy="extra_buffer_lazy")
+    monkeypatch.setattr("sparrow_sglang.plugin.refusals.installed_version", lambda: "0.5.18")
+    with pytest.raises(ValueError, match="linear attention in SGLang 0.5.18: fitted to 0.5.17"):
+        make_args(model, disable_radix_cache=True)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +263,20 @@ class TestRunner:
 
     def test_plain_attention(self, problems):
         assert problems({}) == []
+
+    def test_the_pool_beside_linear_attention(self, problems, monkeypatch):
+        from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+
+        pool = object.__new__(HybridLinearKVPool)
+        pool.full_kv_pool = object.__new__(MHATokenToKVPool)
+        pool.full_kv_pool.kv_cache_layout = "nhd"
+        assert problems({}, token_to_kv_pool=pool) == []
+        [fp8] = problems({}, token_to_kv_pool=pool, kv_cache_dtype=torch.float8_e4m3fn)
+        assert fp8.startswith("FP8 KV cache with linear attention or sliding windows in a pool of")
+        monkeypatch.setattr("sglang.srt.utils.is_blackwell", lambda: True)
+        kinds = ["linear_attention", "full_attention"]
+        [blackwell] = problems({}, token_to_kv_pool=pool, kinds=kinds, device="cuda")
+        assert blackwell.startswith("linear attention on a Blackwell GPU: SGLang 0.5.17 asserts")
 
     @pytest.mark.parametrize(
         ("layer", "message"),

@@ -1,0 +1,41 @@
+"""Gemma 3 270M, for those who have installed its package: sparse decode against the contract."""
+
+import pytest
+import torch
+from engines import start_engine
+from oracle import ContractModel
+
+from sparrow_sglang import gemma
+from sparrow_sglang.models import model_folder
+from sparrow_sglang.schedule import BudgetSchedule
+
+pytestmark = pytest.mark.skipif(not gemma.is_installed(), reason=f"needs {gemma.PACKAGE}")
+FP32 = 5e-4  # |difference| of a log-prob; most seen: 1.3e-4
+NEW_TOKENS = 16
+
+
+def test_sparse_decode_follows_the_contract() -> None:
+    """Past its windows of 512 tokens."""
+    from transformers import AutoTokenizer
+
+    model, schedule = model_folder(gemma.NAME), BudgetSchedule.fixed(256)
+    text = (gemma.__doc__ or "") + "\n".join(str(number) for number in range(250))
+    prompt = AutoTokenizer.from_pretrained(model)(text).input_ids[:720]
+    assert len(prompt) == 720
+    with start_engine(
+        model, attention_backend="sparrow", sparrow_schedule=schedule.name, max_total_tokens=2048
+    ) as engine:
+        answer = engine.generate(
+            input_ids=prompt,
+            sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            return_logprob=True,
+        )
+    values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
+    sparse, dense = (
+        ContractModel(model, by).log_probs(prompt, list(ids)).gather(-1, torch.tensor(ids)[:, None])
+        for by in (schedule, None)
+    )
+    found = torch.tensor(values, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(found, sparse, atol=FP32, rtol=0)
+    # Dense decode would not pass for it.
+    assert (found - dense).abs().max() > 10 * FP32

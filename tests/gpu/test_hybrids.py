@@ -1,0 +1,245 @@
+"""Models in which every other layer has linear attention: sparse decode in the full-attention ones.
+
+SGLang computes linear attention by Triton kernels. Without a GPU they are interpreted, in fp32 and
+in a process of its own, which the first test starts.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import SCHEDULE, import_for_fork, random_prompt, save_tiny_model, start_engine
+from kernel_step import INTERPRETED, require_passes_interpreted
+from oracle import ContractModel
+
+from sparrow_sglang.client.control import get_schedule
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.sglang_install import installed_version
+
+ON_GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(
+    installed_version() != "0.5.17", reason="linear attention has been fitted to SGLang 0.5.17 only"
+)
+FP32 = 5e-4  # |difference| of a log-prob; transformers computes linear attention in fp32, too
+SHAPES: dict[str, Any] = (
+    {"head_dim": 256, "hidden_size": 256, "spread": 0.05}
+    if ON_GPU
+    # SGLang splits what belongs to three heads in torch, which is faster than the interpreter.
+    else {"spread": 0.15, "linear_num_key_heads": 1, "linear_num_value_heads": 3}
+)
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the other tests run here")
+def test_in_tritons_interpreter() -> None:
+    require_passes_interpreted(Path(__file__))
+
+
+needs_kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs Triton")
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """SGLang's kernel for prefill, which takes 16 bits and is tuned on a device, token by token
+    (arXiv 2412.06464, eq. 10): outputs, None, and the state before each 64 tokens of a sequence."""
+    groups, scale = v.shape[2] // q.shape[2], q.shape[-1] ** -0.5
+    q, k = (
+        (x[0] * (x[0].square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(groups, 1)
+        for x in (q, k)
+    )
+    out, before = torch.empty_like(v), []
+    ends = cu_seqlens.tolist()
+    for slot, start, end in zip(initial_state_indices.tolist(), ends, ends[1:], strict=False):
+        state = initial_state[slot]
+        for t in range(start, end):
+            if (t - start) % 64 == 0:
+                before.append(state.clone())
+            state = state * g[0, t].exp()[:, None, None]
+            change = beta[0, t][:, None] * (v[0, t] - (state @ k[t][..., None])[..., 0])
+            state = state + change[..., None] * k[t][:, None]
+            out[0, t] = (state @ q[t][..., None])[..., 0] * scale
+        initial_state[slot] = state
+    return out, None, torch.stack(before)[None]
+
+
+def gating(
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log of the decay, and the share of a change that is made, [1, tokens, heads]."""
+    return (-A_log.exp() * torch.nn.functional.softplus(a + dt_bias))[None], b.sigmoid()[None]
+
+
+def gated_delta_step(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    ssm_state_indices: torch.Tensor,
+    **_: Any,
+) -> None:
+    """SGLang's kernel for decode, which the interpreter cannot run: one token of each request."""
+    rows, (heads, v_dim, k_dim) = len(a), initial_state.shape[1:]
+    k_width = (mixed_qkv.shape[1] - heads * v_dim) // 2
+    q, k, v = mixed_qkv.split([k_width, k_width, heads * v_dim], dim=-1)
+    found, *_ = gated_delta_rule(
+        q.reshape(1, rows, -1, k_dim),
+        k.reshape(1, rows, -1, k_dim),
+        v.reshape(1, rows, heads, v_dim),
+        *gating(A_log, a, b, dt_bias),
+        initial_state,
+        ssm_state_indices,
+        torch.arange(rows + 1),
+    )
+    out.copy_(found.transpose(0, 1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpretable() -> Iterator[None]:
+    """What SGLang asserts of a GPU, and does without one where Triton is interpreted."""
+    if not INTERPRETED:
+        yield
+        return
+    torch.set_num_threads(1)
+    import_for_fork()
+    from sglang.kernels.ops.attention.fla import utils
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.server_args import ServerArgs
+
+    from sparrow_sglang.plugin.cpu.hooks import without_pinned_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "custom_device_ctx", lambda index: nullcontext())
+        patch.setattr(gdn_triton, "chunk_gated_delta_rule", gated_delta_rule)
+        decode = "fused_recurrent_gated_delta_rule_packed_decode"
+        patch.setattr(gdn_triton, decode, gated_delta_step)
+        patch.setattr(gdn_backend, "fused_gdn_gating", gating)
+        pinning = partial(without_pinned_memory, ScheduleBatch.prepare_for_decode)
+        patch.setattr(ScheduleBatch, "prepare_for_decode", lambda batch: pinning(batch))
+        # Of the convolution's states, which would be rounded to 16 bits.
+        patch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+        patch.setattr(ServerArgs, "_validate_mamba_extra_buffer", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("qwen3_next")
+    return save_tiny_model(folder, "qwen3_next", **HEADS, **SHAPES)
+
+
+@pytest.fixture(scope="module")
+def engine(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    schedule = tmp_path_factory.mktemp("schedule") / "test.json"
+    SCHEDULE.save(schedule)
+    with start_engine(
+        model,
+        attention_backend="sparrow",
+        sparrow_schedule=str(schedule),
+        chunked_prefill_size=128,
+        dtype="bfloat16" if ON_GPU else "float32",
+        # So that states are kept while decoding, too.
+        mamba_track_interval=64,
+    ) as engine:
+        yield engine
+
+
+def generate(engine: Any, prompts: list[list[int]], tokens: int, option: Any = None) -> list[Any]:
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    if option:
+        sampling["custom_params"] = {"sparrow": option}
+    answers: list[Any] = engine.generate(
+        input_ids=prompts, sampling_params=sampling, return_logprob=True
+    )
+    return answers
+
+
+def errors(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> torch.Tensor:
+    """Distance of each token's log-prob from the oracle's, [new tokens]."""
+    values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
+    expected = oracle.log_probs(prompt, list(ids)).gather(-1, torch.tensor(ids)[:, None])
+    return (torch.tensor(values, dtype=torch.float64) - expected.squeeze(-1)).abs()
+
+
+def follows(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> bool:
+    found = errors(oracle, prompt, answer)
+    return bool(found.median() < 0.05) if ON_GPU else bool(found.max() < FP32)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: str) -> ContractModel:
+    return ContractModel(model, SCHEDULE)
+
+
+@pytest.fixture(scope="module")
+def dense_oracle(model: str) -> ContractModel:
+    return ContractModel(model)
+
+
+@needs_kernels
+def test_generation_follows_the_contract(engine, oracle, dense_oracle):
+    """Prompts in chunks, and those that a chunk of the kernels just holds."""
+    prompts = [random_prompt(length, length) for length in (1, 64, 190)]
+    answers = generate(engine, prompts, 20)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert follows(oracle, prompt, answer), len(prompt)
+    # Or else the test could not tell sparse decode from dense.
+    near, far = (errors(each, prompts[-1], answers[-1]) for each in (oracle, dense_oracle))
+    assert far.max() > 2 * near.median() + 50 * FP32
+
+
+@needs_kernels
+def test_no_state_that_sparse_decode_left_is_another_requests_prefix(engine, dense_oracle):
+    """SGLang keeps one at 192 tokens; the second prompt has a page past its last chunk."""
+    prompts = [random_prompt(11, 128), random_prompt(12, 150)]
+    histories = [
+        prompt + [token for _, token, _ in first["meta_info"]["output_token_logprobs"]]
+        for prompt, first in zip(prompts, generate(engine, prompts, 66), strict=True)
+    ]
+    for history, second in zip(histories, generate(engine, histories, 1), strict=True):
+        assert second["meta_info"]["cached_tokens"] == 128
+        assert follows(dense_oracle, history, second)
+    connect(engine).call_sparrow("landmarks")
+
+
+@needs_kernels
+def test_a_prompt_whose_request_ended_at_its_prefill_leaves_nothing_wrong(engine, oracle):
+    prompt = random_prompt(14, 150)
+    generate(engine, [prompt], 1)
+    for _ in range(2):
+        [answer] = generate(engine, [prompt], 8)
+        assert follows(oracle, prompt, answer)
+    assert answer["meta_info"]["cached_tokens"] == 128
+
+
+@needs_kernels
+def test_every_request_may_be_dense_and_what_it_wrote_is_kept(engine, dense_oracle):
+    prompt = random_prompt(15, 100)
+    [first] = generate(engine, [prompt], 30, {"dense": True})
+    assert follows(dense_oracle, prompt, first)
+    ids = [token for _, token, _ in first["meta_info"]["output_token_logprobs"]]
+    [second] = generate(engine, [prompt + ids], 1)
+    assert second["meta_info"]["cached_tokens"] == 128
+    assert follows(dense_oracle, prompt + ids, second)
+
+
+@needs_kernels
+def test_layers_with_linear_attention_count_as_dense(engine):
+    assert set(get_schedule(engine).dense_layers) == {0, 1, 2}
