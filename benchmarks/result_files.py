@@ -23,6 +23,8 @@ class Results:
         self.out = out
         self.fields = fields
         self.rows: list[dict[str, Any]] = []
+        # Of what runs, whatever happens to the working tree meanwhile.
+        self._provenance = provenance()
 
     def add(self, *rows: dict[str, Any]) -> None:
         """Write further rows, and print what of them is no list."""
@@ -39,7 +41,7 @@ class Results:
     def save(self, **fields: Any) -> None:
         """Write all rows, with further fields."""
         self.fields |= fields
-        write_json(self.out, provenance() | self.fields | {"rows": self.rows})
+        write_json(self.out, self._provenance | self.fields | {"rows": self.rows})
 
 
 def load_runs(root: Path, key: str) -> list[Run]:

@@ -111,6 +111,7 @@ def generate(root: Path = ROOT) -> str:
         distilled=distilled,
         # The cost is measured last, and missing in a result that was cut short.
         costs=[run for run in distilled if "cost" in run.content],
+        adapters=load_runs(root, "averaged"),
         audits=load_runs(root, "served_s"),
         rules=load_runs(root, "kv_tokens_read"),
         kernels=load_runs(root, "floor_us"),

@@ -18,7 +18,8 @@ from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.metrics import tail_percentile
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy, acceptance_between
+from sparrow_sglang.rl.policy.chunked_logprobs import acceptance_between
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import BudgetSchedule

@@ -1,0 +1,315 @@
+"""Which settings of DistillSparse help.
+
+`python -m sparrow_sglang.benchmarks.training.distill_settings` runs it.
+
+Adapters are trained on the same recorded responses, in the same order, each under another setting.
+Held-out responses are decoded along before, between and after: divergence from the dense
+distribution and tails of the acceptance rate. No engine is needed.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+from transformers import AutoConfig
+
+from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
+from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.training.adapter_steps import (
+    Targets,
+    acting_on,
+    add_gradients,
+)
+from sparrow_sglang.benchmarks.training.recorded_responses import prompts_for
+from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.calibration.prompts import Prompt, prompts_digest
+from sparrow_sglang.command_line import OneLineParser, count
+from sparrow_sglang.mismatch.acceptance import acceptance_rate
+from sparrow_sglang.mismatch.tail import TailStatistics
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
+from sparrow_sglang.rl.adapter_gate import MIN_TOKENS
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
+from sparrow_sglang.rl.distill import SparseAdapter, exact_kl
+from sparrow_sglang.rl.policy.chunked_logprobs import logits_of
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.optimizer import ClippedAdamW, learning_rate
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule
+from sparrow_sglang.schedule import PAGE_SIZE, ScheduleError
+from sparrow_sglang.schedule_names import load_schedule
+from sparrow_sglang.validation import first_problem
+
+DESCRIPTION = """\
+Train rollout adapters on the same responses under several settings, the model frozen, and measure
+each on held-out responses: divergence from the dense distribution after steps, tails of the
+acceptance rate before and after, of the average of the later steps' weights, and under dense
+decode, where they should be 1. Responses are read from a file, or sampled from the model. A run
+that was killed goes on if it is started again.
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.training.distill_settings
+  python -m sparrow_sglang.benchmarks.training.distill_settings --settings lr=1e-4 lr=3e-4,loss=band
+  python -m sparrow_sglang.benchmarks.training.distill_settings --prompts P.jsonl --heldout 8
+"""
+DEFAULTS = [
+    "lr=1e-3",
+    "lr=1e-3,decay=true",
+    "lr=3e-4",
+    "lr=1e-4",
+    "lr=5e-5",
+    "lr=1e-3,decay=true,loss=total_variation",
+    "lr=1e-3,decay=true,loss=forward_kl",
+    "lr=1e-3,decay=true,loss=band",
+    "lr=1e-3,decay=true,loss=clamped",
+    "lr=1e-3,decay=true,modules=vo",
+    "lr=1e-3,decay=true,positions=sparse",
+]
+ROWS = 1024
+"""Tokens whose logits are compared at a time."""
+
+
+class Setting(BaseModel):
+    """How an adapter is trained; the defaults are those of `[distill]`.
+
+    With `decay` the learning rate rises over the first twentieth of the steps, then falls to 0,
+    both linearly. `modules` are the projections by their first letters.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: PositiveFloat = DistillConfig().lr
+    decay: bool = False
+    loss: Literal["top_k", "forward_kl", "total_variation", "clamped", "band"] = "top_k"
+    modules: Literal["qkvo", "vo"] = "qkvo"
+    positions: Literal["all", "sparse"] = "all"
+
+    @classmethod
+    def parse(cls, spec: str) -> "Setting":
+        """Of `name=value` pairs with commas between them."""
+        try:
+            return cls.model_validate(dict(pair.partition("=")[::2] for pair in spec.split(",")))
+        except ValidationError as error:
+            raise argparse.ArgumentTypeError(f"{spec}: {first_problem(error, cls)}") from None
+
+
+class Bench:
+    """Responses to train on and to measure on, and their dense hidden states.
+
+    All adapters get a model of their own from the same checkpoint in `folder`.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: str, prompts: list[Prompt]) -> None:
+        self._options = options
+        self._folder = folder
+        self._schedule = load_schedule(options.schedule, PAGE_SIZE)
+        policy = self.new_policy()
+        self._heldout = prompts[: options.heldout]
+        self._targets = dense_targets(policy, self._heldout)
+        rest, size = prompts[options.heldout :], options.responses
+        parts = [rest[i : i + size] for i in range(0, options.steps * size, size)]
+        start = seconds()
+        self._batches = [dense_targets(policy, part) for part in parts]
+        self._dense_s = (seconds() - start) / len(parts)
+        sequences = [(prompt.input_ids, prompt.response_ids) for prompt in parts[0]]
+        start = seconds()
+        policy.loss_step(sequences, lambda logprobs, _: -logprobs.mean())
+        self.dense_update_s = seconds() - start
+
+    def new_policy(self) -> DensePolicy:
+        on_gpu = torch.cuda.is_available()
+        # On a CPU sequences are short, and their activations fit.
+        config = ModelConfig(path=self._folder, gradient_checkpointing=on_gpu)
+        return DensePolicy.load(config, OptimizerConfig(), "cuda" if on_gpu else "cpu")
+
+    def without_adapter(self) -> dict[str, Any]:
+        policy = self.new_policy()
+        return self._measure(policy, SparseAdapter(policy, DistillConfig(enabled=True)), Setting())
+
+    def train(self, setting: Setting) -> dict[str, Any]:
+        """A row: what an adapter does to the held-out responses, and the seconds of its steps."""
+        torch.manual_seed(0)
+        policy, steps = self.new_policy(), len(self._batches)
+        modules = tuple(f"{letter}_proj" for letter in setting.modules)
+        adapter = SparseAdapter(policy, DistillConfig(enabled=True, target_modules=modules))
+        with policy.frozen(), adapter.enabled():
+            factors = [p for p in policy.model.parameters() if p.requires_grad]
+        adamw = torch.optim.AdamW(factors, lr=setting.lr, weight_decay=0.0)
+        optimizer = ClippedAdamW("adapter", factors, adamw, grad_clip=1.0)
+        decay: Literal["linear", "constant"] = "linear" if setting.decay else "constant"
+        pace = OptimizerConfig(lr=setting.lr, warmup_steps=steps // 20 * setting.decay, decay=decay)
+        average = [torch.zeros_like(factor) for factor in factors]
+        averaged = steps - steps // 2
+        during, spent = [], 0.0
+        for step, batch in enumerate(self._batches, 1):
+            start = seconds()
+            optimizer.set_learning_rate(learning_rate(pace, step - 1, steps))
+            sparse_only = setting.positions == "sparse"
+            add_gradients(setting.loss, policy, adapter, batch, self._schedule, sparse_only)
+            optimizer.step()
+            spent += seconds() - start
+            if step > steps - averaged:
+                for total, factor in zip(average, factors, strict=True):
+                    total += factor.detach() / averaged
+            if step % self._options.measure_every == 0 or step == steps:
+                during.append({"step": step} | self._measure(policy, adapter, setting))
+        row = {"after": during[-1], "dense": self._measure(policy, adapter, setting, dense=True)}
+        for total, factor in zip(average, factors, strict=True):
+            factor.data = total
+        return row | {
+            "averaged": self._measure(policy, adapter, setting),
+            "during": during,
+            "step_s": spent / steps + self._dense_s,
+        }
+
+    @torch.no_grad()
+    def _measure(
+        self, policy: DensePolicy, adapter: SparseAdapter, setting: Setting, dense: bool = False
+    ) -> dict[str, Any]:
+        """Of all held-out tokens: mean KL and acceptance rate, tails by position, the lowest one.
+
+        Under sparse decode, or with `dense` under dense decode, which is then still to be compared
+        with dense decode without the adapter.
+        """
+        policy.model.eval()
+        counts = [len(prompt.response_ids) for prompt in self._heldout]
+        kl, rates = torch.empty(sum(counts)), torch.empty(sum(counts))
+        for packed, target in self._targets:
+            rule = None if dense else SparseRule(self._schedule, packed.prompt_lengths)
+            sparse_only = setting.positions == "sparse"
+            with acting_on(policy, packed, self._schedule, sparse_only), adapter.enabled():
+                sparse = policy.hidden(packed, rule)
+            target = target.to(sparse.device)
+            for rows in torch.arange(len(target)).split(ROWS):
+                ours, theirs = (logits_of(side[rows], policy.head) for side in (sparse, target))
+                where = packed.where.cpu()[rows]
+                kl[where] = exact_kl(ours, theirs).cpu()
+                rates[where] = acceptance_rate(ours, theirs).cpu()
+        found = TailStatistics(self._options.bin_tokens)
+        for prompt, alpha in zip(self._heldout, rates.split(counts), strict=True):
+            found.add(prompt.name, len(prompt.input_ids) + np.arange(len(alpha)), alpha.numpy())
+        tails = [asdict(row) for row in found.bins()]
+        filled = [row["tail"] for row in tails if row["tokens"] >= MIN_TOKENS]
+        return {
+            "kl": float(kl.mean()),
+            "mean": float(rates.mean()),
+            "lowest_tail": min(filled) if filled else None,
+            "tails": tails,
+        }
+
+
+def seconds() -> float:
+    """A clock: of the wall on a GPU, else of this process, which others do not slow down."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+@torch.no_grad()
+def dense_targets(policy: DensePolicy, prompts: Sequence[Prompt]) -> Targets:
+    """Micro-batches of recorded responses with their dense hidden states."""
+    policy.model.eval()
+    packs = policy.micro_batches([(each.input_ids, each.response_ids) for each in prompts])
+    return [(packed, policy.hidden(packed).cpu()) for packed in packs]
+
+
+def resumed(out: Path, fields: dict[str, Any]) -> Results:
+    """The results in `out`, to go on with; raises `CalibrationError` if they are of another run."""
+    results = Results(out, **fields)
+    try:
+        content = json.loads(out.read_text())
+    except FileNotFoundError:
+        return results
+    except ValueError:
+        content = {}
+    differing = [name for name, value in fields.items() if content.get(name) != value]
+    if differing:
+        raise CalibrationError(
+            f"--out {out}: holds something else, or was measured with other {differing[0]}:"
+            " expected no file, or one to go on with; name another, or delete it"
+        )
+    results.rows = content["rows"]
+    results.fields = fields | {name: content[name] for name in ("before", "dense_update_s")}
+    return results
+
+
+def cpu_name() -> str:
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
+
+
+def _parser() -> OneLineParser:
+    parser = benchmark_parser(
+        "training.distill_settings", DESCRIPTION, EXAMPLES, "distill_settings.json"
+    )
+    add = parser.add_argument
+    add("--model", default=EMBEDDED_MODEL_NAME, help="folder or hub name (default: %(default)s)")
+    add("--schedule", default="fixed-96", help="name, .json file or fixed-<tokens> (fixed-96)")
+    add(
+        "--settings",
+        nargs="+",
+        type=Setting.parse,
+        default=[Setting.parse(spec) for spec in DEFAULTS],
+        metavar="NAME=VALUE,...",
+        help=f"of {', '.join(Setting.model_fields)} (default: {' '.join(DEFAULTS)})",
+    )
+    add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate, best with responses")
+    add("--context", type=count, default=384, help="longest sequence, response included")
+    add("--new-tokens", type=count, default=256, help="of a response that is sampled")
+    add("--steps", type=count, default=10, help="of each adapter")
+    add("--responses", type=count, default=2, help="that a step learns from")
+    add("--heldout", type=count, default=5, help="responses that are measured on")
+    add("--measure-every", type=count, default=5, help="steps between measurements")
+    add("--bin-tokens", type=count, default=128, help="positions per bin of the tails")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, measure, print and write; the exit code is 2 without usable options."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        load_schedule(options.schedule, PAGE_SIZE)
+        folder = model_folder(options.model)
+        AutoConfig.from_pretrained(folder)
+    except (ModelError, ScheduleError, ValueError, OSError) as error:
+        parser.error(str(error).splitlines()[0])
+    if options.new_tokens >= options.context:
+        parser.error(f"--new-tokens {options.new_tokens}: expected less than --context")
+    prepare_out(parser, options.out)
+    try:
+        compare(options, folder)
+    except CalibrationError as error:
+        parser.error(str(error))
+    return 0
+
+
+def compare(options: argparse.Namespace, folder: str) -> None:
+    """A row for each setting, but for those that `options.out` has already.
+
+    Raises `CalibrationError` on prompts that do not serve, and on results of another run.
+    """
+    prompts = prompts_for(options, folder)
+    given = settings(options)
+    del given["settings"]
+    device = {} if torch.cuda.is_available() else {"device": cpu_name()}
+    fields = {"settings": given, "responses": prompts_digest(prompts)}
+    results = resumed(options.out, fields | device)
+    bench = Bench(options, folder, prompts)
+    if "before" not in results.fields:
+        results.save(before=bench.without_adapter(), dense_update_s=bench.dense_update_s)
+    finished = [row["setting"] for row in results.rows]
+    for setting in options.settings:
+        fields = setting.model_dump()
+        if fields not in finished:
+            results.add({"setting": fields} | bench.train(setting))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""Prompts with the responses that benchmarks without an engine decode along.
+
+In: a JSONL file, or the built-in prompts of a calibration. Out: token ids of both; a response that
+the file does not bring is sampled from the model.
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.calibration.prompts import Prompt, builtin_prompts, read_prompts, tokenizer_of
+
+SAMPLED_AT_ONCE = 16
+
+
+def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> list[Prompt]:
+    """The same with responses, sampled by dense decode where a prompt brings none.
+
+    Those have `new_tokens` each: a token that ends a text is not drawn.
+    """
+    waiting = [prompt for prompt in prompts if not prompt.response_ids]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.to(device)
+    torch.manual_seed(0)
+    sampled: dict[str, tuple[int, ...]] = {}
+    for first in range(0, len(waiting), SAMPLED_AT_ONCE):
+        group = waiting[first : first + SAMPLED_AT_ONCE]
+        width = max(len(prompt.input_ids) for prompt in group)
+        ids = torch.zeros(len(group), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(group):
+            ids[row, width - len(prompt.input_ids) :] = torch.tensor(prompt.input_ids)
+            mask[row, width - len(prompt.input_ids) :] = 1
+        out = model.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            pad_token_id=0,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+        )
+        for prompt, response in zip(group, out[:, width:].tolist(), strict=True):
+            sampled[prompt.name] = tuple(response)
+    return [
+        replace(prompt, response_ids=prompt.response_ids or sampled[prompt.name])
+        for prompt in prompts
+    ]
+
+
+def prompts_for(options: argparse.Namespace, folder: str) -> list[Prompt]:
+    """Held-out responses first, then those to train on. Raises `CalibrationError` if too few."""
+    tokenize, wanted = tokenizer_of(folder), options.steps * options.responses
+    if options.prompts:
+        found = read_prompts(options.prompts, tokenize, options.context)
+        if len(found) < options.heldout + wanted:
+            raise CalibrationError(
+                f"--prompts {options.prompts}: has {len(found)} prompts; expected"
+                f" {options.heldout + wanted} or more, for --heldout {options.heldout} and"
+                f" --steps {options.steps} of --responses {options.responses}"
+            )
+        return with_responses(found[: options.heldout + wanted], folder, options.new_tokens)
+
+    def draw(part: Literal["check", "calibration"], number: int) -> list[Prompt]:
+        # The longer half, as the shortest have no room for a question.
+        drawn = builtin_prompts(
+            tokenize, options.context, options.context, options.new_tokens, 2 * number, part
+        )[-number:]
+        # Each step then learns from all lengths.
+        random.Random(0).shuffle(drawn)
+        return drawn
+
+    found = draw("check", options.heldout) + draw("calibration", wanted)
+    return with_responses(found, folder, options.new_tokens)

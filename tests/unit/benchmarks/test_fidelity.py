@@ -1,0 +1,179 @@
+"""The figures of docs/fidelity.md are those of the committed results."""
+
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import summary
+
+from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT
+from sparrow_sglang.benchmarks.tables import learning_rows
+from sparrow_sglang.benchmarks.training.distill_result import AGGRESSIVE, GIVEN, gains
+from sparrow_sglang.report.result_files import Run
+
+H200 = ROOT / RESULTS / "h200"
+STUDY = ROOT / "examples/stability/results"
+
+
+def load(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[int, str]:
+    lines = (ROOT / "docs/fidelity.md").read_text("utf-8").splitlines()
+    cells = [line.split("|")[1:-1] for line in lines if line.startswith("| ")]
+    return {int(row[0]): " | ".join(row[2:]) for row in cells if row[0].strip().isdigit()}
+
+
+def assert_says(row: str, *phrases: str) -> None:
+    assert [phrase for phrase in phrases if phrase not in row] == []
+
+
+def fixed_budgets(schedule: Path) -> dict[int, list[dict[str, Any]]]:
+    """Tails of each fixed budget, in the bins that lie above it and below the context's end."""
+    content = load(schedule)
+    width, provenance = content["bin_tokens"], content["provenance"]
+    end = provenance["settings"]["context"]
+    return {
+        int(budget): [row for row in tails if int(budget) <= row["bin"] * width < end]
+        for budget, tails in provenance["tails"].items()
+    }
+
+
+def moved(tails: list[dict[str, Any]]) -> str:
+    """From the first to the last bin, if the confidence intervals lie apart."""
+    first, last = tails[0], tails[-1]
+    return (
+        "falls" if last["high"] < first["low"] else "rises" if last["low"] > first["high"] else ""
+    )
+
+
+def study_metrics(arm: str) -> list[list[dict[str, Any]]]:
+    """Rows of the training steps of each run."""
+    files = sorted((STUDY / "metrics").glob(f"{arm}-seed*.jsonl"))
+    assert len(files) == 3
+    return [[json.loads(line) for line in file.read_text().splitlines()][:-1] for file in files]
+
+
+def reached(result: dict[str, Any]) -> str:
+    """In how many bins the more aggressive schedule with the adapter does as the given without."""
+    [row] = result["rows"]
+    pairs = gains(result["before"][GIVEN], row["tails"][-1][AGGRESSIVE])
+    return f"{sum(pair['reached'] for pair in pairs)} of {len(pairs)}"
+
+
+def test_there_are_nine_claims(rows: dict[int, str]) -> None:
+    assert sorted(rows) == list(range(1, 10))
+    assert [row for row in rows if "not measured" in rows[row]] == [1, 3, 4, 6, 9]
+
+
+def test_tails_at_fixed_budgets(rows: dict[int, str]) -> None:
+    demo = fixed_budgets(ROOT / "sparrow_sglang/schedules/smollm2-135m-0.86.json")
+    falling = [budget for budget, tails in demo.items() if moved(tails) == "falls"]
+    assert set(demo) - set(falling) == {6144} and len(demo[6144]) == 4
+    study = fixed_budgets(STUDY / "schedules/walk-0.86.json")
+    directions = {budget: moved(tails) for budget, tails in study.items()}
+    assert all((way == "falls") == (budget >= 384) for budget, way in directions.items())
+    ways = list(directions.values())
+    assert_says(
+        rows[2],
+        f"from {demo[512][0]['tail']:.3f} to {demo[512][-1]['tail']:.3f} over 8K",
+        f"in {len(falling)} of {len(demo)} budgets from 64 to 6144",
+        f"in all {ways.count('falls')} budgets from 384 on",
+        f"in {ways.count('rises')} of the {len(ways) - ways.count('falls')} smaller ones",
+        f"in the other {ways.count('')} the",
+    )
+
+
+def test_tail_and_mean_under_a_schedule(rows: dict[int, str]) -> None:
+    first, *_, last = load(H200 / "distill_gain_smollm2-135m.json")["before"][GIVEN]
+    assert last["tail_high"] < first["tail_low"] and last["mean_high"] < first["mean_low"]
+    assert_says(
+        rows[4],
+        f"the tail falls from {first['tail']:.3f} to {last['tail']:.3f}",
+        f"the mean from {first['mean']:.3f} to {last['mean']:.3f}",
+    )
+    share = (first["mean"] - last["mean"]) / (first["tail"] - last["tail"])
+    assert share == pytest.approx(0.5, abs=0.05)
+
+    checks = load(H200 / "calibration_check_smollm2-135m.json")
+    bins = {
+        check["schedule"]: [row for row in check["bins"] if row["verdict"] != "dense"]
+        for check in checks["checks"]
+    }
+    assert {row["verdict"] for of in bins.values() for row in of} == {"holds"}
+    tails = [row["tail"] for row in bins["smollm2-135m-0.86"]]
+    assert_says(
+        rows[5],
+        f"{checks['settings']['num_prompts']} other prompts",
+        f"all {sum(map(len, bins.values()))} sparse bins",
+        f"between {min(tails):.3f} and {max(tails):.3f}",
+        f"fell to {lowest('calibrated-0.86'):.3f}",
+    )
+
+
+def lowest(arm: str) -> float:
+    return min(summary.lowest(study_metrics(arm), f"{summary.TAIL_OF_BIN}{k}") for k in (0, 1))
+
+
+def test_training(rows: dict[int, str]) -> None:
+    run = Run(H200 / "x", load(H200 / "learning_curves_story.json"))
+    tails = [
+        [tail for _, tail in row["curves"]["sparrow/accept_p05"]]
+        for row in run.rows
+        if row["schedule"] != "dense"
+    ]
+    assert sorted({len(of) for of in tails}) == [23, 24]
+    tenths = [
+        mean(part)
+        for steps in study_metrics("calibrated-0.86")
+        for values in [[row[f"{summary.TAIL_OF_BIN}0"] for row in steps]]
+        for part in zip(*[iter(values)] * (len(values) // 10), strict=True)
+    ]
+    assert_says(
+        rows[7],
+        ", ".join(f"{mean(of[:5]):.3f} and {mean(of[-5:]):.3f}" for of in tails),
+        f"between {min(tenths):.3f} and {max(tenths):.3f}",
+    )
+    learnt = {cells[0]: cells for cells in learning_rows(run)}
+    rates = {arm: mean(last_rates(arm)) for arm in ("dense", "calibrated-0.86", "calibrated-0.75")}
+    assert all(summary.outcome(rate) == "collapsed" for rate in pass_rates("fixed-64"))
+    for arm in ("calibrated-0.86", "calibrated-0.75"):
+        assert "collapsed" not in map(summary.outcome, pass_rates(arm))
+    assert_says(
+        rows[8],
+        f"was {min(map(min, tails)):.3f} at the least",
+        f"pass rate {learnt['smollm2-135m-0.86'][4]} after {learnt['dense'][2]} steps,"
+        f" dense {learnt['dense'][4]}",
+        f"tails of {lowest('calibrated-0.86'):.3f} and {lowest('calibrated-0.75'):.3f}",
+        f"pass rates of {rates['calibrated-0.86']:.3f} and {rates['calibrated-0.75']:.3f},"
+        f" dense {rates['dense']:.3f}",
+    )
+
+
+def pass_rates(arm: str) -> list[Any]:
+    files = sorted((STUDY / "metrics").glob(f"{arm}-seed*.jsonl"))
+    runs = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [summary.pass_rates(run) for run in runs]
+
+
+def last_rates(arm: str) -> list[float]:
+    return [rates[-1][0] for rates in pass_rates(arm)]
+
+
+def test_adapters(rows: dict[int, str]) -> None:
+    arms = ("distilled-0.80", "calibrated-0.86")
+    assert_says(
+        rows[9],
+        f"lowest tail {lowest(arms[0]):.3f} with the adapter under 0.80,"
+        f" {lowest(arms[1]):.3f} without",
+        f"pass rate {mean(last_rates(arms[0])):.3f} and {mean(last_rates(arms[1])):.3f}",
+        f"reached that for 0.86 in {reached(load(STUDY / 'distillation.json'))} bins",
+        "0.65 with an adapter reached 0.75 without in"
+        f" {reached(load(H200 / 'distill_gain_smollm2-135m_0.65.json'))} bins",
+        "a fixed 256 reached a fixed 512 in"
+        f" {reached(load(H200 / 'distill_gain_smollm2-135m.json'))}",
+    )
