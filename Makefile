@@ -4,7 +4,8 @@
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
 # make lint    ruff and mypy
-# make test-frameworks   what we rely on in verl, and in the slime checkout that SLIME=... names
+# make test-frameworks   what we rely on in verl, and in the slime checkout that SLIME=... names, each
+#              in an environment of its own
 # make test-sglang VERSION=0.5.23   engine and server tests on that SGLang; ROOMS=engine for one
 # make test-versions     the same on every version that is supported
 # make clean   remove what the others made
@@ -58,15 +59,22 @@ test-unit: $(STAMP)
 test-rest: $(STAMP)
 	$(BIN)/python -m pytest tests/processes tests/gpu $(PYTEST_FLAGS)
 
-# In an environment of its own, as verl brings other versions of what we use.
+# In environments of their own, as verl and slime bring other versions of what we use.
 test-frameworks: $(STAMP)
 	@uv="$$(cat $(VENV)/.uv)" && \
 	"$$uv" venv --quiet --allow-existing --python $(BIN)/python $(FRAMEWORKS) && \
 	"$$uv" pip install --quiet --python $(FRAMEWORKS)/bin/python -e . \
 		-r examples/verl/requirements.txt --override examples/verl/overrides.txt \
 		--constraints constraints.txt pytest pytest-timeout psutil
-	PYTHONPATH=$(SLIME) $(FRAMEWORKS)/bin/python -m pytest tests/processes/test_verl.py tests/server/test_slime.py \
-		$(PYTEST_FLAGS)
+	$(FRAMEWORKS)/bin/python -m pytest tests/processes/test_verl.py $(PYTEST_FLAGS)
+ifdef SLIME
+	@uv="$$(cat $(VENV)/.uv)" && \
+	"$$uv" venv --quiet --allow-existing --python $(BIN)/python $(FRAMEWORKS)-slime && \
+	"$$uv" pip install --quiet --python $(FRAMEWORKS)-slime/bin/python -e . \
+		-r examples/slime/requirements.txt pytest pytest-timeout psutil
+	PYTHONPATH=$(abspath $(SLIME)) $(FRAMEWORKS)-slime/bin/python -m pytest tests/server/test_slime.py \
+		tests/processes/test_slime_rollouts.py $(PYTEST_FLAGS)
+endif
 
 # In an environment of its own under build/; writes what was counted beside the other results.
 test-sglang: $(STAMP)

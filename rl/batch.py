@@ -9,8 +9,19 @@ import torch
 from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.types import Group, Rollout
 
-TokenSequence = tuple[Sequence[int], Sequence[int]]
-"""Prompt and response token ids, one of each at least."""
+TokenSequence = tuple[Sequence[int], ...]
+"""Prompt and response token ids, one of each at least; or, of several turns, given and sampled ones
+alternately. Where prompt and response are prefilled and decoded, there are no others."""
+
+
+def sampled_tokens(sequence: TokenSequence) -> int:
+    """How many of the sequence's tokens are sampled ones."""
+    return sum(len(part) for part in sequence[1::2])
+
+
+def evenly(number: int, count: int) -> list[int]:
+    """At most `count` of the indices below `number`, at equal distances from 0 on."""
+    return sorted({index * number // count for index in range(count)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +44,7 @@ class Batch:
         """All responses of `groups`, in their order."""
         sizes = torch.tensor([len(group.rollouts) for group in groups])
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
-        lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
+        lengths = torch.tensor([len(rollout.logprobs) for rollout in rollouts])
         values = torch.from_numpy(np.concatenate(advantages.values)).float()
         return cls(
             rollouts,
@@ -45,12 +56,20 @@ class Batch:
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        return [(rollout.prompt_ids, rollout.response_ids) for rollout in self.rollouts]
+        return [rollout.parts for rollout in self.rollouts]
+
+    @property
+    def segments(self) -> list[TokenSequence]:
+        """All that was prefilled densely for each segment, and its tokens: the same N tokens.
+
+        This is how the sparse actor has sampled them, and what its distribution is computed from.
+        """
+        return [pair for rollout in self.rollouts for pair in rollout.split()]
 
     @property
     def lengths(self) -> list[int]:
-        """Response tokens of each rollout."""
-        return [len(rollout.response_ids) for rollout in self.rollouts]
+        """Sampled tokens of each rollout."""
+        return [len(rollout.logprobs) for rollout in self.rollouts]
 
     def masking_truncated(self) -> "Batch":
         """The same batch, with responses that were cut at the length limit left out of the loss."""
@@ -60,17 +79,17 @@ class Batch:
 
     def spread(self, count: int) -> "Batch":
         """At most `count` of the rollouts, evenly spread over the batch."""
-        return self._only(self._spread(count))
+        return self._only(self.spread_indices(count))
 
     def without_spread(self, count: int) -> "Batch":
         """The rollouts that `spread(count)` leaves out; all of them if it leaves out none."""
-        taken = set(self._spread(count))
+        taken = set(self.spread_indices(count))
         left = [index for index in range(len(self.rollouts)) if index not in taken]
         return self._only(left) if left else self
 
-    def _spread(self, count: int) -> list[int]:
-        number = len(self.rollouts)
-        return sorted({index * number // count for index in range(count)})
+    def spread_indices(self, count: int) -> list[int]:
+        """Which rollouts `spread(count)` takes."""
+        return evenly(len(self.rollouts), count)
 
     def _only(self, chosen: list[int]) -> "Batch":
         tokens = torch.arange(len(self.advantages)).split(self.lengths)

@@ -2,11 +2,13 @@
 
 In: a run and the step's prompts. Out: `Collected`. Either all groups are sampled and then rewarded;
 or each is rewarded as soon as it is complete, while others are sampled, and replaced if all of its
-samples earned the same reward (dynamic sampling, DAPO, arXiv:2503.14476).
+samples earned the same reward (dynamic sampling, DAPO, arXiv:2503.14476). Or more groups are under
+way than the step needs, and those that it does not wait for are carried over to the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,23 +22,40 @@ from sparrow_sglang.rl.types import Group, Prompt
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """As many `groups` as the step has prompts, with `rewards` [n] float64 of each.
+    """As many `groups` as the step has prompts, with `rewards` [n] float64 and sub-scores of each.
 
     Rewards of cut responses are 0 under the penalty for them. `tokens` counts all response tokens
-    that were sampled, `replaced` the groups that others took the place of.
+    that were sampled, `replaced` the groups that others took the place of. `carried` are to go on
+    in the next step.
     """
 
     groups: list[Group]
     rewards: tuple[NDArray[np.float64], ...]
+    parts: tuple[tuple[Mapping[str, float], ...], ...]
     metrics: dict[str, float]
     tokens: int
     replaced: int = 0
+    carried: tuple[Group, ...] = ()
 
 
 def collect(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Collected:
     """Groups of `prompts`, the prompts of `step`; afterwards the device's memory is the
-    trainer's."""
+    trainer's. Each of several ranks samples and rewards a share, and gets all."""
+    ranks = run.ranks
+    share = run.together(lambda: _collect_share(run, ranks.share(prompts), step, clock))
+    if ranks.world == 1:
+        return share
+    # That of the slowest, which the others have waited for.
+    clock.seconds["rollout"] = max(ranks.each(clock.seconds["rollout"]))
+    groups, rewards = ranks.gather(share.groups), tuple(ranks.gather(share.rewards))
+    parts = tuple(ranks.gather(share.parts))
+    return Collected(groups, rewards, parts, ranks.total(share.metrics), _tokens(groups))
+
+
+def _collect_share(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Collected:
     settings = run.config.rollout
+    if settings.oversubscribe > 1:
+        return _collect_first_finished(run, prompts, step, clock)
     if run.config.task.overlap_rewards or settings.dynamic_sampling > 1:
         return _collect_overlapping(run, prompts, step, clock)
     with clock("rollout"):
@@ -44,7 +63,8 @@ def collect(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Col
         groups = run.actor.roll_out(prompts, run.log.responses("rollout", samples))
     with clock("reward"):
         scores = run.reward_workers.score(groups)
-    return Collected(groups, _counted(run, scores, groups), scores.metrics(), _tokens(groups))
+    rewards = _counted(run, scores, groups)
+    return Collected(groups, rewards, scores.parts, scores.metrics(), _tokens(groups))
 
 
 def _collect_overlapping(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Collected:
@@ -124,7 +144,8 @@ class _Replacing:
                 "sparrow/sampled_score_mean": float(everything.mean()),
             }
         tokens = _tokens(list(self._groups.values()))
-        return Collected(groups, _counted(self._run, scores, groups), metrics, tokens, replaced)
+        rewards = _counted(self._run, scores, groups)
+        return Collected(groups, rewards, scores.parts, metrics, tokens, replaced)
 
     def _judge(self) -> None:
         for place in sorted(self._groups.keys() - self._judged) if self.replaces else ():
@@ -141,6 +162,75 @@ class _Replacing:
         return _counted(self._run, Scores((rewards,)), [self._groups[place]])[0]
 
 
+def _collect_first_finished(
+    run: Run, prompts: Sequence[Prompt], step: int, clock: Clock
+) -> Collected:
+    """The first groups to be finished, and those that would be too stale in the next step."""
+    settings, count = run.config.rollout, len(prompts)
+    groups = dict(enumerate(_under_way(run, prompts, step)))
+    due = {
+        place
+        for place, group in groups.items()
+        if step - _oldest(group, step) >= settings.max_staleness
+    }
+    with run.reward_workers.scoring() as scoring:
+        numbers = {place: scoring.add(group) for place, group in groups.items() if group.finished}
+
+        def enough() -> bool:
+            return len(numbers) >= count and due <= numbers.keys()
+
+        with clock("rollout"):
+            finished = run.log.responses("rollout", count * settings.samples_per_prompt)
+            asked = [place for place in groups if place not in numbers]
+            begun = [groups[place] for place in asked]
+            for position, group in run.actor.stream(begun, finished, enough=enough):
+                groups[asked[position]] = group
+                if group.finished:
+                    numbers[asked[position]] = scoring.add(group)
+            run.actor.release()
+        chosen = sorted(sorted(numbers, key=lambda place: (place not in due, place))[:count])
+        with clock("reward"):
+            scores = scoring.scores([numbers[place] for place in chosen])
+    kept = [groups[place] for place in chosen]
+    left = tuple(group for place, group in groups.items() if place not in chosen)
+    return Collected(
+        kept,
+        _counted(run, scores, kept),
+        scores.parts,
+        scores.metrics() | _carried_metrics(kept, left, step),
+        _tokens(kept) + _tokens(left) - _tokens(run.progress.carried),
+        carried=left,
+    )
+
+
+def _under_way(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
+    """Groups that were carried over, of `prompts`, and of as many more as there may be."""
+    config, carried, count = run.config, run.progress.carried, len(prompts)
+    first = step * count + run.progress.replaced
+    places = range(first + len(carried) + count, first + ceil(count * config.rollout.oversubscribe))
+    more = [prompts_of_step(run.setup.train, 1, place, config.seed)[0] for place in places]
+    samples = config.rollout.samples_per_prompt
+    return [*carried, *(Group.begun(prompt, samples) for prompt in (*prompts, *more))]
+
+
+def _carried_metrics(kept: Sequence[Group], left: Sequence[Group], step: int) -> dict[str, float]:
+    """Of the groups that `step` trains on, and of those that it leaves."""
+    segments = [one for group in kept for rollout in group.rollouts for one in rollout.segments]
+    stale = sum(one.end - one.start for one in segments if int(one.weight_version) < step)
+    return {
+        "sparrow/carried_groups": float(len(left)),
+        "sparrow/carried_tokens": float(_tokens(left)),
+        "sparrow/stale_token_fraction": stale / _tokens(kept),
+        "sparrow/staleness_max": float(max(step - _oldest(group, step) for group in kept)),
+    }
+
+
+def _oldest(group: Group, step: int) -> int:
+    """The step whose weights a group's first tokens are from, `step` if it has none."""
+    segments = [one for rollout in group.rollouts for one in rollout.segments]
+    return min((int(one.weight_version) for one in segments), default=step)
+
+
 def _counted(run: Run, scores: Scores, groups: Sequence[Group]) -> tuple[NDArray[np.float64], ...]:
     """The rewards that advantages are computed from."""
     if run.config.rollout.truncated == "penalty":
@@ -149,4 +239,4 @@ def _counted(run: Run, scores: Scores, groups: Sequence[Group]) -> tuple[NDArray
 
 
 def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(rollout.response_ids) for group in groups for rollout in group.rollouts)
+    return sum(group.tokens for group in groups)

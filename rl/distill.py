@@ -9,6 +9,7 @@ weights as they are (Algorithm 1 of arXiv:2606.08446).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from sparrow_sglang.rl.loss import policy_loss
 from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of, token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
+from sparrow_sglang.rl.policy.packing import Packed
+from sparrow_sglang.rl.policy.shards import like, local, own_rows, whole
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -105,7 +108,9 @@ class SparseAdapter:
         }
         self._params = list(self._factors.values())
         for parameter in self._params:
-            parameter.data = parameter.data.float()
+            # Drawn by each rank; the first one's are taken.
+            drawn = parameter.data.float() * (policy.ranks.rank == 0)
+            parameter.data = policy.ranks.add(drawn)
         self._switch(False)
         adamw = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
         # The run can do without a step of the adapter, but not with weights that are not finite.
@@ -145,19 +150,19 @@ class SparseAdapter:
 
     @contextmanager
     def _merged(self, scale: float) -> Iterator[None]:
-        masters = dict(self._policy.named_masters())
-        kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            for name, layer in self._layers.items():
-                weight = self._policy.model.get_parameter(f"{name}.base_layer.weight")
-                kept[weight] = weight.data
-                master = masters[f"{name}.weight"].to(weight.device)
-                merged = master + scale * self._delta(layer)
-                weight.data = merged.to(self._policy.compute_dtype).to(weight.dtype)
+            for name, parameter, master in self._policy.named_parameters():
+                layer = self._layers.get(name.removesuffix(".weight"))
+                if layer is not None:
+                    weight = local(parameter.detach())
+                    kept.append((weight, weight.clone()))
+                    merged = self._merged_rows(layer, parameter, master, scale)
+                    weight.copy_(merged.to(self._policy.compute_dtype))
             yield
         finally:
-            for weight, data in kept.items():
-                weight.data = data
+            for weight, before in kept:
+                weight.copy_(before)
 
     def step(
         self,
@@ -182,28 +187,36 @@ class SparseAdapter:
             else lambda sparse, dense: top_k_kl(sparse, dense, settings.top_k)
         )
         totals = {"sparrow/distill_kl": 0.0}
+
+        def parts_of(packed: Packed) -> dict[str, torch.Tensor]:
+            with torch.no_grad():
+                dense = policy.hidden(packed)
+            with self.enabled():
+                sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
+            total = summed(divergence, sparse, dense, policy.head, temperature)
+            parts = {"sparrow/distill_kl": total / tokens}
+            if settings.policy_loss and not packed.idle:
+                assert term is not None, "a policy loss needs advantages"
+                logprobs = token_logprobs(sparse, policy.head, packed.targets, temperature)
+                part = term.loss(logprobs, packed.where, packed.response_lengths)
+                parts["sparrow/distill_pg_loss"] = part
+            return parts
+
         with policy.frozen():
             for packed in policy.micro_batches(sequences):
-                with torch.no_grad():
-                    dense = policy.hidden(packed)
+                parts = policy.gathered(partial(parts_of, packed))
+                loss = parts["sparrow/distill_kl"]
+                if "sparrow/distill_pg_loss" in parts:
+                    loss = loss + settings.policy_loss * parts["sparrow/distill_pg_loss"]
+                # Checkpointed layers are computed once more.
                 with self.enabled():
-                    sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
-                    parts = {
-                        "sparrow/distill_kl": _summed(
-                            divergence, sparse, dense, policy.head, temperature
-                        )
-                        / tokens
-                    }
-                    loss = parts["sparrow/distill_kl"]
-                    if settings.policy_loss:
-                        assert term is not None, "a policy loss needs advantages"
-                        logprobs = token_logprobs(sparse, policy.head, packed.targets, temperature)
-                        part = term.loss(logprobs, packed.where, packed.response_lengths)
-                        parts["sparrow/distill_pg_loss"] = part
-                        loss = loss + settings.policy_loss * part
                     loss.backward()
                 for name, part in parts.items():
                     totals[name] = totals.get(name, 0.0) + float(part.detach())
+        for parameter in self._params:
+            if parameter.grad is not None:
+                policy.ranks.add(parameter.grad)
+        totals = policy.ranks.total(totals)
         return totals | {"sparrow/distill_grad_norm": self._optimizer.step()}
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -211,13 +224,13 @@ class SparseAdapter:
 
         Adapted ones are summed and given in fp32, so that only the engine's own cast rounds them.
         """
-        masters = dict(self._policy.named_masters())
-        for name, weight in self._policy.named_weights():
+        for name, parameter, master in self._policy.named_parameters():
             layer = self._layers.get(name.removesuffix(".weight"))
             if layer is None or self.scale == 0:
-                yield name, weight
+                yield name, whole(parameter.detach())
             else:
-                yield name, masters[name].to(weight.device) + self.scale * self._delta(layer)
+                rows = self._merged_rows(layer, parameter, master, self.scale)
+                yield name, whole(like(rows, parameter))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`scale` of the adapter under PEFT's names, as SGLang's LoRA manager and PEFT load it."""
@@ -259,9 +272,12 @@ class SparseAdapter:
         # Written since rollouts may get less than all of it.
         self.scale = state.get("scale", 1.0)
 
-    def _delta(self, layer: Linear) -> torch.Tensor:
-        """What all of the adapter adds to the weight of `layer`, in fp32."""
-        return layer.get_delta_weight(ADAPTER).detach().float()
+    def _merged_rows(
+        self, layer: Linear, parameter: torch.Tensor, master: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """This rank's rows of the weight of `layer` with so much of the adapter added, in fp32."""
+        delta = layer.get_delta_weight(ADAPTER).detach().float()
+        return master.to(delta.device) + scale * own_rows(delta, parameter)
 
     def _switch(self, on: bool) -> None:
         for layer in self._layers.values():
@@ -305,7 +321,7 @@ def exact_kl(sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def _summed(
+def summed(
     divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     sparse: torch.Tensor,
     dense: torch.Tensor,

@@ -68,45 +68,81 @@ def policy_loss(
     return PolicyLoss(loss, metrics)
 
 
+def token_shares(aggregation: str, lengths: Sequence[int], most_tokens: int) -> torch.Tensor:
+    """Factors fp32 [n] that turn a mean over n tokens into `aggregation`, see `AlgorithmConfig`.
+
+    `lengths` [S] with sum n are the response tokens of the sequences of an optimizer step, which
+    can have `most_tokens`.
+    """
+    tokens = sum(lengths)
+    if aggregation == "constant":
+        return torch.full((tokens,), tokens / most_tokens)
+    if aggregation == "token_mean":
+        return torch.ones(tokens)
+    counts = torch.tensor(lengths)
+    return (tokens / (len(lengths) * counts)).repeat_interleave(counts)
+
+
+def kl_to_reference(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Estimates [n] of KL(policy || reference) at tokens that the policy has drawn, none below 0.
+
+    r - log r - 1 with r = p_reference / p_policy (k3 of http://joschu.net/blog/kl-approx.html).
+    """
+    log_ratio = (reference - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return log_ratio.exp() - log_ratio - 1
+
+
 @dataclass(frozen=True, eq=False)
 class MiniBatchLoss:
-    """The policy loss of one optimizer step, called for each of its micro-batches.
+    """The loss of one optimizer step, called for each of its micro-batches.
 
     The tensors are [n], of the response tokens of the mini-batch: log-probs under the dense policy
-    when the batch began, advantages, and the correction's weights. `metrics` add up over calls.
+    when the batch began, advantages, the correction's weights, `shares` by which tokens are
+    aggregated, and log-probs under the reference policy if there is one, for the KL term, which the
+    correction does not weigh (as in verl and TRL). `metrics` add up over calls.
     """
 
     dense_logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
     settings: AlgorithmConfig
+    shares: torch.Tensor
+    reference_logprobs: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """Share of the tokens at `where` in the loss; `logprobs` are theirs now, with gradient."""
         where, device, settings = where.cpu(), logprobs.device, self.settings
+        shares = self.shares[where].to(device)
         result = policy_loss(
             logprobs,
             self.dense_logprobs[where].to(device),
             self.advantages[where].to(device),
-            self.weights[where].to(device),
+            self.weights[where].to(device) * shares,
             batch_tokens=len(self.advantages),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
         )
-        for name, value in result.metrics.items():
+        loss, metrics = result.loss, result.metrics
+        if self.reference_logprobs is not None:
+            divergence = kl_to_reference(logprobs, self.reference_logprobs[where].to(device))
+            kl = (divergence * shares).sum() / len(self.advantages)
+            loss = loss + settings.kl_coefficient * kl
+            metrics["actor/kl_loss"] = float(kl.detach())
+        for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
-        return result.loss
+        return loss
 
 
 class OnPolicyLoss:
     """`MiniBatchLoss` of a batch's only optimizer step, which is taken with the policy that its
     log-probs are of: they need no pass before the update.
 
-    Called for each of the step's micro-batches, each of whole sequences. `rollout_logprobs` and
-    `advantages` are [n], `lengths` [S] says how many of these tokens belong to each sequence.
-    `dense_logprobs` [n] fp32 are filled by the calls, and `metrics` add up over them.
+    Called for each of the step's micro-batches, each of whole sequences. The tensors are [n] and
+    as there, `lengths` [S] says how many of these tokens belong to each sequence.
+    `dense_logprobs` [n] fp32, zeros at first, are filled by the calls, and `metrics` add up over
+    them.
     """
 
     def __init__(
@@ -115,12 +151,16 @@ class OnPolicyLoss:
         advantages: torch.Tensor,
         lengths: Sequence[int],
         settings: AlgorithmConfig,
+        shares: torch.Tensor,
+        reference_logprobs: torch.Tensor | None = None,
     ) -> None:
-        self.dense_logprobs = torch.empty(len(advantages))
+        self.dense_logprobs = torch.zeros(len(advantages))
         self._rollout_logprobs = rollout_logprobs
         self._advantages = advantages
         self._owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         self._settings = settings
+        self._shares = shares
+        self._reference_logprobs = reference_logprobs
         self.metrics: dict[str, float] = {}
 
     def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
@@ -133,6 +173,12 @@ class OnPolicyLoss:
         everything = torch.zeros_like(self._advantages)
         everything[where] = weights
         loss = MiniBatchLoss(
-            self.dense_logprobs, self._advantages, everything, settings, self.metrics
+            self.dense_logprobs,
+            self._advantages,
+            everything,
+            settings,
+            self._shares,
+            self._reference_logprobs,
+            self.metrics,
         )
         return loss(logprobs, where)

@@ -155,15 +155,14 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
 def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> dict[str, float]:
     """KV tokens that a sparse layer reads for a generated token, and those cached: means.
 
-    Counted by pages, and over decode steps; the first token of a response comes out of prefill.
+    Counted by pages, and over decode steps; the first token of a segment comes out of prefill.
     Under no schedule everything is read.
     """
     cached = np.concatenate(
         [
-            np.arange(
-                len(rollout.prompt_ids) + 1, len(rollout.prompt_ids) + len(rollout.response_ids)
-            )
+            len(rollout.prompt_ids) + np.arange(segment.start + 1, segment.end)
             for rollout in rollouts
+            for segment in rollout.segments
         ]
     )
     if not cached.size:
@@ -172,6 +171,27 @@ def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> 
     return {
         "sparrow/kv_tokens_read": float(read.mean()),
         "sparrow/kv_tokens_cached": float(cached.mean()),
+    }
+
+
+def prefill_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What it takes to go on with responses, after a tool or a change of weights; means.
+
+    Of each request after a response's first: context tokens out of the prefix cache, and those that
+    were prefilled. Nothing if there is no such request.
+    """
+    later = [
+        (segment.cached, len(rollout.prompt_ids) + segment.start - segment.cached)
+        for rollout in rollouts
+        for segment in rollout.segments[1:]
+    ]
+    if not later:
+        return {}
+    cached, prefilled = np.mean(later, axis=0)
+    return {
+        "sparrow/turns": float(np.mean([len(rollout.turns) for rollout in rollouts])),
+        "sparrow/continued_cached_tokens": float(cached),
+        "sparrow/continued_prefilled_tokens": float(prefilled),
     }
 
 

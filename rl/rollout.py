@@ -1,19 +1,20 @@
-"""A step's prompts to SGLang requests, and SGLang's answers to groups, checked.
+"""A step's prompts; responses to SGLang requests, and SGLang's answers to responses, checked.
 
-In: prompts, sampling parameters and SGLang's output dicts. Out: `Group`s whose token ids and
-log-probs are those that the sampler recorded.
+In: responses as far as they are sampled, sampling parameters and SGLang's output dicts. Out:
+`Rollout`s whose token ids and log-probs are those that the sampler recorded.
 """
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.rl.turns import Environment
+from sparrow_sglang.rl.types import ABORTED, Prompt, Rollout, Segment
 
 DENSE = "dense"
 """Name of the schedule that reads all of the KV cache."""
@@ -25,17 +26,21 @@ class RolloutError(SparrowError, RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn: from the whole vocabulary, without penalties.
+    """How responses are drawn, without penalties.
 
-    Log-probs are recorded at `temperature`; 0 is greedy, nothing to train on. `dense` reads all of
-    the KV cache whatever the engine's schedule says, as in evaluation. `adapter` names a loaded
-    LoRA adapter.
+    Log-probs are recorded at `temperature`, of the whole vocabulary; 0 is greedy. With a `top_p`
+    below 1 or a `top_k` there is nothing to train on. `dense` reads all of the KV cache whatever
+    the engine's schedule says, as in evaluation. `adapter` names a loaded LoRA adapter.
+    `environment` answers the turns of tasks that have several.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     dense: bool = False
     adapter: str | None = None
+    top_p: float = 1.0
+    top_k: int = -1
+    environment: Environment | None = None
 
 
 def prompts_of_step(
@@ -59,17 +64,17 @@ def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def sample_request(prompt: Prompt, sampling: Sampling, switchable: bool = True) -> dict[str, Any]:
-    """Fields of SGLang's `GenerateReqInput` for one sample of a prompt.
+def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True) -> dict[str, Any]:
+    """Fields of SGLang's `GenerateReqInput` for what is missing of a response.
 
     An engine without the sparrow backend is not `switchable`: dense at any rate, and not told so.
     """
     # All of them given, because a checkpoint's own generation defaults would truncate.
     parameters: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
+        "max_new_tokens": sampling.max_new_tokens - len(rollout.response_ids),
         "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
@@ -78,65 +83,74 @@ def sample_request(prompt: Prompt, sampling: Sampling, switchable: bool = True) 
     if sampling.dense and switchable:
         parameters["custom_params"] = {"sparrow": {"dense": True}}
     request = {
-        "input_ids": list(prompt.input_ids),
+        "input_ids": [*rollout.prompt_ids, *rollout.response_ids],
         "sampling_params": parameters,
         "return_logprob": True,
     }
     return request | ({"lora_path": sampling.adapter} if sampling.adapter else {})
 
 
-def to_group(
-    prompt: Prompt,
-    answers: Sequence[Mapping[str, Any]],
+def continued(
+    rollout: Rollout,
+    answer: Mapping[str, Any],
     sampling: Sampling,
     weight_version: str,
     schedule: str,
-) -> Group:
-    """The group of one prompt from SGLang's answers to its request, one per sample.
+    decode: Callable[[Sequence[int]], str],
+    stopped: bool = False,
+) -> Rollout:
+    """`rollout` with what SGLang answered to its `sample_request`.
+
+    `decode` gives the text of a turn of several requests. If they were `stopped`, the response
+    may be aborted.
 
     Raises:
-        RolloutError: a response was aborted, came from other weights than `weight_version`, or is
+        RolloutError: the response was aborted, came from other weights than `weight_version`, or is
             shorter or longer than its finish reason says.
     """
-    rollouts = []
-    for sample, answer in enumerate(answers):
-        meta = answer["meta_info"]
-        recorded = meta["output_token_logprobs"]
-        finish = meta["finish_reason"]
-        problem = _problem(meta, len(recorded), sampling, weight_version)
-        if problem:
-            raise RolloutError(f"rollout {prompt.id!r}/{sample}: {problem}")
-        rollouts.append(
-            Rollout(
-                prompt_id=prompt.id,
-                sample=sample,
-                prompt_ids=prompt.input_ids,
-                response_ids=tuple(token for _, token, *_ in recorded),
-                logprobs=np.array([logprob for logprob, *_ in recorded], dtype=np.float32),
-                finish_reason=finish["type"],
-                weight_version=weight_version,
-                schedule=schedule,
-                # Absent from engines without a tokenizer.
-                text=answer.get("text", ""),
-            )
-        )
-    return Group(prompt, tuple(rollouts))
-
-
-def _problem(
-    meta: Mapping[str, Any], length: int, sampling: Sampling, weight_version: str
-) -> str | None:
+    meta = answer["meta_info"]
+    recorded = meta.get("output_token_logprobs") or []
     finish = meta["finish_reason"] or {"type": "none"}
-    if finish["type"] not in ("stop", "length"):
-        return f"finish_reason={finish['type']!r}: {finish.get('message') or 'no reason given'}"
+    before = len(rollout.response_ids)
+    if not stopped or finish["type"] != ABORTED:
+        problem = _problem(meta, len(recorded), sampling.max_new_tokens - before)
+    else:
+        # An abort hides whether the last token ends the response, so it is sampled once more.
+        problem, recorded = None, recorded[:-1]
     if meta["weight_version"] != weight_version:
-        return (
+        problem = (
             f"weight_version={meta['weight_version']!r}: expected {weight_version!r}; weights must"
             " not change while responses are generated"
         )
+    if problem:
+        raise RolloutError(f"rollout {rollout.prompt_id!r}/{rollout.sample}: {problem}")
+    ids = (*rollout.response_ids, *(token for _, token, *_ in recorded))
+    logprobs = np.array([logprob for logprob, *_ in recorded], dtype=np.float32)
+    segment = Segment(before, len(ids), weight_version, schedule, meta.get("cached_tokens", 0))
+    longer = replace(
+        rollout,
+        response_ids=ids,
+        logprobs=np.concatenate([rollout.logprobs, logprobs]),
+        finish_reason=finish["type"],
+        weight_version=weight_version,
+        schedule=schedule,
+        # Absent from engines without a tokenizer.
+        text=answer.get("text", ""),
+        segments=(*rollout.segments, segment) if recorded else rollout.segments,
+    )
+    if rollout.segments and rollout.segments[-1].end == before:
+        turn = longer.parts[-1]
+        text = decode(turn[:-1] if isinstance(finish.get("matched"), int) else turn)
+        return replace(longer, text=text)
+    return longer
+
+
+def _problem(meta: Mapping[str, Any], length: int, limit: int) -> str | None:
+    finish = meta["finish_reason"] or {"type": "none"}
+    if finish["type"] not in ("stop", "length"):
+        return f"finish_reason={finish['type']!r}: {finish.get('message') or 'no reason given'}"
     if length != meta["completion_tokens"]:
         return f"{length} log-probs for {meta['completion_tokens']} tokens"
-    limit = sampling.max_new_tokens
     if not 0 < length <= limit or (finish["type"] == "length" and length != limit):
         return (
             f"{length} tokens with finish_reason={finish['type']!r}, max_new_tokens={limit}: the"

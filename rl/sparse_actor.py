@@ -16,11 +16,12 @@ from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
 from sparrow_sglang.rl.engines.buckets import NamedTensors, Weights
-from sparrow_sglang.rl.engines.local_engine import Finished, Further
+from sparrow_sglang.rl.engines.responses import Enough, Finished, Further, never, nothing
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import DENSE, Sampling
+from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -39,11 +40,13 @@ class SparseActor:
         policy: DensePolicy,
         adapter: SparseAdapter | None,
         ladder: Ladder,
+        environment: Environment | None = None,
     ) -> None:
         self.adapter = adapter
         self.ladder = ladder
         self._config = config
         self._engine = engine
+        self._environment = environment
         self._policy = policy
         self._delivers_lora = config.distill.delivery == "lora"
         self._served = ladder.first
@@ -80,11 +83,15 @@ class SparseActor:
         return groups
 
     def stream(
-        self, prompts: Sequence[Prompt], finished: Finished, further: Further
+        self,
+        asked: Sequence[Prompt | Group],
+        finished: Finished,
+        further: Further = nothing,
+        enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
-        """The same one by one, of prompts that `further` adds, too; `release` must follow."""
+        """The same one by one, see `RolloutEngine.stream`; `release` must follow."""
         samples = self._config.rollout.samples_per_prompt
-        return self._engine.stream(prompts, samples, self._sampling, finished, further)
+        return self._engine.stream(asked, samples, self._sampling, finished, further, enough)
 
     def release(self) -> None:
         """Give the device's memory to the trainer."""
@@ -94,24 +101,39 @@ class SparseActor:
     def _sampling(self) -> Sampling:
         settings = self._config.rollout
         adapter = ADAPTER if self._unmerged else None
-        return Sampling(settings.max_new_tokens, settings.temperature, adapter=adapter)
+        return Sampling(
+            settings.max_new_tokens,
+            settings.temperature,
+            adapter=adapter,
+            environment=self._environment,
+        )
 
-    def evaluate(self, prompts: Sequence[Prompt], version: str, finished: Finished) -> list[Group]:
-        """Responses of the policy itself: dense decode, without adapter."""
-        settings = self._config.evaluation
-        sampling = Sampling(self._config.rollout.max_new_tokens, settings.temperature, dense=True)
+    def load_policy(self, version: str) -> None:
+        """Have the engine sample from the policy's weights, without adapter."""
         self._load(self._policy.named_weights, version)
+
+    def evaluate(self, prompts: Sequence[Prompt], finished: Finished) -> list[Group]:
+        """Responses of the policy that `load_policy` has loaded, by dense decode."""
+        settings = self._config.evaluation
+        sampling = Sampling(
+            self._config.evaluation_tokens,
+            settings.temperature,
+            dense=True,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            environment=self._environment,
+        )
         return self._engine.generate(prompts, settings.samples_per_prompt, sampling, finished)
 
     def acceptance(self, batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Exact acceptance rates [N] of some of the batch's responses, and positions of the tokens.
 
-        Of the actor that sampled them, adapter included; none for dense rollouts.
+        Of the actor as it is, adapter included; none for dense rollouts.
         """
         count = self._config.mismatch.sequences
         if self.schedule is None or count == 0:
             return np.empty(0), np.empty(0, np.int64)
-        sequences = batch.spread(count).sequences
+        sequences = batch.spread(count).segments
         adapted = self.adapter.delivered if self.adapter else nullcontext
         temperature = self._config.rollout.temperature
         rates = self._policy.acceptance(sequences, self.schedule, adapted, temperature)
@@ -127,8 +149,8 @@ class SparseActor:
         chosen = batch.without_spread(measured).spread(self._config.distill.sequences)
         term = PolicyTerm(chosen.rollout_logprobs, chosen.advantages, self._config.algorithm)
         temperature = self._config.rollout.temperature
-        metrics = self.adapter.step(chosen.sequences, self.schedule, term, temperature)
-        held_out = batch.spread(measured).sequences
+        metrics = self.adapter.step(chosen.segments, self.schedule, term, temperature)
+        held_out = batch.spread(measured).segments
         return metrics | choose_scale(
             self.adapter, self._policy, held_out, self.schedule, temperature
         )

@@ -12,16 +12,26 @@ import numpy as np
 import torch
 
 from sparrow_sglang.rl.advantages import group_advantages
-from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.batch import Batch, sampled_tokens
 from sparrow_sglang.rl.collect import collect
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import Correction, correct
-from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss
-from sparrow_sglang.rl.metrics import acceptance_metrics, kv_metrics, rollout_metrics
+from sparrow_sglang.rl.evaluation import evaluate
+from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, token_shares
+from sparrow_sglang.rl.metrics import (
+    acceptance_metrics,
+    kv_metrics,
+    prefill_metrics,
+    rollout_metrics,
+)
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.optimizer import learning_rate
+from sparrow_sglang.rl.ranks import joined
 from sparrow_sglang.rl.rollout import prompts_of_step
+from sparrow_sglang.rl.runs.responses import measured_tails, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import prepare
+from sparrow_sglang.rl.tasks.rewards import part_metrics
 
 MAX_SKIPPED_STEPS = 5
 """Optimizer steps in a row whose gradient may not be finite; the run ends with the last of them."""
@@ -39,11 +49,11 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
         InputError, ScheduleError, ModelError: something asked for is not there,
             wrong, or at odds with the run in `run_dir`; nothing has been lost then.
         EngineDied, RolloutError: the rollouts of a step cannot be completed.
+        RankFailed: the same, on one of several ranks.
         FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not
             finite. A single such step is skipped.
     """
-    setup = prepare(config)
-    with open_run(config, setup, resume) as run:
+    with joined() as ranks, open_run(config, prepare(config, ranks.world), resume, ranks) as run:
         for step in range(run.progress.steps_taken, config.steps):
             train_step(run, step)
             if _is_due(run.progress.steps_taken, config.checkpoint.every_steps):
@@ -64,8 +74,9 @@ def train_step(run: Run, step: int) -> None:
     with clock("sync"):
         actor.load(str(run.progress.steps_taken))
 
-    count, replaced = config.rollout.prompts_per_step, run.progress.replaced
-    prompts = prompts_of_step(run.setup.train, count, step, config.seed, replaced)
+    count = config.rollout.prompts_per_step
+    taken = run.progress.replaced + len(run.progress.carried)
+    prompts = prompts_of_step(run.setup.train, count, step, config.seed, taken)
     collected = collect(run, prompts, step, clock)
     groups, rewards = collected.groups, collected.rewards
     advantages = group_advantages(rewards, config.algorithm.std_normalisation)
@@ -77,12 +88,21 @@ def train_step(run: Run, step: int) -> None:
         scored = score(run.policy, batch, config)
     on_policy = config.algorithm.old_logprobs == "update"
     correction = None if on_policy else _correct(batch, scored, config)
-    read = kv_metrics(batch.rollouts, actor.schedule)
+    reference = None
+    if run.reference is not None:
+        with clock("reference"):
+            reference = run.reference.logprobs(batch, config.rollout.temperature)
+    read = kv_metrics(batch.rollouts, actor.schedule) | prefill_metrics(batch.rollouts)
     with clock("mismatch"):
         rates, positions = actor.acceptance(batch)
-    with run.progress.updating(step, collected.replaced):
+    lr = learning_rate(config.optimizer, step, config.steps)
+    run.policy.optimizer.set_learning_rate(lr)
+    tails = measured_tails(batch, rates, config.mismatch.sequences)
+    count = config.logging.response_groups
+    shown = response_rows(groups, rewards, collected.parts, tails, count)
+    with run.progress.updating(step, collected.replaced, collected.carried):
         with clock("update"):
-            updated = update(run.policy, batch, scored, correction, config)
+            updated = update(run.policy, batch, scored, correction, config, reference)
         correction = correction or _correct(batch, scored, config)
         move = actor.ladder.observe(rates, positions)
         if move is not None:
@@ -90,9 +110,11 @@ def train_step(run: Run, step: int) -> None:
         if actor.adapter is not None:
             with clock("distill"):
                 updated |= actor.distill(batch)
+        run.log.keep_responses(step, shown)
         run.report(
             step,
             rollout_metrics(groups, rewards)
+            | part_metrics(collected.parts)
             | collected.metrics
             | advantages.metrics()
             | correction.metrics
@@ -100,6 +122,7 @@ def train_step(run: Run, step: int) -> None:
             | read
             | {"actor/entropy": float(scored.entropies.double().mean())}
             | updated
+            | {"actor/lr": lr}
             | evaluated
             | clock.metrics(collected.tokens),
         )
@@ -135,29 +158,36 @@ def update(
     scored: Scored,
     correction: Correction | None,
     config: TrainConfig,
+    reference: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """One optimizer step per mini-batch; metrics are means over those that were taken.
 
     Without a `correction`, which needs all log-probs, `scored` is filled with those that it lacks.
+    `reference` [N] are log-probs of the reference policy, for the KL term.
     """
     settings = config.algorithm
     rows: list[dict[str, float]] = []
     skipped = 0
     for sequences, tokens in batch.mini_batches(settings.mini_batches):
         loss: MiniBatchLoss | OnPolicyLoss
+        lengths = [sampled_tokens(sequence) for sequence in sequences]
+        shares = token_shares(settings.aggregation, lengths, _most_tokens(config))
+        kept = None if reference is None else reference[tokens]
         if correction is None:
-            lengths = [len(response) for _, response in sequences]
             rollout, advantages = batch.rollout_logprobs[tokens], batch.advantages[tokens]
-            loss = OnPolicyLoss(rollout, advantages, lengths, settings)
-            entropies = torch.empty(len(tokens))
+            loss = OnPolicyLoss(rollout, advantages, lengths, settings, shares, kept)
+            entropies = torch.zeros(len(tokens))
             result = policy.loss_step(sequences, loss, config.rollout.temperature, entropies)
-            scored.logprobs[tokens], scored.entropies[tokens] = loss.dense_logprobs, entropies
+            scored.logprobs[tokens] = policy.ranks.add(loss.dense_logprobs)
+            scored.entropies[tokens] = entropies
         else:
             dense, weights = scored.logprobs[tokens], correction.weights[tokens]
-            loss = MiniBatchLoss(dense, batch.advantages[tokens], weights, settings)
+            advantages = batch.advantages[tokens]
+            loss = MiniBatchLoss(dense, advantages, weights, settings, shares, kept)
             result = policy.loss_step(sequences, loss, config.rollout.temperature)
         if result.taken:
-            rows.append(loss.metrics | {"actor/grad_norm": result.grad_norm})
+            metrics = policy.ranks.total(loss.metrics)
+            rows.append(metrics | {"actor/grad_norm": result.grad_norm})
         else:
             skipped += 1
     means = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
@@ -165,31 +195,15 @@ def update(
     return means | counts
 
 
+def _most_tokens(config: TrainConfig) -> int:
+    """Response tokens that an optimizer step can have."""
+    rollout = config.rollout
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.mini_batches
+    return samples * rollout.max_new_tokens
+
+
 def _correct(batch: Batch, scored: Scored, config: TrainConfig) -> Correction:
     return correct(scored.logprobs, batch.rollout_logprobs, batch.lengths, config.algorithm)
-
-
-def evaluate(run: Run) -> dict[str, float]:
-    """Mean reward of held-out prompts: dense decode of the policy, without adapter.
-
-    `eval/pass_rate` is that mean, whatever its name where a task gives rewards between 0 and 1.
-    """
-    settings, steps = run.config.evaluation, run.progress.steps_taken
-    prompts = run.setup.heldout[: settings.prompts]
-    finished = run.log.responses("evaluation", len(prompts) * settings.samples_per_prompt)
-    groups = run.actor.evaluate(prompts, str(steps), finished)
-    rewards = np.array([group.mean() for group in run.reward_workers.score(groups).rewards])
-    lengths = [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
-    rate, error = float(rewards.mean()), float(rewards.std() / np.sqrt(len(rewards)))
-    run.log.say(
-        f"after {steps} steps: held-out pass rate {rate:.3f} +- {error:.3f} of"
-        f" {len(prompts)} prompts"
-    )
-    return {
-        "eval/pass_rate": rate,
-        "eval/pass_rate_stderr": error,
-        "eval/response_length": float(np.mean(lengths)),
-    }
 
 
 def _require_finite_gradients(policy: DensePolicy) -> None:

@@ -6,7 +6,7 @@ processes; log-probs are arrays, because there are many of them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +31,37 @@ class Prompt:
             raise ValueError(f"prompt {self.id!r} of task {self.task!r} has no tokens")
 
 
+ABORTED = "abort"
+"""The `finish_reason` of a response that is not finished."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Response tokens from `start` to `end`, not included, that one request to the engine sampled.
+
+    All that precedes `start`, the prompt included, was prefilled for it, densely, but for `cached`
+    tokens out of the prefix cache; what follows was decoded under `schedule` from the weights
+    `weight_version`.
+    """
+
+    start: int
+    end: int
+    weight_version: str
+    schedule: str
+    cached: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """One sampled response, as the sparse actor produced and recorded it.
 
-    `logprobs` [T] are float32 natural log-probs of the T response tokens, of the distribution that
+    `logprobs` [T] are float32 natural log-probs of the T sampled tokens, of the distribution that
     they were sampled from. `sample` counts the samples of one prompt from 0. `weight_version` and
-    `schedule` name the weights and the active KV budget schedule while it was generated; a response
-    that spans a change of weights cannot be trained on. `finish_reason` is SGLang's: "stop" or
-    "length".
+    `schedule` name the weights and the active KV budget schedule while its last tokens were
+    generated. `finish_reason` is SGLang's: "stop", "length", or "abort" for a response that is to
+    be continued. `segments` hold the sampled tokens, in order; what lies between them is an
+    environment's, for no loss to take. Without any given, all tokens are one. `text` is that of the
+    last turn.
     """
 
     prompt_id: str
@@ -51,14 +73,20 @@ class Rollout:
     weight_version: str
     schedule: str
     text: str
+    segments: tuple[Segment, ...] = ()
+    earlier_turns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` unless there is one finite log-prob per response token."""
+        """Raises `ValueError` unless there is one finite log-prob per sampled token."""
+        if not self.segments and self.response_ids:
+            whole = Segment(0, len(self.response_ids), self.weight_version, self.schedule)
+            object.__setattr__(self, "segments", (whole,))
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
-        if logprobs.shape != (len(self.response_ids),) or not np.isfinite(logprobs).all():
+        sampled = sum(segment.end - segment.start for segment in self.segments)
+        if logprobs.shape != (sampled,) or not np.isfinite(logprobs).all():
             raise ValueError(
                 f"rollout {self.prompt_id!r}/{self.sample}: logprobs of shape {logprobs.shape} for"
-                f" {len(self.response_ids)} response tokens: expected one finite log-prob for each"
+                f" {sampled} sampled tokens: expected one finite log-prob for each"
             )
         object.__setattr__(self, "logprobs", logprobs)
 
@@ -67,6 +95,35 @@ class Rollout:
         """Whether the length limit ended the response."""
         return self.finish_reason == "length"
 
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason != ABORTED
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """Texts of the model's turns."""
+        return (*self.earlier_turns, self.text)
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids by turns: the prompt, sampled ones, and then given and sampled ones again."""
+        parts: list[tuple[int, ...]] = [self.prompt_ids, ()]
+        end = 0
+        for segment in self.segments:
+            if segment.start > end:
+                parts += [self.response_ids[end : segment.start], ()]
+            end = segment.end
+            parts[-1] += self.response_ids[segment.start : end]
+        return tuple(parts)
+
+    def split(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Token ids of each segment: all that precedes it, prompt included, and its own."""
+        ids, first = (*self.prompt_ids, *self.response_ids), len(self.prompt_ids)
+        return [
+            (ids[: first + segment.start], ids[first + segment.start : first + segment.end])
+            for segment in self.segments
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -74,3 +131,23 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+    @classmethod
+    def begun(cls, prompt: Prompt, samples: int) -> Self:
+        """A group of which nothing is sampled yet."""
+        none = np.empty(0, np.float32)
+        rollouts = (
+            Rollout(prompt.id, sample, prompt.input_ids, (), none, ABORTED, "", "", "")
+            for sample in range(samples)
+        )
+        return cls(prompt, tuple(rollouts))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its responses are."""
+        return all(rollout.finished for rollout in self.rollouts)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens sampled so far."""
+        return sum(len(rollout.logprobs) for rollout in self.rollouts)

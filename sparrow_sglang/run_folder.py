@@ -9,6 +9,7 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+RESPONSES_FILE = "responses.jsonl"
 RUN_FILE = "run.json"
 
 

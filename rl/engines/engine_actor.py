@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from sparrow_sglang.rl.engines.buckets import Bucket
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.types import Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,10 @@ class StoredWeights:
 
     version: str
     buckets: "tuple[ray.ObjectRef, ...]"
+
+
+CONTROL = "control"
+"""Concurrency group of what an actor does while it streams."""
 
 
 class EngineActor:
@@ -40,6 +45,7 @@ class EngineActor:
         _fork_engines_on_cpu()
         arguments = {"enable_memory_saver": False} | server_args
         self._engine = LocalEngine(model_path, schedule, **arguments)
+        self._stopped = 0
 
     def ready(self) -> tuple[int, torch.dtype]:
         """The actor's process id, and what the engine computes in, if it serves."""
@@ -47,9 +53,19 @@ class EngineActor:
         return os.getpid(), self._engine.dtype
 
     def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
+        self, groups: Sequence[Group], n: int, sampling: Sampling, rollout: int
     ) -> Iterator[tuple[int, Group]]:
-        yield from self._engine.stream(prompts, n, sampling)
+        """The groups of the rollout of that number, until `stop` is told the same number."""
+        enough = partial(self._has_stopped, rollout)
+        yield from self._engine.stream(groups, n, sampling, enough=enough)
+
+    @ray.method(concurrency_group=CONTROL)
+    def stop(self, rollout: int) -> None:
+        """End the stream of that rollout, in another thread than that of all other methods."""
+        self._stopped = rollout
+
+    def _has_stopped(self, rollout: int) -> bool:
+        return self._stopped == rollout
 
     def load_stored(self, weights: StoredWeights) -> None:
         self._engine.load(map(fetch, weights.buckets), weights.version)

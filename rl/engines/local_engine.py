@@ -7,7 +7,7 @@ In: prompts, and weights with a version. Out: groups. `ray_engines` has the same
 import asyncio
 import atexit
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,28 +18,22 @@ from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
-from sparrow_sglang.rl.rollout import DENSE, Sampling, sample_request, to_group
+from sparrow_sglang.rl.engines.responses import (
+    LOOK_S,
+    Enough,
+    Finished,
+    Further,
+    Responses,
+    never,
+    nothing,
+    unwatched,
+)
+from sparrow_sglang.rl.rollout import DENSE, Sampling
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_versions import weight_update_session
 
 IDLE_TIMEOUT_S = 60.0
-_LOOK_S = 1.0
-
-Finished = Callable[[int], object]
-"""Told how many more responses are complete."""
-
-Further = Callable[[], Sequence[Prompt]]
-"""Gives prompts to start besides."""
-
-
-def unwatched(count: int) -> None:
-    """The `Finished` of rollouts whose progress nobody follows."""
-
-
-def nothing() -> Sequence[Prompt]:
-    """The `Further` of rollouts that no prompt is added to."""
-    return ()
 
 
 class LocalEngine:
@@ -93,51 +87,29 @@ class LocalEngine:
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        asked: Sequence[Prompt | Group],
         n: int,
         sampling: Sampling,
         finished: Finished = unwatched,
         further: Further = nothing,
+        enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; `further` is asked every second, and after each group."""
+        """See `RolloutEngine`; the callbacks are asked every second, and after each response."""
         if self._version is None:
             raise RuntimeError(
                 "the engine's weights were released or loaded in part: call update_weights first"
             )
-        loop = self._engine.loop
-        asked: list[Prompt] = []
-        answers: list[dict[int, Any]] = []
-        running: set[asyncio.Task[tuple[int, int, Any]]] = set()
-        schedule = DENSE if sampling.dense else self._schedule
-
-        def start(more: Sequence[Prompt]) -> None:
-            for position, prompt in enumerate(more, len(asked)):
-                asked.append(prompt)
-                answers.append({})
-                running.update(
-                    loop.create_task(self._answer(position, sample, prompt, sampling))
-                    for sample in range(n)
-                )
-
-        start(prompts)
-        try:
-            while running:
-                done, running = loop.run_until_complete(
-                    asyncio.wait(running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                )
-                self.require_alive()
-                for task in done:
-                    position, sample, answer = task.result()
-                    answers[position][sample] = answer
-                    finished(1)
-                    if len(answers[position]) == n:
-                        ordered = [answers[position].pop(sample) for sample in range(n)]
-                        sampled = asked[position], ordered, sampling, self._version, schedule
-                        yield position, to_group(*sampled)
-                start(further())
-        finally:
-            if running:
-                self._abandon(running)
+        responses = Responses(
+            self._manager,
+            self._engine.loop,
+            self._processes,
+            sampling,
+            self._version,
+            DENSE if sampling.dense else self._schedule,
+            switchable=self._schedule != DENSE,
+        )
+        responses.start([Group.begun(one, n) if isinstance(one, Prompt) else one for one in asked])
+        yield from responses.stream(n, finished, further, enough)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """See `RolloutEngine`; tensors may lie on the CPU or on the engine's device."""
@@ -269,32 +241,11 @@ class LocalEngine:
                 if isinstance(value, zmq.Socket):
                     value.context.destroy(linger=0)
 
-    async def _answer(
-        self, position: int, sample: int, prompt: Prompt, sampling: Sampling
-    ) -> tuple[int, int, Any]:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        sparse = self._schedule != DENSE
-        request = sample_request(prompt, sampling, switchable=sparse)
-        answers = self._manager.generate_request(GenerateReqInput(**request), None)
-        try:
-            return position, sample, await anext(answers)
-        finally:
-            await answers.aclose()
-
-    def _abandon(self, running: "set[asyncio.Task[tuple[int, int, Any]]]") -> None:
-        """Stop what is under way, so that the engine becomes idle."""
-        if self._processes.are_running():
-            self._manager.abort_request(abort_all=True)
-        for task in running:
-            task.cancel()
-        self._engine.loop.run_until_complete(asyncio.gather(*running, return_exceptions=True))
-
     def _run(self, call: Any) -> Any:
         loop = self._engine.loop
         task = loop.create_task(call)
         while not task.done():
-            loop.run_until_complete(asyncio.wait({task}, timeout=_LOOK_S))
+            loop.run_until_complete(asyncio.wait({task}, timeout=LOOK_S))
             if not task.done():
                 self.require_alive()
         return task.result()

@@ -16,10 +16,17 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from sparrow_sglang.rl.engines.buckets import NamedTensors, pack
-from sparrow_sglang.rl.engines.engine_actor import EngineActor, StoredWeights, store
-from sparrow_sglang.rl.engines.local_engine import Finished, Further, nothing, unwatched
+from sparrow_sglang.rl.engines.engine_actor import CONTROL, EngineActor, StoredWeights, store
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
 from sparrow_sglang.rl.engines.processes import EngineDied
+from sparrow_sglang.rl.engines.responses import (
+    Enough,
+    Finished,
+    Further,
+    never,
+    nothing,
+    unwatched,
+)
 from sparrow_sglang.rl.engines.weight_broadcast import BroadcastTimeout, WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
@@ -93,7 +100,7 @@ class RayEngines:
         self._adapter: tuple[str, dict[str, torch.Tensor], Any] | None = None
         self._schedule: BudgetSchedule | None = None
         self._complete = True
-        self._deaths = 0
+        self._deaths = self._rollouts = 0
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _start_ray()
@@ -119,11 +126,12 @@ class RayEngines:
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        asked: Sequence[Prompt | Group],
         n: int,
         sampling: Sampling,
         finished: Finished = unwatched,
         further: Further = nothing,
+        enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine`; an engine starts prompts of `further` once its others are complete.
 
@@ -137,48 +145,48 @@ class RayEngines:
             raise RuntimeError(
                 "the engines' weights were loaded in part: call update_weights first"
             )
-        self._deaths = 0
-        prompts = list(prompts)
-        # What each engine still owes, by position in `prompts`. Every n-th prompt, so that tasks
-        # which come in blocks are spread.
-        owed = {
-            slot: list(range(slot, len(prompts), len(self._actors)))
-            for slot in range(min(len(self._actors), len(prompts)))
-        }
-
-        def ask(slot: int) -> tuple[Any, list[int]]:
-            share = list(owed[slot])
-            method = self._actors[slot].stream.options(num_returns="streaming")
-            return method.remote([prompts[position] for position in share], n, sampling), share
-
-        asked = {slot: ask(slot) for slot in owed}
-        while asked:
-            slots = {stream: slot for slot, (stream, _) in asked.items()}
+        self._deaths, self._rollouts = 0, self._rollouts + 1
+        groups = [Group.begun(one, n) if isinstance(one, Prompt) else one for one in asked]
+        # Positions that each engine still owes, every n-th, as tasks may come in blocks.
+        count = min(len(self._actors), len(groups))
+        owed = {slot: list(range(slot, len(groups), count)) for slot in range(count)}
+        streams: dict[int, tuple[Any, list[int]]] = {}
+        stopped = False
+        while True:
+            if not stopped and enough():
+                stopped = True
+                for slot in streams:
+                    self._actors[slot].stop.remote(self._rollouts)
+            for slot, positions in owed.items():
+                if positions and slot not in streams and not stopped:
+                    method = self._actors[slot].stream.options(num_returns="streaming")
+                    share = list(positions)
+                    begun = [groups[position] for position in share]
+                    streams[slot] = method.remote(begun, n, sampling, self._rollouts), share
+            if not streams:
+                break
+            slots = {stream: slot for slot, (stream, _) in streams.items()}
             ready, _ = ray.wait(list(slots), num_returns=1, fetch_local=False)
             slot = slots[ready[0]]
-            stream, share = asked[slot]
+            stream, share = streams[slot]
             try:
                 index, group = ray.get(next(stream))
             except StopIteration:
-                del asked[slot]
-                if owed[slot]:
-                    asked[slot] = ask(slot)
+                del streams[slot]
             except _DEATH as error:
                 self._replace(slot, error)
-                if owed[slot]:
-                    asked[slot] = ask(slot)
-                else:
-                    del asked[slot]
+                del streams[slot]
             else:
                 owed[slot].remove(share[index])
-                finished(n)
+                finished(sum(rollout.finished for rollout in group.rollouts))
                 yield share[index], group
-            for prompt in further():
+            for prompt in () if stopped else further():
                 slot = min(owed, key=lambda slot: len(owed[slot]))
-                owed[slot].append(len(prompts))
-                prompts.append(prompt)
-                if slot not in asked:
-                    asked[slot] = ask(slot)
+                owed[slot].append(len(groups))
+                groups.append(Group.begun(prompt, n))
+        # Of engines that died when they were to stop.
+        for position in sum(owed.values(), []):
+            yield position, groups[position]
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """See `RolloutEngine`; engines that have died meanwhile, or die now, are replaced.
@@ -248,9 +256,13 @@ class RayEngines:
             server_args = server_args | {"random_seed": server_args["random_seed"] + slot}
         # Without CPUs of its own, an actor cannot wait for ever on a small machine.
         # Any: Ray's handles are typed as if calls through them were plain attributes.
-        actor: Any = ray.remote(EngineActor).options(
-            num_cpus=0, num_gpus=self._num_gpus, scheduling_strategy="SPREAD"
-        )
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": self._num_gpus,
+            "scheduling_strategy": "SPREAD",
+            "concurrency_groups": {CONTROL: 1},
+        }
+        actor: Any = ray.remote(**options)(EngineActor)
         return actor.remote(model_path, schedule, server_args, self._environment)
 
     def _try_broadcast(self, step: Literal["start", "send"], *arguments: Any) -> bool:

@@ -10,10 +10,12 @@ import torch
 
 from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engines.buckets import NamedTensors
-from sparrow_sglang.rl.engines.local_engine import (
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
+from sparrow_sglang.rl.engines.responses import (
+    Enough,
     Finished,
     Further,
-    LocalEngine,
+    never,
     nothing,
     unwatched,
 )
@@ -33,16 +35,19 @@ class RolloutEngine(Protocol):
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        asked: Sequence[Prompt | Group],
         n: int,
         sampling: Sampling,
         finished: Finished = unwatched,
         further: Further = nothing,
+        enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
-        """Positions in `prompts` and their groups, each once and as soon as it is complete.
+        """Positions in `asked` and their groups, each once and as soon as it is finished.
 
-        `further` is asked now and then for prompts to start besides, which take the next positions,
-        and ends the stream by having none when no group is under way.
+        A prompt gets `n` samples; an unfinished group goes on where it was stopped, after a dense
+        prefill of what it has. `further` is asked now and then for prompts to start besides, which
+        take the next positions, and ends the stream by having none when no group is under way. Once
+        there is `enough`, nothing is started, and groups come as far as they are.
         """
         ...
 

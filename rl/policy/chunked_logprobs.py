@@ -1,8 +1,14 @@
-"""Log-probs of given tokens, with gradient or entropy, without logits of all positions at once."""
+"""What is computed from logits, a chunk of positions at a time, so that all are never held at once.
+
+In: hidden states and the vocabulary projection. Out: log-probs of given tokens, with gradient or
+entropy, and acceptance rates.
+"""
 
 from typing import Any
 
 import torch
+
+from sparrow_sglang.mismatch.acceptance import acceptance_rate
 
 CHUNK_ELEMENTS = 2**26
 """Logits that exist at a time: 256 MiB in fp32, and as much again for their gradient."""
@@ -54,6 +60,22 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1
     """
     result: torch.Tensor = _Logits.apply(hidden, weight, temperature)
     return result
+
+
+def acceptance_between(
+    sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Exact acceptance rates, fp32 [n], of the distributions that last hidden states [n, H] give.
+
+    `head` is the vocabulary projection of both, [V, H]; its products are taken in chunks.
+    """
+    projection = head.to(dense.dtype).t()
+    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+    parts = [
+        acceptance_rate(product(left, projection), product(right, projection), temperature)
+        for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
+    ]
+    return torch.cat(parts)
 
 
 class _Logits(torch.autograd.Function):

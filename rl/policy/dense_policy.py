@@ -5,33 +5,35 @@ weights for the rollout engines. Sequences are packed into micro-batches without
 attends to itself only, by full causal attention.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.models import model_folder
-from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.batch import TokenSequence, sampled_tokens
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.attention import ATTENTION, check_supported
 from sparrow_sglang.rl.policy.chunked_logprobs import (
-    CHUNK_ELEMENTS,
-    product,
+    acceptance_between,
     token_logprobs,
     token_logprobs_and_entropies,
 )
-from sparrow_sglang.rl.policy.optimizer import ClippedAdamW, adamw, add_gradient
-from sparrow_sglang.rl.policy.packing import Packed, lay_out, pack
+from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, adamw, add_gradient
+from sparrow_sglang.rl.policy.packing import Packed, deal, idle, lay_out, pack
+from sparrow_sglang.rl.policy.shards import Sharded, like, local, whole
 from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule
+from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
+
+_Result = TypeVar("_Result")
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probs [n] with gradient, indices [n] of these tokens among all response tokens of the
@@ -61,6 +63,9 @@ class DensePolicy:
     weights in bfloat16 the optimizer keeps an fp32 copy that it updates and rounds from, and the
     gradients of micro-batches are added up in fp32. With `optimizer.offload` it keeps such a copy
     in either case, in the memory of the CPU, where gradients are added up and steps are taken.
+
+    Of several `ranks` each holds a shard of all this. They call the same methods with the same
+    arguments, each computes a share of the micro-batches, and all get the results of all.
     """
 
     def __init__(
@@ -69,12 +74,16 @@ class DensePolicy:
         config: ModelConfig,
         optimizer: OptimizerConfig,
         device: str | torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Takes over `model`. Raises `ValueError` on architectures it would compute wrongly."""
         check_supported(model)
         self.device = torch.device(device)
+        self.ranks = ranks
         # Of nn.Module, because transformers' wrapper of it hides its signature.
-        nn.Module.to(model, device=self.device, dtype=getattr(torch, config.dtype))
+        dtype, several = getattr(torch, config.dtype), ranks.world > 1
+        nn.Module.to(model, device=None if several else self.device, dtype=dtype)
+        self._sharded = Sharded(model, self.device, ranks) if several else None
         self.model = model
         self.model.set_attn_implementation(ATTENTION)
         for module in self.model.modules():
@@ -87,27 +96,30 @@ class DensePolicy:
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
         home = torch.device("cpu") if optimizer.offload else self.device
-        self._masters = (
-            self._params
-            if config.dtype == "float32" and not optimizer.offload
-            else [nn.Parameter(p.detach().to(home, torch.float32, copy=True)) for p in self._params]
-        )
-        self.optimizer = ClippedAdamW(
-            "policy", self._masters, adamw(self._masters, optimizer, home), optimizer.grad_clip
-        )
+        self._copies = copies = config.dtype != "float32" or optimizer.offload
+        self._masters = self._params
+        if copies or several:
+            shards = [local(p.detach()) for p in self._params]
+            self._masters = [nn.Parameter(p.to(home, torch.float32, copy=copies)) for p in shards]
+        inner = adamw(self._masters, optimizer, home)
+        self.optimizer = ClippedAdamW("policy", self._masters, inner, optimizer.grad_clip, ranks)
         if self._masters is not self._params:
             for master, parameter in zip(self._masters, self._params, strict=True):
                 parameter.register_post_accumulate_grad_hook(partial(add_gradient, master))
 
     @classmethod
     def load(
-        cls, config: ModelConfig, optimizer: OptimizerConfig, device: str | torch.device
+        cls,
+        config: ModelConfig,
+        optimizer: OptimizerConfig,
+        device: str | torch.device,
+        ranks: Ranks = ALONE,
     ) -> "DensePolicy":
         """The policy from the checkpoint that `config.path` names."""
         model = AutoModelForCausalLM.from_pretrained(
             model_folder(config.path), dtype=getattr(torch, config.dtype)
         )
-        return cls(model, config, optimizer, device)
+        return cls(model, config, optimizer, device, ranks)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -138,20 +150,41 @@ class DensePolicy:
         """What `score` gives, and the entropies in nats of the distributions that these tokens were
         drawn from, at the same temperature: fp32 [T] per sequence, on the CPU."""
         self.model.eval()
-        counts = [len(response) for _, response in sequences]
-        logprobs, entropies = torch.empty(sum(counts)), torch.empty(sum(counts))
+        counts = [sampled_tokens(sequence) for sequence in sequences]
+        logprobs, entropies = torch.zeros(sum(counts)), torch.zeros(sum(counts))
         for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
             where = packed.where.cpu()
-            part, entropy = token_logprobs_and_entropies(
-                self.hidden(packed, rule), self.head, packed.targets, temperature
-            )
+            part, entropy = self._of(token_logprobs_and_entropies, packed, temperature, rule)
             logprobs[where], entropies[where] = part.cpu(), entropy.cpu()
+        logprobs, entropies = self.ranks.add(logprobs), self.ranks.add(entropies)
         return list(logprobs.split(counts)), list(entropies.split(counts))
+
+    def _of(
+        self,
+        function: Callable[..., _Result],
+        packed: Packed,
+        temperature: float,
+        rule: SparseRule | None = None,
+    ) -> _Result:
+        """`function` of `chunked_logprobs` for a micro-batch."""
+        return self.gathered(
+            lambda: function(self.hidden(packed, rule), self.head, packed.targets, temperature)
+        )
+
+    def gathered(self, compute: Callable[[], _Result]) -> _Result:
+        """`compute()`, with the head, and in `hidden` the layers, gathered from all ranks.
+
+        Gradients flow through the tensors that it returns.
+        """
+        if self._sharded is None:
+            return compute()
+        result: _Result = self._sharded(compute)
+        return result
 
     @property
     def head(self) -> torch.Tensor:
-        """The vocabulary projection, [V, H]."""
+        """The vocabulary projection, [V, H]; inside `gathered` only."""
         weight: torch.Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -179,8 +212,9 @@ class DensePolicy:
     ) -> list[list[np.ndarray]]:
         """What `acceptance` gives with each of `actors` as `adapted`; one dense pass serves all."""
         self.model.eval()
-        rates = torch.empty(len(actors), sum(len(response) for _, response in sequences))
-        for packed in self.micro_batches(sequences):
+        rates = torch.zeros(len(actors), sum(map(sampled_tokens, sequences)))
+
+        def measure(packed: Packed) -> None:
             rule = SparseRule(schedule, packed.prompt_lengths)
             dense = self.hidden(packed)
             for row, adapted in zip(rates, actors, strict=True):
@@ -188,7 +222,11 @@ class DensePolicy:
                     sparse = self.hidden(packed, rule)
                 alpha = acceptance_between(sparse, dense, self.head, temperature)
                 row[packed.where.cpu()] = alpha.cpu()
-        counts = [len(response) for _, response in sequences]
+
+        for packed in self.micro_batches(sequences):
+            self.gathered(partial(measure, packed))
+        self.ranks.add(rates)
+        counts = [sampled_tokens(sequence) for sequence in sequences]
         return [[part.double().numpy() for part in row.split(counts)] for row in rates]
 
     def loss_step(
@@ -200,37 +238,47 @@ class DensePolicy:
     ) -> StepResult:
         """Gradient of the summed micro-batch losses, clipped, then one optimizer step.
 
-        `entropies` [N] on the CPU is filled with those that `score_with_entropy` would give.
+        `entropies` [N] zeros on the CPU is filled with those that `score_with_entropy` would give.
         A gradient that is not finite is logged, and weights and optimizer stay as they are.
         """
         self.model.train()
         # A loss that raised in an earlier call has left its gradients behind.
         self.model.zero_grad()
         self.optimizer.zero_grad()
-        total, count = 0.0, 0
+        total, count = torch.zeros(1, dtype=torch.float64), 0
         for packed in self.micro_batches(sequences):
-            inputs = self.hidden(packed), self.head, packed.targets, temperature
             if entropies is None:
-                logprobs = token_logprobs(*inputs)
+                logprobs = self._of(token_logprobs, packed, temperature)
             else:
-                logprobs, entropy = token_logprobs_and_entropies(*inputs)
+                logprobs, entropy = self._of(token_logprobs_and_entropies, packed, temperature)
                 entropies[packed.where.cpu()] = entropy.cpu()
-            part = loss(logprobs, packed.where)
-            part.backward()
+            part = logprobs.sum() if packed.idle else loss(logprobs, packed.where)
+            # FSDP takes the mean of all ranks' gradients.
+            (part * self.ranks.world).backward()
             total, count = total + float(part.detach()), count + 1
+        self.ranks.add(total)
+        if entropies is not None:
+            self.ranks.add(entropies)
         norm = self.optimizer.step()
         self._round_masters()
-        return StepResult(total, norm, count)
+        return StepResult(float(total), norm, count)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+        """Checkpoint name, parameter (maybe sharded) and fp32 master (this rank's rows) of each."""
+        for (name, parameter), master in zip(self._named, self._masters, strict=True):
+            yield name, parameter, master.detach()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their checkpoint names, tied ones once; views that a step changes."""
+        """Weights under their checkpoint names, tied ones once; views that a step changes.
+
+        Of several ranks all must ask; each weight is then gathered, and a copy.
+        """
         for name, parameter in self._named:
-            yield name, parameter.detach()
+            yield name, whole(parameter.detach())
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The fp32 weights that the optimizer updates, under the same names, where they lie."""
-        for (name, _), master in zip(self._named, self._masters, strict=True):
-            yield name, master.detach()
+        """The fp32 weights that the optimizer updates, where they lie; this rank's rows."""
+        return ((name, master) for name, _, master in self.named_parameters())
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -243,43 +291,39 @@ class DensePolicy:
             for parameter in self._params:
                 parameter.requires_grad_(True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Model, the fp32 weights that the optimizer updates, optimizer, and the model's dtype."""
-        return {
-            "model": {
-                _own_name(name): value
-                for name, value in self.model.state_dict().items()
-                if not _is_adapters(name)
-            },
-            "masters": [master.detach() for master in self._masters],
-            "optimizer": self.optimizer.state_dict(),
-            "dtype": str(self.model.dtype),
-        }
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The fp32 weights and the optimizer's moments and counts of steps, by name: copies on the
+        CPU, for `torch.distributed.checkpoint`; of several ranks, each one's rows."""
+        state = {}
+        for (name, parameter), master, moments in zip(
+            self._named, self._masters, self.optimizer.moments(), strict=True
+        ):
+            state[f"{name}.step"] = moments.pop("step").cpu()
+            for kind, rows in {"master": master.detach(), **moments}.items():
+                state[f"{name}.{kind}"] = like(rows.to("cpu", copy=True), parameter)
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, for which "model" is not needed: its weights are the
-        fp32 ones, rounded. Raises `ValueError` if `dtype` was another then."""
-        if state["dtype"] != str(self.model.dtype):
-            raise ValueError(
-                f"the checkpoint was written with another model.dtype than {self.model.dtype}:"
-                " set it back, or start without --resume"
-            )
-        with torch.no_grad():
-            for master, saved in zip(self._masters, state["masters"], strict=True):
-                master.copy_(saved)
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` gave."""
+        moments = []
+        for (name, _), master in zip(self._named, self._masters, strict=True):
+            master.copy_(local(state[f"{name}.master"]))
+            moments.append({kind: local(state[f"{name}.{kind}"]) for kind in MOMENTS})
+        self.optimizer.load_moments(moments)
         self._round_masters()
-        self.optimizer.load_state_dict(state["optimizer"])
 
     @torch.no_grad()
     def _round_masters(self) -> None:
-        if self._masters is not self._params:
+        if self._copies:
             for master, parameter in zip(self._masters, self._params, strict=True):
-                parameter.copy_(master)
+                local(parameter).copy_(master)
 
     def hidden(self, packed: Packed, rule: SparseRule | None = None) -> torch.Tensor:
         """Last hidden states that predict the targets: [n, H]; by full attention or by `rule`."""
         on_gpu = self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+        cache = self._sharded is None  # It would keep a copy of every layer that was gathered.
+        with torch.autocast(self.device.type, torch.bfloat16, on_gpu, cache_enabled=cache):
             hidden = self.model.base_model(
                 input_ids=packed.tokens[None],
                 position_ids=packed.positions[None],
@@ -297,41 +341,19 @@ class DensePolicy:
         return checkpointing and self.model.training and torch.is_grad_enabled()
 
     def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
-        for index, (prompt, response) in enumerate(sequences):
-            if not len(prompt) or not len(response):
+        for index, sequence in enumerate(sequences):
+            if not all(map(len, sequence)):
                 raise ValueError(
-                    f"sequences[{index}] has {len(prompt)} prompt and {len(response)} response"
-                    " tokens: expected at least one of each"
+                    f"sequences[{index}] has {len(sequence[0])} prompt and"
+                    f" {sampled_tokens(sequence)} response tokens: expected at least one of each"
                 )
-        lengths = [len(prompt) + len(response) for prompt, response in sequences]
-        starts = np.cumsum([0, *(len(response) for _, response in sequences)])
-        for members in pack(lengths, self._micro_batch_tokens):
+        lengths = [sum(map(len, sequence)) for sequence in sequences]
+        starts = np.cumsum([0, *map(sampled_tokens, sequences)])
+        packs = pack(lengths, self._micro_batch_tokens)
+        for members in deal(packs, lengths, self.ranks.world)[self.ranks.rank]:
+            if not members:
+                yield idle(self.device)
+                continue
             chosen = [sequences[i] for i in members]
             where = [np.arange(starts[i], starts[i + 1]) for i in members]
             yield lay_out(chosen, np.concatenate(where), self.device)
-
-
-def acceptance_between(
-    sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
-    """Exact acceptance rates, fp32 [n], of the distributions that last hidden states [n, H] give.
-
-    `head` is the vocabulary projection of both, [V, H]; its products are taken in chunks.
-    """
-    projection = head.to(dense.dtype).t()
-    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
-    parts = [
-        acceptance_rate(product(left, projection), product(right, projection), temperature)
-        for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
-    ]
-    return torch.cat(parts)
-
-
-def _is_adapters(name: str) -> bool:
-    """Whether a weight belongs to a PEFT LoRA layer, by PEFT's naming."""
-    return ".lora_" in name
-
-
-def _own_name(name: str) -> str:
-    """The name that a weight had before PEFT wrapped its layer."""
-    return name.replace(".base_layer.", ".")

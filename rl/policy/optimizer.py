@@ -2,13 +2,19 @@
 
 import logging
 from collections.abc import Sequence
-from math import isfinite
+from math import cos, isfinite, pi
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sparrow_sglang.rl.config import OptimizerConfig
+from sparrow_sglang.rl.policy.shards import local
+from sparrow_sglang.rl.ranks import ALONE, Ranks
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""AdamW's state of a parameter."""
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +22,8 @@ logger = logging.getLogger(__name__)
 class ClippedAdamW:
     """AdamW over `parameters` whose gradients are clipped to `grad_clip` together.
 
-    `owner` is whom the log names. `skipped_in_a_row` counts the latest steps that were not taken.
+    The parameters are shards of those of `ranks`, if there are several. `owner` is whom the log
+    names. `skipped_in_a_row` counts the latest steps that were not taken.
     """
 
     def __init__(
@@ -25,11 +32,13 @@ class ClippedAdamW:
         parameters: Sequence[nn.Parameter],
         adamw: torch.optim.AdamW,
         grad_clip: float,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._owner = owner
         self._parameters = parameters
         self._adamw = adamw
         self._grad_clip = grad_clip
+        self._ranks = ranks
         self.skipped_in_a_row = 0
 
     def step(self) -> float:
@@ -37,7 +46,7 @@ class ClippedAdamW:
 
         A gradient that is not finite is logged, and parameters and moments stay as they are.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._grad_clip))
+        norm = self._clip()
         if isfinite(norm):
             self._adamw.step()
             self.skipped_in_a_row = 0
@@ -49,9 +58,40 @@ class ClippedAdamW:
         self._adamw.zero_grad()
         return norm
 
+    def _clip(self) -> float:
+        own = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        norm = self._ranks.add(own.square()).sqrt() if self._ranks.world > 1 else own
+        clip_grads_with_norm_(self._parameters, self._grad_clip, norm)
+        return float(norm)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Of the steps that follow."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+
     def zero_grad(self) -> None:
         """Forget gradients."""
         self._adamw.zero_grad()
+
+    def moments(self) -> list[dict[str, torch.Tensor]]:
+        """`MOMENTS` of each parameter; zeros before its first step, which AdamW starts from."""
+        return [
+            {
+                name: self._adamw.state[p][name]
+                if p in self._adamw.state
+                else torch.zeros_like(p.detach() if name != "step" else torch.empty(()))
+                for name in MOMENTS
+            }
+            for p in self._parameters
+        ]
+
+    def load_moments(self, moments: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Take over what `moments` gave."""
+        of = dict(zip(self._parameters, moments, strict=True))
+        groups = self._adamw.param_groups
+        ordered = [of[parameter] for group in groups for parameter in group["params"]]
+        state = dict(enumerate(ordered))
+        self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and counts of steps."""
@@ -60,6 +100,20 @@ class ClippedAdamW:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self._adamw.load_state_dict(state)
+
+
+def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate of training step `step`, counted from 0, of `steps`.
+
+    Step w - 1 of a warm-up of w is the first at `lr`; the decay is at its end after the last step.
+    """
+    warmup, final = settings.warmup_steps, settings.final_lr_share
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}
+    share = left[settings.decay]
+    return settings.lr * (share + final * (1 - share))
 
 
 def adamw(
@@ -86,7 +140,7 @@ def add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
     lose most of their share.
     """
     assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
-    gradient = parameter.grad.to(master.device)
+    gradient = local(parameter.grad).to(master.device)
     if master.grad is None:
         master.grad = gradient.float()
     else:

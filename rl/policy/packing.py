@@ -5,7 +5,7 @@ tensors of one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from sparrow_sglang.rl.batch import TokenSequence
 class Packed:
     """A micro-batch: sequences one after the other, [T].
 
-    `predictors` [n] are the positions whose output predicts the response tokens `targets` [n],
+    `predictors` [n] are the positions whose output predicts the sampled tokens `targets` [n],
     which are `where` [n] among those of the whole batch.
     """
 
@@ -28,6 +28,11 @@ class Packed:
     predictors: torch.Tensor
     targets: torch.Tensor
     where: torch.Tensor
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is there only because other ranks have a micro-batch."""
+        return not len(self.where)
 
     @property
     def response_lengths(self) -> list[int]:
@@ -55,17 +60,39 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packs
 
 
+def deal(packs: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
+    """`packs` of each rank: as many for each, in rounds whose longest sequences are alike.
+
+    Ranks wait for each other after every layer. The fullest packs are halved until there is one for
+    every rank in every round; empty ones fill up where there are too few sequences.
+    """
+    if ranks == 1:
+        return [packs]
+    packs = list(packs)
+    while len(packs) % ranks:
+        fullest = max(packs, key=lambda pack: (len(pack) > 1, sum(lengths[i] for i in pack)))
+        if len(fullest) > 1:
+            packs.remove(fullest)
+            packs += [fullest[::2], fullest[1::2]]
+        else:
+            packs.append([])
+    packs.sort(key=lambda pack: -max((lengths[i] for i in pack), default=0))
+    return [packs[rank::ranks] for rank in range(ranks)]
+
+
+def idle(device: torch.device) -> Packed:
+    """A micro-batch of two tokens that predicts nothing."""
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    tokens = lay_out([((0,), (0,))], np.arange(1), device)
+    return replace(tokens, predictors=none, targets=none, where=none)
+
+
 def lay_out(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device) -> Packed:
-    """`sequences` one after the other; `where` [n] places their response tokens in the batch."""
-    tokens = np.concatenate([[*prompt, *response] for prompt, response in sequences])
-    lengths = [len(prompt) + len(response) for prompt, response in sequences]
-    ends = np.cumsum(lengths)
-    answers = np.concatenate(
-        [
-            np.arange(end - len(response), end)
-            for end, (_, response) in zip(ends, sequences, strict=True)
-        ]
-    )
+    """`sequences` one after the other; `where` [n] places their sampled tokens in the batch."""
+    tokens = np.concatenate([part for sequence in sequences for part in sequence])
+    lengths = [sum(map(len, sequence)) for sequence in sequences]
+    turns = [turn for sequence in sequences for turn in enumerate(sequence)]
+    answers = np.flatnonzero(np.concatenate([[index % 2] * len(part) for index, part in turns]))
     positions = np.concatenate([np.arange(length) for length in lengths])
 
     def place(values: np.ndarray) -> torch.Tensor:
@@ -75,7 +102,7 @@ def lay_out(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch
         place(tokens),
         place(positions),
         lengths,
-        tuple(len(prompt) for prompt, _ in sequences),
+        tuple(len(sequence[0]) for sequence in sequences),
         place(answers - 1),
         place(tokens[answers]),
         place(where),

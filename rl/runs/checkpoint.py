@@ -2,9 +2,10 @@
 
 A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
 is, in the dtype that the trainer computes in, `adapter/`, for PEFT and SGLang, if there is one,
-`training.pt` (the exact fp32 weights, optimizers, random states) and `state.json` (steps taken,
-configuration, schedule, metrics of the last step). It is written under another name, flushed to
-the disk and then renamed.
+`training/` (the exact fp32 weights and their optimizer, for any number of ranks), `training.pt`
+(the adapter's, random states), `carried.pt` (unfinished groups) if there are any, and `state.json`
+(steps taken, configuration, schedule, metrics of the last step). It is written under another name,
+flushed to the disk and then renamed.
 """
 
 import copy
@@ -13,6 +14,7 @@ import json
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
 from sparrow_sglang.errors import InputError
@@ -28,24 +31,50 @@ from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import METRICS_FILE
 
+_CARRIED = "carried.pt"
 _NAME = re.compile(r"step-(\d{6,})")
-# What may differ between a checkpoint and the run that resumes it; anything else would make the
-# steps before and after those of two different runs.
-_FREE = ("run_dir", "steps", "engine", "mismatch", "checkpoint", "logging", "evaluation")
+# What may differ between a checkpoint and the run that resumes it, whole sections or single keys:
+# neither what the checkpoint holds nor the order of the data depends on it.
+_FREE = (
+    "run_dir",
+    "steps",
+    "engine",
+    "mismatch",
+    "distributed",
+    "checkpoint",
+    "logging",
+    "evaluation",
+    "algorithm.kl_coefficient",
+    "model.gradient_checkpointing",
+    "model.micro_batch_tokens",
+    "optimizer.decay",
+    "optimizer.final_lr_share",
+    "optimizer.grad_clip",
+    "optimizer.lr",
+    "optimizer.warmup_steps",
+    "rollout.max_new_tokens",
+    "task.overlap_rewards",
+    "task.reward_timeout_s",
+    "task.reward_workers",
+)
 
 
 @dataclass(frozen=True)
 class State:
     """What a checkpoint says besides weights: steps taken, active schedule, metrics of the last
-    step, where the run stands on its ladder of schedules, prompts taken to replace groups."""
+    step, where the run stands on its ladder of schedules, prompts taken to replace groups, groups
+    that are carried over to the next step."""
 
     step: int = 0
     schedule: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     ladder: Mapping[str, Any] = field(default_factory=dict)
     replaced: int = 0
+    carried: tuple[Group, ...] = ()
 
 
 @contextmanager
@@ -75,9 +104,10 @@ def owned(run_dir: Path) -> Iterator[None]:
 class Checkpoints:
     """The checkpoints of one run, of which the newest `keep` stay."""
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    def __init__(self, run_dir: Path, keep: int, ranks: Ranks = ALONE) -> None:
         self._folder = run_dir / "checkpoints"
         self._keep = keep
+        self._ranks = ranks
 
     def newest(self) -> Path | None:
         """The checkpoint with the most steps, or None."""
@@ -102,6 +132,11 @@ class Checkpoints:
             return None
         if newest is not None:
             _check_resumable(newest, config)
+            if self._ranks.world > 1 and not (newest / "training").exists():
+                raise InputError(
+                    f"distributed.ranks={self._ranks.world}: {newest} was written before runs had"
+                    " ranks; go on with 1 until the next checkpoint, which any number can read"
+                )
         return newest
 
     def save(
@@ -114,20 +149,29 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint, replace one of the same step, and delete the oldest.
 
+        Of several ranks all must call it: each writes its shards, the first one everything else.
+
         Raises `OSError` if the disk does not take it; the older ones are still there then.
         """
+        target = self._folder / f"step-{state.step:06d}"
+        if self._ranks.rank:
+            _export(policy, None)
+            self._save_shards(policy, self._ranks.each(target)[0])
+            self._ranks.each(None)
+            return target
         self._folder.mkdir(exist_ok=True)
         delete_drafts(self._folder)
-        target = self._folder / f"step-{state.step:06d}"
-        training = policy.state_dict()
+        training: dict[str, Any] = {"random": _random_states()}
         with replacing(target) as draft:
-            _export(policy, training.pop("model"), draft / "model")
+            _export(policy, draft / "model")
             tokenizer.save_pretrained(draft / "model")
-            training["random"] = _random_states()
             if adapter is not None:
                 adapter.save(draft / "adapter")
                 training["adapter"] = adapter.state_dict()
             torch.save(training, draft / "training.pt")
+            if state.carried:
+                torch.save(state.carried, draft / _CARRIED)
+            self._save_shards(policy, self._ranks.each(draft)[0])
             fields = {
                 "step": state.step,
                 "schedule": state.schedule,
@@ -137,6 +181,7 @@ class Checkpoints:
                 "config": config.model_dump(mode="json"),
             }
             write_json(draft / "state.json", fields)
+        self._ranks.each(None)
         for old in self._complete()[: -self._keep]:
             shutil.rmtree(old)
         return target
@@ -150,10 +195,17 @@ class Checkpoints:
         training = current_names(
             torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
         )
-        policy.load_state_dict(training)
+        if "masters" in training:
+            _restore_single_file(policy, training)
+        else:
+            state = policy.state_dict()
+            with _quiet_about_one_process():
+                dcp.load(state, checkpoint_id=folder / "training")
+            policy.load_state_dict(state)
         if adapter is not None:
             adapter.load_state_dict(current_names(training["adapter"]))
         _set_random_states(training["random"])
+        carried = folder / _CARRIED
         return State(
             fields["step"],
             fields["schedule"],
@@ -161,32 +213,54 @@ class Checkpoints:
             fields["ladder"],
             # Of runs from before groups could be replaced.
             fields.get("replaced", 0),
+            torch.load(carried, weights_only=False) if carried.exists() else (),
         )
+
+    def _save_shards(self, policy: DensePolicy, draft: Path) -> None:
+        with _quiet_about_one_process():
+            dcp.save(policy.state_dict(), checkpoint_id=draft / "training")
 
     def _complete(self) -> list[Path]:
         folders = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
         return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def _export(policy: DensePolicy, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write `weights` and their config in the compute dtype.
+@contextmanager
+def _quiet_about_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # It saves without a process group, and says so each time.
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        yield
+
+
+def _export(policy: DensePolicy, folder: Path | None) -> None:
+    """Write the weights and their config in the compute dtype; with None, only help another rank
+    to gather them.
 
     In fp32 they would be served in another arithmetic than they were trained in: SGLang serves fp32
     checkpoints as float16.
     """
     dtype = policy.compute_dtype
-    # Tied weights share their memory, by which they are known to be one.
-    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    exported: dict[str, torch.Tensor] = {}
-    for name, value in weights.items():
-        place = value.data_ptr(), value.shape
-        if place not in cast:
-            cast[place] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)
-        exported[name] = cast[place]
+    exported = {}
+    for name, weight in policy.named_weights():
+        if folder is not None:
+            exported[name] = weight.to("cpu", dtype)
+    if folder is None:
+        return
     policy.model.save_pretrained(folder, state_dict=exported)
     config = copy.deepcopy(policy.model.config)
     config.dtype = dtype
     config.save_pretrained(folder)
+
+
+def _restore_single_file(policy: DensePolicy, training: Mapping[str, Any]) -> None:
+    """From before checkpoints were written by torch.distributed.checkpoint."""
+    policy.optimizer.load_state_dict(training["optimizer"])
+    names = [name for name, _ in policy.named_masters()]
+    masters = {
+        f"{name}.master": saved for name, saved in zip(names, training["masters"], strict=True)
+    }
+    policy.load_state_dict(policy.state_dict() | masters)
 
 
 def _check_resumable(folder: Path, config: TrainConfig) -> None:
@@ -196,7 +270,7 @@ def _check_resumable(folder: Path, config: TrainConfig) -> None:
     default = TrainConfig(run_dir=config.run_dir, task=task).model_dump(mode="json")
     saved = _merged(default, saved)
     for key, before, now in _differences(saved, config.model_dump(mode="json")):
-        if key.split(".")[0] not in _FREE:
+        if key not in _FREE and key.split(".")[0] not in _FREE:
             raise InputError(
                 f"{key}={now!r}: the run in {folder.parents[1]} was trained with {before!r}; set it"
                 f" back, or use another run_dir. Free to change are {', '.join(_FREE[1:])}"

@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,12 +15,15 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
-from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE
+from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE, RESPONSES_FILE
+
+WANDB_ID_FILE = "wandb_id"
 
 _STAGES = {
     "rollout": "rollout",
     "reward": "reward",
     "logprobs": "log-probs",
+    "reference": "reference",
     "mismatch": "mismatch",
     "update": "update",
     "distill": "distill",
@@ -64,9 +68,10 @@ class RunLog:
         self._steps = config.steps
         self._rows = _drop_rows(self._path, first)
         _drop_rows(self._path.with_name(EVENTS_FILE), first)
+        _drop_rows(self._path.with_name(RESPONSES_FILE), first)
         self._file = open(self._path, "a", encoding="utf-8")
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
-        self._wandb = _wandb(config) if config.logging.wandb_project else None
+        self._wandb = _wandb(config, first) if config.logging.wandb_project else None
         self._progress = Progress(config.steps, "step", first)
 
     def clock(self, step: int) -> Clock:
@@ -88,9 +93,17 @@ class RunLog:
 
     def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
         """Something that happened once: a line on the terminal and a row of events.jsonl."""
-        with open(self._path.with_name(EVENTS_FILE), "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **fields}) + "\n")
+        self._append(EVENTS_FILE, [{"step": step, **fields}])
         self.say(f"step {step + 1}: {line}")
+
+    def keep_responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of responses.jsonl."""
+        self._append(RESPONSES_FILE, [{"step": step, **row} for row in rows])
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if rows:
+            with open(self._path.with_name(name), "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The row of a step, on the disk when this returns; with the alarm of a collapse."""
@@ -120,6 +133,37 @@ class RunLog:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+class NoLog(RunLog):
+    """The log of the ranks that write none: the first writes for all."""
+
+    def __init__(self) -> None:
+        pass
+
+    def clock(self, step: int) -> Clock:
+        return Clock(self)
+
+    def show(self, stage: str) -> None:
+        pass
+
+    def responses(self, stage: str, total: int) -> Callable[[int], None]:
+        return lambda count: None
+
+    def say(self, line: str) -> None:
+        pass
+
+    def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
+        pass
+
+    def keep_responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -184,10 +228,15 @@ def _tensorboard(config: TrainConfig, first: int) -> Any:
     return SummaryWriter(config.run_dir / "tensorboard", purge_step=first)
 
 
-def _wandb(config: TrainConfig) -> Any:
+def _wandb(config: TrainConfig, first: int) -> Any:
     import wandb
 
+    path = config.run_dir / WANDB_ID_FILE
+    if not first or not path.exists():
+        write_text(path, uuid.uuid4().hex)
     return wandb.init(
+        id=path.read_text("utf-8"),
+        resume="allow",
         project=config.logging.wandb_project,
         name=config.run_dir.name,
         dir=config.run_dir,

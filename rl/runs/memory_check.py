@@ -15,8 +15,8 @@ _GIB = 2**30
 _BF16 = 2
 
 
-def estimate(config: TrainConfig, model_config: Any) -> tuple[TrainingMemory, int]:
-    """Memory of the trainer, and bytes that an engine of its GPU needs at least.
+def estimate(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[TrainingMemory, int]:
+    """Memory of the trainer on each of `ranks` GPUs, and bytes that an engine there needs at least.
 
     The engine's are its weights and the KV of one sequence of full length; what it takes beyond
     that is `mem_fraction_static`. 0 for engines on GPUs of their own. Raises `InputError` on a
@@ -34,6 +34,7 @@ def estimate(config: TrainConfig, model_config: Any) -> tuple[TrainingMemory, in
         4 if config.model.dtype == "float32" else _BF16,
         gradient_checkpointing=config.model.gradient_checkpointing,
         offload=config.optimizer.offload,
+        ranks=ranks,
     )
     if config.engine.kind == "ray":
         return memory, 0
@@ -41,9 +42,9 @@ def estimate(config: TrainConfig, model_config: Any) -> tuple[TrainingMemory, in
     return memory, parameters * _BF16 + kv
 
 
-def memory_report(config: TrainConfig, model_config: Any) -> tuple[list[str], bool]:
+def memory_report(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[list[str], bool]:
     """The estimate in lines, and False if this machine has a GPU that is too small for it."""
-    memory, engine = estimate(config, model_config)
+    memory, engine = estimate(config, model_config, ranks)
     phases = {"update, peak": memory.update_peak}
     if config.distill.enabled:
         phases["adapter step, peak"] = memory.adapter_peak
@@ -55,8 +56,12 @@ def memory_report(config: TrainConfig, model_config: Any) -> tuple[list[str], bo
         "gradients": memory.gradients,
         "inputs of layers, kept for the backward pass": memory.saved,
         "one layer computed again": memory.working,
-    } | phases
-    lines = ["memory of the trainer's GPU, estimated:"]
+    }
+    if ranks > 1:
+        rows["gathered from all ranks"] = memory.gathered
+    rows |= phases
+    where = "the trainer's GPU" if ranks == 1 else f"each of the trainer's {ranks} GPUs"
+    lines = [f"memory of {where}, estimated:"]
     lines += [f"  {name:44} {size / _GIB:7.1f} GiB" for name, size in rows.items()]
     if not torch.cuda.is_available():
         return [*lines, "no GPU on this machine to compare with"], True

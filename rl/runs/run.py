@@ -1,49 +1,64 @@
 """A training run while it lasts: what the loop uses, opened in order, closed whatever happens."""
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
 from sparrow_sglang.rl.engines.rollout_engine import open_engine
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.reference_policy import ReferencePolicy
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
-from sparrow_sglang.rl.runs.log import RunLog
+from sparrow_sglang.rl.runs.log import NoLog, RunLog
 from sparrow_sglang.rl.runs.record import record_start
 from sparrow_sglang.rl.runs.setup import Setup
-from sparrow_sglang.rl.runs.termination import Termination
+from sparrow_sglang.rl.runs.termination import Stopped, Termination
 from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool
+from sparrow_sglang.rl.types import Group
+
+_Result = TypeVar("_Result")
+
+
+class RankFailed(SparrowError, RuntimeError):
+    """A rank failed where each works by itself; all of them raise this, and can save together."""
+
+
+_ON_ALL_RANKS = (RankFailed, Stopped, FloatingPointError)
 
 
 class Progress:
     """How many steps the policy has taken, and how many of them are in a checkpoint.
 
-    `replaced` counts the prompts that these steps took besides their own, to replace groups.
+    `replaced` counts the prompts that these steps took besides their own, to replace groups, and
+    `carried` are groups that they began and did not train on.
     """
 
-    def __init__(
-        self, checkpoints: Checkpoints, termination: Termination, steps: int, replaced: int = 0
-    ) -> None:
-        self.steps_taken = steps
-        self.replaced = replaced
+    def __init__(self, checkpoints: Checkpoints, termination: Termination, state: State) -> None:
+        self.steps_taken = state.step
+        self.replaced = state.replaced
+        self.carried = state.carried
         self._checkpoints = checkpoints
         self._termination = termination
-        self._saved = steps
+        self._saved = state.step
         self._metrics: dict[str, float] = {}
         self._updating = False
 
     @contextmanager
-    def updating(self, step: int, replaced: int = 0) -> Iterator[None]:
-        """The block takes step `step`, which replaced so many groups, with the policy and reports
-        it; no signal interrupts it.
+    def updating(
+        self, step: int, replaced: int = 0, carried: tuple[Group, ...] = ()
+    ) -> Iterator[None]:
+        """The block takes step `step`, which replaced so many groups and leaves others, with the
+        policy and reports it; no signal interrupts it.
 
         If it raises, the policy may be between two steps, and is not saved any more.
         """
@@ -52,6 +67,7 @@ class Progress:
             yield
             self.steps_taken, self._updating = step + 1, False
             self.replaced += replaced
+            self.carried = carried
 
     def note(self, metrics: dict[str, float]) -> None:
         """Keep the metrics of a step for the checkpoint."""
@@ -69,7 +85,12 @@ class Progress:
         with self._termination.held_back():
             ladder = actor.ladder.state_dict()
             state = State(
-                self.steps_taken, actor.schedule_name, self._metrics, ladder, self.replaced
+                self.steps_taken,
+                actor.schedule_name,
+                self._metrics,
+                ladder,
+                self.replaced,
+                self.carried,
             )
             self._checkpoints.save(policy, tokenizer, config, state, actor.adapter)
             self._saved = self.steps_taken
@@ -82,10 +103,39 @@ class Run:
     config: TrainConfig
     setup: Setup
     policy: DensePolicy
+    reference: ReferencePolicy | None
     actor: SparseActor
     reward_workers: RewardPool
     log: RunLog
     progress: Progress
+    termination: Termination
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.policy.ranks
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """`work()`, of which each rank does a part by itself.
+
+        If it raises on one of several ranks, all raise: `Stopped` on a signal, else `RankFailed`.
+        """
+        if self.ranks.world == 1:
+            return work()
+        error: BaseException | None = None
+        try:
+            with self.termination.let_in():
+                result = work()
+        except (Exception, Stopped) as caught:
+            error = caught
+        code = error.code if isinstance(error, Stopped) else None
+        ends = self.ranks.each((code, error and f"{type(error).__name__}: {error}"))
+        for rank, (code, line) in enumerate(ends):
+            if line is not None and code is None:
+                raise RankFailed(f"rank {rank}: {line}") from error
+        for code, _ in ends:
+            if code is not None:
+                raise Stopped(code)
+        return result
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step, and keep them for the checkpoint."""
@@ -100,50 +150,72 @@ class Run:
 
 
 @contextmanager
-def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
+def open_run(
+    config: TrainConfig, setup: Setup, resume: bool, ranks: Ranks = ALONE
+) -> Iterator[Run]:
     """A run at the point where it was left; saved at the end, and whenever it ends early.
 
     Raises `InputError` if `config.run_dir` is in use, holds a run that is not to be resumed,
     or one that was trained with other settings.
     """
-    with owned(config.run_dir), Termination() as termination:
-        checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
-        newest = checkpoints.begin(config, resume)
+    first = ranks.rank == 0
+    own = owned(config.run_dir) if first else nullcontext()
+    with own, Termination(held=ranks.world > 1) as termination:
+        checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep, ranks)
+        newest = ranks.each(checkpoints.begin(config, resume) if first else None)[0]
         if config.engine.transfer == "broadcast":
             share_nccl_settings(config.engine.server_args)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        policy = DensePolicy.load(config.model, config.optimizer, device)
+        policy = DensePolicy.load(config.model, config.optimizer, device, ranks)
+        # Before a checkpoint's weights are there.
+        reference = ReferencePolicy(policy) if config.algorithm.kl_coefficient else None
         adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
         ladder = Ladder(setup.schedules, config.ladder)
         state = checkpoints.restore(newest, policy, adapter) if newest else State()
         if state.ladder:
             ladder.load_state_dict(state.ladder)
         taken = state.step
-        record_start(config, setup.engine, taken)
+        if first:
+            record_start(config, setup.engine, taken)
         reward_workers = RewardPool(
             setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
         )
-        with reward_workers, closing(RunLog(config, taken)) as log:
+        with reward_workers, closing(RunLog(config, taken) if first else NoLog()) as log:
             if setup.left_out:
                 limit = config.rollout.max_prompt_tokens
                 log.say(f"{setup.left_out} prompts are longer than {limit} tokens and left out")
             for note in setup.notes:
                 log.say(note)
             log.show("starting the engine")
-            # Another seed after each resume, or the engine would draw the same numbers again.
+            # Another seed after each resume, or the engine would draw the same numbers again, and
+            # on each rank.
             arguments = {
-                "random_seed": config.seed + taken,
+                "random_seed": config.seed + taken + ranks.rank * (config.steps + 1),
                 "dtype": str(policy.compute_dtype).removeprefix("torch."),
             } | lora_arguments(config.distill)
             engine = open_engine(setup.engine, setup.model_path, arguments)
             with closing(engine):
-                actor = SparseActor(config, engine, policy, adapter, ladder)
-                progress = Progress(checkpoints, termination, taken, state.replaced)
-                run = Run(config, setup, policy, actor, reward_workers, log, progress)
+                actor = SparseActor(config, engine, policy, adapter, ladder, setup.environment)
+                progress = Progress(checkpoints, termination, state)
+                run = Run(
+                    config,
+                    setup,
+                    policy,
+                    reference,
+                    actor,
+                    reward_workers,
+                    log,
+                    progress,
+                    termination,
+                )
                 try:
                     yield run
-                finally:
-                    run.save()
+                except BaseException as error:
+                    # Ranks that do not all get here would wait for each other.
+                    if ranks.world == 1 or isinstance(error, _ON_ALL_RANKS):
+                        run.save()
+                    raise
+                run.save()
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

@@ -5,6 +5,8 @@ In: a configuration. Out: a `Setup`, or one error that names the setting.
 
 import logging
 import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import Task, chat_render, load_task
+from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
@@ -32,21 +35,22 @@ _OWN_SETTINGS = {
 class Setup:
     """What `prepare` has found.
 
-    `train` and `heldout` hold no prompt that is too long; `left_out` counts those that were.
-    `schedules` is the ladder, from `engine.schedule` on, and empty for dense rollouts. `engine` is
-    the configured one with the schedule named that "auto" stands for. `notes` are what the run
-    should say at its start.
+    `train` and `heldout`, by names of sets, hold no prompt that is too long; `left_out` counts
+    those that were. The name of a single set is empty. `schedules` is the ladder, from
+    `engine.schedule` on, and empty for dense rollouts. `engine` is the configured one with the
+    schedule named that "auto" stands for. `notes` are what the run should say at its start.
     """
 
     model_path: str
     tokenizer: Any
     task: Task
     train: tuple[Prompt, ...]
-    heldout: tuple[Prompt, ...]
+    heldout: Mapping[str, tuple[Prompt, ...]]
     left_out: int
     schedules: tuple[BudgetSchedule, ...]
     engine: EngineConfig
     notes: tuple[str, ...]
+    environment: Environment | None
 
 
 def check(config: TrainConfig) -> None:
@@ -56,6 +60,8 @@ def check(config: TrainConfig) -> None:
     the rest.
     """
     _check_settings(config)
+    if config.distributed.ranks != AUTO:
+        check_ranks(config, config.distributed.ranks)
     if config.engine.schedule != AUTO:
         _schedules(config, None)
     if ":" in config.task.name:
@@ -77,8 +83,42 @@ def _check_settings(config: TrainConfig) -> None:
     _check_temperature(config.rollout.temperature)
 
 
-def prepare(config: TrainConfig) -> Setup:
-    """Everything that can be checked in seconds.
+def check_ranks(config: TrainConfig, ranks: int) -> None:
+    """Raises `InputError` on what so many ranks cannot train, and if there should be others."""
+    if ranks == 1:
+        if config.distributed.ranks not in (1, AUTO):
+            raise InputError(
+                f"distributed.ranks={config.distributed.ranks}: this is a process by itself;"
+                " expected to be started by sparrow train or torchrun"
+            )
+        return
+    asked = f"distributed.ranks={ranks}"
+    prompts, engine = config.rollout.prompts_per_step, config.engine
+    if prompts % ranks:
+        raise InputError(
+            f"{asked} does not divide rollout.prompts_per_step={prompts}: expected a divisor, so"
+            " that every rank samples as many groups"
+        )
+    if engine.kind == "ray":
+        raise InputError(
+            f"{asked} with engine.kind='ray': each rank has an engine of its own; expected"
+            ' kind = "local", or distributed.ranks = 1'
+        )
+    if (tp_size := engine.server_args.get("tp_size", 1)) != 1:
+        raise InputError(
+            f"{asked} with engine.server_args.tp_size={tp_size}: each rank's engine has one"
+            " GPU; expected tp_size of 1, or distributed.ranks = 1"
+        )
+    for name in ("dynamic_sampling", "oversubscribe"):
+        if (value := getattr(config.rollout, name)) > 1:
+            raise InputError(
+                f"{asked} with rollout.{name}={value:g}: ranks do not sample groups for each other;"
+                " expected 1 of either"
+            )
+
+
+def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
+    """Everything that can be checked in seconds, of a run of so many ranks.
 
     Raises:
         InputError, ScheduleError, ModelError: something that `config` names is not there, is
@@ -87,6 +127,7 @@ def prepare(config: TrainConfig) -> Setup:
     from transformers import AutoConfig, AutoTokenizer
 
     _check_settings(config)
+    check_ranks(config, ranks)
     model_path = model_folder(config.model.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -112,19 +153,27 @@ def prepare(config: TrainConfig) -> Setup:
             "distill.enabled=true with mismatch.sequences=0: tails of measured responses say how"
             " much of the adapter rollouts get; expected mismatch.sequences of 1 or more"
         )
-    task = load_task(config.task, chat_render(tokenizer))
-    train, heldout = (
-        tuple(p for p in prompts if len(p.input_ids) <= config.rollout.max_prompt_tokens)
-        for prompts in (task.train, task.heldout)
-    )
-    for name, kept in (("training", train), ("held-out", heldout)):
+    variables = config.task.chat_template_kwargs
+    for name in variables:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise InputError(
+                f"task.chat_template_kwargs.{name}: the chat template of model.path="
+                f"{config.model.path!r} has no such variable"
+            )
+    task = load_task(config.task, chat_render(tokenizer, **variables))
+    sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
+    train = _short_enough(task.train, config)
+    heldout = {name: _short_enough(prompts, config) for name, prompts in sets.items()}
+    named = {f"held-out {name}".strip(): prompts for name, prompts in heldout.items()}
+    for name, kept in ({"training": train} | named).items():
         if not kept:
             raise InputError(
                 f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: no {name} prompt of"
                 f" task {config.task.name!r} is that short; expected a higher limit"
             )
     _check_context(config, model_config)
-    left_out = len(task.train) + len(task.heldout) - len(train) - len(heldout)
+    left_out = len(task.train) - len(train)
+    left_out += sum(len(prompts) - len(heldout[name]) for name, prompts in sets.items())
     engine = config.engine
     if engine.schedule == AUTO:
         # By name, or SPARROW_SCHEDULE in the environment would give the engine another one.
@@ -134,7 +183,24 @@ def prepare(config: TrainConfig) -> Setup:
         for schedule in schedules
         if schedule.is_foreign(model_config)
     )
-    return Setup(model_path, tokenizer, task, train, heldout, left_out, schedules, engine, notes)
+    environment = Environment(task.reply, variables) if task.reply else None
+    return Setup(
+        model_path,
+        tokenizer,
+        task,
+        train,
+        heldout,
+        left_out,
+        schedules,
+        engine,
+        notes,
+        environment,
+    )
+
+
+def _short_enough(prompts: Sequence[Prompt], config: TrainConfig) -> tuple[Prompt, ...]:
+    limit = config.rollout.max_prompt_tokens
+    return tuple(prompt for prompt in prompts if len(prompt.input_ids) <= limit)
 
 
 def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
@@ -208,11 +274,13 @@ def _check_context(config: TrainConfig, model_config: Any) -> None:
     context = config.engine.server_args.get("context_length") or getattr(
         model_config, "max_position_embeddings", None
     )
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    # SGLang keeps one token of the context to itself.
-    if context is not None and longest >= context:
-        raise InputError(
-            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and"
-            f" max_new_tokens={config.rollout.max_new_tokens} make {longest} tokens: the model's"
-            f" context is {context}; expected less than that together"
-        )
+    prompt = config.rollout.max_prompt_tokens
+    limits = {"": config.rollout.max_new_tokens, "evaluation.": config.evaluation_tokens}
+    for section, tokens in limits.items():
+        # SGLang keeps one token of the context to itself.
+        if context is not None and prompt + tokens >= context:
+            raise InputError(
+                f"rollout.max_prompt_tokens={prompt} and {section}max_new_tokens={tokens} make"
+                f" {prompt + tokens} tokens: the model's context is {context}; expected less than"
+                " that together"
+            )

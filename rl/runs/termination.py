@@ -17,8 +17,9 @@ class Termination:
     A subclass of SystemExit, because asyncio keeps other exceptions in the task that they hit.
     """
 
-    def __init__(self) -> None:
-        self._held = False
+    def __init__(self, held: bool = False) -> None:
+        """With `held`, signals are held back except where `let_in` is open."""
+        self._held = held
         self._asked: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -39,12 +40,27 @@ class Termination:
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Let the block end before `Stopped` is raised."""
-        self._held = True
+        with self._holding(True):
+            yield
+        self._raise_if_asked()
+
+    @contextmanager
+    def let_in(self) -> Iterator[None]:
+        """Raise `Stopped` at once in the block, whether the signal came before or comes now."""
+        with self._holding(False):
+            self._raise_if_asked()
+            yield
+
+    @contextmanager
+    def _holding(self, held: bool) -> Iterator[None]:
+        before, self._held = self._held, held
         try:
             yield
         finally:
-            self._held = False
-        if self._asked is not None:
+            self._held = before
+
+    def _raise_if_asked(self) -> None:
+        if self._asked is not None and not self._held:
             raise Stopped(128 + self._asked)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -4,34 +4,34 @@ A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`;
 module of the user's, and `task.name` is "module:function".
 """
 
-import importlib
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from pydantic import ValidationError
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TaskConfig
-from sparrow_sglang.rl.tasks import code, math, story
+from sparrow_sglang.rl.config import TaskSource
+from sparrow_sglang.rl.tasks import calculator, code, files, math, story
 from sparrow_sglang.rl.tasks.base import Render, Task, chat_render
-from sparrow_sglang.validation import nearest_first
+from sparrow_sglang.rl.tasks.imported import imported
+from sparrow_sglang.rl.tasks.reward_worker import Reward
+from sparrow_sglang.rl.turns import Reply
+from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.validation import first_problem, nearest_first
 
 __all__ = ["TASKS", "Render", "Task", "chat_render", "load_task"]
 
-Load = Callable[[TaskConfig, Render], Task]
-
-TASKS: dict[str, Load] = {
-    "math": math.load,
-    "code": code.load,
-    "story": story.load,
-}
+Load = Callable[[TaskSource, Render], Task]
 
 
-def load_task(config: TaskConfig, render: Render) -> Task:
+def load_task(config: TaskSource, render: Render) -> Task:
     """The task that `config.name` names, with its prompts rendered to token ids.
 
     Raises `InputError` if there is none of that name, or if its files or options are wrong.
     """
     if ":" in config.name:
-        return _imported(config.name)(config, render)
+        task: Task = imported("task.name", config.name)(config, render)
+        return task
     if config.name not in TASKS:
         near = nearest_first(config.name, TASKS)[0]
         raise InputError(
@@ -41,24 +41,45 @@ def load_task(config: TaskConfig, render: Render) -> Task:
     return TASKS[config.name](config, render)
 
 
-def _imported(name: str) -> Load:
-    module_name, _, function = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise InputError(
-            f"task.name={name!r}: {error}; expected module:function, of a module that Python can"
-            " import: add its folder to PYTHONPATH"
-        ) from None
-    load: Load | None = getattr(module, function, None)
-    if not callable(load):
-        functions = [
-            key
-            for key, value in inspect.getmembers(module, inspect.isfunction)
-            if value.__module__ == module_name
-        ]
-        raise InputError(
-            f"task.name={name!r}: {module_name} has no function {function!r}; it has"
-            f" {', '.join(functions) or 'none'}"
-        )
-    return load
+def _load_mix(config: TaskSource, render: Render) -> Task:
+    """Several tasks: `options` has the settings of each by a name, which becomes that of its
+    prompts and of its held-out set."""
+    train: list[Prompt] = []
+    heldout: dict[str, tuple[Prompt, ...]] = {}
+    rewards: dict[str, Reward] = {}
+    replies: dict[str, Reply] = {}
+    if not config.options:
+        raise InputError("task.options holds no tasks: task 'mix' expects [task.options.NAME]")
+    for label, fields in config.options.items():
+        try:
+            source = TaskSource.model_validate(fields)
+            task = load_task(source, render)
+        except ValidationError as error:
+            problem = first_problem(error, TaskSource, prefix=f"task.options.{label}")
+            raise InputError(problem) from None
+        except InputError as error:
+            raise InputError(f"task.options.{label}: {error}") from None
+        if isinstance(task.reward, Mapping):
+            raise InputError(f"task.options.{label}.name={source.name!r}: expected no mix in a mix")
+        rewards[label] = task.reward
+        if task.reply is not None and not isinstance(task.reply, Mapping):
+            replies[label] = task.reply
+        train += _labelled(task.train, label)
+        sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
+        for name, prompts in sets.items():
+            heldout[f"{label}/{name}".rstrip("/")] = _labelled(prompts, label)
+    return Task(tuple(train), heldout, rewards, replies)
+
+
+def _labelled(prompts: Sequence[Prompt], label: str) -> tuple[Prompt, ...]:
+    return tuple(replace(prompt, task=label) for prompt in prompts)
+
+
+TASKS: dict[str, Load] = {
+    "math": math.load,
+    "code": code.load,
+    "story": story.load,
+    "calculator": calculator.load,
+    "files": files.load,
+    "mix": _load_mix,
+}

@@ -1,12 +1,11 @@
 """What tasks share: their shape, rendering through a chat template, and reading of data files.
 
-Data files hold one object per line (.jsonl) or row (.parquet). "prompt" is a string, which becomes
-the user's message, or a list of chat messages; "id" is optional. The other fields are the task's.
+Each row holds an example. "prompt" is a string, which becomes the user's message, or a list of chat
+messages; "id" is optional. The other fields are the task's.
 """
 
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import relative_note
-from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.config import TaskSource
+from sparrow_sglang.rl.tasks.reward_worker import Reward
+from sparrow_sglang.rl.tasks.rows import KINDS, is_hub, read_rows
+from sparrow_sglang.rl.turns import Reply
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem
 
@@ -25,7 +27,9 @@ Render = Callable[[Sequence[Message]], tuple[int, ...]]
 # Fields of one example -> what the reward needs. Raises `ValueError` with what is allowed.
 ReadPayload = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
-KINDS = (".jsonl", ".parquet")
+# One held-out set, or several by name.
+Heldout = tuple[Prompt, ...] | Mapping[str, tuple[Prompt, ...]]
+
 HELDOUT_SHARE = 0.1
 MAX_HELDOUT = 512
 SPLIT_SEED = 0
@@ -35,13 +39,16 @@ SPLIT_SEED = 0
 class Task:
     """Prompts to train on and others to evaluate on, and `reward(prompt, text)`, 0 to 1.
 
-    `reward` is a function of a module, as it is sent to other processes by name. If it has a
-    parameter `finish_reason`, it gets "stop", or "length" for a response that was cut.
+    `heldout` is one set, or several by name. `reward` is a function of a module, as it is sent to
+    other processes by name; what it may take and return is said at `reward_worker.Reward`. Or
+    there is one for each `Prompt.task`. With a `reply`, or one for each, responses have several
+    turns; see `turns.Reply`.
     """
 
     train: tuple[Prompt, ...]
-    heldout: tuple[Prompt, ...]
-    reward: Callable[..., float]
+    heldout: Heldout
+    reward: Reward | Mapping[str, Reward]
+    reply: Reply | Mapping[str, Reply] | None = None
 
 
 class Options(BaseModel):
@@ -62,19 +69,19 @@ class FileOptions(Options):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def chat_render(tokenizer: Any) -> Render:
-    """Rendering by the chat template of a transformers tokenizer."""
+def chat_render(tokenizer: Any, **variables: Any) -> Render:
+    """Rendering by the chat template of a transformers tokenizer, with its `variables` set."""
 
     def render(messages: Sequence[Message]) -> tuple[int, ...]:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
+            list(messages), tokenize=False, add_generation_prompt=True, **variables
         )
         return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
     return render
 
 
-def parse_options(kind: type[OptionsT], config: TaskConfig) -> OptionsT:
+def parse_options(kind: type[OptionsT], config: TaskSource) -> OptionsT:
     """`config.options`, checked; raises `InputError` with field, value and what is allowed."""
     try:
         return kind(**config.options)
@@ -83,8 +90,8 @@ def parse_options(kind: type[OptionsT], config: TaskConfig) -> OptionsT:
 
 
 def load_files(
-    config: TaskConfig, render: Render, read_payload: ReadPayload, options: FileOptions
-) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+    config: TaskSource, render: Render, read_payload: ReadPayload, options: FileOptions
+) -> tuple[tuple[Prompt, ...], Heldout]:
     """Training and held-out prompts out of `config`'s files.
 
     Without a held-out file a tenth of the examples, 512 at most, is kept apart, the same ones each
@@ -92,18 +99,26 @@ def load_files(
     """
     if config.train_path is None:
         raise InputError(
-            f"task.train_path is not set: task {config.name!r} needs a .jsonl or .parquet file"
+            f"task.train_path is not set: task {config.name!r} needs a .jsonl or .parquet file, or"
+            " hf:NAME"
         )
-    for key in ("train_path", "heldout_path"):
-        path = getattr(config, key)
-        if path is not None and path.suffix in KINDS and not path.exists():
+    sets = {f"heldout_sets.{name}": path for name, path in config.heldout_sets.items()}
+    paths = {"train_path": config.train_path, "heldout_path": config.heldout_path} | sets
+    for key, path in paths.items():
+        if path is not None and path.suffix in KINDS and not is_hub(path) and not path.exists():
             raise InputError(
                 f"task.{key}={str(path)!r}: No such file{relative_note(path)}; expected a .jsonl or"
                 " .parquet file"
             )
-    train = _read_prompts(config.train_path, config.name, render, read_payload, options)
+
+    def read(path: Path) -> tuple[Prompt, ...]:
+        return _read_prompts(path, config, render, read_payload, options)
+
+    train = read(config.train_path)
+    if config.heldout_sets:
+        return train, {name: read(path) for name, path in config.heldout_sets.items()}
     if config.heldout_path is not None:
-        return train, _read_prompts(config.heldout_path, config.name, render, read_payload, options)
+        return train, read(config.heldout_path)
     order = list(train)
     random.Random(SPLIT_SEED).shuffle(order)
     kept = min(MAX_HELDOUT, int(len(order) * HELDOUT_SHARE))
@@ -117,11 +132,14 @@ def load_files(
 
 
 def _read_prompts(
-    path: Path, task: str, render: Render, read_payload: ReadPayload, options: FileOptions
+    path: Path, config: TaskSource, render: Render, read_payload: ReadPayload, options: FileOptions
 ) -> tuple[Prompt, ...]:
     prompts: dict[str, Prompt] = {}
-    for where, number, example in _examples(path):
+    for where, number, row in read_rows(path):
         try:
+            example = row | {
+                field: _column(row, field, column) for field, column in config.columns.items()
+            }
             messages = _messages(example, options)
             payload = read_payload(example)
             name = str(example.get("id") or f"{path.stem}-{number}")
@@ -129,51 +147,23 @@ def _read_prompts(
                 raise ValueError(f"id {name!r} is used twice: expected a unique id, or none")
         except ValueError as error:
             raise InputError(f"{where}: {error}") from None
-        prompts[name] = Prompt(name, task, render(messages), payload)
+        prompts[name] = Prompt(name, config.name, render(messages), payload)
     if not prompts:
         raise InputError(f"{path}: holds no examples; expected one JSON object per line or row")
     return tuple(prompts.values())
 
 
-def _examples(path: Path) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    """(file and line, line number from 1, fields) of each example."""
-    if path.suffix not in KINDS:
-        raise InputError(f"{path}: kind {path.suffix!r} is not read; use .jsonl or .parquet")
-    try:
-        if path.suffix == ".parquet":
-            yield from _parquet_rows(path)
-            return
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8 text; expected one JSON object per line") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            example = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{path}:{number}: not JSON ({error}); expected one object per line"
-            ) from None
-        if not isinstance(example, dict):
-            raise InputError(
-                f"{path}:{number}: holds a {type(example).__name__}; expected a JSON object"
+def _column(row: Mapping[str, Any], field: str, column: str) -> Any:
+    """What is at the dotted path `column`; raises `ValueError` if nothing is."""
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else repr(value)
+            raise ValueError(
+                f"task.columns.{field}={column!r}: there is no {name!r}; found {there or 'none'}"
             )
-        yield f"{path}:{number}", number, example
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path}: not a Parquet file ({error})") from None
-    for number, row in enumerate(rows, 1):
-        yield f"{path} row {number}", number, row
+        value = value[name]
+    return value
 
 
 def _messages(example: Mapping[str, Any], options: FileOptions) -> list[Message]:

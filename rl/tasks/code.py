@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.sandbox.run import (
     Kind,
     Limits,
@@ -46,7 +46,7 @@ class CodeOptions(FileOptions):
     """"weak" does without bubblewrap; the log says what is then not kept from programs."""
 
 
-def load(config: TaskConfig, render: Render) -> Task:
+def load(config: TaskSource, render: Render) -> Task:
     """Prompts out of `config`'s files.
 
     Raises `InputError` as `base.load_files` does, and where the sandbox does not work.

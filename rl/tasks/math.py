@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks.base import (
     FileOptions,
     Render,
@@ -29,7 +29,7 @@ RETRACTION = re.compile(
 RESTATED = re.compile(r"\banswer\s*(?:is|should be|must be|=|:)", re.IGNORECASE)
 
 
-def load(config: TaskConfig, render: Render) -> Task:
+def load(config: TaskSource, render: Render) -> Task:
     """Prompts out of `config`'s files; raises `InputError` as `base.load_files` does."""
     options = parse_options(FileOptions, config)
     train, heldout = load_files(config, render, _payload, options)

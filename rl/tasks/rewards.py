@@ -1,18 +1,17 @@
 """Scores groups of rollouts in reward workers, so that no reward function can stop a training run.
 
 In: groups, and a task's reward function. Out: one array of rewards per group, in the same order,
-and counts of what went wrong. A call that raises, crashes or hangs scores 0; its worker process is
-replaced.
+sub-scores, and counts of what went wrong. A call that raises, crashes or hangs scores 0; its worker
+process is replaced.
 """
 
 import inspect
 import logging
-import math
 import multiprocessing
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -22,15 +21,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.tasks.reward_worker import Job, Reward, Worker, reward_of
+from sparrow_sglang.rl.types import Group
 
 logger = logging.getLogger(__name__)
 
-# (prompt, text) -> reward; one with a parameter `finish_reason` gets SGLang's, too.
-Reward = Callable[..., float]
-FINISH_REASON = "finish_reason"
-# To import the reward function, and sympy among others, before the first job.
-START_UP_S = 120.0
+# Number of a group, and of its samples.
+Place = tuple[int, range]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,21 +35,32 @@ class Scores:
     """Rewards [n] float64 of each group, in the order given, and how many calls failed.
 
     `errors`: the function raised, or returned something else than a finite number. `crashes`: its
-    process died. `timeouts`: it was killed. All three scored 0.
+    process died. `timeouts`: it was killed. All three scored 0. `parts` are sub-scores by name, of
+    each response of each group, where the reward gives any.
     """
 
     rewards: tuple[NDArray[np.float64], ...]
+    parts: tuple[tuple[Mapping[str, float], ...], ...] = ()
     errors: int = 0
     crashes: int = 0
     timeouts: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Failed calls of each kind."""
+        """Failed responses of each kind."""
         return {
             "sparrow/reward_errors": float(self.errors),
             "sparrow/reward_crashes": float(self.crashes),
             "sparrow/reward_timeouts": float(self.timeouts),
         }
+
+
+def part_metrics(parts: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, float]:
+    """Means of sub-scores by name, over the responses that have them."""
+    named: dict[str, list[float]] = {}
+    for part in (part for group in parts for part in group):
+        for name, value in part.items():
+            named.setdefault(f"sparrow/score/{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in named.items()}
 
 
 def without_truncated(
@@ -66,30 +74,32 @@ def without_truncated(
 
 
 class RewardPool:
-    """Reward workers: processes that call `reward`, a function of a module; closes as a context.
+    """Reward workers: processes that call `reward`, a function of a module, or one for each task by
+    name; closes as a context.
 
     Processes are started at the first call of `score`, from a server process that holds neither
     CUDA nor threads; a script that uses this needs the usual `if __name__ == "__main__"`.
     """
 
-    def __init__(self, reward: Reward, workers: int = 4, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, reward: Reward | Mapping[str, Reward], workers: int = 4, timeout_s: float = 30.0
+    ) -> None:
         if workers < 1 or timeout_s <= 0:
             raise ValueError(
                 f"workers={workers}, timeout_s={timeout_s}: expected at least one process and a"
                 f" time above 0"
             )
-        self._reward = reward
-        self._sees_finish_reason = FINISH_REASON in inspect.signature(reward).parameters
+        self.reward = reward
         self._count = workers
         self._timeout_s = timeout_s
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
 
     def score(self, groups: Sequence[Group]) -> Scores:
         """The reward of every rollout.
 
         Raises `RuntimeError` if a process cannot even load the function.
         """
-        work = _Work()
+        work = _Work(self.reward)
         for group in groups:
             work.add(group)
         while not work.done:
@@ -111,22 +121,20 @@ class RewardPool:
     def _advance(self, work: "_Work", wake: Connection | None = None) -> None:
         """Hand out jobs, wait until a worker or `wake` has something to say, and take it in."""
         while len(self._workers) < min(self._count, len(work.jobs)):
-            self._workers.append(_Worker(self._reward))
+            self._workers.append(Worker(self.reward))
         for worker in self._workers:
             if work.jobs and worker.ready and id(worker) not in work.places:
-                number, sample = work.places[id(worker)] = work.jobs.popleft()
-                rollout = work.groups[number].rollouts[sample]
-                more = {FINISH_REASON: rollout.finish_reason} if self._sees_finish_reason else {}
-                worker.send((work.groups[number].prompt, rollout.text, more), self._timeout_s)
+                work.places[id(worker)] = work.jobs.popleft()
+                worker.send(work.job(work.places[id(worker)]), self._timeout_s)
         for worker in self._changed(wake):
             kind, value = worker.outcome()
             place = work.places.pop(id(worker), None)
             if kind in ("crashes", "timeouts"):
                 if place is None and not worker.ready:
                     self.close()
-                    raise RuntimeError(f"the reward {self._reward!r} cannot be loaded: {value}")
+                    raise RuntimeError(f"the reward {self.reward!r} cannot be loaded: {value}")
                 worker.stop()
-                self._workers[self._workers.index(worker)] = _Worker(self._reward)
+                self._workers[self._workers.index(worker)] = Worker(self.reward)
             if place is not None:
                 work.take(place, kind, value)
 
@@ -147,7 +155,7 @@ class RewardPool:
     ) -> None:
         self.close()
 
-    def _changed(self, wake: Connection | None) -> "list[_Worker]":
+    def _changed(self, wake: Connection | None) -> "list[Worker]":
         """Workers with something to tell, or past their time; waits for the first one, or `wake`,
         which is read."""
         busy = [worker for worker in self._workers if worker.deadline is not None]
@@ -167,11 +175,13 @@ class RewardPool:
 class _Work:
     """Groups, numbered as they come, what is still to be scored of them, and what has been."""
 
-    def __init__(self) -> None:
+    def __init__(self, reward: Reward | Mapping[str, Reward]) -> None:
+        self._reward = reward
         self.groups: list[Group] = []
-        self.jobs: deque[tuple[int, int]] = deque()
-        self.places: dict[int, tuple[int, int]] = {}
+        self.jobs: deque[Place] = deque()
+        self.places: dict[int, Place] = {}
         self._rewards: list[NDArray[np.float64]] = []
+        self._parts: list[list[Mapping[str, float]]] = []
         self._open: list[int] = []
         self._left = 0
         self._counts = {"errors": 0, "crashes": 0, "timeouts": 0}
@@ -184,29 +194,56 @@ class _Work:
         number, size = len(self.groups), len(group.rollouts)
         self.groups.append(group)
         self._rewards.append(np.zeros(size))
+        self._parts.append([{}] * size)
         self._open.append(size)
         self._left += size
-        self.jobs.extend((number, sample) for sample in range(size))
+        step = size if "texts" in self._parameters(group) else 1
+        self.jobs.extend((number, range(i, i + step)) for i in range(0, size, step))
 
-    def take(self, place: tuple[int, int], kind: str, value: Any) -> None:
+    def job(self, place: Place) -> Job:
+        """What a worker needs to know of a job."""
+        number, samples = place
+        group = self.groups[number]
+        rollouts = [group.rollouts[sample] for sample in samples]
+        parameters = self._parameters(group)
+        if "texts" in parameters:
+            reasons = [rollout.finish_reason for rollout in rollouts]
+            more = {"finish_reasons": reasons} if "finish_reasons" in parameters else {}
+            prompts = [group.prompt] * len(rollouts)
+            return group.prompt.task, (prompts, [rollout.text for rollout in rollouts]), more
+        (rollout,) = rollouts
+        known = {"finish_reason": rollout.finish_reason, "turns": rollout.turns}
+        one = {name: value for name, value in known.items() if name in parameters}
+        return group.prompt.task, (group.prompt, rollout.text), one
+
+    def _parameters(self, group: Group) -> Collection[str]:
+        return inspect.signature(reward_of(self._reward, group.prompt.task)).parameters
+
+    def take(self, place: Place, kind: str, value: Any) -> None:
         """The outcome of a job."""
-        number, sample = place
+        number, samples = place
+        if kind == "reward" and len(value) != len(samples):
+            kind, value = "errors", f"{len(value)} rewards for {len(samples)} responses"
         if kind == "reward":
-            self._rewards[number][sample] = value
+            for sample, (reward, parts) in zip(samples, value, strict=True):
+                self._rewards[number][sample] = reward
+                self._parts[number][sample] = parts
         else:
-            self._counts[kind] += 1
+            self._counts[kind] += len(samples)
             prompt = self.groups[number].prompt
             logger.warning("prompt %s/%s: %s: %s", prompt.task, prompt.id, kind, value)
         # Last, as another thread goes by these.
-        self._open[number] -= 1
-        self._left -= 1
+        self._open[number] -= len(samples)
+        self._left -= len(samples)
 
     def rewards(self, number: int) -> NDArray[np.float64] | None:
         """Those of a group, None until all of its responses are scored."""
         return None if self._open[number] else self._rewards[number]
 
     def scores(self, numbers: Iterable[int]) -> Scores:
-        return Scores(tuple(self._rewards[number] for number in numbers), **self._counts)
+        chosen = list(numbers)
+        parts = tuple(tuple(self._parts[number]) for number in chosen)
+        return Scores(tuple(self._rewards[number] for number in chosen), parts, **self._counts)
 
 
 class Scoring:
@@ -214,7 +251,7 @@ class Scoring:
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
-        self._work = _Work()
+        self._work = _Work(pool.reward)
         self._changed = threading.Condition()
         self._asleep, self._waker = multiprocessing.Pipe(duplex=False)
         self._added: deque[Group] = deque()
@@ -273,62 +310,3 @@ class Scoring:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-
-class _Worker:
-    """One process and what it is at; `deadline` is None while it has nothing to do."""
-
-    def __init__(self, reward: Reward) -> None:
-        # A forked trainer would carry threads and a CUDA context that its child cannot use.
-        context = multiprocessing.get_context("forkserver")
-        self.connection, theirs = context.Pipe()
-        # Not a daemon: those may not start processes, as a reward may.
-        self._process = context.Process(target=_answer, args=(theirs, reward), daemon=False)
-        self._process.start()
-        theirs.close()
-        self.ready = False
-        self.deadline: float | None = time.monotonic() + START_UP_S
-
-    def send(self, job: tuple[Prompt, str, dict[str, str]], timeout_s: float) -> None:
-        self.deadline = time.monotonic() + timeout_s
-        try:
-            self.connection.send(job)
-        except (BrokenPipeError, ConnectionResetError):
-            # `outcome` finds the end of the connection, and says how the process ended.
-            pass
-
-    def outcome(self) -> tuple[str, Any]:
-        """("ready" | "reward" | "errors" | "crashes" | "timeouts", value or reason)."""
-        self.deadline = None
-        if not self.connection.poll():
-            return "timeouts", "no reward in time"
-        try:
-            kind, value = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join(5)
-            return "crashes", f"the process ended with status {self._process.exitcode}"
-        self.ready = True
-        return kind, value
-
-    def stop(self) -> None:
-        """Kill the process; it holds nothing that needs saving."""
-        self.connection.close()
-        self._process.kill()
-        self._process.join()
-        self._process.close()
-
-
-def _answer(connection: Connection, reward: Reward) -> None:
-    """Answer jobs until the trainer is gone."""
-    connection.send(("ready", None))
-    while True:
-        try:
-            prompt, text, more = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        try:
-            value = float(reward(prompt, text, **more))
-            problem = None if math.isfinite(value) else f"returned {value}"
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        connection.send(("errors", problem) if problem else ("reward", value))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks.base import Options, Render, Task, parse_options
 from sparrow_sglang.rl.types import Prompt
 
@@ -38,7 +38,7 @@ class StoryOptions(Options):
     """Of the choice of words."""
 
 
-def load(config: TaskConfig, render: Render) -> Task:
+def load(config: TaskSource, render: Render) -> Task:
     """The same prompts for the same options, at any time and on any machine.
 
     Raises `InputError` if the options ask for more prompts than there are choices of words.

@@ -4,6 +4,7 @@ In: the file's name. Out: a run in its `run_dir`. The loop is `sparrow_sglang.rl
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "config", type=Path, nargs="?", metavar="CONFIG.toml", help="the run's settings"
     )
     parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="replace a setting of the file, such as optimizer.lr=3e-6; may be repeated",
+    )
+    parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in run_dir"
     )
     parser.add_argument(
@@ -64,15 +73,21 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise InputError("CONFIG.toml is missing; sparrow train --defaults prints one")
-    config = TrainConfig.load(args.config)
+    config = TrainConfig.load(args.config, args.settings)
     check(config)
     if args.check:
         return _report_memory(config)
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is not None:
+        # Before torch is imported.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(rank)] if visible else rank
+    train = _launch if rank is None and config.distributed.ranks != 1 else _train
     auto = config.engine.schedule == AUTO
     source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
     try:
         with schedule_from(source):
-            return _train(config, args.resume)
+            return train(config, args)
     except KeyboardInterrupt:
         # Before the run has begun to hold signals back.
         return _say_where_it_stands(config, "stopped", 130)
@@ -81,33 +96,60 @@ def run(args: argparse.Namespace) -> int:
 def _report_memory(config: TrainConfig) -> int:
     from transformers import AutoConfig
 
+    from sparrow_sglang.rl.runs.launch import ranks_of
     from sparrow_sglang.rl.runs.memory_check import memory_report
     from sparrow_sglang.rl.runs.setup import prepare
 
-    setup = prepare(config)
-    lines, fits = memory_report(config, AutoConfig.from_pretrained(setup.model_path))
+    ranks = ranks_of(config)
+    setup = prepare(config, ranks)
+    lines, fits = memory_report(config, AutoConfig.from_pretrained(setup.model_path), ranks)
     print("\n".join(["the settings can be run", *lines]))
     return 0 if fits else 1
 
 
-def _train(config: TrainConfig, resume: bool) -> int:
+def _launch(config: TrainConfig, args: argparse.Namespace) -> int:
+    """Start the processes of a run, if it is to have several, and wait for them."""
+    from sparrow_sglang.rl.runs import launch
+
+    ranks = launch.ranks_of(config)
+    if ranks == 1:
+        return _train(config, args)
+    launch.check(config, ranks, args.resume)
+    command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(args.config)]
+    command += [f"--set={setting}" for setting in args.settings] + ["--resume"] * args.resume
+    code, why = launch.launch(command, ranks)
+    return _say_where_it_stands(config, why, code) if code not in (0, 2) else code
+
+
+def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     # Late, as they import torch and transformers.
     from transformers.utils import logging
 
     from sparrow_sglang.rl.engines.processes import EngineDied
     from sparrow_sglang.rl.rollout import RolloutError
+    from sparrow_sglang.rl.runs.run import RankFailed
     from sparrow_sglang.rl.runs.termination import Stopped
     from sparrow_sglang.rl.trainer import train
 
     # Bars of a second each, in the middle of ours.
     logging.disable_progress_bar()
+    rank = os.environ["RANK"] if "LOCAL_RANK" in os.environ else None
+
+    def end(why: str, code: int) -> int:
+        if rank is None:
+            return _say_where_it_stands(config, why, code)
+        if rank == "0" and code == 1:
+            print(f"sparrow train: {why}", file=sys.stderr)
+        return code
+
     try:
-        folder = train(config, resume)
-    except (EngineDied, RolloutError, FloatingPointError) as error:
-        return _say_where_it_stands(config, f"error: {error}", 1)
+        folder = train(config, args.resume)
+    except (EngineDied, RolloutError, RankFailed, FloatingPointError) as error:
+        return end(f"error: {error}", 1)
     except Stopped as stop:
-        return _say_where_it_stands(config, "stopped", int(stop.code or 0))
-    print(f"trained: {folder / 'model' if folder else config.run_dir}")
+        return end("stopped", int(stop.code or 0))
+    if rank in (None, "0"):
+        print(f"trained: {folder / 'model' if folder else config.run_dir}")
     return 0
 
 

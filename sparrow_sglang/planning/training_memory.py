@@ -33,6 +33,8 @@ class TrainingMemory:
         gradients: sums in fp32.
         saved: each layer's input, kept for the backward pass.
         working: one layer while it is computed again, with its gradients.
+        gathered: of several ranks, what is whole on each GPU: embeddings, vocabulary projection and
+            their gradient, two layers, of which one is fetched ahead, and a layer's gradient.
     """
 
     weights: int
@@ -40,6 +42,7 @@ class TrainingMemory:
     gradients: int
     saved: int
     working: int
+    gathered: int = 0
 
     @property
     def idle(self) -> int:
@@ -48,12 +51,12 @@ class TrainingMemory:
 
     @property
     def update_peak(self) -> int:
-        return self.idle + max(self.gradients, self.saved + self.working)
+        return self.idle + self.gathered + max(self.gradients, self.saved + self.working)
 
     @property
     def adapter_peak(self) -> int:
         """Of a DistillSparse step; the gradients of an adapter are small."""
-        return self.idle + self.saved + self.working
+        return self.idle + self.gathered + self.saved + self.working
 
 
 def training_memory(
@@ -64,13 +67,19 @@ def training_memory(
     *,
     gradient_checkpointing: bool = True,
     offload: bool = False,
+    ranks: int = 1,
 ) -> TrainingMemory:
     """The memory of updates on micro-batches of `tokens` tokens.
 
     `parameters` are all weights, tied ones once, of `itemsize` bytes each. With `offload` the
-    optimizer's state and the fp32 weights and gradients lie in the memory of the CPU.
+    optimizer's state and the fp32 weights and gradients lie in the memory of the CPU. Of several
+    `ranks` this is one's GPU; each holds as much of weights, state and gradients.
     """
-    stored = 0 if itemsize == _FP32 and not offload else parameters * _FP32
+    shard = -(-parameters // ranks)
+    stored = 0 if itemsize == _FP32 and not offload else shard * _FP32
+    projections = shape.vocab_size * shape.hidden_size + parameters - shape.parameters
+    layer = (parameters - projections) // shape.num_layers
+    gathered = 2 * itemsize * projections + (2 * itemsize + _FP32) * layer
     heads = 2 * (shape.num_q_heads + shape.num_kv_heads) * shape.head_dim
     computed = _MLP_TENSORS * shape.intermediate_size + heads
     working = tokens * (
@@ -78,9 +87,10 @@ def training_memory(
     )
     layer_input = tokens * shape.hidden_size * itemsize
     return TrainingMemory(
-        weights=parameters * itemsize,
-        optimizer=0 if offload else stored + 2 * parameters * _FP32,
-        gradients=0 if offload else parameters * _FP32,
+        weights=shard * itemsize,
+        optimizer=0 if offload else stored + 2 * shard * _FP32,
+        gradients=0 if offload else shard * _FP32,
         saved=shape.num_layers * (layer_input if gradient_checkpointing else working),
         working=working,
+        gathered=gathered if ranks > 1 else 0,
     )

@@ -58,6 +58,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Excerpt:
+    """A text as it was written, such as a response."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Section:
     """What one calibration, run or set of results has to say. `facts` are names and values."""
 
@@ -67,6 +75,7 @@ class Section:
     figures: Sequence[Figure]
     tables: Sequence[Table] = ()
     settings: Sequence[Settings] = ()
+    excerpts: Sequence[Excerpt] = ()
 
 
 def render(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 In: the folder of a run, as `sparrow train` writes it. Out: a `Section`.
 """
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, FALL, WINDOW
 from sparrow_sglang.mismatch.tail import BIN_TOKENS
 from sparrow_sglang.report.charts import PALETTE, Chart, Line, ramp
 from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
+from sparrow_sglang.report.responses import response_excerpts
 from sparrow_sglang.report.run_files import RunFiles, read_run
 
 _TAIL_OF_BIN = "sparrow/accept_p05_bin"
+_OF_SET = re.compile(r"eval/.+/pass_rate$")
 _SHOWN_STEPS = 40
 _STEP_COLUMNS = {
     "reward": "critic/score/mean",
@@ -93,6 +96,7 @@ def training_section(folder: Path) -> Section:
         figures=_figures(run),
         tables=[_step_table(run), *_event_tables(run)],
         settings=_settings(run),
+        excerpts=response_excerpts(folder),
     )
 
 
@@ -165,6 +169,7 @@ def _figures(run: RunFiles) -> list[Figure]:
     figures = []
     for title, unit, metrics, note in _CHARTS:
         is_by_bin = not metrics
+        metrics = metrics | (_heldout_sets(run) if "eval/pass_rate" in metrics else {})
         labels = {name: text for name, text in (metrics or tails).items() if run.has(name)}
         colours = ramp(len(labels)) if is_by_bin else PALETTE
         lines = [
@@ -175,6 +180,13 @@ def _figures(run: RunFiles) -> list[Figure]:
                       from_zero=unit in _FROM_ZERO)  # fmt: skip
         figures += [Figure(chart, (note + moved).strip())] if lines else []
     return [*figures, _time(run)]
+
+
+def _heldout_sets(run: RunFiles) -> dict[str, str]:
+    """Labels of the pass rates of single held-out sets."""
+    names = {name for row in run.rows for name in row}
+    sets = sorted(name.split("/", 1)[1].rpartition("/")[0] for name in names if _OF_SET.match(name))
+    return {f"eval/{name}/pass_rate": name for name in sets}
 
 
 def _time(run: RunFiles) -> Figure:

@@ -3,11 +3,12 @@
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from reward_groups import group, obey
 
-from sparrow_sglang.rl.tasks.rewards import RewardPool
+from sparrow_sglang.rl.tasks.rewards import RewardPool, part_metrics
 from sparrow_sglang.rl.types import Prompt
 
 
@@ -100,3 +101,36 @@ def test_a_thread_says_that_a_reward_cannot_be_loaded() -> None:
         scoring.add(group("a", 0.0, ["1"]))
         with pytest.raises(RuntimeError, match="cannot be loaded: .* status 7"):
             scoring.wait()
+
+
+def in_parts(prompt: Prompt, text: str) -> dict[str, float]:
+    more = {"long": 1.0} if text == "6" else {}
+    return {"score": float(text), "length": float(len(text))} | more
+
+
+def together(prompts: list[Prompt], texts: list[str], finish_reasons: list[str]) -> list[object]:
+    if "short" in texts:
+        return [1.0]
+    same = {prompt.id for prompt in prompts} == {prompts[0].id}
+    whole = [reason == "stop" for reason in finish_reasons]
+    return [{"score": len(texts) + same, "whole": w} for w in whole]
+
+
+def test_each_task_has_its_reward_which_may_take_a_group_at_once_and_give_sub_scores() -> None:
+    groups = [group("a", 0.0, ["1", "30", "6"]), group("b", 0.0, ["x", "y"]), group("c", 0, ["2"])]
+    groups += [group("d", 0.0, ["short", "z"])]
+    tasks = {"a": "parts", "b": "together", "c": "parts", "d": "together"}
+    groups = [replace(g, prompt=replace(g.prompt, task=tasks[g.prompt.id])) for g in groups]
+    with RewardPool({"parts": in_parts, "together": together}, workers=2) as pool:
+        scores = pool.score(groups)
+        with pool.scoring() as scoring:
+            numbers = [scoring.add(group) for group in groups]
+            assert scoring.scores(numbers[1:2]).rewards[0].tolist() == [3, 3]
+    assert [rewards.tolist() for rewards in scores.rewards] == [[1, 30, 6], [3, 3], [2], [0, 0]]
+    assert scores.parts[0] == ({"length": 1.0}, {"length": 2.0}, {"length": 1.0, "long": 1.0})
+    assert scores.parts[1] == ({"whole": 1.0}, {"whole": 1.0})
+    # One reward for two responses is none.
+    assert (scores.parts[3], scores.errors) == (({}, {}), 2)
+    metrics = part_metrics(scores.parts)
+    assert metrics["sparrow/score/length"] == (1 + 2 + 1 + 1) / 4
+    assert (metrics["sparrow/score/long"], metrics["sparrow/score/whole"]) == (1, 1)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.tasks.base import Render, Task
@@ -22,14 +23,17 @@ def reward(prompt: Prompt, text: str) -> float:
     return sum(ord(character) < 128 for character in text) / max(1, len(text))
 
 
-def save_model_of_bytes(folder: Path) -> str:
-    """A tiny random checkpoint with a tokenizer of one token per byte, and a chat template."""
+def save_model_of_bytes(folder: Path, **overrides: Any) -> str:
+    """A tiny random checkpoint with a tokenizer of one token per byte, and a chat template.
+
+    `overrides` are fields of its config.
+    """
     # Late, because the processes that judge import this file.
     from engines import save_tiny_model
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    save_tiny_model(folder, spread=0.1)
+    save_tiny_model(folder, spread=0.1, **overrides)
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -38,7 +38,9 @@ SERVED_MODEL_FILES = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5",
     "qwen3_moe",
+    "qwen3_next",
 )
 # Bins and budgets so small that generations of 300 tokens cross several of them.
 SCHEDULE = BudgetSchedule(
@@ -88,6 +90,20 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "swiglu_limit": 7.0,
     "pad_token_id": 0,
+}
+# Layers 1 and 3 have full attention, the others linear; heads are rotated in a quarter.
+QWEN3_NEXT = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    # What SGLang goes by instead.
+    "full_attention_interval": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 
 
@@ -255,8 +271,8 @@ def save_tiny_model(
     """Write a random float32 checkpoint of four layers, nine query and three KV heads.
 
     Args:
-        kind: "llama", "qwen3", "qwen3_moe", "gemma3" or "gpt_oss"; every other layer of the last
-            two has a sliding window.
+        kind: "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss" or "qwen3_next"; every other layer
+            of gemma3 and gpt_oss has a sliding window, of qwen3_next linear attention.
         spread: standard deviation of the weights; from about 0.15 on, attention is sharp enough
             that it matters which pages are read.
         overrides: fields of the Hugging Face config.
@@ -269,6 +285,7 @@ def save_tiny_model(
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+        "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     }[kind]
     fields = {
         "vocab_size": VOCAB_SIZE,
@@ -286,7 +303,7 @@ def save_tiny_model(
         "eos_token_id": None,
         "dtype": "float32",
     }
-    fields |= {"gemma3": GEMMA3, "gpt_oss": GPT_OSS}.get(kind, {})
+    fields |= {"gemma3": GEMMA3, "gpt_oss": GPT_OSS, "qwen3_next": QWEN3_NEXT}.get(kind, {})
     torch.manual_seed(seed)
     model = model_class(config_class(**(fields | overrides)))
     if kind == "gemma3":

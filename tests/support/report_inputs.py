@@ -92,6 +92,7 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
         row = step_metrics(step)
         if step % 4 == 0:
             row |= {"eval/pass_rate": 0.3 + 0.02 * step}
+        log.keep_responses(step, responses(step))
         log.write(step, row)
         if step == MOVED_AT:
             log.event(
@@ -103,6 +104,24 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
         policy = DensePolicy.load(ModelConfig(path=model), OptimizerConfig(), "cpu")
         state = State(steps, "fixed-512", step_metrics(steps - 1))
         Checkpoints(folder, keep=1).save(policy, Tokenizer(), config, state)
+
+
+def responses(step: int) -> list[dict[str, Any]]:
+    """A group of three, the second of which is the best and the last the worst."""
+    return [
+        {
+            "task": "story",
+            "prompt_id": f"p{step}",
+            "sample": sample,
+            "reward": reward,
+            "scores": {"format": 0.25},
+            "length": 1000 + sample,
+            "finish_reason": "stop",
+            "tail": None if sample else 0.875,
+            "text": f"<b>{step}</b> " + "once upon a time " * 1000 * sample + "the end",
+        }
+        for sample, reward in enumerate((0.5, 1.0, 0.0))
+    ]
 
 
 def step_metrics(step: int) -> dict[str, float]:

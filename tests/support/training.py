@@ -5,6 +5,7 @@ from pathlib import Path
 import ascii_task
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from engines import random_prompt
 
 from sparrow_sglang.rl.config import TrainConfig
@@ -50,6 +51,14 @@ def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfi
         "evaluation": {"every_steps": 3},
     }
     return TrainConfig.parse(fields | sections)
+
+
+def optimizer_steps(checkpoint: Path) -> set[int]:
+    """How many steps AdamW has taken, of any weight."""
+    stored = dcp.FileSystemReader(checkpoint / "training").read_metadata().state_dict_metadata
+    steps = {name: torch.empty(()) for name in stored if name.endswith(".step")}
+    dcp.load(steps, checkpoint_id=checkpoint / "training", no_dist=True)
+    return {int(count) for count in steps.values()}
 
 
 @torch.no_grad()

@@ -273,6 +273,19 @@ def test_the_task_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert task.reward(task.train[0], "") == 0
 
 
+def test_the_task_of_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [code] = [block.text for block in blocks("python") if "# guessing_task.py" in block.text]
+    (tmp_path / "guessing_task.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = TrainConfig.parse({"run_dir": "runs/a", "task": {"name": "guessing_task:load"}})
+    task = load_task(config.task, lambda messages: (1,))
+    prompt = task.train[0]
+    number = prompt.payload["number"]
+    replies = [task.reply(prompt, (str(number + more),)) for more in (-1, 0, 1)]
+    assert [reply and reply["content"] for reply in replies] == ["higher", None, "lower"]
+    assert task.reply(prompt, ("1",) * 4) is None and task.reward(prompt, f" {number}") == 1
+
+
 def test_every_public_name_is_explained() -> None:
     text = DOCS["docs/frameworks.md"].read_text(encoding="utf-8")
     assert [name for name in sparrow_sglang.__all__ if f"`{name}`" not in text] == []

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from copy import deepcopy
+from dataclasses import replace
 
 import engines
 import numpy as np
@@ -16,6 +18,7 @@ from sparrow_sglang.client.scoring import score_dense
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.types import ABORTED
 
 SAMPLING = Sampling(max_new_tokens=60)
 
@@ -71,12 +74,18 @@ def test_recorded_logprobs_are_those_at_the_sampling_temperature(engine, model, 
         assert np.abs(rollout.logprobs - untempered).max() > 100 * FP32
 
 
-def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model, sharp_llama):
-    changed = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
+def scaled(model):
+    """A model with other weights."""
+    changed = deepcopy(model)
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in changed.parameters():
             weight.mul_(1 + 0.3 * torch.randn_like(weight))
+    return changed
+
+
+def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model):
+    changed = scaled(model)
     try:
         # The prompts are in the prefix cache now, with the old weights' KV.
         engine.generate(PROMPTS, 2, SAMPLING)
@@ -149,6 +158,52 @@ def test_sparse_rollouts_record_the_sparse_law(sparse_engine, sharp_llama, model
         picked = logprobs[range(len(rollout.response_ids)), list(rollout.response_ids)]
         np.testing.assert_allclose(rollout.logprobs, picked, atol=FP32)
     assert error(model, groups) > 10 * FP32
+
+
+def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, model, tmp_path):
+    """Each part by the weights and the length of the dense prefill that it was sampled with."""
+    changed = scaled(model)
+    changed.save_pretrained(tmp_path)
+    oracles = {"default": ContractModel(sharp_llama, SCHEDULE)}
+    oracles["1"] = ContractModel(str(tmp_path), SCHEDULE)
+    (group,) = sparse_engine.generate(PROMPTS[:1], 1, Sampling(max_new_tokens=20))
+    begun = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
+    # One response more than the engine runs at once.
+    asked, done = [begun, *PROMPTS, *PROMPTS, *PROMPTS[:2]], []
+    groups, counted = {}, []
+    stream = sparse_engine.stream(
+        asked, 1, Sampling(max_new_tokens=60), counted.append, enough=lambda: bool(done)
+    )
+    for position, stopped in stream:
+        groups[position] = stopped
+        done += [position] if stopped.finished else []
+    lengths = [groups[position].tokens for position in range(9)]
+    assert done == [0] and sum(counted) == 1 and lengths[0] == 60
+    assert all(30 < length < 60 for length in lengths[1:7]) and lengths[8] < 30
+    sparse_engine.update_weights(changed.state_dict().items(), "1")
+    left = [groups[position] for position in range(1, 9)]
+    gone_on = dict(sparse_engine.stream(left, 1, Sampling(max_new_tokens=80)))
+    for position in (0, 7):
+        before, after = left[position].rollouts[0], gone_on[position].rollouts[0]
+        assert after.response_ids[: lengths[position + 1]] == before.response_ids
+        assert (len(after.response_ids), after.finish_reason) == (80, "length")
+    for rollout in (groups[0].rollouts[0], gone_on[0].rollouts[0]):
+        assert len(rollout.segments) == 2
+        first = 0
+        for segment, (context, ids) in zip(rollout.segments, rollout.split(), strict=True):
+            assert context + ids == rollout.prompt_ids + rollout.response_ids[: segment.end]
+            logprobs = oracles[segment.weight_version].log_probs(list(context), list(ids))
+            picked = logprobs[range(len(ids)), list(ids)]
+            np.testing.assert_allclose(rollout.logprobs[first : segment.end], picked, atol=FP32)
+            first = segment.end
+        assert first == len(rollout.logprobs)
+    whole = gone_on[0].rollouts[0]
+    assert [segment.weight_version for segment in whole.segments] == ["default", "1"]
+    # Neither decoded sparsely throughout nor from the new weights alone.
+    at_once = oracles["1"].log_probs(list(whole.prompt_ids), list(whole.response_ids))
+    picked = at_once[range(80), list(whole.response_ids)].numpy()
+    differs = np.abs(picked - whole.logprobs) > 10 * FP32
+    assert differs[: lengths[1]].any() and differs[lengths[1] :].any()
 
 
 def test_a_dead_scheduler_ends_the_rollout_with_the_reason(sharp_llama) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import replace
 from multiprocessing import forkserver
 from types import SimpleNamespace
 from unittest import mock
@@ -29,6 +30,7 @@ from sparrow_sglang.rl.engines.ray_engines import RayEngines
 from sparrow_sglang.rl.engines.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS
+from sparrow_sglang.rl.types import ABORTED
 
 MARK = "SPARROW_TEST_CLUSTER"
 ENVIRONMENT = {
@@ -237,6 +239,28 @@ def test_prompts_may_be_added_to_a_rollout(engines, model) -> None:
     expected = [PROMPTS[0], PROMPTS[1], PROMPTS[1], PROMPTS[2]]
     assert [groups[position].prompt for position in range(4)] == expected
     assert counted == [2, 2, 2, 2] and error(model, groups.values()) < FP32
+
+
+def test_both_engines_stop_and_go_on(engines, model) -> None:
+    (group,) = engines.generate(PROMPTS[:1], 1, Sampling(max_new_tokens=390))
+    begun = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
+    asked, done, groups = [begun, *PROMPTS, *PROMPTS], [], {}
+    long = Sampling(max_new_tokens=400)
+    stream = engines.stream(asked, 1, long, enough=lambda: bool(done))
+    for position, group in stream:
+        groups[position] = group
+        done += [position] if group.finished else []
+    assert sorted(groups) == list(range(7)) and done == [0]
+    lengths = [groups[position].tokens for position in range(7)]
+    assert lengths[0] == 400 and min(lengths[1:]) > 0
+    left = [groups[position] for position in range(1, 7)]
+    limit = Sampling(max_new_tokens=max(lengths[1:]) + 5)
+    gone_on = dict(engines.stream(left, 1, limit))
+    assert all(group.finished for group in gone_on.values())
+    for position, group in enumerate(left):
+        before, after = group.rollouts[0], gone_on[position].rollouts[0]
+        assert after.response_ids[: len(before.response_ids)] == before.response_ids
+    assert error(model, gone_on.values()) < FP32
 
 
 def test_each_engine_samples_its_share_of_the_checkpoint(engines, model) -> None:

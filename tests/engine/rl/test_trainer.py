@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 
@@ -14,15 +15,19 @@ import numpy as np
 import pytest
 import torch
 from ascii_task import rows
-from training import FP32, settings
-from transformers import AutoModelForCausalLM
+from oracle import ContractModel
+from training import ALL, FP32, optimizer_steps, settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import adapter_gate, trainer
+from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.runs.checkpoint import owned
+from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
+from sparrow_sglang.schedule_names import load_schedule
 
 
 @pytest.mark.parametrize("schedule", ["dense", "fixed-48"])
@@ -178,15 +183,15 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def during_rollout(monkeypatch, signum: int = signal.SIGKILL) -> None:
-    generate = LocalEngine.generate
+def during_rollout(monkeypatch, signum: int = signal.SIGKILL, method: str = "generate") -> None:
+    roll_out = getattr(LocalEngine, method)
 
-    def doomed(engine, *request):
+    def doomed(engine, *request, **more):
         if engine._version == "1":
             threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
-        return generate(engine, *request)
+        return roll_out(engine, *request, **more)
 
-    monkeypatch.setattr(LocalEngine, "generate", doomed)
+    monkeypatch.setattr(LocalEngine, method, doomed)
 
 
 def during_the_update(monkeypatch) -> None:
@@ -255,9 +260,123 @@ def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
     assert starts[0]["config"] == config.model_dump(mode="json")
     assert after[:kept] == before[:kept]
     assert folder.name == "step-000003"
-    state = torch.load(folder / "training.pt", weights_only=False)["optimizer"]["state"]
-    assert {int(entry["step"]) for entry in state.values()} == {3}
+    assert optimizer_steps(folder) == {3}
     assert not list((config.run_dir / "checkpoints").glob(".draft-*"))
+
+
+def test_a_killed_run_goes_on_with_the_groups_that_it_carried_over(tmp_path, monkeypatch):
+    # An eighth of the bytes end a response, so that some are long before others.
+    model = ascii_task.save_model_of_bytes(tmp_path / "model", eos_token_id=[*range(3, 35)])
+    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+    config = settings(
+        model,
+        tmp_path / "run",
+        "fixed-48",
+        steps=3,
+        checkpoint={"every_steps": 1},
+        evaluation={"every_steps": 0},
+        mismatch={"sequences": 4},
+    )
+    update = {"oversubscribe": 2.0, "max_staleness": 2}
+    rollout = config.rollout.model_copy(update=update)
+    config = config.model_copy(update={"rollout": rollout})
+    assert end_of_run(config, partial(during_rollout, method="stream")) == -signal.SIGKILL
+    before = rows(config.run_dir)
+    saved = torch.load(
+        config.run_dir / "checkpoints" / "step-000001" / "carried.pt", weights_only=False
+    )
+    assert [row["sparrow/carried_groups"] for row in before] == [4.0]
+    asked, kept = [], []
+    stream, of = LocalEngine.stream, Batch.of
+
+    def watched(engine, begun, *request):
+        asked.append(begun)
+        return stream(engine, begun, *request)
+
+    monkeypatch.setattr(LocalEngine, "stream", watched)
+    monkeypatch.setattr(Batch, "of", lambda groups, *rest: kept.append(groups) or of(groups, *rest))
+    trainer.train(config, resume=True)
+    left = [group for group in saved if not group.finished]
+    assert sum(group.tokens for group in saved) == before[0]["sparrow/carried_tokens"]
+    for group, begun in zip(left, asked[0], strict=False):
+        assert group.prompt == begun.prompt
+        for old, new in zip(group.rollouts, begun.rollouts, strict=True):
+            assert (old.response_ids, old.segments) == (new.response_ids, new.segments)
+            assert np.array_equal(old.logprobs, new.logprobs)
+    after = rows(config.run_dir)
+    assert after[:1] == before and [row["step"] for row in after] == [0, 1, 2]
+    assert all(row["sparrow/staleness_max"] <= 2 for row in after)
+    # A response of two parts is one string of as many bytes.
+    parted = [one for groups in kept for group in groups for one in group.rollouts]
+    parted = [one for one in parted if len(one.segments) > 1]
+    assert parted and all(row["sparrow/stale_token_fraction"] > 0 for row in after[1:])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for one in parted:
+        ended = one.finish_reason == "stop"
+        assert one.text == tokenizer.decode(one.response_ids[: -1 if ended else None])
+
+
+def say_more(prompt, turns):
+    return {"role": "user", "content": f" more {len(turns)}: "} if len(turns) < 3 else None
+
+
+def load_turns(config, render):
+    return replace(ascii_task.load(config, render), reply=say_more)
+
+
+@pytest.mark.parametrize("schedule", ["fixed-48", ALL])
+def test_an_environment_speaks_between_turns(tmp_path, monkeypatch, schedule):
+    # Every 16th byte ends a turn.
+    model = ascii_task.save_model_of_bytes(tmp_path / "model", eos_token_id=[*range(3, 19)])
+    monkeypatch.setitem(TASKS, ascii_task.NAME, load_turns)
+    config = settings(
+        model, tmp_path / "run", schedule, steps=1, mismatch={"sequences": 4},
+        evaluation={"every_steps": 0},
+    )  # fmt: skip
+    kept, of = [], Batch.of
+    monkeypatch.setattr(Batch, "of", lambda groups, *rest: kept.extend(groups) or of(groups, *rest))
+    trainer.train(config)
+    (row,) = rows(config.run_dir)
+    rollouts = [rollout for group in kept for rollout in group.rollouts]
+    several = [rollout for rollout in rollouts if len(rollout.segments) > 1]
+    assert len(several) > 4 and max(len(rollout.segments) for rollout in several) == 3
+    oracle = ContractModel(model, load_schedule(schedule, 16))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    firsts = [rollout.split()[0] for rollout in rollouts]
+    for rollout in several[:2] if schedule == "fixed-48" else ():
+        # Exactly what was sampled, and what the environment said.
+        said = [tokenizer.decode(part) for part in rollout.parts[2::2]]
+        assert said == [f" more {turn}: " for turn in range(1, len(rollout.segments))]
+        assert rollout.turns == tuple(
+            tokenizer.decode(part[:-1] if part[-1] in range(3, 19) else part)
+            for part in rollout.parts[1::2]
+        )
+        flat = [token for part in rollout.parts for token in part]
+        assert flat == [*rollout.prompt_ids, *rollout.response_ids]
+        expected = []
+        for context, ids in rollout.split():
+            logprobs = oracle.log_probs(list(context), list(ids))
+            expected.append(logprobs[range(len(ids)), list(ids)])
+        np.testing.assert_allclose(rollout.logprobs, np.concatenate(expected), atol=FP32)
+    for rollout in several:
+        context, ids = rollout.split()[0]
+        if firsts.count((context, ids)) == 1:
+            # Sparse KV is prefilled again; the last token of a turn was never cached.
+            known = len(context) if schedule == "fixed-48" else len(context) + len(ids) - 1
+            assert rollout.segments[1].cached == known // 16 * 16
+    later = [
+        (segment.cached, len(rollout.prompt_ids) + segment.start)
+        for rollout in several
+        for segment in rollout.segments[1:]
+    ]
+    cached, contexts = np.mean(later, axis=0)
+    assert row["sparrow/continued_cached_tokens"] == pytest.approx(cached)
+    assert row["sparrow/continued_prefilled_tokens"] == pytest.approx(contexts - cached)
+    assert row["sparrow/turns"] == np.mean([len(rollout.segments) for rollout in rollouts])
+    difference = row["training/rollout_probs_diff_max"]
+    assert difference < FP32 if schedule == ALL else difference > 10 * FP32
+    scores = [ascii_task.reward(group.prompt, one.text) for group in kept for one in group.rollouts]
+    assert row["critic/score/mean"] == pytest.approx(np.mean(scores))
 
 
 def ask_during_the_update(monkeypatch) -> None:
@@ -296,9 +415,9 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(byte_model, tmp_path):
     (folder,) = (config.run_dir / "checkpoints").iterdir()
     assert folder.name == "step-000001"
     changed = config.model_copy(
-        update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-5})}
+        update={"optimizer": config.optimizer.model_copy(update={"weight_decay": 0.2})}
     )
-    with pytest.raises(InputError, match=r"optimizer.lr=1e-05: the run in .* with 0.005"):
+    with pytest.raises(InputError, match=r"optimizer.weight_decay=0.2: the run in .* with 0.1"):
         trainer.train(changed, resume=True)
     with owned(config.run_dir), pytest.raises(InputError, match="another process is training"):
         trainer.train(config, resume=True)

@@ -30,3 +30,16 @@ def test_offload_leaves_the_weights_and_what_a_micro_batch_needs() -> None:
     offloaded = training_memory(shape, 1000, 100, 2, offload=True)
     assert kept.idle - offloaded.idle == 12 * 1000
     assert offloaded.update_peak == 2000 + offloaded.saved + offloaded.working
+
+
+def test_ranks_share_all_but_what_they_gather() -> None:
+    shape = ModelShape(64, 256, 4, 4, 2, 16, 1000)
+    alone = training_memory(shape, shape.parameters, 100, 2)
+    of_four = training_memory(shape, shape.parameters, 100, 2, ranks=4)
+    assert of_four.idle == pytest.approx(alone.idle / 4, abs=64)
+    assert of_four.gradients == pytest.approx(alone.gradients / 4, abs=16)
+    embeddings = 1000 * 64
+    layer = (shape.parameters - embeddings) // 4
+    # 16 bits for weights and the gradients of the embeddings, 32 for those of a layer.
+    assert of_four.gathered == 2 * 2 * embeddings + (2 * 2 + 4) * layer
+    assert of_four.update_peak - of_four.idle - of_four.gathered == of_four.saved + of_four.working

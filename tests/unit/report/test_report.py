@@ -201,6 +201,23 @@ def test_versions_that_a_resumed_run_changed_are_shown_with_their_step(
     assert page.facts["steps"] == f"{RUN_STEPS} of 40"
 
 
+def test_the_best_and_the_worst_response_of_some_steps_can_be_read(run_page: Page) -> None:
+    excerpts = re.findall(
+        r"<summary>(Step [^<]+)</summary>\n<pre[^>]*>([^<]*)</pre>", run_page.html
+    )
+    titles = [title for title, _ in excerpts]
+    assert titles[:2] == [
+        "Step 0, story/p0, reward 1, format 0.25, 1,001 tokens, stop",
+        "Step 0, story/p0, reward 0, format 0.25, 1,002 tokens, stop",
+    ]
+    assert [title.split(",")[0] for title in titles] == [
+        f"Step {step}" for step in (0, 0, 4, 4, 7, 7, 11, 11)
+    ]
+    text = excerpts[0][1]
+    assert text.startswith("&lt;b&gt;0&lt;/b&gt; once upon") and text.endswith("the end")
+    assert "[… 11,016 characters …]" in text
+
+
 def test_stages_of_a_step_add_up_to_its_time(run: Path, run_page: Page) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     # The last area is the untimed rest, whose upper edge, run through backwards, is the whole.

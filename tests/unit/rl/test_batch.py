@@ -17,7 +17,7 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.metrics import kv_metrics
 from sparrow_sglang.rl.rollout import prompts_of_step
 from sparrow_sglang.rl.runs.log import RunLog
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
 
 
@@ -99,6 +99,19 @@ def test_kv_tokens_read_are_the_schedules():
     assert metrics["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
     assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(lengths))
     assert kv_metrics([long], None)["sparrow/kv_tokens_read"] == pytest.approx(np.mean(lengths))
+
+
+def test_each_segment_has_a_dense_prefill_of_its_own():
+    segments = (Segment(0, 30, "0", "s"), Segment(30, 40, "1", "s"))
+    one = replace(rollout("0", 0, 60, 40), segments=segments)
+    flat = Batch.of([Group(Prompt("0", "t", (1,)), (one, one))], group_advantages([[0, 1]]))
+    assert [(len(context), len(ids)) for context, ids in flat.segments] == [(60, 30), (90, 10)] * 2
+    assert [ids for _, ids in flat.segments[:2]] == [one.response_ids[:30], one.response_ids[30:]]
+    # The first token of each comes out of prefill.
+    metrics = kv_metrics([one], None)
+    assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(
+        np.mean([*range(61, 90), *range(91, 100)])
+    )
 
 
 def test_rows_of_steps_that_are_taken_again_are_dropped(tmp_path):

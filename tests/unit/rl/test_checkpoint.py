@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.optimizer import MOMENTS
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 
 SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9), [5, 6])]
@@ -53,22 +55,23 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
     assert checkpoints.restore(folder, second) == State(1, "s", {"a": 0.5})
     assert (random.random(), np.random.random(), float(torch.rand(()))) == drawn
     take_step(second)
+    weights = dict(second.named_weights())
+    for name, weight in first.named_weights():
+        assert torch.equal(weights[name], weight), name
     expected, resumed = first.state_dict(), second.state_dict()
-    assert expected["model"].keys() == resumed["model"].keys()
-    for name, weight in expected["model"].items():
-        assert torch.equal(resumed["model"][name], weight), name
-    moments = [state["optimizer"]["state"] for state in (expected, resumed)]
-    for before, after in zip(*(m.values() for m in moments), strict=True):
-        assert all(
-            torch.equal(before[key], after[key]) for key in ("exp_avg", "exp_avg_sq", "step")
-        )
+    assert {name.rsplit(".", 1)[1] for name in expected} == {"master", *MOMENTS}
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     # What others load is what was trained, in its dtype.
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert loaded.dtype == getattr(torch, dtype)
     assert (folder / "model" / "tokenizer.json").exists()
 
 
-def test_a_checkpoint_with_the_old_name_of_the_optimizer_is_resumed(tiny_llama, tmp_path):
+def test_a_checkpoint_from_before_ranks_with_the_old_name_of_the_optimizer_is_resumed(
+    tiny_llama, tmp_path
+):
+    """One file held the whole state."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     trained = policy(tiny_llama, "float32")
     take_step(trained)
@@ -77,14 +80,17 @@ def test_a_checkpoint_with_the_old_name_of_the_optimizer_is_resumed(tiny_llama, 
     state["config"]["optimiser"] = state["config"].pop("optimizer")
     (folder / "state.json").write_text(json.dumps(state))
     training = torch.load(folder / "training.pt", weights_only=False)
-    training["optimiser"] = training.pop("optimizer")
+    training["masters"] = [master for _, master in trained.named_masters()]
+    training["optimiser"] = trained.optimizer.state_dict()
     torch.save(training, folder / "training.pt")
+    shutil.rmtree(folder / "training")
 
     assert checkpoints.begin(config(tmp_path), resume=True) == folder
     resumed = policy(tiny_llama, "float32")
     checkpoints.restore(folder, resumed)
-    (moment, *_) = resumed.state_dict()["optimizer"]["state"].values()
-    assert float(moment["step"]) == 1
+    expected = trained.state_dict()
+    for name, value in resumed.state_dict().items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
@@ -134,6 +140,11 @@ def test_a_run_from_before_a_setting_was_there_is_resumed_at_its_default(tiny_ll
     other = now.rollout.model_copy(update={"dynamic_sampling": 10})
     with pytest.raises(InputError, match="rollout.dynamic_sampling=10: .* was trained with 1"):
         checkpoints.begin(now.model_copy(update={"rollout": other}), resume=True)
+    faster = now.optimizer.model_copy(update={"lr": 0.5, "warmup_steps": 3})
+    assert checkpoints.begin(now.model_copy(update={"optimizer": faster}), resume=True) == folder
+    heavier = now.optimizer.model_copy(update={"weight_decay": 0.5})
+    with pytest.raises(InputError, match="optimizer.weight_decay=0.5: .* optimizer.lr"):
+        checkpoints.begin(now.model_copy(update={"optimizer": heavier}), resume=True)
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):

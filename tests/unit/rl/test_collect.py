@@ -4,6 +4,8 @@ nothing."""
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from math import ceil
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,10 @@ from reward_groups import group
 
 from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.ranks import ALONE
 from sparrow_sglang.rl.rollout import prompts_of_step
 from sparrow_sglang.rl.tasks.rewards import Scores
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Segment
 
 SIZE = 40
 PROMPTS = tuple(Prompt(str(number), "test", (1,)) for number in range(SIZE))
@@ -68,6 +71,8 @@ class Actor:
         self._draw = random.Random(seed)
         self.sampled: list[str] = []
         self.released = 0
+        self.version = "0"
+        self.tokens = 0
 
     def _group(self, prompt: Prompt) -> Group:
         self.sampled.append(prompt.id)
@@ -80,8 +85,15 @@ class Actor:
         return [self._group(prompt) for prompt in prompts]
 
     def stream(
-        self, prompts: Sequence[Prompt], finished: Any, further: Callable[[], Sequence[Prompt]]
+        self,
+        prompts: Sequence[Any],
+        finished: Any,
+        further: Callable[[], Sequence[Prompt]] = lambda: (),
+        enough: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Group]]:
+        if prompts and isinstance(prompts[0], Group):
+            yield from self._until(enough, prompts)
+            return
         waiting = list(enumerate(prompts))
         asked = len(waiting)
         while waiting:
@@ -90,6 +102,38 @@ class Actor:
             more = further()
             waiting += enumerate(more, asked)
             asked += len(more)
+
+    def _until(
+        self, enough: Callable[[], bool], groups: Sequence[Group]
+    ) -> Iterator[tuple[int, Group]]:
+        waiting = list(enumerate(groups))
+        while waiting and not enough():
+            position, group = waiting.pop(self._draw.randrange(len(waiting)))
+            yield position, self._longer(group, "stop", 1)
+        for position, group in waiting:
+            # One more is finished while the engine stops.
+            reason = "stop" if self._draw.random() < 0.2 else ABORTED
+            tokens = self._draw.randrange(3) + (reason == "stop")
+            yield position, self._longer(group, reason, tokens)
+
+    def _longer(self, group: Group, reason: str, tokens: int) -> Group:
+        self.tokens += tokens * len(group.rollouts)
+        return replace(
+            group,
+            rollouts=tuple(
+                replace(
+                    rollout,
+                    response_ids=(*rollout.response_ids, *[7] * tokens),
+                    logprobs=np.zeros(len(rollout.logprobs) + tokens),
+                    segments=(
+                        *rollout.segments,
+                        *[Segment(0, tokens, self.version, "dense")] * min(1, tokens),
+                    ),
+                    finish_reason=reason,
+                )
+                for rollout in group.rollouts
+            ),
+        )
 
     def release(self) -> None:
         self.released += 1
@@ -124,7 +168,9 @@ def run_of(
         reward_workers=Workers(reward, lag),
         log=SimpleNamespace(responses=lambda *_: lambda count: None),
         setup=SimpleNamespace(train=PROMPTS),
-        progress=SimpleNamespace(replaced=replaced),
+        progress=SimpleNamespace(replaced=replaced, carried=()),
+        ranks=ALONE,
+        together=lambda work: work(),
     )
 
 
@@ -197,6 +243,47 @@ def test_no_prompt_is_used_by_two_steps() -> None:
         replaced += step_of(run, step).replaced
         sampled += sorted(run.actor.sampled, key=order_of_data().index)
     assert sampled == order_of_data()[: len(sampled)] and len(sampled) == 12 + replaced
+
+
+@given(st.integers(1, 6), st.floats(1.01, 2.0), st.integers(1, 3), st.integers(0, 99))
+def test_groups_that_are_carried_over_are_trained_on_in_time(
+    count: int, oversubscribe: float, staleness: int, seed: int
+) -> None:
+    run = run_of(by_name, count=count, seed=seed)
+    update = {"oversubscribe": oversubscribe, "max_staleness": staleness}
+    rollout = run.config.rollout.model_copy(update=update)
+    run.config = run.config.model_copy(update={"rollout": rollout})
+    most, trained = ceil(count * oversubscribe), []
+    for step in range(6):
+        run.actor.version, before = str(step), run.actor.tokens
+        taken = len(run.progress.carried)
+        prompts = prompts_of_step(PROMPTS, count, step, 0, taken)
+        found = collect(run, prompts, step, lambda stage: nullcontext())
+        everything = [*found.groups, *found.carried]
+        assert len(found.groups) == count and len(everything) == most
+        assert all(group.finished for group in found.groups)
+        assert [rewards.tolist() for rewards in found.rewards] == [
+            by_name(group) for group in found.groups
+        ]
+        assert found.tokens == run.actor.tokens - before
+        ages = [
+            step - int(segment.weight_version)
+            for group in found.groups
+            for segment in group.rollouts[0].segments
+        ]
+        assert max(ages) <= staleness and found.metrics["sparrow/staleness_max"] == max(ages)
+        stale = np.average(
+            np.array(ages) > 0,
+            weights=[s.end for group in found.groups for s in group.rollouts[0].segments],
+        )
+        assert found.metrics["sparrow/stale_token_fraction"] == pytest.approx(stale)
+        assert found.metrics["sparrow/carried_tokens"] == sum(g.tokens for g in found.carried)
+        trained += names(found)
+        run.progress.carried = found.carried
+        # None is lost, none is used twice, and each was the next in the order of the data.
+        under_way = trained + [group.prompt.id for group in found.carried]
+        expected = prompts_of_step(PROMPTS, count * step + most, 0, 0)
+        assert sorted(under_way) == sorted(prompt.id for prompt in expected)
 
 
 def test_a_penalty_may_take_the_variance_away() -> None:

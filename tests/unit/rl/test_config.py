@@ -151,7 +151,61 @@ def sections(config: type[BaseModel]) -> list[type[BaseModel]]:
 
 def test_every_field_is_documented() -> None:
     kinds = sections(TrainConfig)
-    assert len(kinds) == 12
+    assert len(kinds) == 13
     for section in kinds:
         for name, field in section.model_fields.items():
             assert field.description, f"{section.__name__}.{name}"
+
+
+def test_settings_of_the_command_line_replace_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(LEAST + "[optimizer]\nlr = 1.0\ngrad_clip = 2.0\n")
+    settings = [
+        "steps=7",
+        "optimizer.lr=3e-6",
+        "optimizer.betas=[0.8, 0.9]",
+        "logging.wandb_project=2024",
+        "task.train_path=a=b.jsonl",
+        "model.path='Qwen/Qwen3-4B'",
+        "algorithm.correction=mask",
+        "engine.server_args.tp_size=2",
+        "engine.server_args.dtype=float32",
+        "distributed.ranks=3",
+        "steps = 9",
+    ]
+    config = TrainConfig.load(path, settings)
+    assert (config.steps, config.optimizer.lr, config.optimizer.grad_clip) == (9, 3e-6, 2.0)
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.logging.wandb_project == "2024"
+    assert config.task.train_path == Path("a=b.jsonl")
+    assert config.model.path == "Qwen/Qwen3-4B"
+    assert config.algorithm.correction == "mask"
+    assert config.engine.server_args == {"tp_size": 2, "dtype": "float32"}
+    assert config.distributed.ranks == 3
+    assert TrainConfig.load(path, ["distributed.ranks=auto"]).distributed.ranks == "auto"
+    assert config.task.name == "copy"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("optimizer.rl=1", "train.toml --set optimizer.rl=1: .*unknown key 'rl': did you mean 'lr"),
+        ("optimzer.lr=1", "unknown key 'optimzer': did you mean 'optimizer'"),
+        ("optimizer.lr=fast", "optimizer.lr='fast' is not allowed: .* number"),
+        ("steps.lr=1", "steps={'lr': 1} is not allowed: .* integer"),
+        ("distributed.ranks=0", "distributed.ranks=0 is not allowed: expected 1 or more, or"),
+        ("distributed.ranks=all", "distributed.ranks='all' is not allowed: expected 1 or more, or"),
+        ("steps", "--set 'steps': expected KEY=VALUE"),
+        (".steps=1", "--set '.steps=1': expected KEY=VALUE"),
+        ("evaluation.pass_at=[1, 4]", r"pass_at=\[1, 4\] with samples_per_prompt=1: .* least 4"),
+        ("evaluation.top_k=0", "evaluation.top_k=0 is not allowed: expected 1 or more, or -1"),
+    ],
+)
+def test_a_wrong_setting_of_the_command_line_is_one_line(
+    tmp_path: Path, setting: str, message: str
+) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(LEAST)
+    with pytest.raises(InputError, match=message) as refused:
+        TrainConfig.load(path, [setting])
+    assert "\n" not in str(refused.value)

@@ -63,7 +63,7 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
     tails = [np.quantile(np.concatenate(rates), 0.05) for rates in (before, after)]
     assert tails[1] > tails[0] + 0.05
     # The dense log-probs and the policy's weights are what they were, bit for bit.
-    expected, current = untouched.state_dict()["model"], policy.state_dict()["model"]
+    expected, current = dict(untouched.named_weights()), dict(policy.named_weights())
     assert expected.keys() == current.keys()
     assert all(torch.equal(expected[name], current[name]) for name in expected)
     for left, right in zip(policy.score(SEQUENCES), untouched.score(SEQUENCES), strict=True):
@@ -72,9 +72,25 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
     before = [value.clone() for value in adapter.tensors().values()]
     for trained in (policy, untouched):
         trained.loss_step(SEQUENCES, lambda logprobs, where: -logprobs.mean())
-    expected, current = untouched.state_dict()["model"], policy.state_dict()["model"]
+    expected, current = dict(untouched.named_weights()), dict(policy.named_weights())
     assert all(torch.equal(expected[name], current[name]) for name in expected)
     assert all(map(torch.equal, before, adapter.tensors().values()))
+
+
+def test_the_target_is_dense_decode_without_the_adapter(sharp_llama):
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, settings(loss="exact", lr=1e-1))
+    for _ in range(3):
+        adapter.step(SEQUENCES, SCHEDULE)
+    expected = []
+    with torch.no_grad():
+        for packed in policy.micro_batches(SEQUENCES):
+            dense = policy.hidden(packed) @ policy.head.T
+            with adapter.enabled():
+                sparse = policy.hidden(packed, SparseRule(SCHEDULE, packed.prompt_lengths))
+            expected.append(exact_kl(sparse @ policy.head.T, dense))
+    found = adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]
+    assert found == pytest.approx(float(torch.cat(expected).mean()), rel=1e-4)
 
 
 def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama, monkeypatch):

@@ -7,7 +7,8 @@ import torch
 from training import PROMPTS
 
 from sparrow_sglang.rl.engines.buckets import pack
-from sparrow_sglang.rl.rollout import RolloutError, Sampling, sample_request, to_group
+from sparrow_sglang.rl.rollout import RolloutError, Sampling, continued, sample_request
+from sparrow_sglang.rl.types import Group, Rollout, Segment
 
 SAMPLING = Sampling(max_new_tokens=60)
 
@@ -23,6 +24,14 @@ def answer(ids: list[int], **meta) -> dict:
     return {"meta_info": base | meta}
 
 
+def begun() -> Rollout:
+    return Group.begun(PROMPTS[0], 1).rollouts[0]
+
+
+def taken(rollout: Rollout, said: dict, sampling: Sampling, stopped: bool = False) -> Rollout:
+    return continued(rollout, said, sampling, "3", "dense", str, stopped)
+
+
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
@@ -34,20 +43,43 @@ def answer(ids: list[int], **meta) -> dict:
 )
 def test_an_answer_that_cannot_be_trained_on_is_refused(meta, message) -> None:
     sampling = Sampling(max_new_tokens=2)
-    good = answer([5, 6])
-    group = to_group(PROMPTS[0], [good], sampling, "3", "dense")
-    assert group.rollouts[0].response_ids == (5, 6)
+    rollout = taken(begun(), answer([5, 6]), sampling)
+    assert rollout.response_ids == (5, 6)
     with pytest.raises(RolloutError, match=message):
-        to_group(PROMPTS[0], [good, answer([5, 6], **meta)], sampling, "3", "dense")
+        taken(begun(), answer([5, 6], **meta), sampling)
 
 
 def test_a_response_cut_short_by_a_small_pool_is_refused() -> None:
     with pytest.raises(RolloutError, match="max_total_tokens"):
-        to_group(PROMPTS[0], [answer([5, 6])], Sampling(max_new_tokens=3), "3", "dense")
+        taken(begun(), answer([5, 6]), Sampling(max_new_tokens=3))
+
+
+def test_an_aborted_response_goes_on_without_its_last_token() -> None:
+    """That may have been the end of it, which an abort does not say."""
+    sampling = Sampling(max_new_tokens=4)
+    aborted = answer([5, 6, 7], finish_reason={"type": "abort", "message": "asked to"})
+    with pytest.raises(RolloutError, match="'abort': asked to"):
+        taken(begun(), aborted, sampling)
+    rollout = taken(begun(), aborted, sampling, stopped=True)
+    assert (rollout.response_ids, rollout.finished) == ((5, 6), False)
+    request = sample_request(rollout, sampling)
+    assert request["input_ids"] == [*PROMPTS[0].input_ids, 5, 6]
+    assert request["sampling_params"]["max_new_tokens"] == 2
+    # Stopped before it got anywhere, as in the queue.
+    queued = answer([], finish_reason={"type": "abort"})
+    queued["meta_info"]["weight_version"] = "4"
+    rollout = continued(rollout, queued, sampling, "4", "sparse", str, stopped=True)
+    last = answer([8, 9], finish_reason={"type": "stop", "matched": 9}, weight_version="5")
+    rollout = continued(rollout, last, sampling, "5", "sparse", str)
+    assert (rollout.response_ids, rollout.finish_reason) == ((5, 6, 8, 9), "stop")
+    assert rollout.text == "(5, 6, 8)"
+    assert rollout.segments == (Segment(0, 2, "3", "dense"), Segment(2, 4, "5", "sparse"))
+    prompt = PROMPTS[0].input_ids
+    assert rollout.split() == [(prompt, (5, 6)), ((*prompt, 5, 6), (8, 9))]
 
 
 def test_requests_leave_no_truncation_to_the_checkpoint() -> None:
-    parameters = sample_request(PROMPTS[0], SAMPLING)["sampling_params"]
+    parameters = sample_request(begun(), SAMPLING)["sampling_params"]
     expected = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     assert {key: parameters[key] for key in expected} == expected
 

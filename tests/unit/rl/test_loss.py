@@ -8,7 +8,7 @@ import torch
 
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.correction import CORRECTIONS, correct
-from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, policy_loss
+from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, policy_loss, token_shares
 
 
 def tensors(*values: list[float]) -> list[torch.Tensor]:
@@ -129,12 +129,14 @@ def test_refuses_shapes_that_differ_and_a_batch_below_its_part() -> None:
 def test_on_policy_it_is_the_loss_of_log_probs_that_were_scored_before(name: str) -> None:
     """Whatever the micro-batches, which take sequences in an order of their own."""
     torch.manual_seed(3)
-    lengths, settings = [5, 7, 4], AlgorithmConfig(correction=name, mask_high=1.5)
+    lengths = [5, 7, 4]
+    settings = AlgorithmConfig(correction=name, mask_high=1.5, kl_coefficient=0.1)
     new = -2 * torch.rand(16)
     rollout, adv = new + 0.5 * torch.randn(16), torch.randn(16)
     weights = correct(new, rollout, lengths, settings).weights
-    scored = MiniBatchLoss(new, adv, weights, settings)
-    on_policy = OnPolicyLoss(rollout, adv, lengths, settings)
+    shares = token_shares("sequence_mean", lengths, 100)
+    scored = MiniBatchLoss(new, adv, weights, settings, shares, new - 1)
+    on_policy = OnPolicyLoss(rollout, adv, lengths, settings, shares, new - 1)
     parts = [torch.arange(5, 12), torch.cat([torch.arange(12, 16), torch.arange(5)])]
     gradients = []
     for loss in (scored, on_policy):
@@ -145,3 +147,55 @@ def test_on_policy_it_is_the_loss_of_log_probs_that_were_scored_before(name: str
     assert gradients[0].abs().max() > 0.01
     assert torch.equal(on_policy.dense_logprobs, new)
     assert on_policy.metrics == pytest.approx(scored.metrics)
+
+
+# Sums over tokens of loss l_it of response i, written as in the papers that name them.
+AGGREGATIONS = {
+    "token_mean": lambda parts: sum(map(sum, parts)) / sum(map(len, parts)),
+    "sequence_mean": lambda parts: sum(sum(p) / len(p) for p in parts) / len(parts),
+    # 6 samples of 16 tokens at most, of which a group of 2 is not in the loss.
+    "constant": lambda parts: sum(map(sum, parts)) / (6 * 16),
+}
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("kl_coefficient", [0.0, 0.3])
+def test_an_aggregation_with_a_kl_term_is_that_of_a_loop_over_responses(
+    name: str, kl_coefficient: float
+) -> None:
+    torch.manual_seed(4)
+    lengths, settings = [1, 9, 4, 2], AlgorithmConfig(kl_coefficient=kl_coefficient)
+    old, adv, weights = -2 * torch.rand(16), torch.randn(16), torch.rand(16)
+    reference, new = old + torch.randn(16), old + 0.2 * torch.randn(16)
+    shares = token_shares(name, lengths, 6 * 16)
+    kept = reference if kl_coefficient else None
+    loss = MiniBatchLoss(old, adv, weights, settings, shares, kept)
+    logprobs = new.clone().requires_grad_()
+    parts = [torch.arange(1), torch.arange(1, 16).flip(0)]
+    total = sum(loss(logprobs[where], where) for where in parts)
+    total.backward()
+
+    def of_token(p: float, o: float, a: float, w: float, q: float) -> tuple[float, float]:
+        ratio = math.exp(p - o)
+        upper = max(-a * ratio, -a * min(max(ratio, 0.8), 1.28))
+        return w * upper, math.exp(q - p) - (q - p) - 1
+
+    def expected(p: torch.Tensor) -> tuple[float, float]:
+        columns = [values.tolist() for values in (p, old, adv, weights, reference)]
+        terms = [of_token(*values) for values in zip(*columns, strict=True)]
+        starts = [sum(lengths[:i]) for i in range(5)]
+        spans = [terms[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        both = [AGGREGATIONS[name]([[t[i] for t in span] for span in spans]) for i in (0, 1)]
+        return both[0], both[1]
+
+    policy, kl = expected(new.double())
+    assert float(total.detach()) == pytest.approx(policy + kl_coefficient * kl, rel=1e-5)
+    if kl_coefficient:
+        assert loss.metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-5)
+    step = 1e-6
+    moved = new.double()
+    moved[3] += step
+    after_policy, after_kl = expected(moved)
+    slope = (after_policy - policy + kl_coefficient * (after_kl - kl)) / step
+    assert logprobs.grad is not None
+    assert float(logprobs.grad[3]) == pytest.approx(slope, rel=1e-3)

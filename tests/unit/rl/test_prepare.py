@@ -44,8 +44,28 @@ from sparrow_sglang.rl.runs.setup import prepare
             'engine = { schedule = "fixed-48", server_args = { dp_size = 2 } }',
             "engine.server_args.dp_size=2: SGLang loads a trainer's weights into the first replica",
         ),
+        (
+            "distributed = { ranks = 3 }\nrollout = { prompts_per_step = 32 }",
+            "distributed.ranks=3 does not divide rollout.prompts_per_step=32: expected a divisor",
+        ),
+        (
+            'engine = { kind = "ray", schedule = "fixed-48" }\ndistributed = { ranks = 2 }',
+            "distributed.ranks=2 with engine.kind='ray': each rank has an engine of its own",
+        ),
+        (
+            "distributed = { ranks = 2 }\nrollout = { dynamic_sampling = 4 }",
+            "distributed.ranks=2 with rollout.dynamic_sampling=4: ranks do not sample groups",
+        ),
         ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
+        (
+            'task = { name = "ascii", chat_template_kwargs = { enable_thinking = false } }',
+            "task.chat_template_kwargs.enable_thinking: the chat template of model.path=",
+        ),
+        (
+            "rollout = { max_new_tokens = 99 }\nevaluation = { max_new_tokens = 9999 }",
+            "evaluation.max_new_tokens=9999 make",
+        ),
         ("rollout = { temperature = 0 }", "rollout.temperature=0 is not allowed: Input should be"),
     ],
 )

@@ -3,7 +3,7 @@
 import json
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,89 +13,21 @@ import pytest
 import torch
 from ascii_task import rows
 from reward_groups import AtOnce, scores_of
-from scipy.stats import entropy
+from sampler import TOKENS, Sampler
+from training import optimizer_steps
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
+from sparrow_sglang.report.run_files import json_lines
 from sparrow_sglang.rl import loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.loss import PolicyLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.rollout import Sampling, sample_request
 from sparrow_sglang.rl.runs import run
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
-
-TOKENS = 12
-
-
-class Sampler:
-    """A `RolloutEngine` whose responses and log-probs come from a stock model, without a cache."""
-
-    def __init__(self, config: Any, model_path: str, defaults: dict[str, Any]) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        self.arguments = defaults | config.server_args
-        self.entropies: list[float] = []
-        self.version = ""
-
-    @torch.no_grad()
-    def generate(
-        self, prompts: list[Prompt], n: int, sampling: Sampling, finished: Callable[[int], object]
-    ) -> list[Group]:
-        self.entropies.clear()
-        groups = []
-        for prompt in prompts:
-            groups.append(Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))))
-            finished(n)
-        return groups
-
-    def stream(
-        self,
-        prompts: list[Prompt],
-        n: int,
-        sampling: Sampling,
-        finished: Callable[[int], object],
-        further: Callable[[], Sequence[Prompt]],
-    ) -> Iterator[tuple[int, Group]]:
-        asked = list(prompts)
-        for position, prompt in enumerate(asked):
-            (group,) = self.generate([prompt], n, sampling, finished)
-            yield position, group
-            asked += further()
-
-    def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
-        ids, logprobs = list(prompt.input_ids), []
-        for _ in range(TOKENS):
-            logits = self.model(torch.tensor([ids])).logits[0, -1].double() / sampling.temperature
-            distribution = logits.softmax(0)
-            token = int(torch.multinomial(distribution, 1))
-            ids.append(token)
-            logprobs.append(math.log(distribution[token]))
-            self.entropies.append(entropy(distribution.numpy()))
-        answer = tuple(ids[-TOKENS:])
-        text = "".join(chr(token % 128) if token % 2 else "é" for token in answer)
-        return Rollout(
-            prompt.id,
-            sample,
-            prompt.input_ids,
-            answer,
-            np.array(logprobs),
-            "length",
-            self.version,
-            "dense",
-            text,
-        )
-
-    def update_weights(self, tensors: Any, version: str) -> None:
-        self.model.load_state_dict(dict(tensors), strict=False)
-        self.version = version
-
-    def release(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +111,7 @@ def test_a_gradient_that_is_not_finite_costs_its_step_only(
     assert ["actor/grad_norm" in row for row in written] == [True, False, True]
     assert all(math.isfinite(value) for row in written for value in row.values())
     assert folder is not None
-    states = torch.load(folder / "training.pt", weights_only=False)["optimizer"]["state"]
-    assert {int(state["step"]) for state in states.values()} == {2}
+    assert optimizer_steps(folder) == {2}
     trained = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert all(weight.isfinite().all() for weight in trained.parameters())
 
@@ -197,7 +128,7 @@ def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
     config = settings(model, tmp_path / "run", steps=9, algorithm={"mini_batches": 2})
     path = tmp_path / "run.json"
     path.write_text(json.dumps(config))
-    monkeypatch.setattr(TrainConfig, "load", lambda path: TrainConfig.parse(config))
+    monkeypatch.setattr(TrainConfig, "load", lambda *_: TrainConfig.parse(config))
     assert main(["train", str(path)]) == 1
     said = capsys.readouterr().err
     assert said.count("sparrow train: error: the gradients of 6 optimizer steps in a row were") == 1
@@ -350,3 +281,70 @@ def test_the_updates_own_log_probs_make_the_same_run(
     for weight, same in zip(one.parameters(), other.parameters(), strict=True):
         # Adam moves a weight by up to 1e-3 a step, whatever its gradient.
         torch.testing.assert_close(weight, same, atol=2e-4, rtol=0)
+
+
+def test_a_kl_term_begins_at_none_and_a_resumed_run_has_the_same_reference(
+    model: str, tmp_path: Path, engines: list[Sampler]
+) -> None:
+    config = settings(model, tmp_path / "run", steps=2, algorithm={"kl_coefficient": 0.1})
+    config["optimizer"] |= {"lr": 1e-2, "warmup_steps": 2}
+    trainer.train(TrainConfig.parse(config))
+    trainer.train(TrainConfig.parse(config | {"steps": 3}), resume=True)
+    written = rows(tmp_path / "run")
+    assert [row["actor/lr"] for row in written] == [5e-3, 1e-2, 1e-2]
+    first, *later = [row["actor/kl_loss"] for row in written]
+    assert first == pytest.approx(0, abs=1e-9)
+    assert 0 < later[0] < later[1]
+
+
+def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(
+    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def sample(self: Sampler, prompt: Prompt, number: int, sampling: Sampling) -> Rollout:
+        (begun,) = Group.begun(prompt, 1).rollouts
+        asked.append(sample_request(begun, sampling)["sampling_params"])
+        return drawn(self, prompt, number, sampling)
+
+    drawn = Sampler._sample
+    monkeypatch.setattr(Sampler, "_sample", sample)
+    evaluation = {
+        "every_steps": 1,
+        "prompts": 2,
+        "samples_per_prompt": 3,
+        "pass_at": [1, 3],
+        "pass_reward": 0.4,
+        "max_new_tokens": 20,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+    }
+    config = settings(model, tmp_path / "run", steps=1, evaluation=evaluation)
+    trainer.train(TrainConfig.parse(config))
+    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    drawn_from = {tuple(parameters[name] for name in names) for parameters in asked}
+    assert drawn_from == {(20, 0.5, 0.9, 40), (TOKENS, 1.0, 1.0, -1)}
+    last = rows(tmp_path / "run")[-1]
+    assert 0 < last["eval/pass@1"] <= last["eval/pass@3"] <= 1
+
+
+def test_each_held_out_set_has_a_pass_rate_and_each_task_its_reward(
+    model: str, tmp_path: Path, engines: list[Sampler]
+) -> None:
+    config = settings(model, tmp_path / "run", steps=1)
+    config["evaluation"] = {"every_steps": 1, "prompts": 2}
+    story = {"name": "story", "options": {"train": 4, "heldout": 4}}
+    config["task"] |= {"name": "mix", "options": {"tale": story, "letters": {"name": "ascii"}}}
+    config["rollout"] |= {"max_prompt_tokens": 400}
+    trainer.train(TrainConfig.parse(config))
+    last = rows(tmp_path / "run")[-1]
+    # Twelve tokens hold no story of 60 words.
+    assert last["eval/tale/pass_rate"] == 0 < last["eval/letters/pass_rate"]
+    assert last["eval/pass_rate"] == last["eval/letters/pass_rate"] / 2
+    answers = json_lines(tmp_path / "run" / "responses.jsonl")
+    assert {row["step"] for row in answers} == {0} and len(answers) == 8
+    for row in answers:
+        prompt = Prompt("p", "", (1,))
+        expected = 0.0 if row["task"] == "tale" else ascii_task.reward(prompt, row["text"])
+        assert row["reward"] == expected

@@ -156,7 +156,7 @@ def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
         load("story", options={"word": 3})
     with pytest.raises(InputError, match="task.options.words=0"):
         load("story", options={"words": 0})
-    assert set(TASKS) == {"math", "code", "story"}
+    assert set(TASKS) == {"math", "code", "story", "calculator", "files", "mix"}
 
 
 def test_wrong_tests_are_refused(tmp_path: Path) -> None:
@@ -201,6 +201,7 @@ def test_more_stories_than_there_are_words_for_are_refused() -> None:
 def test_chat_rendering_opens_the_assistants_turn_and_adds_no_special_token() -> None:
     class Tokenizer:
         def apply_chat_template(self, messages: list[dict[str, str]], **how: bool) -> str:
+            assert how.pop("enable_thinking") is False
             assert how == {"tokenize": False, "add_generation_prompt": True}
             return "".join(message["content"] for message in messages) + ">"
 
@@ -208,4 +209,82 @@ def test_chat_rendering_opens_the_assistants_turn_and_adds_no_special_token() ->
             assert not add_special_tokens
             return SimpleNamespace(input_ids=list(text.encode()))
 
-    assert chat_render(Tokenizer())([{"role": "user", "content": "Hi"}]) == tuple(b"Hi>")
+    render = chat_render(Tokenizer(), enable_thinking=False)
+    assert render([{"role": "user", "content": "Hi"}]) == tuple(b"Hi>")
+
+
+def verl_rows(count: int) -> list[dict[str, Any]]:
+    """In the layout of verl's examples/data_preprocess."""
+    return [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{i} + 1?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(count)
+    ]
+
+
+def test_verls_files_and_saved_data_sets_are_read_by_columns(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = verl_rows(20)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    saved = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict({"train": saved, "test": saved.select([3])}).save_to_disk(tmp_path / "set")
+    columns = {"answer": "reward_model.ground_truth", "id": "extra_info.index"}
+    for path in (tmp_path / "train.parquet", Path(f"hf:{tmp_path}/set")):
+        task = load("math", path, columns=columns, heldout_path=Path(f"hf:{tmp_path}/set@test"))
+        assert [prompt.input_ids for prompt in task.heldout] == [tuple(b"<user>3 + 1?")]
+        assert [p.payload for p in task.heldout] == [{"answer": "$4$"}]
+        assert [prompt.input_ids for prompt in task.train] == [
+            tuple(f"<user>{i} + 1?".encode()) for i in range(20)
+        ]
+    with pytest.raises(InputError, match="set@tset: cannot be loaded"):
+        load("math", Path(f"hf:{tmp_path}/set@tset"))
+    for column, message in [
+        ("reward_model.answer", "row 1: task.columns.answer='reward_model.answer': there is no"),
+        ("solution", "there is no 'solution'; found data_source, prompt, ability"),
+        ("ability.x", "there is no 'x'; found 'math'"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            load("math", tmp_path / "train.parquet", columns={"answer": column})
+
+
+def test_a_reward_of_ones_own_sees_the_columns_of_its_row(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", verl_rows(12))
+    task = load("files", path, options={"reward": "task_files:jsonl"})
+    assert task.reward is jsonl
+    payloads = {p.payload["extra_info"]["index"]: p.payload for p in (*task.train, *task.heldout)}
+    assert payloads[5]["reward_model"] == {"style": "rule", "ground_truth": "6"}
+    with pytest.raises(InputError, match="task.options.reward='task_files:x': .* no function 'x'"):
+        load("files", path, options={"reward": "task_files:x"})
+    with pytest.raises(InputError, match="task.options.reward is missing"):
+        load("files", path)
+
+
+def test_a_mix_has_the_prompts_and_rewards_of_its_tasks(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", sums(3))
+    sets = {"one": str(path), "two": str(jsonl(tmp_path / "b.jsonl", sums(2)))}
+    options = {
+        "sums": {"name": "math", "train_path": str(path), "heldout_sets": sets},
+        "tales": {"name": "story", "options": {"train": 5, "heldout": 4}},
+    }
+    task = load("mix", options=options)
+    assert [prompt.task for prompt in task.train] == ["sums"] * 3 + ["tales"] * 5
+    sizes = {name: len(prompts) for name, prompts in task.heldout.items()}
+    assert sizes == {"sums/one": 3, "sums/two": 2, "tales": 4}
+    assert task.reward == {"sums": math.reward, "tales": story.reward}
+    for wrong, message in [
+        ({}, "task.options holds no tasks"),
+        ({"a": {"name": "mth"}}, "task.options.a: task.name='mth' is not known"),
+        ({"a": {"nmae": "math"}}, r"\[task.options.a\] unknown key 'nmae': did you mean 'name'"),
+        ({"a": 3}, "task.options.a=3 is not allowed"),
+        ({"a": {"name": "math"}}, "task.options.a: task.train_path is not set"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            load("mix", options=wrong)

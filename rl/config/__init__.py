@@ -1,0 +1,195 @@
+"""What a training run may be told: frozen sections, read from TOML, checked once.
+
+In: a TOML file or a mapping. Out: `TrainConfig`. Unknown keys and values that would make the run
+something else than its name says are refused here, before a model is loaded. Imports neither
+torch nor SGLang.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from sparrow_sglang.config import read_toml
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.renamed import accept_renamed
+from sparrow_sglang.rl.config.data import EvaluationConfig, RolloutConfig, TaskConfig, TaskSource
+from sparrow_sglang.rl.config.learning import (
+    AlgorithmConfig,
+    DistillConfig,
+    LadderConfig,
+    MismatchConfig,
+    OptimizerConfig,
+)
+from sparrow_sglang.rl.config.overrides import with_overrides
+from sparrow_sglang.rl.config.section import Section, TomlPath
+from sparrow_sglang.validation import first_problem
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "DistillConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "LadderConfig",
+    "LoggingConfig",
+    "MismatchConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RolloutConfig",
+    "TaskConfig",
+    "TaskSource",
+    "TrainConfig",
+]
+
+
+class ModelConfig(Section):
+    """The dense policy."""
+
+    path: str = "smollm2-135m"
+    """Folder or hub name of a transformers checkpoint, or "smollm2-135m", the embedded model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the model's weights. The optimizer updates fp32 weights either way: these
+    themselves, or a copy in its state; gradients of micro-batches add up in fp32. On a GPU both
+    compute in bf16, which is the dtype of the engine and of the exported checkpoints then."""
+    gradient_checkpointing: bool = True
+    """Recompute each layer's activations in the backward pass."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens packed into one forward pass; a longer sequence goes alone."""
+
+
+class EngineConfig(Section):
+    """Where responses are sampled."""
+
+    kind: Literal["local", "ray"] = "local"
+    """An SGLang engine in this process, or Ray actors with one engine each."""
+    num_engines: PositiveInt = 1
+    """Number of Ray actors."""
+    schedule: str = "auto"
+    """KV budget schedule: shipped name, path to a .json file, fixed-<tokens>, "auto" for the
+    model's own, or "dense" for rollouts without sparsity."""
+    transfer: Literal["object_store", "broadcast"] = "object_store"
+    """How weights reach Ray actors: through Ray's object store, or by one broadcast from the
+    trainer, NCCL between GPUs."""
+    server_args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to `sglang.Engine` as they are."""
+
+    @model_validator(mode="after")
+    def _one_local_engine(self) -> Self:
+        if self.kind == "local" and self.num_engines != 1:
+            raise ValueError(
+                f"num_engines={self.num_engines} with kind='local': expected 1, the engine of this"
+                ' process; set kind = "ray" for more'
+            )
+        return self
+
+
+class DistributedConfig(Section):
+    """Several processes, each with a shard of the policy and an engine of its own."""
+
+    ranks: PositiveInt | Literal["auto"] = 1
+    """Processes on this machine, each with one of its GPUs; "auto": one for every GPU, and 1
+    without any. `sparrow train` starts them, and ignores this under torchrun, which has."""
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _number_or_auto(cls, ranks: object) -> object:
+        if ranks != "auto" and (type(ranks) is not int or ranks < 1):
+            raise ValueError('expected 1 or more, or "auto"')
+        return ranks
+
+
+class CheckpointConfig(Section):
+    """What survives the process."""
+
+    every_steps: NonNegativeInt = 10
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: PositiveInt = 2
+    """Checkpoints kept, the newest ones."""
+
+
+class LoggingConfig(Section):
+    """What is written besides metrics.jsonl."""
+
+    response_groups: NonNegativeInt = 2
+    """Groups per step, spread evenly over it, whose responses go to responses.jsonl; 0 for none."""
+    tensorboard: bool = True
+    """Event files in the run's folder."""
+    wandb_project: str | None = None
+    """Project on Weights & Biases, if its package is installed. A resumed run goes on there."""
+
+
+class TrainConfig(Section):
+    """One training run."""
+
+    run_dir: TomlPath
+    """Folder of metrics, event files and checkpoints."""
+    steps: PositiveInt = 100
+    """Training steps."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of data order, sampling and initialisation."""
+    task: TaskConfig
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mismatch: MismatchConfig = MismatchConfig()
+    distill: DistillConfig = DistillConfig()
+    ladder: LadderConfig = LadderConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_renamed(cls, values: Any) -> Any:
+        return accept_renamed(values) if isinstance(values, Mapping) else values
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        prompts, parts = self.rollout.prompts_per_step, self.algorithm.mini_batches
+        if prompts % parts:
+            raise ValueError(
+                f"algorithm.mini_batches={parts} does not divide rollout.prompts_per_step="
+                f"{prompts}: expected a divisor, so that every optimizer step sees as many groups"
+            )
+        if parts > 1 and self.algorithm.old_logprobs == "update":
+            raise ValueError(
+                f"algorithm.old_logprobs='update' with mini_batches={parts}: later steps need"
+                " log-probs from before the first; expected 'scored', or mini_batches = 1"
+            )
+        return self
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Length limit of responses in evaluation."""
+        return self.evaluation.max_new_tokens or self.rollout.max_new_tokens
+
+    @classmethod
+    def load(cls, path: str | Path, settings: Sequence[str] = ()) -> Self:
+        """The configuration in a TOML file, some of it replaced by `settings`, KEY=VALUE each.
+
+        Raises:
+            InputError: the file cannot be read, is no TOML, or holds an unknown key or a value
+                that is not allowed; one line names file, key, value and what is allowed.
+        """
+        values = with_overrides(read_toml(path), settings, cls)
+        return cls.parse(values, " ".join([str(path), *(f"--set {text}" for text in settings)]))
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: str = "config") -> Self:
+        """The configuration in a mapping; raises `InputError` as `load` does."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"{source}: {first_problem(error, cls)}") from None

@@ -1,0 +1,151 @@
+"""Sections about prompts, rewards and sampling: what a run learns from, and how it is judged."""
+
+from typing import Any, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from sparrow_sglang.rl.config.section import Section, TomlArray, TomlPath
+
+_UNTRUNCATED = (
+    "the sampler records log-probs of the untruncated distribution, so tokens drawn from a"
+    " truncated one would be corrected by ratios of a distribution that they do not follow"
+)
+
+
+class TaskSource(Section):
+    """Prompts and their reward, from a task."""
+
+    name: str
+    """A registered task, or module:function of one of your own; "mix" is of several tasks."""
+    train_path: TomlPath | None = None
+    """JSONL or Parquet with training prompts, for tasks that read files; or
+    hf:NAME[:CONFIG][@SPLIT], a data set of the Hugging Face hub, or a folder that `datasets` has
+    saved or can load; without a split "train"."""
+    heldout_path: TomlPath | None = None
+    """The same for evaluation; without it the task splits its data."""
+    heldout_sets: dict[str, TomlPath] = Field(default_factory=dict)
+    """Or several of them, evaluated apart: each name gives eval/NAME/pass_rate."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns of the data that the task's fields are in, nested ones with dots: of verl's files,
+    answer = "reward_model.ground_truth"."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the task itself, which it checks."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_heldout_sets(self) -> Self:
+        if self.heldout_sets and self.heldout_path:
+            raise ValueError("heldout_path and heldout_sets are both set: expected one of them")
+        return self
+
+
+class TaskConfig(TaskSource):
+    """Where prompts come from and how responses are rewarded."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, such as Qwen3's enable_thinking = false."""
+    reward_workers: PositiveInt = 4
+    """Processes that compute rewards."""
+    reward_timeout_s: PositiveFloat = 30.0
+    """Wall-clock limit for one reward, or one batch of them, after which it is 0."""
+    overlap_rewards: bool = False
+    """Reward each group while others are still sampled (slime's generate_and_rm_group)."""
+
+
+class RolloutConfig(Section):
+    """What is sampled for one training step."""
+
+    prompts_per_step: PositiveInt = 32
+    """Groups per step (slime run-qwen3-4B.sh: 32 prompts x 8 samples)."""
+    samples_per_prompt: PositiveInt = Field(default=8, ge=2)
+    """Group size (Sparrow's examples, slime, TRL: 8); at least 2, to have something to compare."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are left out of the data."""
+    max_new_tokens: PositiveInt = 4096
+    """Response length at which sampling stops."""
+    truncated: Literal["keep", "mask", "penalty"] = "keep"
+    """Responses that were cut there: "keep" trains on them with the reward that the task gives,
+    "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward 0."""
+    dynamic_sampling: PositiveInt = 1
+    """Groups whose samples all earned the same reward are replaced by groups of further prompts, up
+    to this many times `prompts_per_step` in all (DAPO; verl max_num_gen_batches: 10); 1: none."""
+    oversubscribe: float = Field(default=1.0, ge=1, le=2)
+    """Groups under way at a time, in multiples of `prompts_per_step`. Above 1, a step ends its
+    rollout once `prompts_per_step` of them are finished, and the next one goes on with the others
+    (partial rollouts: Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521; slime
+    --partial-rollout)."""
+    max_staleness: PositiveInt = 4
+    """With partial rollouts, no token is trained on that was sampled from weights of more steps
+    ago: groups that old are waited for (AReaL's guide: max_head_offpolicyness 4)."""
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
+    """Of the rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this temperature; the
+    policy's log-probs, the acceptance rates and DistillSparse are computed at the same."""
+    top_p: float = 1.0
+    """Only 1 is accepted."""
+    top_k: int = -1
+    """Only -1, no truncation, is accepted."""
+
+    @model_validator(mode="after")
+    def _one_order_of_groups(self) -> Self:
+        if self.oversubscribe > 1 and self.dynamic_sampling > 1:
+            raise ValueError(
+                f"oversubscribe={self.oversubscribe:g} with dynamic_sampling="
+                f"{self.dynamic_sampling}: one takes the groups that are finished first, the other"
+                " those that come first in the data; expected 1 for one of them"
+            )
+        return self
+
+    @field_validator("top_p", "top_k")
+    @classmethod
+    def _sampled_distribution_is_recorded(cls, value: float, info: Any) -> float:
+        expected = cls.model_fields[info.field_name].default
+        if value != expected:
+            raise ValueError(f"expected {expected:g}: {_UNTRUNCATED}")
+        return value
+
+
+class EvaluationConfig(Section):
+    """Held-out pass rate: dense decode, without adapter."""
+
+    every_steps: NonNegativeInt = 10
+    """Steps between evaluations, the first before training; 0 for none."""
+    prompts: PositiveInt = 128
+    """Held-out prompts, the first ones of each set of the task."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses per prompt, of which the mean reward is taken."""
+    pass_at: TomlArray[tuple[PositiveInt, ...]] = ()
+    """Each k gives eval/pass@k, the chance that one of k responses to a prompt passes, estimated
+    from `samples_per_prompt` of them without bias (arXiv:2107.03374)."""
+    pass_reward: float = 1.0
+    """Least reward with which a response passes there."""
+    max_new_tokens: PositiveInt | None = None
+    """Length limit of responses; without it that of [rollout]."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Nothing is learnt from these samples, so any temperature goes; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Least mass of likeliest tokens to sample from; 1: all of them."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Likeliest tokens to sample from; -1: all of them."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _some_tokens(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("expected 1 or more, or -1 for all tokens")
+        return value
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Self:
+        most = max(self.pass_at, default=0)
+        if most > self.samples_per_prompt:
+            raise ValueError(
+                f"pass_at={list(self.pass_at)} with samples_per_prompt={self.samples_per_prompt}:"
+                f" expected at least {most} samples, as pass@{most} is of as many responses"
+            )
+        return self

@@ -1,0 +1,129 @@
+"""Sections about learning: loss, correction, optimizer, adapter and ladder of schedules."""
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from sparrow_sglang.rl.config.section import Section, TomlArray
+
+
+class AlgorithmConfig(Section):
+    """Advantages, correction and loss."""
+
+    # A cap that nothing reaches.
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    std_normalisation: bool = True
+    """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL). False keeps
+    the mean only (prime-rl)."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How the losses of tokens become one: their mean over all tokens (DAPO); the mean over
+    responses of each one's mean (GRPO, arXiv:2402.03300); their sum, divided by the most tokens
+    that an optimizer step can have, max_new_tokens of every sample (Dr. GRPO, arXiv:2503.20783,
+    with `std_normalisation = false`). Zero-advantage groups count in the last only."""
+    correction: Literal["none", "tis", "mask", "sequence"] = "tis"
+    """How the loss makes up for tokens that the sparse actor, not the policy, has drawn: not at
+    all, by truncated ratios of tokens, by masking tokens, or by the geometric mean of a response's
+    ratios."""
+    tis_cap: PositiveFloat = 2.0
+    """Upper end of a token's importance ratio under "tis" (slime, verl, SkyRL: 2.0; TRL: 3.0)."""
+    mask_low: float = Field(default=0.5, ge=0, lt=1)
+    """Under "mask", tokens with a ratio below do not count (verl's IcePop preset: 0.5)."""
+    mask_high: float = Field(default=5.0, gt=1)
+    """Under "mask", tokens with a ratio above do not count (verl's IcePop preset: 5.0)."""
+    sequence_cap: PositiveFloat = 2.0
+    """Upper end of a response's geometric mean of ratios under "sequence" (slime mis_upper_bound,
+    of all its levels: 2.0)."""
+    sequence_veto: float = Field(default=1e-4, ge=0, lt=1)
+    """Under "sequence", a response with a token of a ratio below does not count; 0 for no veto
+    (slime mis_veto_threshold: 1e-4; verl rollout_token_veto_threshold: 1e-4 to 1e-6)."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Policy ratios below 1 - clip_low are clipped (Sparrow, slime, DAPO: 0.2)."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """Policy ratios above 1 + clip_high are clipped (Sparrow, slime, DAPO: 0.28)."""
+    dual_clip: float = Field(default=3.0, gt=1)
+    """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the reference policy, which is the model at `model.path`
+    (GRPO: 0.04; DAPO and Dr. GRPO: none); 0 for none. Its weights are kept in the memory of the
+    CPU, and each step scores the responses with them."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps per rollout batch. With 1 the policy ratio is 1 and the clip idle."""
+    old_logprobs: Literal["scored", "update"] = "scored"
+    """Where dense log-probs of the batch come from: a pass of their own, or, with one mini-batch,
+    the update's forward pass, which computes the same (verl and TRL do so on policy)."""
+
+
+class OptimizerConfig(Section):
+    """AdamW, and its learning rate over the run."""
+
+    lr: PositiveFloat = 1e-6
+    """Learning rate (slime and Sparrow's mathematics run: 1e-6; Sparrow's code run: 5e-7; models
+    around 0.6B bear 3e-6, prime-rl)."""
+    warmup_steps: NonNegativeInt = 0
+    """Training steps in which the learning rate rises evenly, the last of them at `lr`."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls from there to `final_lr_share` at the end of `steps`."""
+    final_lr_share: float = Field(default=0.0, ge=0, le=1)
+    """What is left of `lr` then (verl min_lr_ratio: 0)."""
+    betas: TomlArray[tuple[float, float]] = (0.9, 0.98)
+    """Decay of both moments (slime)."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay (slime: 0.1; verl: 0.01); not on vectors such as norms and biases."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    offload: bool = False
+    """Keep moments, fp32 weights and the sum of gradients in the memory of the CPU, where the step
+    is taken: 16 bytes a weight that the GPU does not hold (verl: param_offload, optimizer_offload).
+    Every micro-batch then copies its gradients there."""
+
+
+class MismatchConfig(Section):
+    """Exact acceptance rates, from the trainer's own dense and sparse distributions."""
+
+    sequences: NonNegativeInt = 8
+    """Responses per step that are measured, spread evenly over the batch; 0 for none. Each costs
+    two forward passes."""
+
+
+class DistillConfig(Section):
+    """DistillSparse: a LoRA adapter, used by rollouts only, that makes the sparse actor match the
+    dense policy."""
+
+    enabled: bool = False
+    """Train an adapter and roll out with it."""
+    rank: PositiveInt = 16
+    """Rank of the adapter (the paper gives none)."""
+    alpha: PositiveInt = 32
+    """LoRA scale: alpha / rank (the public release: 16)."""
+    target_modules: TomlArray[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of the adapted projections."""
+    lr: PositiveFloat = 1e-3
+    """Learning rate of the adapter's own AdamW (1e-3 raised the demo model's tails on an H200)."""
+    sequences: PositiveInt = 32
+    """Responses per step to learn from, spread evenly over the batch."""
+    loss: Literal["top_k", "exact"] = "top_k"
+    """KL(sparse || dense) over the likeliest tokens of both sides and the rest as one bucket, or
+    over the whole vocabulary."""
+    top_k: PositiveInt = 20
+    """Tokens of each side under "top_k" (the public release keeps 20)."""
+    policy_loss: float = Field(default=0.0, ge=0)
+    """Weight of the sparse actor's own policy loss, added to the KL, corrected as `algorithm` says
+    (the paper's Algorithm 1 adds the two up and gives no weight); 0 for the KL alone."""
+    delivery: Literal["merged", "lora"] = "merged"
+    """How rollouts get the adapter: added to the weights that are synced, for which decode pays
+    nothing, or loaded as unmerged LoRA through SGLang's LoRA manager."""
+
+
+class LadderConfig(Section):
+    """More aggressive schedules as the measured tails allow them."""
+
+    schedules: TomlArray[tuple[str, ...]] = ()
+    """What may follow `engine.schedule`, each more aggressive than the one before; none keeps it.
+    They share its page size, sinks, recent pages and dense layers."""
+    target: float = Field(default=0.86, gt=0, lt=1)
+    """Tail percentile that every well-filled bin has to reach (the paper: 0.86)."""
+    patience: PositiveInt = 3
+    """Steps in a row in which it must be reached before the next schedule is taken."""
+    min_tokens: PositiveInt = 2000
+    """Measured tokens that make a bin well filled."""

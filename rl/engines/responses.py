@@ -1,0 +1,154 @@
+"""The responses of one rollout that an `sglang.Engine` of this process is at.
+
+In: groups, begun or not. Out: the same groups, finished, or as far as they are when all is stopped.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparrow_sglang.rl.engines.processes import EngineProcesses
+from sparrow_sglang.rl.rollout import Sampling, continued, sample_request
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+
+LOOK_S = 1.0
+"""Seconds after which a process that waits for the engine looks whether that is still alive."""
+
+Finished = Callable[[int], object]
+"""Told how many more responses are complete."""
+
+Further = Callable[[], Sequence[Prompt]]
+"""Gives prompts to start besides."""
+
+Enough = Callable[[], bool]
+"""Whether to stop with what there is."""
+
+
+def unwatched(count: int) -> None:
+    """The `Finished` of rollouts whose progress nobody follows."""
+
+
+def nothing() -> Sequence[Prompt]:
+    """The `Further` of rollouts that no prompt is added to."""
+    return ()
+
+
+def never() -> bool:
+    """The `Enough` of rollouts that run to their end."""
+    return False
+
+
+@dataclass(eq=False)
+class Responses:
+    """Responses that the engine of `manager`, SGLang's tokenizer manager, is at.
+
+    All come from the weights `weight_version` under `schedule`. `switchable` says whether the
+    engine has the sparrow backend.
+    """
+
+    manager: Any
+    loop: asyncio.AbstractEventLoop
+    processes: EngineProcesses
+    sampling: Sampling
+    weight_version: str
+    schedule: str
+    switchable: bool
+    _prompts: list[Prompt] = field(default_factory=list)
+    _rollouts: list[list[Rollout]] = field(default_factory=list)
+    _running: set[asyncio.Task[tuple[int, Rollout]]] = field(default_factory=set)
+    _stopped: bool = False
+
+    def start(self, groups: Sequence[Group]) -> None:
+        """Go on with what is unfinished of more groups, which take the next positions."""
+        for position, group in enumerate(groups, len(self._prompts)):
+            self._prompts.append(group.prompt)
+            self._rollouts.append(list(group.rollouts))
+            self._running.update(
+                self.loop.create_task(self._finished(position, rollout))
+                for rollout in group.rollouts
+                if not rollout.finished
+            )
+
+    def stream(
+        self, n: int, finished: Finished, further: Further, enough: Enough
+    ) -> Iterator[tuple[int, Group]]:
+        """As `RolloutEngine.stream`; the callbacks are asked every second, and after each response.
+
+        Raises `RolloutError`, and `EngineDied` if a process of the engine is gone.
+        """
+        try:
+            while self._running:
+                self._stopped = self._stopped or enough()
+                if self._stopped:
+                    # Each time anew, as a request may not have reached the engine before.
+                    self.loop.run_until_complete(self._abort())
+                until = asyncio.ALL_COMPLETED if self._stopped else asyncio.FIRST_COMPLETED
+                done, self._running = self.loop.run_until_complete(
+                    asyncio.wait(self._running, timeout=LOOK_S, return_when=until)
+                )
+                self.processes.require_alive()
+                for task in done:
+                    position, rollout = task.result()
+                    self._rollouts[position][rollout.sample] = rollout
+                    finished(int(rollout.finished))
+                    if self._group(position).finished:
+                        yield position, self._group(position)
+                if not self._stopped:
+                    self.start([Group.begun(prompt, n) for prompt in further()])
+            for position in range(len(self._prompts)):
+                if not self._group(position).finished:
+                    yield position, self._group(position)
+        finally:
+            if self._running:
+                self._abandon()
+
+    async def _finished(self, position: int, rollout: Rollout) -> tuple[int, Rollout]:
+        """The response to its end, or as far as it is when all is stopped."""
+        environment, limit = self.sampling.environment, self.sampling.max_new_tokens
+        while not rollout.finished and not self._stopped:
+            rollout = await self._continued(rollout)
+            if environment is not None:
+                # In a thread, as others are sampled meanwhile.
+                more = rollout, self._prompts[position], self.manager.tokenizer, limit
+                rollout = await asyncio.to_thread(environment.answered, *more)
+        return position, rollout
+
+    async def _continued(self, rollout: Rollout) -> Rollout:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = sample_request(rollout, self.sampling, self.switchable)
+        answers = self.manager.generate_request(GenerateReqInput(**request), None)
+        try:
+            answer = await anext(answers)
+        finally:
+            await answers.aclose()
+        return continued(
+            rollout,
+            answer,
+            self.sampling,
+            self.weight_version,
+            self.schedule,
+            self._decode,
+            self._stopped,
+        )
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """The text of a whole turn, as SGLang gives it; none without a tokenizer."""
+        tokenizer = self.manager.tokenizer
+        return tokenizer.decode(ids, skip_special_tokens=True) if tokenizer else ""
+
+    def _group(self, position: int) -> Group:
+        return Group(self._prompts[position], tuple(self._rollouts[position]))
+
+    async def _abort(self) -> None:
+        """Within the event loop, which the engine's socket belongs to."""
+        self.manager.abort_request(abort_all=True)
+
+    def _abandon(self) -> None:
+        """Stop what is under way, so that the engine becomes idle."""
+        if self.processes.are_running():
+            self.loop.run_until_complete(self._abort())
+        for task in self._running:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*self._running, return_exceptions=True))

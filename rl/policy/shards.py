@@ -1,0 +1,74 @@
+"""A model whose weights are sharded over ranks by FSDP2: rows of each matrix on each rank.
+
+In: a model, the same on all ranks. Out: a model whose layers are gathered while they compute, and
+shards to train. Gradients are reduced after each micro-batch, so that no rank ever holds all.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sparrow_sglang.rl.ranks import Ranks
+
+_Result = TypeVar("_Result")
+
+
+class Sharded(nn.Module):
+    """A model of sharded layers, the root of FSDP. Computes whatever it is given.
+
+    What is neither a layer nor in one, which is embeddings, last norm and vocabulary projection, is
+    gathered only while `forward` runs: the projection is used after the model's own forward, and
+    may be the embeddings.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
+        """Moves the model to `device`, layer by layer, so that it need not fit there as a whole."""
+        super().__init__()
+        self.model = model
+        mesh = init_device_mesh(device.type, (ranks.world,))
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for module in (*layers, self):
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=True,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            )
+
+    def forward(self, compute: Callable[[], _Result]) -> _Result:
+        return compute()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows, in the same memory; the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All rows, which every rank must ask for; the tensor itself if it is not sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of `full` that this rank holds of `tensor`, which has the same shape."""
+    if not isinstance(tensor, DTensor):
+        return full
+    parts, rank = full.chunk(tensor.device_mesh.size()), tensor.device_mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else full[:0]
+
+
+def like(rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's `rows` as a tensor that is sharded as `tensor` is, if it is; maybe elsewhere."""
+    if not isinstance(tensor, DTensor):
+        return rows
+    mesh = init_device_mesh(rows.device.type, (tensor.device_mesh.size(),))
+    return DTensor.from_local(
+        rows, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+    )

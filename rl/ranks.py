@@ -1,0 +1,89 @@
+"""The processes of a run, one per GPU, and what they tell each other.
+
+In: what each rank has computed from its share. Out: the same values on all ranks. A run of one
+process has no process group, and every call gives back what it was given.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+_Item = TypeVar("_Item")
+
+# Ranks wait for the slowest rollout of all; that a rank has died is seen by who started it.
+_TIMEOUT = timedelta(days=1)
+# What torchrun gives its processes. An engine's own processes would take it for theirs.
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Process `rank` of `world`; with more than one, the default process group is theirs."""
+
+    rank: int = 0
+    world: int = 1
+
+    def share(self, items: Sequence[_Item]) -> list[_Item]:
+        """Every `world`-th item, from number `rank` on."""
+        return list(items[self.rank :: self.world])
+
+    def each(self, value: _Item) -> list[_Item]:
+        """The value of each rank; anything that can be pickled."""
+        values: list[_Item] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def gather(self, share: Sequence[_Item]) -> list[_Item]:
+        """All items, of which each rank has what `share` gave it, in their order."""
+        shares = self.each(share)
+        return [shares[i % self.world][i // self.world] for i in range(sum(map(len, shares)))]
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, with the sum over ranks in it."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def total(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Sums over ranks by name; not every rank needs to have every name."""
+        if self.world == 1:
+            return dict(metrics)
+        sums: defaultdict[str, float] = defaultdict(float)
+        for part in self.each(metrics):
+            for name, value in part.items():
+                sums[name] += value
+        return dict(sums)
+
+
+ALONE = Ranks()
+"""The only process of a run."""
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that this process was started with, by `sparrow train` or torchrun.
+
+    Each must see its own GPU only.
+    """
+    if "LOCAL_RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        yield ALONE
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT
+    )
+    try:
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,113 @@
+"""Several ranks on one machine: started, told of signals, and ended together.
+
+The environment of each is torchrun's, which may start them just as well. It would leave them 30 s
+after a signal, and a checkpoint may take longer.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+
+import torch
+
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.ranks import Ranks
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, owned
+from sparrow_sglang.rl.runs.setup import prepare
+
+GRACE_S = 30.0
+"""Between the end of a rank that failed by itself and that of the others."""
+
+_LOOK_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+def ranks_of(config: TrainConfig) -> int:
+    """How many processes the run takes on this machine.
+
+    Raises `InputError` if it has GPUs, but fewer.
+    """
+    asked, gpus = config.distributed.ranks, torch.cuda.device_count()
+    if asked == "auto":
+        return max(1, gpus)
+    if 0 < gpus < asked:
+        raise InputError(f"distributed.ranks={asked}: expected at most {gpus}, one for each GPU")
+    return asked
+
+
+def check(config: TrainConfig, ranks: int, resume: bool) -> None:
+    """Raise before anything starts what each rank would raise."""
+    prepare(config, ranks)
+    with owned(config.run_dir):
+        Checkpoints(config.run_dir, config.checkpoint.keep, Ranks(0, ranks)).begin(config, resume)
+
+
+def launch(command: Sequence[str], ranks: int) -> tuple[int, str]:
+    """Run `command` as every rank; returns the exit code, 0 if all ended well, and else why.
+
+    Signals go to all ranks, which write a checkpoint together. If a rank dies, the others, which
+    would wait for it, are killed.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def tell(number: int, frame: object) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # In sessions of their own, so that Ctrl-C reaches each once.
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment | own,
+                    start_new_session=True,
+                    preexec_fn=_stop_with_parent,
+                )
+            )
+        return _wait(processes)
+    finally:
+        for process in processes:
+            process.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> tuple[int, str]:
+    first: tuple[int, int] | None = None
+    deadline = float("inf")
+    while None in (codes := [process.poll() for process in processes]) or first is None:
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
+        if first is None and failed:
+            # One that was killed, of which others may have failed.
+            first = min(failed, key=lambda end: end[1])
+            deadline = time.monotonic() + (GRACE_S if first[1] > 0 else 0)
+        elif None not in codes:
+            return 0, ""
+        if time.monotonic() >= deadline:
+            for process in processes:
+                process.kill()
+                process.wait()
+        time.sleep(_LOOK_S)
+    rank, code = first
+    if code > 0:
+        return code, "stopped" if code > 128 else f"error: rank {rank} failed, as it says above"
+    return 1, f"error: rank {rank} was killed by {signal.Signals(-code).name}"
+
+
+def _stop_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,0 +1,93 @@
+"""Rows of data files and of Hugging Face data sets."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.errors import InputError
+
+KINDS = (".jsonl", ".parquet")
+_DATA_SET = re.compile(r"hf:(?P<name>[^:@]+)(:(?P<config>[^:@]+))?(@(?P<split>.+))?")
+
+
+def is_hub(path: Path) -> bool:
+    """Whether it names a data set instead of a file."""
+    return str(path).startswith("hf:")
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(file and line, line number from 1, fields) of each example.
+
+    Raises `InputError` if it cannot be read, with what is expected.
+    """
+    if is_hub(path):
+        yield from _dataset_rows(str(path))
+        return
+    if path.suffix not in KINDS:
+        raise InputError(
+            f"{path}: kind {path.suffix!r} is not read; use .jsonl or .parquet, or hf:NAME"
+        )
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+            return
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8 text; expected one JSON object per line") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            example = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{path}:{number}: not JSON ({error}); expected one object per line"
+            ) from None
+        if not isinstance(example, dict):
+            raise InputError(
+                f"{path}:{number}: holds a {type(example).__name__}; expected a JSON object"
+            )
+        yield f"{path}:{number}", number, example
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path}: not a Parquet file ({error})") from None
+    for number, row in enumerate(rows, 1):
+        yield f"{path} row {number}", number, row
+
+
+def _dataset_rows(address: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    parts = _DATA_SET.fullmatch(address)
+    if parts is None:
+        raise InputError(f"{address}: expected hf:NAME, hf:NAME:CONFIG, or either with @SPLIT")
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(
+            f"{address}: the package datasets is not installed; install sparrow-sglang[data]"
+        ) from None
+    name, split = parts["name"], parts["split"] or "train"
+    folder = Path(name)
+    try:
+        if (folder / "dataset_dict.json").exists():
+            folder /= split
+        if (folder / "state.json").exists():
+            rows = datasets.load_from_disk(folder)
+        else:
+            rows = datasets.load_dataset(name, parts["config"], split=split)
+    # Whatever goes wrong on the way to a hub, or in a data set's own files.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{address}: cannot be loaded ({reason})") from None
+    for number, row in enumerate(rows, 1):
+        yield f"{address} row {number}", number, row

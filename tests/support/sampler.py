@@ -1,0 +1,84 @@
+"""A stand-in for rollout engines that samples by transformers."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import entropy
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+
+TOKENS = 12
+
+
+class Sampler:
+    """A `RolloutEngine` whose responses and log-probs come from a stock model, without a cache."""
+
+    def __init__(self, config: Any, model_path: str, defaults: dict[str, Any]) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        self.arguments = defaults | config.server_args
+        self.entropies: list[float] = []
+        self.version = ""
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: list[Prompt], n: int, sampling: Sampling, finished: Callable[[int], object]
+    ) -> list[Group]:
+        self.entropies.clear()
+        groups = []
+        for prompt in prompts:
+            groups.append(Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))))
+            finished(n)
+        return groups
+
+    def stream(
+        self,
+        prompts: list[Prompt],
+        n: int,
+        sampling: Sampling,
+        finished: Callable[[int], object],
+        further: Callable[[], Sequence[Prompt]],
+        enough: Callable[[], bool],
+    ) -> Iterator[tuple[int, Group]]:
+        asked = list(prompts)
+        for position, prompt in enumerate(asked):
+            (group,) = self.generate([prompt], n, sampling, finished)
+            yield position, group
+            asked += further()
+
+    def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
+        ids, logprobs = list(prompt.input_ids), []
+        for _ in range(TOKENS):
+            logits = self.model(torch.tensor([ids])).logits[0, -1].double() / sampling.temperature
+            distribution = logits.softmax(0)
+            token = int(torch.multinomial(distribution, 1))
+            ids.append(token)
+            logprobs.append(math.log(distribution[token]))
+            self.entropies.append(entropy(distribution.numpy()))
+        answer = tuple(ids[-TOKENS:])
+        text = "".join(chr(token % 128) if token % 2 else "é" for token in answer)
+        return Rollout(
+            prompt.id,
+            sample,
+            prompt.input_ids,
+            answer,
+            np.array(logprobs),
+            "length",
+            self.version,
+            "dense",
+            text,
+        )
+
+    def update_weights(self, tensors: Any, version: str) -> None:
+        self.model.load_state_dict(dict(tensors), strict=False)
+        self.version = version
+
+    def release(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,95 @@
+"""Responses of a run on disk, and where a resumed run goes on at Weights & Biases."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.runs.log import RunLog
+from sparrow_sglang.rl.runs.responses import measured_tails, response_rows
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.run_folder import RESPONSES_FILE
+
+
+def config(run_dir: Path, **logging: Any) -> TrainConfig:
+    return TrainConfig.parse(
+        {
+            "run_dir": run_dir,
+            "task": {"name": "story"},
+            "logging": {"tensorboard": False} | logging,
+        }
+    )
+
+
+def test_rows_say_of_each_response_what_it_earned_and_its_own_tail() -> None:
+    random = np.random.default_rng(0)
+    groups = [
+        Group(
+            Prompt(f"p{g}", "story", (1,)),
+            tuple(
+                Rollout(f"p{g}", s, (1,), (7,) * (10 * g + s + 20), np.zeros(10 * g + s + 20),
+                        "length" if s else "stop", "0", "dense", f"text {g}.{s}")
+                for s in range(2)
+            ),
+        )
+        for g in range(4)
+    ]  # fmt: skip
+    rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    nothing = torch.zeros(sum(lengths))
+    owners = torch.arange(4).repeat_interleave(2)
+    batch = Batch(rollouts, nothing, nothing, owners, torch.ones(8, dtype=torch.bool))
+    # Responses 0, 2, 5 of 8.
+    alpha = {index: random.random(lengths[index]) for index in (0, 2, 5)}
+    tails = measured_tails(batch, np.concatenate(list(alpha.values())), 3)
+    rewards = [np.array([g, g + 0.5]) for g in range(4)]
+    parts = [[{"format": g / 10}] * 2 for g in range(4)]
+    rows = response_rows(groups, rewards, parts, tails, 2)
+    assert [(row["prompt_id"], row["sample"], row["text"]) for row in rows] == [
+        ("p0", 0, "text 0.0"),
+        ("p0", 1, "text 0.1"),
+        ("p2", 0, "text 2.0"),
+        ("p2", 1, "text 2.1"),
+    ]
+    assert [row["reward"] for row in rows] == [0.0, 0.5, 2.0, 2.5]
+    assert [row["scores"] for row in rows] == [{"format": 0.0}] * 2 + [{"format": 0.2}] * 2
+    assert [row["length"] for row in rows] == [20, 21, 40, 41]
+    assert [row["finish_reason"] for row in rows] == ["stop", "length"] * 2
+    # The first of 20, and of 41 the third smallest; the other two were not measured.
+    assert [row["tail"] for row in rows] == [alpha[0].min(), None, None, np.sort(alpha[5])[2]]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    for first, last in ((0, 4), (2, 5)):
+        log = RunLog(config(tmp_path), first)
+        for step in range(first, last):
+            log.keep_responses(step, [{"text": f"{first} {sample}"} for sample in range(2)])
+        log.close()
+    rows = [json.loads(line) for line in (tmp_path / RESPONSES_FILE).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [row["text"][0] for row in rows] == ["0"] * 4 + ["2"] * 6
+
+
+def test_a_resumed_run_goes_on_at_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, str]] = []
+
+    def init(*, id: str, resume: str, **more: Any) -> SimpleNamespace:
+        begun.append((id, resume))
+        return SimpleNamespace(log=print, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for first in (0, 3, 7, 0):
+        RunLog(config(tmp_path, wandb_project="x"), first).close()
+    ids = [name for name, _ in begun]
+    # A run that starts anew is another one.
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    assert {resume for _, resume in begun} == {"allow"}
