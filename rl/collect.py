@@ -205,7 +205,9 @@ def _collect_first_finished(
 
 def _under_way(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
     """Groups that were carried over, of `prompts`, and of as many more as there may be."""
-    config, carried, count = run.config, run.progress.carried, len(prompts)
+    config, count = run.config, len(prompts)
+    # A resumed run may have a lower limit.
+    carried = [group.cut(config.rollout.max_new_tokens) for group in run.progress.carried]
     first = step * count + run.progress.replaced
     places = range(first + len(carried) + count, first + ceil(count * config.rollout.oversubscribe))
     more = [prompts_of_step(run.setup.train, 1, place, config.seed)[0] for place in places]

@@ -138,7 +138,9 @@ def continued(
         text=answer.get("text", ""),
         segments=(*rollout.segments, segment) if recorded else rollout.segments,
     )
-    if rollout.segments and rollout.segments[-1].end == before:
+    goes_on = rollout.segments and rollout.segments[-1].end == before
+    if goes_on or not longer.finished:
+        # SGLang's text is of this request alone, and of the token that was left out.
         turn = longer.parts[-1]
         text = decode(turn[:-1] if isinstance(finish.get("matched"), int) else turn)
         return replace(longer, text=text)

@@ -5,7 +5,7 @@ processes; log-probs are arrays, because there are many of them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -106,7 +106,8 @@ class Rollout:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids by turns: the prompt, sampled ones, and then given and sampled ones again."""
+        """Token ids by turns: the prompt, sampled ones, and then given and sampled ones again; the
+        last ones are empty where nothing is sampled yet."""
         parts: list[tuple[int, ...]] = [self.prompt_ids, ()]
         end = 0
         for segment in self.segments:
@@ -114,7 +115,27 @@ class Rollout:
                 parts += [self.response_ids[end : segment.start], ()]
             end = segment.end
             parts[-1] += self.response_ids[segment.start : end]
+        if end < len(self.response_ids):
+            parts += [self.response_ids[end:], ()]
         return tuple(parts)
+
+    def cut(self, limit: int) -> "Rollout":
+        """The same response; one that is not finished ends where it is if it has `limit` tokens.
+
+        What an environment has answered is left out then, as where it has no room at once.
+        """
+        if self.finished or len(self.response_ids) < limit:
+            return self
+        if self.parts[-1]:
+            return replace(self, finish_reason="length")
+        *earlier, text = self.earlier_turns
+        return replace(
+            self,
+            response_ids=self.response_ids[: self.segments[-1].end],
+            finish_reason="length",
+            text=text,
+            earlier_turns=tuple(earlier),
+        )
 
     def split(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Token ids of each segment: all that precedes it, prompt included, and its own."""
@@ -141,6 +162,10 @@ class Group:
             for sample in range(samples)
         )
         return cls(prompt, tuple(rollouts))
+
+    def cut(self, limit: int) -> "Group":
+        """The same group, each response as `Rollout.cut` gives it."""
+        return replace(self, rollouts=tuple(rollout.cut(limit) for rollout in self.rollouts))
 
     @property
     def finished(self) -> bool:

@@ -73,6 +73,7 @@ class Actor:
         self.released = 0
         self.version = "0"
         self.tokens = 0
+        self.asked: list[list[tuple[int, bool]]] = []
 
     def _group(self, prompt: Prompt) -> Group:
         self.sampled.append(prompt.id)
@@ -92,6 +93,10 @@ class Actor:
         enough: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Group]]:
         if prompts and isinstance(prompts[0], Group):
+            self.asked = [
+                [(len(one.response_ids), one.finished) for one in group.rollouts]
+                for group in prompts
+            ]
             yield from self._until(enough, prompts)
             return
         waiting = list(enumerate(prompts))
@@ -117,11 +122,13 @@ class Actor:
             yield position, self._longer(group, reason, tokens)
 
     def _longer(self, group: Group, reason: str, tokens: int) -> Group:
-        self.tokens += tokens * len(group.rollouts)
+        self.tokens += tokens * sum(not rollout.finished for rollout in group.rollouts)
         return replace(
             group,
             rollouts=tuple(
-                replace(
+                rollout
+                if rollout.finished
+                else replace(
                     rollout,
                     response_ids=(*rollout.response_ids, *[7] * tokens),
                     logprobs=np.zeros(len(rollout.logprobs) + tokens),
@@ -284,6 +291,32 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         under_way = trained + [group.prompt.id for group in found.carried]
         expected = prompts_of_step(PROMPTS, count * step + most, 0, 0)
         assert sorted(under_way) == sorted(prompt.id for prompt in expected)
+
+
+def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() -> None:
+    run = run_of(by_name, count=2)
+    update = {"oversubscribe": 2.0, "max_new_tokens": 5}
+    rollout = run.config.rollout.model_copy(update=update)
+    run.config = run.config.model_copy(update={"rollout": rollout})
+
+    def begun(prompt: Prompt, *lengths: int) -> Group:
+        empty = Group.begun(prompt, len(lengths))
+        rollouts = (
+            replace(one, response_ids=(7,) * n, logprobs=np.zeros(n), weight_version="0")
+            for one, n in zip(empty.rollouts, lengths, strict=True)
+        )
+        return replace(empty, rollouts=tuple(rollouts))
+
+    run.progress.carried = (begun(PROMPTS[0], 5, 9), begun(PROMPTS[1], 4, 6))
+    found = collect(run, prompts_of_step(PROMPTS, 2, 1, 0, 2), 1, lambda stage: nullcontext())
+    # The first group is finished, and in the second one response is still to be sampled.
+    assert run.actor.asked == [[(4, False), (6, True)], [(0, False)] * 2, [(0, False)] * 2]
+    ends = {
+        group.prompt.id: [(one.finish_reason, len(one.response_ids)) for one in group.rollouts]
+        for group in (*found.groups, *found.carried)
+    }
+    assert ends["0"] == [("length", 5), ("length", 9)] and ends["1"][1] == ("length", 6)
+    assert found.tokens == run.actor.tokens
 
 
 def test_a_penalty_may_take_the_variance_away() -> None:

@@ -62,6 +62,7 @@ def test_an_aborted_response_goes_on_without_its_last_token() -> None:
         taken(begun(), aborted, sampling)
     rollout = taken(begun(), aborted, sampling, stopped=True)
     assert (rollout.response_ids, rollout.finished) == ((5, 6), False)
+    assert rollout.text == "(5, 6)"
     request = sample_request(rollout, sampling)
     assert request["input_ids"] == [*PROMPTS[0].input_ids, 5, 6]
     assert request["sampling_params"]["max_new_tokens"] == 2

@@ -72,6 +72,19 @@ def two_turns() -> Rollout:
     return Rollout("0", 0, (9,) * 60, ids, logprobs, "stop", "1", "s", "b", segments, ("a",))
 
 
+def test_a_lower_limit_cuts_a_response_where_it_had_been_cut_before_the_answer(tokenizer) -> None:
+    rollout = turn_of(tokenizer, "I ask <calculator>2 * 3</calculator>")
+    environment = Environment({"test": lambda prompt, turns: TOOL})
+    length = len(rollout.response_ids)
+    answered = environment.answered(rollout, prompt_of(rollout), tokenizer, 100)
+    full = environment.answered(rollout, prompt_of(rollout), tokenizer, length + 1)
+    cut = answered.cut(length + 1)
+    for one in (cut, full):
+        assert (one.response_ids, one.turns) == (rollout.response_ids, rollout.turns)
+        assert one.finish_reason == "length"
+    assert answered.cut(100) is answered and rollout.cut(1) is rollout
+
+
 def test_given_tokens_are_context_and_nothing_else() -> None:
     rollout = two_turns()
     ids = rollout.response_ids
