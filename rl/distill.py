@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig
 from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.loss import policy_loss
+from sparrow_sglang.rl.loss import MiniBatchLoss
 from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of, token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
@@ -42,35 +42,24 @@ _LEAST_REST = 1e-6
 class PolicyTerm:
     """What the policy loss of the sparse actor needs, of the N response tokens of a step.
 
-    `rollout_logprobs` and `advantages` are fp32 [N]; `settings` name the correction and the clip.
+    `rollout_logprobs` and `advantages` are fp32 [N]; `lengths` [S] say how many tokens belong to
+    each response; `settings` name the correction and the clip.
     """
 
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
+    lengths: Sequence[int]
     settings: AlgorithmConfig
 
-    def loss(
-        self, logprobs: torch.Tensor, where: torch.Tensor, lengths: Sequence[int]
-    ) -> torch.Tensor:
-        """Share of the responses with tokens `where` [n] in the mean over all N tokens: a scalar.
+    def loss(self, now: torch.Tensor) -> MiniBatchLoss:
+        """Mean over all N tokens, of an actor that gives them the log-probs `now` [N].
 
-        `logprobs` [n] are those of the actor as it is now, with gradient; `lengths` [S] say how
-        many tokens belong to each response. As one step is taken on them, the clip is idle, and the
-        correction is for what the actor has become, or computes otherwise, since it sampled them.
+        As one step is taken from there, the clip is idle, and the correction is for what the actor
+        has become, or computes otherwise, since it sampled them.
         """
-        where, settings = where.cpu(), self.settings
-        now = logprobs.detach()
-        weights = correct(now.cpu(), self.rollout_logprobs[where], lengths, settings).weights
-        return policy_loss(
-            logprobs,
-            now,
-            self.advantages[where].to(logprobs.device),
-            weights.to(logprobs.device),
-            batch_tokens=len(self.advantages),
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-        ).loss
+        weights = correct(now, self.rollout_logprobs, self.lengths, self.settings).weights
+        alike = torch.ones(len(now))
+        return MiniBatchLoss(now, self.advantages, weights, self.settings, alike)
 
 
 class SparseAdapter:
@@ -179,6 +168,11 @@ class SparseAdapter:
         that is not finite is logged, and the adapter stays as it is.
         """
         policy, settings = self._policy, self._settings
+        policy_loss = None
+        if settings.policy_loss:
+            assert term is not None, "a policy loss needs advantages"
+            with self.enabled():
+                policy_loss = term.loss(torch.cat(policy.score(sequences, temperature, schedule)))
         policy.model.train()
         tokens = sum(len(response) for _, response in sequences)
         divergence = (
@@ -195,11 +189,9 @@ class SparseAdapter:
                 sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
             total = summed(divergence, sparse, dense, policy.head, temperature)
             parts = {"sparrow/distill_kl": total / tokens}
-            if settings.policy_loss and not packed.idle:
-                assert term is not None, "a policy loss needs advantages"
+            if policy_loss is not None and not packed.idle:
                 logprobs = token_logprobs(sparse, policy.head, packed.targets, temperature)
-                part = term.loss(logprobs, packed.where, packed.response_lengths)
-                parts["sparrow/distill_pg_loss"] = part
+                parts["sparrow/distill_pg_loss"] = policy_loss(logprobs, packed.where)
             return parts
 
         with policy.frozen():

@@ -147,7 +147,9 @@ class SparseActor:
             return {}
         measured = self._config.mismatch.sequences
         chosen = batch.without_spread(measured).spread(self._config.distill.sequences)
-        term = PolicyTerm(chosen.rollout_logprobs, chosen.advantages, self._config.algorithm)
+        term = PolicyTerm(
+            chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
+        )
         temperature = self._config.rollout.temperature
         metrics = self.adapter.step(chosen.segments, self.schedule, term, temperature)
         held_out = batch.spread(measured).segments

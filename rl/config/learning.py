@@ -109,7 +109,8 @@ class DistillConfig(Section):
     """Tokens of each side under "top_k" (the public release keeps 20)."""
     policy_loss: float = Field(default=0.0, ge=0)
     """Weight of the sparse actor's own policy loss, added to the KL, corrected as `algorithm` says
-    (the paper's Algorithm 1 adds the two up and gives no weight); 0 for the KL alone."""
+    (the paper's Algorithm 1 adds the two up and gives no weight), for which the responses are
+    scored once more; 0 for the KL alone."""
     delivery: Literal["merged", "lora"] = "merged"
     """How rollouts get the adapter: added to the weights that are synced, for which decode pays
     nothing, or loaded as unmerged LoRA through SGLang's LoRA manager."""

@@ -34,12 +34,6 @@ class Packed:
         """Whether it is there only because other ranks have a micro-batch."""
         return not len(self.where)
 
-    @property
-    def response_lengths(self) -> list[int]:
-        """Response tokens of each sequence."""
-        pairs = zip(self.lengths, self.prompt_lengths, strict=True)
-        return [length - prompt for length, prompt in pairs]
-
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of sequences that share a micro-batch of at most `capacity` tokens.

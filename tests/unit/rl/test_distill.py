@@ -157,26 +157,53 @@ def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, c
     term = PolicyTerm(
         torch.tensor(recorded, dtype=torch.float32),
         torch.tensor(advantages, dtype=torch.float32),
+        lengths,
         AlgorithmConfig(correction=correction),
     )
     # The gradient in a log-prob is -weight x advantage / tokens: that of REINFORCE.
     logprobs = torch.tensor(actor, dtype=torch.float32, requires_grad=True)
     second = slice(lengths[0], lengths[0] + lengths[1])
-    part = term.loss(logprobs[second], torch.arange(len(actor))[second], lengths[1:2])
-    part.backward()
+    loss = term.loss(logprobs.detach())
+    loss(logprobs[second], torch.arange(len(actor))[second]).backward()
     expected = np.zeros(len(actor))
     expected[second] = (-weights * advantages / len(actor))[second]
     np.testing.assert_allclose(logprobs.grad, expected, atol=1e-7, rtol=1e-4)
     # And a step sums it over micro-batches, added to the divergence.
     metrics = adapter.step(sequences, SCHEDULE, term)
-    loss = (-weights * advantages).mean()
-    assert metrics["sparrow/distill_pg_loss"] == pytest.approx(loss, abs=1e-4)
+    mean = (-weights * advantages).mean()
+    assert metrics["sparrow/distill_pg_loss"] == pytest.approx(mean, abs=1e-4)
     plain = SparseAdapter(new_policy(sharp_llama), settings())
     same = plain.step(sequences, SCHEDULE)
     assert "sparrow/distill_pg_loss" not in same
     assert metrics["sparrow/distill_kl"] == pytest.approx(same["sparrow/distill_kl"], rel=1e-5)
     moved = zip(adapter.tensors().values(), plain.tensors().values(), strict=True)
     assert any(not torch.equal(left, right) for left, right in moved)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16384, 200])
+def test_the_policy_loss_takes_the_ratios_of_a_response_of_several_parts_together(
+    sharp_llama, micro_batch_tokens
+):
+    """Whether its parts are in one micro-batch or in two."""
+    (prompt, response), other = SEQUENCES
+    parts = [(prompt, response[:100]), ([*prompt, *response[:100]], response[100:]), other]
+    lengths = [150, 60]
+    model = ModelConfig(path=sharp_llama, micro_batch_tokens=micro_batch_tokens)
+    policy = DensePolicy.load(model, OptimizerConfig(), "cpu")
+    actor = torch.cat(policy.score(parts, schedule=SCHEDULE)).double().numpy()
+    # Ratios of the parts of the first response that are far from each other.
+    recorded = actor - np.repeat([0.4, -0.6, 0.1], [100, 50, 60])
+    advantages = np.repeat([1.5, -0.5], lengths)
+    term = PolicyTerm(
+        torch.tensor(recorded, dtype=torch.float32),
+        torch.tensor(advantages, dtype=torch.float32),
+        lengths,
+        AlgorithmConfig(correction="sequence"),
+    )
+    adapter = SparseAdapter(policy, settings(policy_loss=1.0))
+    weights = np.exp(np.repeat([(0.4 * 100 - 0.6 * 50) / 150, 0.1], lengths))
+    found = adapter.step(parts, SCHEDULE, term)["sparrow/distill_pg_loss"]
+    assert found == pytest.approx((-weights * advantages).mean(), abs=1e-4)
 
 
 def test_the_policy_loss_makes_rewarded_responses_likelier(sharp_llama):
@@ -191,7 +218,8 @@ def test_the_policy_loss_makes_rewarded_responses_likelier(sharp_llama):
     for _ in range(5):
         actor = torch.cat(policy.score(SEQUENCES, schedule=SCHEDULE))
         advantages = torch.tensor([1.0] * 150 + [-1.0] * 60)
-        adapter.step(SEQUENCES, SCHEDULE, PolicyTerm(actor, advantages, AlgorithmConfig()))
+        term = PolicyTerm(actor, advantages, [150, 60], AlgorithmConfig())
+        adapter.step(SEQUENCES, SCHEDULE, term)
     after = means()
     assert after[0] > before[0] + 0.05 and after[1] < before[1] - 0.05
 

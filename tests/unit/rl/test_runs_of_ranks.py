@@ -28,7 +28,9 @@ from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Prompt, Rollout
 
-DISTILL = {"distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3}}
+DISTILL = {
+    "distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3, "policy_loss": 0.5},
+}
 # From a schedule that reads everything to one that does not, after the first step.
 LADDER = {
     "engine": {"schedule": "fixed-64"},
