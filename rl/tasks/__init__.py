@@ -10,6 +10,7 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks import calculator, code, files, math, story
 from sparrow_sglang.rl.tasks.base import Render, Task, chat_render
@@ -20,6 +21,8 @@ from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, nearest_first
 
 __all__ = ["TASKS", "Render", "Task", "chat_render", "load_task"]
+
+_FILE_TASKS = ("math", "code", "files")
 
 Load = Callable[[TaskSource, Render], Task]
 
@@ -38,6 +41,13 @@ def load_task(config: TaskSource, render: Render) -> Task:
             f"task.name={config.name!r} is not known: did you mean {near!r}? Known tasks:"
             f" {', '.join(TASKS)}; one of your own is module:function"
         )
+    keys = {"train_path", "heldout_path", "heldout_sets", "columns"}
+    for key, value in config.model_dump(mode="json", include=keys).items():
+        if value and config.name not in _FILE_TASKS:
+            raise InputError(
+                f"task.{key}={quoted(value)}: task {config.name!r} reads no files; expected it at"
+                f" one of the tasks {', '.join(_FILE_TASKS)}"
+            )
     return TASKS[config.name](config, render)
 
 

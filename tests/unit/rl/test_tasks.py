@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from task_files import jsonl, load
+from task_files import jsonl, load, render
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.tasks import TASKS, chat_render, code, math, story
+from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.tasks import TASKS, chat_render, code, load_task, math, story
 from sparrow_sglang.rl.types import Prompt
 
 
@@ -157,6 +158,31 @@ def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="task.options.words=0"):
         load("story", options={"words": 0})
     assert set(TASKS) == {"math", "code", "story", "calculator", "files", "mix"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train_path", "a.jsonl"),
+        ("heldout_path", "a.jsonl"),
+        ("heldout_sets", {"a": "a.jsonl"}),
+        ("columns", {"answer": "solution"}),
+    ],
+)
+def test_files_and_columns_are_refused_of_tasks_that_read_none(field: str, value: Any) -> None:
+    def refused(name: str, **fields: Any) -> str:
+        with pytest.raises(InputError) as caught:
+            load_task(TaskConfig(name=name, **fields), render)
+        return str(caught.value)
+
+    for name in ("story", "calculator", "mix"):
+        message = (
+            f"task.{field}={value!r}: task {name!r} reads no files; expected it at one of the tasks"
+            " math, code, files"
+        )
+        assert refused(name, **{field: value}) == message
+        parts = {"a": {"name": name, field: value}}
+        assert refused("mix", options=parts) == f"task.options.a: {message}"
 
 
 def test_wrong_tests_are_refused(tmp_path: Path) -> None:
