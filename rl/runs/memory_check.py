@@ -18,19 +18,19 @@ _BF16 = 2
 def estimate(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[TrainingMemory, int]:
     """Memory of the trainer on each of `ranks` GPUs, and bytes that an engine there needs at least.
 
-    The engine's are its weights and the KV of one sequence of full length; what it takes beyond
-    that is `mem_fraction_static`. 0 for engines on GPUs of their own. Raises `InputError` on a
-    model whose shapes are not known.
+    The engine's are its weights and the KV of one sequence of full length, of rollouts or
+    evaluation; what it takes beyond that is `mem_fraction_static`. 0 for engines on GPUs of their
+    own. Raises `InputError` on a model whose shapes are not known.
     """
     shape = ModelShape.from_config(model_config.to_dict())
     parameters = shape.parameters
     if not model_config.get_text_config().tie_word_embeddings:
         parameters += shape.vocab_size * shape.hidden_size
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    prompt, new_tokens = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
     memory = training_memory(
         shape,
         parameters,
-        max(longest, config.model.micro_batch_tokens),
+        max(prompt + new_tokens, config.model.micro_batch_tokens),
         4 if config.model.dtype == "float32" else _BF16,
         gradient_checkpointing=config.model.gradient_checkpointing,
         offload=config.optimizer.offload,
@@ -38,7 +38,9 @@ def estimate(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[Tr
     )
     if config.engine.kind == "ray":
         return memory, 0
-    kv = shape.num_layers * shape.layer_kv_width * longest * _BF16
+    if config.evaluation.every_steps:
+        new_tokens = max(new_tokens, config.evaluation_tokens)
+    kv = shape.num_layers * shape.layer_kv_width * (prompt + new_tokens) * _BF16
     return memory, parameters * _BF16 + kv
 
 

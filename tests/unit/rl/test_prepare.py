@@ -7,13 +7,15 @@ import pytest
 import torch
 from engines import RULE, RULED
 from training import settings
+from transformers import AutoConfig
 
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.runs import run
+from sparrow_sglang.rl.runs import memory_check, run
 from sparrow_sglang.rl.runs.setup import prepare
 
 
@@ -145,6 +147,21 @@ def test_a_check_estimates_the_memory_and_starts_nothing(tmp_path, capsys, monke
     assert re.search(r"weights +0\.5 GiB", shown) and re.search(r"optimizer +1\.0 GiB", shown)
     assert re.search(r"adapter step, peak +[\d.]+ GiB", shown)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_engine_needs_kv_for_the_longest_response_of_rollouts_and_evaluation(tmp_path):
+    """30 layers of 3 KV heads of 64, keys and values in 16 bits: 23,040 bytes a token."""
+    folder = model_folder("smollm2-135m")
+
+    def estimated(**evaluation):
+        fields = {"run_dir": tmp_path, "task": {"name": "story"}, "evaluation": evaluation}
+        config = TrainConfig(**fields, rollout={"max_new_tokens": 1000})
+        return memory_check.estimate(config, AutoConfig.from_pretrained(folder))
+
+    memory, engine = estimated()
+    assert estimated(max_new_tokens=500) == (memory, engine)
+    assert estimated(max_new_tokens=3000) == (memory, engine + 2000 * 23040)
+    assert estimated(max_new_tokens=3000, every_steps=0) == (memory, engine)
 
 
 @pytest.mark.parametrize(("memory_gib", "code"), [(140, 0), (2, 1)])
