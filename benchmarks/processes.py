@@ -1,12 +1,13 @@
 """Processes that a benchmark starts: servers until they are healthy, and functions of their own."""
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -20,6 +21,7 @@ from sparrow_sglang.schedule import PAGE_SIZE
 START_S = 900.0
 STOP_S = 30.0
 _LOG_LINES = 30
+_PORTS = range(20000, 22768)
 
 
 class ProcessFailed(RuntimeError):
@@ -159,11 +161,11 @@ def stop(process: "subprocess.Popen[Any]") -> None:
 def free_port() -> int:
     """A port of this machine that nobody uses yet.
 
-    SGLang 0.5.15 wants the port 10,000 above it, too.
+    It lies below those that Linux gives to whoever asks for any, which may be taken before they are
+    used. SGLang 0.5.15 wants the port 10,000 above it, too.
     """
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port <= 55535:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port

@@ -3,7 +3,6 @@
 In: packed weights on the trainer's device. Out: the same bucket, loaded by every engine.
 """
 
-import socket
 import threading
 import time
 import uuid
@@ -49,15 +48,16 @@ class WeightBroadcast:
         if self._group is not None:
             return
         self._name = f"sparrow-weights-{uuid.uuid4().hex[:8]}"
-        address, port = ray.util.get_node_ip_address(), _free_port()
-        world = 1 + len(actors) * self._ranks
+        address = ray.util.get_node_ip_address()
+        store = _listen(address)
+        port, world = store.port, 1 + len(actors) * self._ranks
         deadline = time.monotonic() + LIMIT_S
         joined = [
             actor.call.remote("join", address, port, 1 + slot * self._ranks, world, self._name)
             for slot, actor in enumerate(actors)
         ]
         # In a thread, as it waits for an engine that dies meanwhile until the limit is reached.
-        ours = _in_background(lambda: _join(address, port, world, self._name))
+        ours = _in_background(lambda: _join(store, world, self._name))
         what = f"joining the weight broadcast at {address}:{port}"
         _require_all(joined, deadline, what)
         self._group = _require(ours, deadline, what)
@@ -93,12 +93,21 @@ class WeightBroadcast:
             wait([_in_background(lambda: _destroy(group))], _END_S)
 
 
-def _join(address: str, port: int, world: int, name: str) -> Any:
+def _listen(address: str) -> torch.distributed.TCPStore:
+    """Where the ranks of a group find each other, at a port that is taken from now on."""
+    limit = timedelta(seconds=LIMIT_S)
+    return torch.distributed.TCPStore(
+        address, 0, is_master=True, wait_for_workers=False, timeout=limit
+    )
+
+
+def _join(store: torch.distributed.TCPStore, world: int, name: str) -> Any:
     from sglang.srt.utils import init_custom_process_group
 
     return init_custom_process_group(
         backend="nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"tcp://{address}:{port}",
+        # As SGLang's ranks do, which are given an address instead.
+        store=torch.distributed.PrefixStore(name, store),
         timeout=timedelta(seconds=LIMIT_S),
         world_size=world,
         rank=0,
@@ -164,10 +173,3 @@ def _too_late(what: str, who: str) -> BroadcastTimeout:
         " right network and every NCCL_* variable is the same on all of them (NCCL_DEBUG=INFO says"
         ' what NCCL waits for); or set [engine] transfer = "object_store"'
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("", 0))
-        port: int = server.getsockname()[1]
-        return port

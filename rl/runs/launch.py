@@ -7,7 +7,6 @@ after a signal, and a checkpoint may take longer.
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -53,11 +52,13 @@ def launch(command: Sequence[str], ranks: int) -> tuple[int, str]:
     Signals go to all ranks, which write a checkpoint together. If a rank dies, the others, which
     would wait for it, are killed.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    # Where the ranks find each other, held here because a port that is only known to be free may be
+    # taken before rank 0 has started.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(ranks),
     }
     processes: list[subprocess.Popen[bytes]] = []

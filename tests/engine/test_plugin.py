@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 import requests
 from engines import import_for_fork, start_engine, unused_model_files
-from servers import forked, free_port
+from ports import free_port
+from servers import forked
 
 from sparrow_sglang.commands import serve
 from sparrow_sglang.commands.server_flags import known_flags
@@ -209,13 +210,12 @@ sys.exit(main())
 def processes(sharp_llama, schedule_file):
     """Started at once, because each spends half a minute importing SGLang."""
     port, ours = free_port(), free_port()
-    flags = server_flags(sharp_llama)
-    module = [sys.executable, "-m", "sglang.launch_server", *flags]
     by_name = ["--sparrow-schedule", "fixed-64"]
-    serve = [sys.executable, "-c", SERVE, "serve", *flags, *by_name, "--port", str(ours)]
+    module = [sys.executable, "-m", "sglang.launch_server", *server_flags(sharp_llama), *by_name]
+    serve = [sys.executable, "-c", SERVE, "serve", *server_flags(sharp_llama), *by_name]
     commands = {
-        "server": [*module, *by_name, "--port", str(port)],
-        "serve": serve,
+        "server": [*module, "--port", str(port)],
+        "serve": [*serve, "--port", str(ours)],
         "foreign": [sys.executable, "-c", FOREIGN, sharp_llama, schedule_file],
     }
     environment = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
@@ -224,9 +224,7 @@ def processes(sharp_llama, schedule_file):
             name: stack.enter_context(process(*command, **environment))
             for name, command in commands.items()
         }
-        started["filtered"] = stack.enter_context(
-            process(*module, *by_name, SGLANG_PLUGINS="somebody_else")
-        )
+        started["filtered"] = stack.enter_context(process(*module, SGLANG_PLUGINS="somebody_else"))
         urls = {"url": f"http://127.0.0.1:{port}", "serve_url": f"http://127.0.0.1:{ours}"}
         yield SimpleNamespace(**urls, **started)
 
@@ -235,6 +233,7 @@ def server_flags(model: str) -> list[str]:
     return [
         *("--model-path", model, "--attention-backend", "sparrow", "--dtype", "float32"),
         *("--skip-tokenizer-init", "--log-level", "error", "--max-total-tokens", "4096"),
+        *("--nccl-port", str(free_port())),
     ]
 
 
@@ -271,8 +270,8 @@ class TestProcesses:
             assert line, logged
         assert f"ready on {processes.serve_url}, {START_UP} fixed-64" in logged
         os.killpg(server.pid, signal.SIGINT)
-        server.communicate(timeout=120)
-        assert server.returncode == 0
+        logged, _ = server.communicate(timeout=120)
+        assert server.returncode == 0 and "Traceback" not in logged, logged
 
 
 def wait_until_healthy(server: subprocess.Popen, url: str) -> None:

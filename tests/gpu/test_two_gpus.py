@@ -7,7 +7,6 @@ the engine's own samples; a request is sent to each replica by its number.
 import asyncio
 import os
 import random
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -285,11 +284,9 @@ def test_weights_are_broadcast_from_one_gpu_to_the_other(model: str, other_model
     share_nccl_settings({})
     engine = start(model, **({"base_gpu_id": 1} if ON_GPU else {}))
     try:
-        port, name = _free_port(), f"two-gpus-{os.getpid()}"
-        ours = weight_broadcast._in_background(
-            lambda: weight_broadcast._join("127.0.0.1", port, 2, name)
-        )
-        engine.join("127.0.0.1", port, 1, 2, name)
+        store, name = weight_broadcast._listen("127.0.0.1"), f"two-gpus-{os.getpid()}"
+        ours = weight_broadcast._in_background(lambda: weight_broadcast._join(store, 2, name))
+        engine.join("127.0.0.1", store.port, 1, 2, name)
         group = ours.result(60)
         trained = AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.float32)
         trained = trained.to("cuda:0" if ON_GPU else "cpu")
@@ -306,10 +303,3 @@ def test_weights_are_broadcast_from_one_gpu_to_the_other(model: str, other_model
         engine.leave(name)
     finally:
         engine.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("", 0))
-        port: int = server.getsockname()[1]
-        return port

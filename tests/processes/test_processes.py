@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from servers import free_port
+from ports import free_port
 
 from sparrow_sglang.benchmarks.processes import ProcessFailed, in_new_process, running_server
 

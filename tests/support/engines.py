@@ -25,6 +25,7 @@ import psutil
 import torch
 import zmq
 from pools import chosen_pairs
+from ports import free_port
 
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
@@ -208,12 +209,15 @@ def weight_updates(engine: Any) -> Iterator[None]:
 def import_for_fork() -> Any:
     """SGLang's engine module, with everything imported that its processes need."""
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused_model_files()))
+    from sglang.srt import server_args
     from sglang.srt.entrypoints import engine
     from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
     from sglang.srt.models import registry  # noqa: F401
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    # Its own is taken by somebody else now and then until the engine gets to use it.
+    server_args.get_free_port = free_port
     set_envs_and_config = engine._set_envs_and_config
 
     def then_fork(server_args: Any) -> None:

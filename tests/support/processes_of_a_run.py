@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from sparrow_sglang.benchmarks.processes import free_port
+from ports import free_port
 
 
 def on_ranks(world: int, job: Callable[[], Any], folder: Path) -> list[Any]:

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import psutil
 from engines import import_for_fork, kill
-
-from sparrow_sglang.benchmarks.processes import free_port
+from ports import free_port
 
 START_S = 120.0
 

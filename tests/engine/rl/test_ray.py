@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from multiprocessing import forkserver
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import ascii_task
@@ -18,6 +19,7 @@ import ray
 import torch
 from ascii_task import rows
 from engines import kill, unused_model_files
+from ports import free_port
 from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, settings
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +55,17 @@ def cluster() -> Iterator[None]:
     disabled = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
     # It stays for the tests after these, so it must not carry the mark.
     forkserver.ensure_running()
-    with mock.patch.dict(os.environ, ENVIRONMENT | disabled):
+    start = RayEngines._start
+
+    def start_at_a_port_of_its_own(engines: RayEngines, slot: int) -> Any:
+        *others, arguments = engines._start_args
+        engines._start_args = *others, arguments | {"nccl_port": free_port()}
+        return start(engines, slot)
+
+    with (
+        mock.patch.dict(os.environ, ENVIRONMENT | disabled),
+        mock.patch.object(RayEngines, "_start", start_at_a_port_of_its_own),
+    ):
         try:
             _start_ray()
             yield

@@ -166,22 +166,30 @@ import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 if os.environ["RANK"] == "1" and "doomed" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
-open(sys.argv[1] + os.environ["RANK"], "w").write(os.environ["WORLD_SIZE"])
-time.sleep("quick" not in sys.argv and 600)
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+time.sleep(600)
+"""
+MEETS = """
+import sys
+from sparrow_sglang.rl.ranks import joined
+with joined() as ranks:
+    open(sys.argv[1] + str(ranks.rank), "w").write(str(ranks.each(ranks.rank)))
 """
 
 
-def launched(folder: Path, *words: str) -> tuple[int, str]:
-    return launch.launch([sys.executable, "-c", SLEEPER, f"{folder}/", *words], 2)
+def launched(program: str, folder: Path, *words: str) -> tuple[int, str]:
+    return launch.launch([sys.executable, "-c", program, f"{folder}/", *words], 2)
+
+
+def test_the_ranks_of_a_launch_meet(tmp_path: Path) -> None:
+    assert launched(MEETS, tmp_path) == (0, "")
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["[0, 1]", "[0, 1]"]
 
 
 def test_the_ranks_of_a_launch_end_together(tmp_path: Path) -> None:
     began = time.monotonic()
-    assert launched(tmp_path, "quick") == (0, "")
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["2", "2"]
-    assert launched(tmp_path, "doomed") == (1, "error: rank 1 was killed by SIGKILL")
-    for rank in "01":
-        (tmp_path / rank).unlink()
+    assert launched(SLEEPER, tmp_path, "doomed") == (1, "error: rank 1 was killed by SIGKILL")
+    (tmp_path / "0").unlink(missing_ok=True)
 
     def ask_once_both_wait() -> None:
         while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
@@ -189,7 +197,7 @@ def test_the_ranks_of_a_launch_end_together(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ask_once_both_wait).start()
-    assert launched(tmp_path) == (143, "stopped")
+    assert launched(SLEEPER, tmp_path) == (143, "stopped")
     assert time.monotonic() - began < 300
 
 
