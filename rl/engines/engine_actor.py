@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,8 +41,11 @@ class EngineActor:
         schedule: str,
         server_args: dict[str, Any],
         environment: Mapping[str, str],
+        modules: Sequence[str],
     ) -> None:
+        """`modules` are folders of modules, such as that of a task whose replies this gives."""
         os.environ.update(environment)
+        sys.path += [folder for folder in modules if folder not in sys.path]
         _fork_engines_on_cpu()
         arguments = {"enable_memory_saver": False} | server_args
         self._engine = LocalEngine(model_path, schedule, **arguments)

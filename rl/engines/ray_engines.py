@@ -6,6 +6,7 @@ engine is replaced, brought to the current weights, and its unfinished groups ar
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,7 +264,8 @@ class RayEngines:
             "concurrency_groups": {CONTROL: 1},
         }
         actor: Any = ray.remote(**options)(EngineActor)
-        return actor.remote(model_path, schedule, server_args, self._environment)
+        modules = [os.path.abspath(folder) for folder in sys.path]
+        return actor.remote(model_path, schedule, server_args, self._environment, modules)
 
     def _try_broadcast(self, step: Literal["start", "send"], *arguments: Any) -> bool:
         """Whether the engines took part; if not, the object store has to do for this update."""

@@ -1,6 +1,7 @@
 """What the tests of training share: prompts, engine arguments, run settings, expected log-probs."""
 
 from pathlib import Path
+from typing import Any
 
 import ascii_task
 import numpy as np
@@ -9,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from engines import random_prompt
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.rl.types import Prompt, Rollout
 
 # Larger than any other difference between SGLang's arithmetic and transformers' in 32 bits.
 FP32 = 2e-4
@@ -63,11 +64,12 @@ def optimizer_steps(checkpoint: Path) -> set[int]:
 
 @torch.no_grad()
 def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarray:
+    """Of the sampled tokens, after all that precedes them."""
     ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
     start = len(rollout.prompt_ids)
     logits = model(ids).logits[0, start - 1 : -1].double() / temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
-    return logprobs.gather(1, ids[0, start:, None])[:, 0].numpy()
+    logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, start:, None])[:, 0].numpy()
+    return np.concatenate([logprobs[part.start : part.end] for part in rollout.segments])
 
 
 def error(model, groups) -> float:
@@ -77,3 +79,12 @@ def error(model, groups) -> float:
         for group in groups
         for rollout in group.rollouts
     )
+
+
+def turns_of(rollout: Rollout, tokenizer: Any, ends: range, limit: int) -> tuple[str, ...]:
+    """The model's turns, of which SGLang leaves out the token of `ends` that ended each."""
+    *earlier, last = rollout.parts[1::2]
+    # At the limit it says that this ended the response, whatever the token is.
+    by_itself = last[-1] in ends and len(rollout.response_ids) < limit
+    parts = [*(part[:-1] for part in earlier), last[:-1] if by_itself else last]
+    return tuple(map(tokenizer.decode, parts))

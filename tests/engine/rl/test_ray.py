@@ -20,18 +20,19 @@ import torch
 from ascii_task import rows
 from engines import kill, unused_model_files
 from ports import free_port
-from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, settings
-from transformers import AutoModelForCausalLM
+from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, settings, turns_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.rl import train
-from sparrow_sglang.rl.config import EngineConfig
+from sparrow_sglang.rl.config import EngineConfig, TaskConfig
 from sparrow_sglang.rl.engines import ray_engines, weight_broadcast
 from sparrow_sglang.rl.engines.buckets import Weights, pack
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.ray_engines import RayEngines
 from sparrow_sglang.rl.engines.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.tasks import TASKS
+from sparrow_sglang.rl.tasks import TASKS, chat_render
+from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import ABORTED
 
 MARK = "SPARROW_TEST_CLUSTER"
@@ -158,6 +159,41 @@ def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, mo
     assert max(row["training/rollout_probs_diff_max"] for row in written) < FP32
     assert all(row["response_length/mean"] == 60 for row in written)
     assert written[0]["actor/grad_norm"] > 0
+
+
+def test_responses_of_several_turns_stop_and_go_on(cluster, tmp_path):
+    # Every 16th byte ends a turn.
+    ends = range(3, 19)
+    path = ascii_task.save_model_of_bytes(tmp_path, eos_token_id=[*ends])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = ascii_task.load(TaskConfig(name=ascii_task.NAME), chat_render(tokenizer)).train
+    arguments = SERVER_ARGS | {"skip_tokenizer_init": False, "grammar_backend": "none"}
+    environment = Environment(ascii_task.say_more)
+    engines = RayEngines(1, path, ALL, **arguments)
+    try:
+        done, groups = [], {}
+        sampling = Sampling(max_new_tokens=200, environment=environment)
+        stream = engines.stream(prompts, 1, sampling, enough=lambda: bool(done))
+        for position, group in stream:
+            groups[position] = group
+            done += [position] if group.finished else []
+        left = {at: group for at, group in groups.items() if not group.finished}
+        assert len(groups) == len(prompts) and len(left) > 8
+        gone_on = dict(engines.stream(list(left.values()), 1, sampling))
+    finally:
+        engines.close()
+    befores = [group.rollouts[0] for group in left.values()]
+    afters = [gone_on[place].rollouts[0] for place in range(len(left))]
+    assert max(len(rollout.turns) for rollout in befores) > 1
+    for before, rollout in zip(befores, afters, strict=True):
+        assert rollout.response_ids[: len(before.response_ids)] == before.response_ids
+        assert rollout.turns[: len(before.turns) - 1] == before.turns[:-1]
+        said = [tokenizer.decode(part) for part in rollout.parts[2::2]]
+        assert said == [f" more {turn}: " for turn in range(1, len(rollout.turns))]
+        assert rollout.turns == turns_of(rollout, tokenizer, ends, sampling.max_new_tokens)
+        assert len(rollout.turns) == 3 or rollout.truncated
+    assert error(model, gone_on.values()) < FP32
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from ascii_task import rows
 from oracle import ContractModel
-from training import ALL, FP32, optimizer_steps, settings
+from training import ALL, FP32, optimizer_steps, settings, turns_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.errors import InputError
@@ -264,10 +264,15 @@ def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
     assert not list((config.run_dir / "checkpoints").glob(".draft-*"))
 
 
+def load_turns(config, render):
+    return replace(ascii_task.load(config, render), reply=ascii_task.say_more)
+
+
 def test_a_killed_run_goes_on_with_the_groups_that_it_carried_over(tmp_path, monkeypatch):
-    # An eighth of the bytes end a response, so that some are long before others.
-    model = ascii_task.save_model_of_bytes(tmp_path / "model", eos_token_id=[*range(3, 35)])
-    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+    # An eighth of the bytes end a turn, so that some responses are finished long before others.
+    ends = range(3, 35)
+    model = ascii_task.save_model_of_bytes(tmp_path / "model", eos_token_id=[*ends])
+    monkeypatch.setitem(TASKS, ascii_task.NAME, load_turns)
     config = settings(
         model,
         tmp_path / "run",
@@ -306,28 +311,23 @@ def test_a_killed_run_goes_on_with_the_groups_that_it_carried_over(tmp_path, mon
     after = rows(config.run_dir)
     assert after[:1] == before and [row["step"] for row in after] == [0, 1, 2]
     assert all(row["sparrow/staleness_max"] <= 2 for row in after)
-    # A response of two parts is one string of as many bytes.
-    parted = [one for groups in kept for group in groups for one in group.rollouts]
-    parted = [one for one in parted if len(one.segments) > 1]
+    trained = [one for groups in kept for group in groups for one in group.rollouts]
+    parted = [one for one in trained if len(one.segments) > len(one.turns)]
     assert parted and all(row["sparrow/stale_token_fraction"] > 0 for row in after[1:])
+    assert any(len(one.turns) > 1 for one in parted)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    for one in parted:
-        ended = one.finish_reason == "stop"
-        assert one.text == tokenizer.decode(one.response_ids[: -1 if ended else None])
-
-
-def say_more(prompt, turns):
-    return {"role": "user", "content": f" more {len(turns)}: "} if len(turns) < 3 else None
-
-
-def load_turns(config, render):
-    return replace(ascii_task.load(config, render), reply=say_more)
+    for one in trained:
+        # However many parts a turn has, it is one string of as many bytes.
+        assert one.turns == turns_of(one, tokenizer, ends, 60)
+        said = [tokenizer.decode(part) for part in one.parts[2::2]]
+        assert said == [f" more {turn}: " for turn in range(1, len(one.turns))]
 
 
 @pytest.mark.parametrize("schedule", ["fixed-48", ALL])
 def test_an_environment_speaks_between_turns(tmp_path, monkeypatch, schedule):
     # Every 16th byte ends a turn.
-    model = ascii_task.save_model_of_bytes(tmp_path / "model", eos_token_id=[*range(3, 19)])
+    ends = range(3, 19)
+    model = ascii_task.save_model_of_bytes(tmp_path / "model", eos_token_id=[*ends])
     monkeypatch.setitem(TASKS, ascii_task.NAME, load_turns)
     config = settings(
         model, tmp_path / "run", schedule, steps=1, mismatch={"sequences": 4},
@@ -347,10 +347,7 @@ def test_an_environment_speaks_between_turns(tmp_path, monkeypatch, schedule):
         # Exactly what was sampled, and what the environment said.
         said = [tokenizer.decode(part) for part in rollout.parts[2::2]]
         assert said == [f" more {turn}: " for turn in range(1, len(rollout.segments))]
-        assert rollout.turns == tuple(
-            tokenizer.decode(part[:-1] if part[-1] in range(3, 19) else part)
-            for part in rollout.parts[1::2]
-        )
+        assert rollout.turns == turns_of(rollout, tokenizer, ends, 60)
         flat = [token for part in rollout.parts for token in part]
         assert flat == [*rollout.prompt_ids, *rollout.response_ids]
         expected = []
