@@ -177,12 +177,12 @@ def reserve_decode_buffers(
         buffer_bytes,
     )
 
-    server_args = sglang_arguments.resolved(kvc.server_args)
+    server_args, parallel = sglang_arguments.resolved(kvc.server_args), get_parallel()
     graphs = server_args.cuda_graph_config.decode
     rows = EAGER_ROWS if graphs.backend == "disabled" else graphs.max_bs
     if server_args.max_running_requests is not None:
-        requests = server_args.max_running_requests // sglang_versions.ranks(kvc).attn_dp_size
+        requests = server_args.max_running_requests // parallel.attn_dp_size
         rows = min(rows, sglang_arguments.rows_of_graphs(server_args, requests))
     loaded, _ = resolve_schedules(server_args, kvc.model_config.hf_config)
-    shape = DecodeShape.of_model(loaded.active, kvc.model_config, get_parallel().attn_tp_size)
+    shape = DecodeShape.of_model(loaded.active, kvc.model_config, parallel.attn_tp_size)
     return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))

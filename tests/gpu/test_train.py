@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
@@ -146,7 +146,7 @@ def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
     first.loss_step(sequences, lambda logprobs, _: -logprobs.sum())
     config = TrainConfig(run_dir=tmp_path, task={"name": "story"})
     checkpoints = Checkpoints(tmp_path, keep=1)
-    folder = checkpoints.save(first, tokenizer_of(model), config, State(1))
+    folder = checkpoints.save(first, AutoTokenizer.from_pretrained(model), config, State(1))
     exported = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert exported.dtype == first.compute_dtype == torch.bfloat16
     exact = dict(first.named_weights())
@@ -183,11 +183,9 @@ def test_entropies_and_logprobs_of_a_chunk_are_those_in_float64():
     weight = torch.randn(49_152, 256, device="cuda").bfloat16() / 8
     tokens = torch.randint(0, 49_152, (3000,), device="cuda")
     logprobs, entropies = token_logprobs_and_entropies(hidden, weight, tokens, 0.7)
-    logprobs = torch.log_softmax(hidden.double() @ weight.double().t() / 0.7, 1)
-    torch.testing.assert_close(
-        entropies.double(), -(logprobs.exp() * logprobs).sum(1), atol=1e-3, rtol=0
-    )
-    expected = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    exact = torch.log_softmax(hidden.double() @ weight.double().t() / 0.7, 1)
+    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(1), atol=1e-3, rtol=0)
+    expected = exact.gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-3, rtol=0)
 
 

@@ -142,7 +142,7 @@ class TestMemory:
         from sparrow_sglang.attention_backends.kernels import decode_launch, select_launch
 
         monkeypatch.setattr(
-            runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2)
+            runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2, attn_dp_size=1)
         )
         for module in (decode_launch, select_launch):
             monkeypatch.setattr(module, "sm_count", lambda _: 132)
@@ -167,7 +167,6 @@ class TestMemory:
                 device=device,
                 gpu_id=0,
                 is_draft_worker=False,
-                ps=SimpleNamespace(attn_dp_size=1),
                 server_args=SimpleNamespace(**(arguments | fields)),
                 model_config=SimpleNamespace(
                     hf_config=None,
