@@ -35,6 +35,11 @@ def number(value: float, digits: int) -> str:
     return f"{value:,.{digits}f}"
 
 
+def schedule_name(schedule: str) -> str:
+    """A schedule's name; of a file, what it is called."""
+    return Path(schedule).name.removesuffix(".json")
+
+
 def sides(run: Run) -> list[tuple[Row, Row | None]]:
     """Each sparse row of a run with the dense row, if that was measured."""
     dense = next((row for row in run.rows if not row["schedule"]), None)
@@ -57,7 +62,7 @@ def learning_rows(run: Run) -> list[list[str]]:
         )
         table.append(
             [
-                Path(schedule).name.removesuffix(".json"),
+                schedule_name(schedule),
                 str(len(seeds)),
                 str(last),
                 *(f"{mean(values):.3f} ± {stdev(values):.3f}" for values in (before, then)),
@@ -93,7 +98,7 @@ def generate(root: Path = ROOT) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": number, "mean": mean}
+    environment.filters |= {"number": number, "mean": mean, "schedule_name": schedule_name}
     text = environment.get_template("tables.md.j2").render(
         PAIRS=PAIRS,
         gains=gains,

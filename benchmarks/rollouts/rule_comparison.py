@@ -84,7 +84,7 @@ def _judged(bins: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
 
 
 def commands(options: argparse.Namespace, rule: str, texts: Path) -> list[list[str]]:
-    """What `sparrow` is run with for one rule, one after the other."""
+    """What `sparrow` is run with for one rule, one after the other, each to write `outputs`."""
     common = ["calibrate", "--model-path", options.model_path, "--seed", str(options.seed)]
     for name in ("new_tokens", "prompts_per_bin", "samples", "min_tokens", "batch"):
         common += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -110,19 +110,52 @@ def schedule_files(options: argparse.Namespace, rule: str) -> list[Path]:
     return [options.work / f"{rule}-{target}.json" for target in options.targets]
 
 
+def outputs(options: argparse.Namespace, rule: str) -> list[list[Path]]:
+    """The files of each of `commands`, written when it has ended."""
+    checks = [[check_file(options, rule, name)] for name in (SAMPLES, TEXT)]
+    return [schedule_files(options, rule), *checks]
+
+
 def check_file(options: argparse.Namespace, rule: str, name: str) -> Path:
     return Path(options.work / f"{rule}.{name}.json")
+
+
+def require_same_options(options: argparse.Namespace) -> None:
+    """Note in the work folder what its files are made with; `ValueError` if that was otherwise."""
+    given = json.loads(
+        json.dumps({key: value for key, value in settings(options).items() if key != "work"})
+    )
+    file = options.work / "options.json"
+    options.work.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        before = json.loads(file.read_text())
+        if differing := [key for key in given if before.get(key) != given[key]]:
+            name = differing[0]
+            raise ValueError(
+                f"--work {options.work}: was made with {name}={before.get(name)!r}, got"
+                f" {given[name]!r}: expected the same; name another folder"
+            )
+    else:
+        file.write_text(json.dumps(given, indent=1))
 
 
 def run_side_by_side(options: argparse.Namespace, texts: Path) -> None:
     """Each rule's commands one after the other, each rule on a GPU where there are two.
 
-    A check that does not hold is a result. Raises `ProcessFailed` if a command fails.
+    Those whose files are there are left out. A check that does not hold is a result. Raises
+    `ProcessFailed` if a command fails.
     """
     gpus = visible_gpus()
     lanes = [[*RULES]] if len(gpus) < len(RULES) else [[rule] for rule in RULES]
     waiting = [
-        [(rule, command) for rule in lane for command in commands(options, rule, texts)]
+        [
+            (rule, command)
+            for rule in lane
+            for command, files in zip(
+                commands(options, rule, texts), outputs(options, rule), strict=True
+            )
+            if not all(file.exists() for file in files)
+        ]
         for lane in lanes
     ]
     while any(waiting):
@@ -171,7 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     prepare_out(parser, options.out)
-    options.work.mkdir(parents=True, exist_ok=True)
+    try:
+        require_same_options(options)
+    except ValueError as error:
+        parser.error(str(error))
     texts = options.work / "texts.jsonl"
     write_texts(texts, options.model_path, context, options.texts, options.new_tokens, options.seed)
     try:

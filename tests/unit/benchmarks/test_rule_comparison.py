@@ -1,12 +1,18 @@
 """What two selection rules read for the same tail: rows, and what is run to get them."""
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from sparrow_sglang.benchmarks import figures, tables
 from sparrow_sglang.benchmarks.rollouts import rule_comparison
 from sparrow_sglang.benchmarks.rollouts.rule_comparison import rule_rows
+from sparrow_sglang.calibration.job import RULES
 from sparrow_sglang.commands import cli
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.report.result_files import Run
@@ -109,3 +115,31 @@ def test_every_command_is_one_that_sparrow_knows(tmp_path: Path) -> None:
         files = [str(tmp_path / f"{rule}-{target}.json") for target in (0.75, 0.86, 0.92)]
         assert [parsed.check for parsed in checks] == [files, files]
         assert len({str(parsed.work) for parsed in checks}) == 2
+
+
+def test_what_a_work_folder_has_is_not_measured_again(tmp_path: Path, monkeypatch: Any) -> None:
+    options = rule_comparison._parser().parse_args(["--work", str(tmp_path)])
+    options.engine_args = {}
+    done = [files for rule in RULES for files in rule_comparison.outputs(options, rule)]
+    for file in [file for files in done[:-1] for file in files]:
+        file.write_text("{}")
+    run: list[Sequence[str]] = []
+
+    @contextmanager
+    def logged(command: Sequence[str], *_: Any) -> Iterator[Any]:
+        run.append(command)
+        yield SimpleNamespace(args=command, wait=lambda: 0)
+
+    monkeypatch.setattr(rule_comparison, "logged_process", logged)
+    rule_comparison.run_side_by_side(options, tmp_path / "texts.jsonl")
+    assert [command[command.index("--out") + 1] for command in run] == [str(done[-1][0])]
+
+
+def test_a_work_folder_is_not_gone_on_with_under_other_options(tmp_path: Path) -> None:
+    def options(seed: int) -> Any:
+        return rule_comparison._parser().parse_args(["--work", str(tmp_path), "--seed", str(seed)])
+
+    rule_comparison.require_same_options(options(1))
+    rule_comparison.require_same_options(options(1))
+    with pytest.raises(ValueError, match="made with seed=1, got 2"):
+        rule_comparison.require_same_options(options(2))
