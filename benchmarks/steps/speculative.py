@@ -17,6 +17,7 @@ from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT, Results, load_
 from sparrow_sglang.planning.cost_model import step_costs
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import MeasuredStep, StepTimeFit, fit_step_time
+from sparrow_sglang.report.step_pairs import served_model
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import schedule_for_model
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b"):
         config = json.loads((MODELS / model / "config.json").read_text())
         shape = ModelShape.from_config(config)
-        measured = [row for row in rows if row["model"] == model]
+        measured = [row for row in rows if served_model(row) == model]
         fit = fit_step_time([MeasuredStep.from_row(row, shape) for row in measured])
         schedule = schedule_for_model(config, PAGE_SIZE)
         for case in ((batch, length) for batch in (1, 4) for length in (16384, 32768)):

@@ -130,11 +130,8 @@ def kv_share(target: str) -> float:
     for rule in ("calibrated", "published"):
         schedule = load(folder / f"{rule}-{target}.json")
         dense, bin_tokens = len(schedule["dense_layers"]), schedule["bin_tokens"]
-        cached = [(i + 1 / 2) * bin_tokens for i in range(len(schedule["budget_tokens"]))]
-        read = [min(b, n) for b, n in zip(schedule["budget_tokens"], cached, strict=True)]
-        reads.append(
-            sum(dense * n + (layers - dense) * r for n, r in zip(cached, read, strict=True))
-        )
+        middles = [((i + 1 / 2) * bin_tokens, b) for i, b in enumerate(schedule["budget_tokens"])]
+        reads.append(sum(dense * n + (layers - dense) * min(b, n) for n, b in middles))
     return reads[0] / reads[1]
 
 
@@ -171,8 +168,8 @@ def measured_figures() -> dict[str, str]:
     }
     shares = {target: kv_share(target) for target in ("0.86", "0.92")}
     return {
-        "rules": f"{shares['0.86']:.2f} of the KV tokens that the published rule needs for a tail of"
-        f" 0.86, {shares['0.92']:.2f} for 0.92",
+        "rules": f"{shares['0.86']:.2f} of the KV tokens that the published rule needs for a tail"
+        f" of 0.86, {shares['0.92']:.2f} for 0.92",
         "step": f"is {longest.speedup:.2f}× as fast for Qwen3-1.7B ({sparse_ms:.2f} ms"
         f" instead of {dense_ms:.2f} ms), {gains[0]} for 4B, {gains[1]} for 8B,"
         f" {gains[2]} for 14B",
