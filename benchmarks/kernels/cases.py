@@ -65,13 +65,15 @@ class Pools:
     rule: SelectionRule
 
     @classmethod
-    def random(cls, tokens: int, landmark_pages: int, rule: SelectionRule) -> "Pools":
+    def random(
+        cls, tokens: int, landmark_pages: int, rule: SelectionRule, kv_dtype: torch.dtype
+    ) -> "Pools":
         """Random contents; landmarks are those of `rule`, which the kernels must be built for."""
         shape = (tokens + PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
         half: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         return cls(
-            k=torch.randn(shape, **half),
-            v=torch.randn(shape, **half),
+            k=torch.randn(shape, **half).to(kv_dtype),
+            v=torch.randn(shape, **half).to(kv_dtype),
             landmarks=_random_landmarks(landmark_pages + 1, rule),
             order=torch.randperm(landmark_pages, device="cuda", dtype=torch.int32) + 1,
             rule=rule,
@@ -124,11 +126,10 @@ class Shape:
         """Every scored landmark once."""
         return self.batch * NUM_KV_HEADS * (self.pages - SINKS - RECENTS) * self.landmark_bytes
 
-    @property
-    def decode_bytes(self) -> int:
+    def decode_bytes(self, pools: Pools) -> int:
         """Keys and values of every kept page once."""
         kept = min(self.budget_pages, self.pages) * PAGE_SIZE
-        return self.batch * NUM_KV_HEADS * kept * 2 * ROW_BYTES
+        return self.batch * NUM_KV_HEADS * kept * 2 * HEAD_DIM * pools.k.itemsize
 
     def sets(self, bytes_per_launch: int) -> int:
         return max(2, min(192, int(_COLD_BYTES / bytes_per_launch) + 1))
@@ -234,7 +235,7 @@ class DecodeCase:
     def __init__(self, pools: Pools, shape: Shape) -> None:
         self.pools, self.shape = pools, shape
         self.seq_lens = shape.seq_lens()
-        sets = range(shape.sets(shape.decode_bytes))
+        sets = range(shape.sets(shape.decode_bytes(pools)))
         self.q = [shape.queries() for _ in sets]
         limit = len(pools.k) // PAGE_SIZE - 1
         table = shape.page_table(pools, 0, limit)

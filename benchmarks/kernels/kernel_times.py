@@ -44,9 +44,11 @@ EXAMPLES = """\
   sparrow bench kernels --quick                            main shapes only, without other libraries
   sparrow bench kernels --out kernels.json                 everything
   sparrow bench kernels --schedule qwen3-1.7b-0.86         a schedule's selection rule and budgets
+  sparrow bench kernels --quick --kv-cache-dtype fp8_e4m3  over an FP8 KV cache
 """
 # KV pools and landmarks of 2**20 tokens take 7 GB, the buffers of the bandwidth test 9 GB.
 _MEMORY_GB = 24
+KV_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 # Pages of the published 0.86 schedules, rounded; they set how much the select kernel writes.
 _BUDGETS = {4096: 96, 16384: 192, 32768: 256, 65536: 320}
 _QUICK_SELECT = [(1, 32768), (16, 32768), (64, 16384)]
@@ -58,6 +60,11 @@ _QUICK_DECODE = [
     Shape(64, 16384, 192),
     Shape(256, 4096, 96),
 ]
+# Tokens, warps and stages of a tile, by bytes of a number in the KV cache.
+_TILES = {
+    2: [(64, 4, 3), (64, 4, 5), (128, 4, 3), (64, 2, 5), (32, 2, 5), (32, 1, 5)],
+    1: [(32, 1, 5), (32, 1, 9), (64, 1, 5), (64, 2, 5), (64, 2, 9), (128, 4, 5), (128, 4, 3)],
+}
 _DENSE = [Shape(16, 32768, 2048), Shape(64, 2048, 128, group=4), Shape(1, 8192, 512)]
 
 
@@ -101,7 +108,7 @@ def time_rule(table: Table, pools: Pools, schedule: BudgetSchedule, quick: bool)
         selecting = cache(partial(SelectCase, pools, shape))
         table.measure(_select_name(shape), shape.select_bytes, partial(_measure, selecting))
         attending = cache(partial(DecodeCase, pools, shape))
-        table.measure(_decode_name(shape), shape.decode_bytes, partial(_measure, attending))
+        table.measure(_decode_name(shape), shape.decode_bytes(pools), partial(_measure, attending))
 
 
 def time_landmarks(table: Table, pools: Pools) -> None:
@@ -136,8 +143,9 @@ def time_landmarks(table: Table, pools: Pools) -> None:
     def measure_bulk() -> dict[str, Any]:
         return {"error": check(), "us": round(replay_us([bulk]), 2)}
 
-    read = 16 * 32768 * NUM_KV_HEADS * HEAD_DIM * 2
-    table.measure("landmarks of a batch of 16 at 32K", read + read // 16, measure_bulk)
+    numbers = 16 * 32768 * NUM_KV_HEADS * HEAD_DIM
+    moved = numbers * pools.k.itemsize + numbers // PAGE_SIZE * written.itemsize
+    table.measure("landmarks of a batch of 16 at 32K", moved, measure_bulk)
 
 
 def time_snapshot(table: Table, pools: Pools) -> None:
@@ -171,7 +179,7 @@ def time_cases(table: Table, pools: Pools, quick: bool) -> None:
         table.measure(_select_name(shape), shape.select_bytes, partial(_measure, selecting))
     for shape in _QUICK_DECODE if quick else _QUICK_DECODE + _DENSE:
         attending = cache(partial(DecodeCase, pools, shape))
-        table.measure(_decode_name(shape), shape.decode_bytes, partial(_measure, attending))
+        table.measure(_decode_name(shape), shape.decode_bytes(pools), partial(_measure, attending))
 
 
 def time_peers(table: Table, pools: Pools) -> None:
@@ -189,7 +197,9 @@ def time_peers(table: Table, pools: Pools) -> None:
         attending = cache(partial(DecodeCase, pools, shape))
         for name, decode_peer in DECODE_PEERS.items():
             title = f"{_decode_name(shape)}: {name}"
-            table.measure(title, shape.decode_bytes, partial(measure, decode_peer, attending))
+            table.measure(
+                title, shape.decode_bytes(pools), partial(measure, decode_peer, attending)
+            )
 
 
 def sweep(table: Table, pools: Pools) -> None:
@@ -208,11 +218,10 @@ def sweep(table: Table, pools: Pools) -> None:
             table.measure(name, shape.select_bytes, partial(_measure, selecting, launch))
     for shape, splits in ((Shape(16, 32768, 256), (2, 4, 8)), (Shape(1, 32768, 256), (16, 32))):
         attending = cache(partial(DecodeCase, pools, shape))
-        variants = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (64, 2, 5), (32, 2, 5), (32, 1, 5)]
-        for split, (block, warps, stages) in itertools.product(splits, variants):
+        for split, (block, warps, stages) in itertools.product(splits, _TILES[pools.k.itemsize]):
             shaped = DecodeLaunch(split, block, warps, stages)
             name = f"{_decode_name(shape)} s{split} n{block} w{warps} st{stages}"
-            table.measure(name, shape.decode_bytes, partial(_measure, attending, shaped))
+            table.measure(name, shape.decode_bytes(pools), partial(_measure, attending, shaped))
 
 
 def sweep_rule(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
@@ -243,6 +252,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="selection by the rule of a schedule (shipped name or .json file) and attention under"
         " its budgets, instead of the published rule's cases",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="auto is bf16; with fp8_e4m3 other libraries are left out",
+    )
     args = parser.parse_args(argv)
     try:
         schedule = load_schedule(args.schedule, PAGE_SIZE) if args.schedule else None
@@ -252,9 +267,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
     prepare_out(parser, args.out)
     torch.manual_seed(0)
-    table = Table(args.out, selection=str(rule), copy_bandwidth=copy_bandwidth())
+    fields = {"selection": str(rule), "kv_cache_dtype": args.kv_cache_dtype}
+    table = Table(args.out, **fields, copy_bandwidth=copy_bandwidth())
     small = args.quick or args.sweep
-    pools = Pools.random(2**20, 2**17 if small else 2**20, rule)
+    kv_dtype = KV_DTYPES[args.kv_cache_dtype]
+    pools = Pools.random(2**20, 2**17 if small else 2**20, rule, kv_dtype)
     if schedule and args.sweep:
         sweep_rule(table, pools, schedule)
     elif schedule:
@@ -265,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         time_landmarks(table, pools)
         time_snapshot(table, pools)
         time_cases(table, pools, args.quick)
-        if not args.quick:
+        if not args.quick and args.kv_cache_dtype == "auto":
             time_peers(table, pools)
     ours_failed = [row for row in table.rows if "failed" in row and ": " not in row["name"]]
     return 1 if ours_failed and not args.sweep else 0

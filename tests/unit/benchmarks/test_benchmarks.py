@@ -425,7 +425,7 @@ def test_the_commands_in_the_help_are_accepted(
     texts = [re.sub(r"\\\n +", "", cli.BENCH_EPILOG)]
     texts += [each.EXAMPLES for each in (decode_step, kernel_times, rollout_replay, serving)]
     commands = re.findall(r"^  (sparrow bench .*?)(?: {2,}.*)?$", "\n".join(texts), re.M)
-    assert len(commands) == 19
+    assert len(commands) == 20
     for command in commands:
         with pytest.raises(SystemExit):
             cli.main(shlex.split(command)[1:])
