@@ -15,7 +15,7 @@ from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.json_values import cut, relative_note
 
 Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
-"""A text, or chat messages through the model's template, to token ids."""
+"""A text, or chat messages, to token ids."""
 
 # Tokens of the context that SGLang (0.5.17) takes no input in; to be scored, a sequence is input.
 UNSCORED = 6
@@ -45,7 +45,10 @@ class Prompt:
 
 
 def tokenizer_of(model_path: str) -> Tokenize:
-    """The model's own tokenizer and chat template, loaded at the first use."""
+    """The model's own tokenizer and chat template, loaded at the first use.
+
+    A model without a template, as one that was only pretrained, continues the messages' texts.
+    """
     loaded: list[Any] = []
 
     def tokenize(text: str | list[dict[str, Any]]) -> list[int]:
@@ -53,6 +56,8 @@ def tokenizer_of(model_path: str) -> Tokenize:
             from transformers import AutoTokenizer
 
             loaded.append(AutoTokenizer.from_pretrained(model_path))
+        if loaded[0].chat_template is None and not isinstance(text, str):
+            text = "\n\n".join(str(message.get("content", "")) for message in text)
         if isinstance(text, str):
             return list(loaded[0](text)["input_ids"])
         ids = loaded[0].apply_chat_template(
