@@ -17,8 +17,10 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from safetensors.torch import save_file
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig
 from sparrow_sglang.rl.correction import correct
@@ -72,7 +74,7 @@ class SparseAdapter:
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
         """Put an adapter that changes nothing yet into the policy's model.
 
-        Raises `ValueError` if the model has no module of a name in `target_modules`.
+        Raises `InputError` if the model has no module of a name in `target_modules`.
         """
         self.scale = 1.0
         self._policy = policy
@@ -83,6 +85,7 @@ class SparseAdapter:
             target_modules=list(settings.target_modules),
             lora_dropout=0.0,
         )
+        _require_modules(policy.model, settings.target_modules)
         with policy.frozen():
             inject_adapter_in_model(self._lora, policy.model, ADAPTER)
         self._layers: dict[str, Linear] = {
@@ -274,6 +277,18 @@ class SparseAdapter:
     def _switch(self, on: bool) -> None:
         for layer in self._layers.values():
             layer.enable_adapters(on)
+
+
+def _require_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """PEFT is content with one of the names that is there."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for wanted in names:
+        if not any(f".{name}".endswith(f".{wanted}") for name in linear):
+            known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+            raise InputError(
+                f"distill.target_modules={list(names)}: the model has no module {wanted!r};"
+                f" expected some of {', '.join(known)}"
+            )
 
 
 def lora_arguments(settings: DistillConfig) -> dict[str, Any]:

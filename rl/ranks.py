@@ -19,7 +19,7 @@ _Item = TypeVar("_Item")
 
 # Ranks wait for the slowest rollout of all; that a rank has died is seen by who started it.
 _TIMEOUT = timedelta(days=1)
-# What torchrun gives its processes. An engine's own processes would take it for theirs.
+# What says who is which rank. An engine's own processes would take it for theirs.
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
 
@@ -69,11 +69,11 @@ ALONE = Ranks()
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that this process was started with, by `sparrow train` or torchrun.
+    """The ranks that this process was started with, by `sparrow train`.
 
     Each must see its own GPU only.
     """
-    if "LOCAL_RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+    if "LOCAL_RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         yield ALONE
         return
     if torch.cuda.is_available():

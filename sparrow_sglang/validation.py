@@ -59,10 +59,16 @@ def first_problem(
         words, kind, key = f"{loc[-1] + 1} values or more", "", _dotted((prefix, *loc[:-1]))
     if kind == "missing":
         return f"{key} is missing: expected {words or 'a value'}"
-    message = f"expected {words}" if words else problem["msg"].removeprefix("Value error, ")
+    message = f"expected {words}" if words else _in_words_of_toml(problem["msg"])
     if kind == "value_error" and isinstance(value, Mapping | BaseModel):
         return f"[{key}] {message}" if key else message
     return f"{key}={quoted(value, _COMPARED)} is not allowed: {message}"
+
+
+def _in_words_of_toml(message: str) -> str:
+    message = message.removeprefix("Value error, ").partition(" or instance of ")[0]
+    message = message.replace("valid tuple", "valid array").replace("dictionary", "table")
+    return message.replace("Tuple should", "Value should")
 
 
 def _dotted(loc: Iterable[str | int]) -> str:

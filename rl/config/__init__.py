@@ -30,7 +30,7 @@ from sparrow_sglang.rl.config.learning import (
     OptimizerConfig,
 )
 from sparrow_sglang.rl.config.overrides import with_overrides
-from sparrow_sglang.rl.config.section import Section, TomlPath
+from sparrow_sglang.rl.config.section import Name, Section, TomlPath
 from sparrow_sglang.validation import first_problem
 
 __all__ = [
@@ -97,7 +97,7 @@ class DistributedConfig(Section):
 
     ranks: PositiveInt | Literal["auto"] = 1
     """Processes on this machine, each with one of its GPUs; "auto": one for every GPU, and 1
-    without any. `sparrow train` starts them, and ignores this under torchrun, which has."""
+    without any. `sparrow train` starts them."""
 
     @field_validator("ranks", mode="before")
     @classmethod
@@ -123,7 +123,7 @@ class LoggingConfig(Section):
     """Groups per step, spread evenly over it, whose responses go to responses.jsonl; 0 for none."""
     tensorboard: bool = True
     """Event files in the run's folder."""
-    wandb_project: str | None = None
+    wandb_project: Name | None = None
     """Project on Weights & Biases, if its package is installed. A resumed run goes on there."""
 
 

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparrow_sglang.rl.config.section import Section, TomlArray, TomlPath
+from sparrow_sglang.rl.config.section import Name, Section, TomlArray, TomlPath
 
 _UNTRUNCATED = (
     "the sampler records log-probs of the untruncated distribution, so tokens drawn from a"
@@ -30,9 +30,9 @@ class TaskSource(Section):
     saved or can load; without a split "train"."""
     heldout_path: TomlPath | None = None
     """The same for evaluation; without it the task splits its data."""
-    heldout_sets: dict[str, TomlPath] = Field(default_factory=dict)
+    heldout_sets: dict[Name, TomlPath] = Field(default_factory=dict)
     """Or several of them, evaluated apart: each name gives eval/NAME/pass_rate."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: dict[Name, Name] = Field(default_factory=dict)
     """Columns of the data that the task's fields are in, nested ones with dots: of verl's files,
     answer = "reward_model.ground_truth"."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -41,7 +41,11 @@ class TaskSource(Section):
     @model_validator(mode="after")
     def _one_kind_of_heldout_sets(self) -> Self:
         if self.heldout_sets and self.heldout_path:
-            raise ValueError("heldout_path and heldout_sets are both set: expected one of them")
+            sets = {name: str(path) for name, path in self.heldout_sets.items()}
+            raise ValueError(
+                f"heldout_path={str(self.heldout_path)!r} with heldout_sets={sets}: expected one of"
+                " them"
+            )
         return self
 
 

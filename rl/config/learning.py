@@ -1,10 +1,12 @@
 """Sections about learning: loss, correction, optimizer, adapter and ladder of schedules."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from sparrow_sglang.rl.config.section import Section, TomlArray
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AlgorithmConfig(Section):
@@ -43,7 +45,7 @@ class AlgorithmConfig(Section):
     """Policy ratios above 1 + clip_high are clipped (Sparrow, slime, DAPO: 0.28)."""
     dual_clip: float = Field(default=3.0, gt=1)
     """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
+    kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL divergence from the reference policy, which is the model at `model.path`
     (GRPO: 0.04; DAPO and Dr. GRPO: none); 0 for none. Its weights are kept in the memory of the
     CPU, and each step scores the responses with them."""
@@ -66,7 +68,7 @@ class OptimizerConfig(Section):
     """How it falls from there to `final_lr_share` at the end of `steps`."""
     final_lr_share: float = Field(default=0.0, ge=0, le=1)
     """What is left of `lr` then (verl min_lr_ratio: 0)."""
-    betas: TomlArray[tuple[float, float]] = (0.9, 0.98)
+    betas: TomlArray[tuple[_Decay, _Decay]] = (0.9, 0.98)
     """Decay of both moments (slime)."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay (slime: 0.1; verl: 0.01); not on vectors such as norms and biases."""
@@ -96,7 +98,9 @@ class DistillConfig(Section):
     """Rank of the adapter (the paper gives none)."""
     alpha: PositiveInt = 32
     """LoRA scale: alpha / rank (the public release: 16)."""
-    target_modules: TomlArray[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    target_modules: TomlArray[tuple[str, ...]] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1
+    )
     """Names of the adapted projections."""
     lr: PositiveFloat = 1e-3
     """Learning rate of the adapter's own AdamW (1e-3 raised the demo model's tails on an H200)."""

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 
-def _usable(path: Path) -> Path:
+def _usable(path: object) -> object:
+    if path == "":
+        raise ValueError("expected a path, not an empty string")
     if "\0" in str(path):
         raise ValueError("expected a path without NUL characters")
     return path
@@ -14,8 +16,9 @@ def _usable(path: Path) -> Path:
 
 _Array = TypeVar("_Array")
 # What TOML has no type of its own for.
-TomlPath = Annotated[Path, Strict(False), AfterValidator(_usable)]
+TomlPath = Annotated[Path, Strict(False), BeforeValidator(_usable)]
 TomlArray = Annotated[_Array, Strict(False)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):

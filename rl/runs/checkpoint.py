@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.json_values import cut
 from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
@@ -120,6 +121,10 @@ class Checkpoints:
         with other settings.
         """
         delete_drafts(self._folder)
+        return self.starting_point(config, resume)
+
+    def starting_point(self, config: TrainConfig, resume: bool) -> Path | None:
+        """What `begin` gives and raises; changes nothing."""
         newest = self.newest()
         if not resume:
             # Empty where a run ended before its first step, of a wrong engine argument say.
@@ -190,22 +195,24 @@ class Checkpoints:
         self, folder: Path, policy: DensePolicy, adapter: SparseAdapter | None = None
     ) -> State:
         """Put policy, adapter, their optimizers and the random states back to what was saved."""
-        fields = json.loads((folder / "state.json").read_text("utf-8"))
-        # Written by ourselves, and pickled Python objects are among the random states.
-        training = current_names(
-            torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
-        )
-        if "masters" in training:
-            _restore_single_file(policy, training)
-        else:
-            state = policy.state_dict()
-            with _quiet_about_one_process():
-                dcp.load(state, checkpoint_id=folder / "training")
-            policy.load_state_dict(state)
+        with _readable(folder):
+            fields = json.loads((folder / "state.json").read_text("utf-8"))
+            # Written by ourselves, and pickled Python objects are among the random states.
+            training = current_names(
+                torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
+            )
+            carried = folder / _CARRIED
+            groups = torch.load(carried, weights_only=False) if carried.exists() else ()
+            if "masters" in training:
+                _restore_single_file(policy, training)
+            else:
+                state = policy.state_dict()
+                with _quiet_about_one_process():
+                    dcp.load(state, checkpoint_id=folder / "training")
+                policy.load_state_dict(state)
         if adapter is not None:
             adapter.load_state_dict(current_names(training["adapter"]))
         _set_random_states(training["random"])
-        carried = folder / _CARRIED
         return State(
             fields["step"],
             fields["schedule"],
@@ -213,7 +220,7 @@ class Checkpoints:
             fields["ladder"],
             # Of runs from before groups could be replaced.
             fields.get("replaced", 0),
-            torch.load(carried, weights_only=False) if carried.exists() else (),
+            groups,
         )
 
     def _save_shards(self, policy: DensePolicy, draft: Path) -> None:
@@ -223,6 +230,18 @@ class Checkpoints:
     def _complete(self) -> list[Path]:
         folders = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
         return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Whatever it takes to read a checkpoint may raise if it is damaged."""
+    try:
+        yield
+    except (Exception, dcp.api.CheckpointException) as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+        raise InputError(
+            f"{folder} cannot be read ({cut(reason)}): delete it to go on from the one before"
+        ) from error
 
 
 @contextmanager
@@ -264,7 +283,8 @@ def _restore_single_file(policy: DensePolicy, training: Mapping[str, Any]) -> No
 
 
 def _check_resumable(folder: Path, config: TrainConfig) -> None:
-    saved = current_names(json.loads((folder / "state.json").read_text("utf-8"))["config"])
+    with _readable(folder):
+        saved = current_names(json.loads((folder / "state.json").read_text("utf-8"))["config"])
     # Settings that the run did not have yet were at their defaults.
     task = TaskConfig(name=config.task.name)
     default = TrainConfig(run_dir=config.run_dir, task=task).model_dump(mode="json")

@@ -1,7 +1,7 @@
 """Several ranks on one machine: started, told of signals, and ended together.
 
-The environment of each is torchrun's, which may start them just as well. It would leave them 30 s
-after a signal, and a checkpoint may take longer.
+torchrun would send signals to the engines' processes, too, and end the ranks 30 s after one; a
+checkpoint may take longer.
 """
 
 import ctypes

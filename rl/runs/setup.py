@@ -36,9 +36,10 @@ class Setup:
     """What `prepare` has found.
 
     `train` and `heldout`, by names of sets, hold no prompt that is too long; `left_out` counts
-    those that were. The name of a single set is empty. `schedules` is the ladder, from
-    `engine.schedule` on, and empty for dense rollouts. `engine` is the configured one with the
-    schedule named that "auto" stands for. `notes` are what the run should say at its start.
+    those that were. The name of a single set is empty; without evaluation there is none.
+    `schedules` is the ladder, from `engine.schedule` on, and empty for dense rollouts. `engine` is
+    the configured one with the schedule named that "auto" stands for. `notes` are what the run
+    should say at its start.
     """
 
     model_path: str
@@ -76,6 +77,13 @@ def check(config: TrainConfig) -> None:
 
 
 def _check_settings(config: TrainConfig) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        # On a signal it ends the processes of a rank's engine, too.
+        raise InputError(
+            f"distributed.ranks={config.distributed.ranks}: torchrun has started this; expected"
+            " sparrow train by itself, which starts the ranks, and lets them write a checkpoint"
+            " when stopped"
+        )
     check_logging(config.logging)
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
@@ -89,7 +97,7 @@ def check_ranks(config: TrainConfig, ranks: int) -> None:
         if config.distributed.ranks not in (1, AUTO):
             raise InputError(
                 f"distributed.ranks={config.distributed.ranks}: this is a process by itself;"
-                " expected to be started by sparrow train or torchrun"
+                " expected to be started by sparrow train"
             )
         return
     asked = f"distributed.ranks={ranks}"
@@ -104,11 +112,12 @@ def check_ranks(config: TrainConfig, ranks: int) -> None:
             f"{asked} with engine.kind='ray': each rank has an engine of its own; expected"
             ' kind = "local", or distributed.ranks = 1'
         )
-    if (tp_size := engine.server_args.get("tp_size", 1)) != 1:
-        raise InputError(
-            f"{asked} with engine.server_args.tp_size={tp_size}: each rank's engine has one"
-            " GPU; expected tp_size of 1, or distributed.ranks = 1"
-        )
+    for name in ("tp_size", "pp_size"):
+        if (size := engine.server_args.get(name, 1)) != 1:
+            raise InputError(
+                f"{asked} with engine.server_args.{name}={size}: each rank's engine has one GPU;"
+                f" expected {name} of 1, or distributed.ranks = 1"
+            )
     for name in ("dynamic_sampling", "oversubscribe"):
         if (value := getattr(config.rollout, name)) > 1:
             raise InputError(
@@ -162,18 +171,15 @@ def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
             )
     task = load_task(config.task, chat_render(tokenizer, **variables))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
-    train = _short_enough(task.train, config)
-    heldout = {name: _short_enough(prompts, config) for name, prompts in sets.items()}
-    named = {f"held-out {name}".strip(): prompts for name, prompts in heldout.items()}
-    for name, kept in ({"training": train} | named).items():
-        if not kept:
-            raise InputError(
-                f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: no {name} prompt of"
-                f" task {config.task.name!r} is that short; expected a higher limit"
-            )
+    sets = (sets or {"": ()}) if config.evaluation.every_steps else {}
+    train = _short_enough("training", task.train, config)
+    heldout = {
+        name: _short_enough(f"held-out {name}".strip(), prompts, config)
+        for name, prompts in sets.items()
+    }
     _check_context(config, model_config)
     left_out = len(task.train) - len(train)
-    left_out += sum(len(prompts) - len(heldout[name]) for name, prompts in sets.items())
+    left_out += sum(len(sets[name]) - len(kept) for name, kept in heldout.items())
     engine = config.engine
     if engine.schedule == AUTO:
         # By name, or SPARROW_SCHEDULE in the environment would give the engine another one.
@@ -198,9 +204,18 @@ def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
     )
 
 
-def _short_enough(prompts: Sequence[Prompt], config: TrainConfig) -> tuple[Prompt, ...]:
-    limit = config.rollout.max_prompt_tokens
-    return tuple(prompt for prompt in prompts if len(prompt.input_ids) <= limit)
+def _short_enough(which: str, prompts: Sequence[Prompt], config: TrainConfig) -> tuple[Prompt, ...]:
+    name, limit = config.task.name, config.rollout.max_prompt_tokens
+    if not prompts:
+        remedy = "" if which == "training" else ", or evaluation.every_steps = 0"
+        raise InputError(f"task.name={name!r} has no {which} prompts: expected one or more{remedy}")
+    kept = tuple(prompt for prompt in prompts if len(prompt.input_ids) <= limit)
+    if not kept:
+        raise InputError(
+            f"rollout.max_prompt_tokens={limit}: no {which} prompt of task {name!r} is that short;"
+            " expected a higher limit"
+        )
+    return kept
 
 
 def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
@@ -251,6 +266,11 @@ def _check_server_args(engine: EngineConfig) -> None:
             )
     if problem := unknown_argument(engine.server_args):
         raise InputError(f"engine.server_args.{problem}")
+    if engine.server_args.get("skip_tokenizer_init"):
+        raise InputError(
+            "engine.server_args.skip_tokenizer_init=true: rewards are given for texts; expected"
+            " false"
+        )
     dp_size = engine.server_args.get("dp_size", 1)
     if dp_size != 1 and not engine.server_args.get("enable_dp_attention"):
         raise InputError(
@@ -275,7 +295,9 @@ def _check_context(config: TrainConfig, model_config: Any) -> None:
         model_config, "max_position_embeddings", None
     )
     prompt = config.rollout.max_prompt_tokens
-    limits = {"": config.rollout.max_new_tokens, "evaluation.": config.evaluation_tokens}
+    limits = {"": config.rollout.max_new_tokens}
+    if config.evaluation.every_steps:
+        limits["evaluation."] = config.evaluation_tokens
     for section, tokens in limits.items():
         # SGLang keeps one token of the context to itself.
         if context is not None and prompt + tokens >= context:

@@ -4,8 +4,10 @@ A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`;
 module of the user's, and `task.name` is "module:function".
 """
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -33,8 +35,7 @@ def load_task(config: TaskSource, render: Render) -> Task:
     Raises `InputError` if there is none of that name, or if its files or options are wrong.
     """
     if ":" in config.name:
-        task: Task = imported("task.name", config.name)(config, render)
-        return task
+        return _checked(config.name, imported("task.name", config.name)(config, render))
     if config.name not in TASKS:
         near = nearest_first(config.name, TASKS)[0]
         raise InputError(
@@ -51,6 +52,28 @@ def load_task(config: TaskSource, render: Render) -> Task:
     return TASKS[config.name](config, render)
 
 
+def _checked(name: str, task: Any) -> Task:
+    """What a task of the user's has returned."""
+    if not isinstance(task, Task):
+        raise InputError(f"task.name={name!r} returned {quoted(task)}: expected a Task")
+    for field, functions in {"reward": task.reward, "reply": task.reply or {}}.items():
+        for function in functions.values() if isinstance(functions, Mapping) else [functions]:
+            if not (callable(function) and _can_be_sent(function)):
+                raise InputError(
+                    f"task.name={name!r} has the {field} {quoted(function)}: expected a function"
+                    " of a module, as it is sent to other processes"
+                )
+    return task
+
+
+def _can_be_sent(function: object) -> bool:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
+
+
 def _load_mix(config: TaskSource, render: Render) -> Task:
     """Several tasks: `options` has the settings of each by a name, which becomes that of its
     prompts and of its held-out set."""
@@ -61,6 +84,8 @@ def _load_mix(config: TaskSource, render: Render) -> Task:
     if not config.options:
         raise InputError("task.options holds no tasks: task 'mix' expects [task.options.NAME]")
     for label, fields in config.options.items():
+        if not label:
+            raise InputError(f"task.options={quoted(config.options)} has a task without a name")
         try:
             source = TaskSource.model_validate(fields)
             task = load_task(source, render)

@@ -19,7 +19,7 @@ from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.tasks.rows import KINDS, is_hub, read_rows
 from sparrow_sglang.rl.turns import Reply
 from sparrow_sglang.rl.types import Prompt
-from sparrow_sglang.validation import first_problem
+from sparrow_sglang.validation import first_problem, unknown_key
 
 Message = dict[str, str]
 # Chat messages -> token ids of the prompt, ready for the assistant's turn.
@@ -54,7 +54,9 @@ class Task:
 class Options(BaseModel):
     """Base of a task's own settings, `task.options`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True
+    )
 
 
 class FileOptions(Options):
@@ -90,9 +92,14 @@ def parse_options(kind: type[OptionsT], config: TaskSource) -> OptionsT:
 
 
 def load_files(
-    config: TaskSource, render: Render, read_payload: ReadPayload, options: FileOptions
+    config: TaskSource,
+    render: Render,
+    read_payload: ReadPayload,
+    options: FileOptions,
+    fields: Sequence[str] = (),
 ) -> tuple[tuple[Prompt, ...], Heldout]:
-    """Training and held-out prompts out of `config`'s files.
+    """Training and held-out prompts out of `config`'s files, whose rows have `fields` besides the
+    prompt's, or any.
 
     Without a held-out file a tenth of the examples, 512 at most, is kept apart, the same ones each
     time. Raises `InputError` with file, line, field and what is allowed.
@@ -102,6 +109,10 @@ def load_files(
             f"task.train_path is not set: task {config.name!r} needs a .jsonl or .parquet file, or"
             " hf:NAME"
         )
+    known = ("prompt", "id", *fields)
+    for field, column in config.columns.items():
+        if fields and field not in known:
+            raise InputError(f"task.columns.{field}={column!r}: {unknown_key(field, known)}")
     sets = {f"heldout_sets.{name}": path for name, path in config.heldout_sets.items()}
     paths = {"train_path": config.train_path, "heldout_path": config.heldout_path} | sets
     for key, path in paths.items():

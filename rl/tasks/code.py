@@ -63,7 +63,7 @@ def load(config: TaskSource, render: Render) -> Task:
         limits = {"wall_clock_s": options.wall_clock_s, "memory_bytes": options.memory_mib << 20}
         return {"tests": _tests(example), "limits": limits, "sandbox": options.sandbox}
 
-    train, heldout = load_files(config, render, payload, options)
+    train, heldout = load_files(config, render, payload, options, ["tests"])
     return Task(train, heldout, reward)
 
 

@@ -32,7 +32,7 @@ RESTATED = re.compile(r"\banswer\s*(?:is|should be|must be|=|:)", re.IGNORECASE)
 def load(config: TaskSource, render: Render) -> Task:
     """Prompts out of `config`'s files; raises `InputError` as `base.load_files` does."""
     options = parse_options(FileOptions, config)
-    train, heldout = load_files(config, render, _payload, options)
+    train, heldout = load_files(config, render, _payload, options, ["answer"])
     return Task(train, heldout, reward)
 
 

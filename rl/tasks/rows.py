@@ -27,7 +27,8 @@ def read_rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         return
     if path.suffix not in KINDS:
         raise InputError(
-            f"{path}: kind {path.suffix!r} is not read; use .jsonl or .parquet, or hf:NAME"
+            f"{path}: kind {path.suffix!r} is not read; use .jsonl or .parquet, or hf:NAME, which"
+            " may be a folder"
         )
     try:
         if path.suffix == ".parquet":

@@ -76,12 +76,10 @@ def run(args: argparse.Namespace) -> int:
     config = TrainConfig.load(args.config, args.settings)
     check(config)
     if args.check:
-        return _report_memory(config)
+        return _check_all(config, args)
     rank = os.environ.get("LOCAL_RANK")
     if rank is not None:
-        # Before torch is imported.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(rank)] if visible else rank
+        see_own_gpu(int(rank))
     train = _launch if rank is None and config.distributed.ranks != 1 else _train
     auto = config.engine.schedule == AUTO
     source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
@@ -93,15 +91,28 @@ def run(args: argparse.Namespace) -> int:
         return _say_where_it_stands(config, "stopped", 130)
 
 
-def _report_memory(config: TrainConfig) -> int:
+def see_own_gpu(rank: int) -> None:
+    """Of the visible GPUs a rank sees one; before torch is imported."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    elif rank < len(gpus := visible.split(",")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[rank]
+
+
+def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
+    from sparrow_sglang.rl.ranks import Ranks
+    from sparrow_sglang.rl.runs.checkpoint import Checkpoints
     from sparrow_sglang.rl.runs.launch import ranks_of
     from sparrow_sglang.rl.runs.memory_check import memory_report
     from sparrow_sglang.rl.runs.setup import prepare
 
     ranks = ranks_of(config)
     setup = prepare(config, ranks)
+    checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep, Ranks(0, ranks))
+    checkpoints.starting_point(config, args.resume)
     lines, fits = memory_report(config, AutoConfig.from_pretrained(setup.model_path), ranks)
     print("\n".join(["the settings can be run", *lines]))
     return 0 if fits else 1
@@ -133,7 +144,7 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
 
     # Bars of a second each, in the middle of ours.
     logging.disable_progress_bar()
-    rank = os.environ["RANK"] if "LOCAL_RANK" in os.environ else None
+    rank = os.environ.get("RANK") if "LOCAL_RANK" in os.environ else None
 
     def end(why: str, code: int) -> int:
         if rank is None:

@@ -147,6 +147,31 @@ def test_a_run_from_before_a_setting_was_there_is_resumed_at_its_default(tiny_ll
         checkpoints.begin(now.model_copy(update={"optimizer": heavier}), resume=True)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("state.json", "{}", "KeyError: 'config'"),
+        ("state.json", "{", "JSONDecodeError: Expecting"),
+        ("state.json", None, "FileNotFoundError: "),
+        ("training.pt", "x", "UnpicklingError: "),
+        ("training/.metadata", None, "CheckpointException: .* metadata is None"),
+        ("carried.pt", "x", "UnpicklingError: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_in_one_line(tiny_llama, tmp_path, file, content, reason):
+    checkpoints, now = Checkpoints(tmp_path, keep=1), config(tmp_path)
+    trained = policy(tiny_llama, "float32")
+    folder = checkpoints.save(trained, Tokenizer(), now, State(2, "s", {}))
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    line = rf"^{folder} cannot be read \({reason}.*\): delete it to go on from the one before$"
+    with pytest.raises(InputError, match=line):
+        checkpoints.begin(now, resume=True)
+        checkpoints.restore(folder, trained)
+
+
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     trained = policy(tiny_llama, "float32")

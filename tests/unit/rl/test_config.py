@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config.overrides import with_overrides
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LEAST = 'run_dir = "runs/x"\n[task]\nname = "copy"\n'
@@ -28,6 +29,92 @@ def test_the_least_file_gives_the_documented_defaults(tmp_path: Path) -> None:
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
     assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
     assert optimizer.grad_clip == 1.0
+
+
+BOUNDS = """
+steps=0: Input should be greater than 0
+run_dir='': expected a path, not an empty string
+seed=-1: Input should be greater than or equal to 0
+model.dtype='fp16': Input should be 'float32' or 'bfloat16'
+model.micro_batch_tokens=0: Input should be greater than 0
+engine.kind='actor': Input should be 'local' or 'ray'
+engine.num_engines=0: Input should be greater than 0
+engine.transfer='nccl': Input should be 'object_store' or 'broadcast'
+engine.server_args=3: Input should be a valid table
+distributed.ranks=1.0: expected 1 or more, or "auto"
+distributed=2: Input should be a valid table
+checkpoint.every_steps=-1: Input should be greater than or equal to 0
+checkpoint.keep=0: Input should be greater than 0
+logging.response_groups=-1: Input should be greater than or equal to 0
+logging.wandb_project='': String should have at least 1 character
+task.train_path='': expected a path, not an empty string
+task.columns='answer': Input should be a valid table
+task.columns.answer='': String should have at least 1 character
+task.heldout_sets='a.jsonl': Input should be a valid table
+task.reward_workers=0: Input should be greater than 0
+task.reward_timeout_s=0: Input should be greater than 0
+rollout.prompts_per_step=0: Input should be greater than 0
+rollout.samples_per_prompt=1: Input should be greater than or equal to 2
+rollout.max_prompt_tokens=0: Input should be greater than 0
+rollout.max_new_tokens=0: Input should be greater than 0
+rollout.truncated='drop': Input should be 'keep', 'mask' or 'penalty'
+rollout.dynamic_sampling=0: Input should be greater than 0
+rollout.oversubscribe=0.5: Input should be greater than or equal to 1
+rollout.oversubscribe=3: Input should be less than or equal to 2
+rollout.oversubscribe=nan: Input should be a finite number
+rollout.max_staleness=0: Input should be greater than 0
+rollout.temperature=101: Input should be less than or equal to 100
+evaluation.every_steps=-1: Input should be greater than or equal to 0
+evaluation.prompts=0: Input should be greater than 0
+evaluation.samples_per_prompt=0: Input should be greater than 0
+evaluation.pass_at=4: Input should be a valid array
+evaluation.pass_reward=nan: Input should be a finite number
+evaluation.max_new_tokens=0: Input should be greater than 0
+evaluation.temperature=-1: Input should be greater than or equal to 0
+evaluation.top_p=0: Input should be greater than 0
+evaluation.top_p=1.5: Input should be less than or equal to 1
+evaluation.top_k=-2: Input should be greater than or equal to -1
+algorithm.aggregation='mean': Input should be 'token_mean', 'sequence_mean' or 'constant'
+algorithm.tis_cap=0: Input should be greater than 0
+algorithm.mask_low=1: Input should be less than 1
+algorithm.mask_high=1: Input should be greater than 1
+algorithm.clip_low=0: Input should be greater than 0
+algorithm.clip_low=1: Input should be less than 1
+algorithm.clip_high=0: Input should be greater than 0
+algorithm.dual_clip=1: Input should be greater than 1
+algorithm.kl_coefficient=-0.1: Input should be greater than or equal to 0
+algorithm.kl_coefficient=inf: Input should be a finite number
+algorithm.mini_batches=0: Input should be greater than 0
+algorithm.old_logprobs='none': Input should be 'scored' or 'update'
+optimizer.warmup_steps=-1: Input should be greater than or equal to 0
+optimizer.decay='step': Input should be 'constant', 'linear' or 'cosine'
+optimizer.final_lr_share=2: Input should be less than or equal to 1
+optimizer.weight_decay=-1: Input should be greater than or equal to 0
+optimizer.grad_clip=0: Input should be greater than 0
+mismatch.sequences=-1: Input should be greater than or equal to 0
+distill.rank=0: Input should be greater than 0
+distill.alpha=0: Input should be greater than 0
+distill.target_modules=[]: Value should have at least 1 item after validation, not 0
+distill.lr=0: Input should be greater than 0
+distill.sequences=0: Input should be greater than 0
+distill.loss='kl': Input should be 'top_k' or 'exact'
+distill.top_k=0: Input should be greater than 0
+distill.policy_loss=-1: Input should be greater than or equal to 0
+distill.delivery='merge': Input should be 'merged' or 'lora'
+ladder.schedules='fixed-48': Input should be a valid array
+ladder.target=1: Input should be less than 1
+ladder.patience=0: Input should be greater than 0
+ladder.min_tokens=0: Input should be greater than 0
+"""
+
+
+@pytest.mark.parametrize("line", BOUNDS.strip().splitlines())
+def test_a_value_outside_its_bounds_is_named_with_them(line: str) -> None:
+    setting, allowed = line.split(": ")
+    values = {"run_dir": "runs/x", "task": {"name": "copy"}}
+    with pytest.raises(InputError) as refused:
+        TrainConfig.parse(with_overrides(values, [setting], TrainConfig), "x.toml")
+    assert str(refused.value) == f"x.toml: {setting} is not allowed: {allowed}"
 
 
 def test_values_of_the_file_arrive(tmp_path: Path) -> None:
@@ -70,6 +157,14 @@ def test_nothing_changes_it_later(tmp_path: Path) -> None:
         (
             "[algorithm]\nmini_batches = 2\nold_logprobs = 'update'",
             "old_logprobs='update' with mini_batches=2: .* expected 'scored', or mini_batches = 1",
+        ),
+        (
+            "[rollout]\noversubscribe = 1.5\ndynamic_sampling = 4",
+            r"\[rollout\] oversubscribe=1.5 with dynamic_sampling=4: .* expected 1 for one of them",
+        ),
+        (
+            "heldout_path = 'a.jsonl'\nheldout_sets = {b = 'b.jsonl'}",
+            r"\[task\] heldout_path='a.jsonl' with heldout_sets={'b': 'b.jsonl'}: expected one of",
         ),
         ("[engine]\nnum_engines = 2", "num_engines=2 with kind='local': expected 1"),
         ("steps = 3 3", "not TOML"),
@@ -197,6 +292,9 @@ def test_settings_of_the_command_line_replace_those_of_the_file(tmp_path: Path) 
         ("distributed.ranks=all", "distributed.ranks='all' is not allowed: expected 1 or more, or"),
         ("steps", "--set 'steps': expected KEY=VALUE"),
         (".steps=1", "--set '.steps=1': expected KEY=VALUE"),
+        ("task.heldout_sets={'' = 'a.jsonl'}", r"task.heldout_sets.\[key\]='' is not allowed: St"),
+        ("evaluation.pass_at=[1, 0]", r"evaluation.pass_at\[1\]=0 is not allowed: .* than 0"),
+        ("optimizer.betas=[0.9, 1.5]", r"optimizer.betas\[1\]=1.5 is not allowed: .* less than 1"),
         ("evaluation.pass_at=[1, 4]", r"pass_at=\[1, 4\] with samples_per_prompt=1: .* least 4"),
         ("evaluation.top_k=0", "evaluation.top_k=0 is not allowed: expected 1 or more, or -1"),
     ],

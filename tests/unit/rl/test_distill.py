@@ -46,6 +46,17 @@ def test_divergences_equal_loops_over_the_tokens():
     assert torch.autograd.gradcheck(lambda x: top_k_kl(x, right, 6), left.requires_grad_())
 
 
+def test_every_module_to_be_adapted_is_in_the_model(sharp_llama):
+    names = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
+    with pytest.raises(ValueError) as refused:
+        SparseAdapter(new_policy(sharp_llama), settings(target_modules=["q_proj", "x_proj"]))
+    assert str(refused.value) == (
+        "distill.target_modules=['q_proj', 'x_proj']: the model has no module 'x_proj'; expected"
+        f" some of {names}"
+    )
+    SparseAdapter(new_policy(sharp_llama), settings(target_modules=["self_attn.q_proj"]))
+
+
 @pytest.mark.parametrize("loss", ["top_k", "exact"])
 def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeypatch, loss):
     policy = new_policy(sharp_llama)

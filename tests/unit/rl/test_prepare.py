@@ -1,6 +1,9 @@
 """What a run checks and chooses before anything starts."""
 
+import json
+import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +13,15 @@ from training import settings
 from transformers import AutoConfig
 
 from sparrow_sglang.commands.cli import main
+from sparrow_sglang.commands.train import see_own_gpu
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl import trainer
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.runs import memory_check, run
 from sparrow_sglang.rl.runs.setup import prepare
+from sparrow_sglang.rl.tasks import TASKS, load_task
 
 
 @pytest.mark.parametrize(
@@ -58,6 +63,24 @@ from sparrow_sglang.rl.runs.setup import prepare
             "distributed = { ranks = 2 }\nrollout = { dynamic_sampling = 4 }",
             "distributed.ranks=2 with rollout.dynamic_sampling=4: ranks do not sample groups",
         ),
+        (
+            "distributed = { ranks = 2 }\nrollout = { oversubscribe = 1.5 }",
+            "distributed.ranks=2 with rollout.oversubscribe=1.5: ranks do not sample groups",
+        ),
+        (
+            'engine = { schedule = "fixed-48", server_args = { tp_size = 2 } }\n'
+            "distributed = { ranks = 2 }",
+            "distributed.ranks=2 with engine.server_args.tp_size=2: each rank's engine has one GPU",
+        ),
+        (
+            'engine = { schedule = "fixed-48", server_args = { pp_size = 2 } }\n'
+            "distributed = { ranks = 2 }",
+            "distributed.ranks=2 with engine.server_args.pp_size=2: each rank's engine has one GPU",
+        ),
+        (
+            'engine = { schedule = "fixed-48", server_args = { skip_tokenizer_init = true } }',
+            "engine.server_args.skip_tokenizer_init=true: rewards are given for texts; expected",
+        ),
         ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
         (
@@ -87,6 +110,58 @@ def test_wrong_settings_are_one_line_before_anything_is_written(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("sparrow train: error: ") and message in line
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_of_torchrun_are_told_to_use_sparrow_train(tmp_path, monkeypatch, capsys):
+    """It would stop their engines with them, before they have written a checkpoint."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'run_dir = "{tmp_path}/run"\ntask = {{ name = "story" }}\ndistributed = {{ ranks = 2 }}'
+    )
+    assert main(["train", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        "sparrow train: error: distributed.ranks=2: torchrun has started this; expected sparrow"
+        " train by itself, which starts the ranks, and lets them write a checkpoint when stopped\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert prepare(TrainConfig.load(path, ["distributed.ranks=1"])).train
+
+
+def test_each_rank_sees_a_gpu_of_those_that_are_visible(monkeypatch):
+    for visible, seen in [(None, "01"), ("4,GPU-ab", ["4", "GPU-ab"]), ("", ["", ""])]:
+        for rank in (0, 1):
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            if visible is not None:
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            see_own_gpu(rank)
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == seen[rank]
+
+
+def test_prompts_to_evaluate_are_expected_where_there_is_an_evaluation(
+    tmp_path, monkeypatch, byte_model
+):
+    task = load_task(TaskConfig(name="story", options={"train": 4, "heldout": 4}), lambda _: (1,))
+    given = {"": (), "none": {}, "one": {"a": task.heldout, "b": ()}}
+    for name, heldout in given.items():
+        monkeypatch.setitem(
+            TASKS, "own", lambda *_, heldout=heldout: replace(task, heldout=heldout)
+        )
+        config = settings(byte_model, tmp_path / "run", "fixed-48", task={"name": "own"})
+        what = "held-out b" if name == "one" else "held-out"
+        with pytest.raises(InputError) as refused:
+            prepare(config)
+        assert str(refused.value) == (
+            f"task.name='own' has no {what} prompts: expected one or more, or"
+            " evaluation.every_steps = 0"
+        )
+        never = config.evaluation.model_copy(update={"every_steps": 0, "max_new_tokens": 10**6})
+        assert prepare(config.model_copy(update={"evaluation": never})).train == task.train
+    monkeypatch.setitem(TASKS, "own", lambda *_: replace(task, train=()))
+    with pytest.raises(InputError, match="task.name='own' has no training prompts: expected one"):
+        prepare(config)
 
 
 def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkeypatch):
@@ -162,6 +237,26 @@ def test_the_engine_needs_kv_for_the_longest_response_of_rollouts_and_evaluation
     assert estimated(max_new_tokens=500) == (memory, engine)
     assert estimated(max_new_tokens=3000) == (memory, engine + 2000 * 23040)
     assert estimated(max_new_tokens=3000, every_steps=0) == (memory, engine)
+
+
+def test_a_check_says_what_the_run_would_say_of_its_folder(tmp_path, capsys):
+    path, run_dir = tmp_path / "run.toml", tmp_path / "run"
+    path.write_text(f'run_dir = "{run_dir}"\n[task]\nname = "story"\n')
+    checkpoint, draft = (run_dir / "checkpoints" / name for name in ("step-000001", ".draft-x"))
+    checkpoint.mkdir(parents=True)
+    draft.mkdir()
+    state = {"config": TrainConfig.load(path).model_dump(mode="json")}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    for words, message in [
+        ((), "holds a run already: resume it"),
+        (("--resume", "--set=seed=1"), "seed=1: the run in"),
+    ]:
+        assert main(["train", "--check", str(path), *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+    assert main(["train", "--check", str(path), "--resume"]) == 0
+    # Of a run that may be writing it.
+    assert draft.exists()
 
 
 @pytest.mark.parametrize(("memory_gib", "code"), [(140, 0), (2, 1)])

@@ -155,8 +155,9 @@ def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
         load("mth")
     with pytest.raises(InputError, match=r"\[task.options\] unknown key 'word': .* 'words'"):
         load("story", options={"word": 3})
-    with pytest.raises(InputError, match="task.options.words=0"):
-        load("story", options={"words": 0})
+    for wrong in (0, "2", True):
+        with pytest.raises(InputError, match=f"task.options.words={wrong!r} is not allowed"):
+            load("story", options={"words": wrong})
     assert set(TASKS) == {"math", "code", "story", "calculator", "files", "mix"}
 
 
@@ -183,6 +184,57 @@ def test_files_and_columns_are_refused_of_tasks_that_read_none(field: str, value
         assert refused(name, **{field: value}) == message
         parts = {"a": {"name": name, field: value}}
         assert refused("mix", options=parts) == f"task.options.a: {message}"
+
+
+OWN = """
+from sparrow_sglang.rl.tasks.base import Task
+
+def reward(prompt, text):
+    return 0.0
+
+def good(config, render):
+    return Task((), (), reward)
+
+def nothing(config, render):
+    pass
+
+def anonymous(config, render):
+    return Task((), (), {"a": reward, "b": lambda prompt, text: 0.0})
+
+def named(config, render):
+    return Task((), (), "reward")
+
+def silent(config, render):
+    return Task((), (), reward, lambda prompt, turns: None)
+"""
+
+
+def test_what_a_task_of_ones_own_returns_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_task.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load("own_task:good").train == ()
+    function = "expected a function of a module, as it is sent to other processes"
+    for name, message in [
+        ("nothing", "returned None: expected a Task"),
+        ("anonymous", rf"has the reward <function anonymous.*>: {function}"),
+        ("named", f"has the reward 'reward': {function}"),
+        ("silent", rf"has the reply <function silent.*>: {function}"),
+    ]:
+        with pytest.raises(InputError, match=f"task.name='own_task:{name}' {message}"):
+            load(f"own_task:{name}")
+
+
+def test_columns_of_fields_that_the_task_does_not_have_are_refused(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", sums(20))
+    message = "task.columns.anser='answer': unknown key 'anser': did you mean 'answer'"
+    with pytest.raises(InputError, match=message):
+        load("math", path, columns={"anser": "answer"})
+    with pytest.raises(InputError, match="task.columns.answer='x': unknown key .* tests"):
+        load("code", path, columns={"answer": "x"}, options={"sandbox": "weak"})
+    own = load("files", path, columns={"mine": "answer"}, options={"reward": "task_files:jsonl"})
+    assert {prompt.payload["mine"] for prompt in own.heldout} <= set(range(1, 21))
 
 
 def test_wrong_tests_are_refused(tmp_path: Path) -> None:
@@ -307,6 +359,7 @@ def test_a_mix_has_the_prompts_and_rewards_of_its_tasks(tmp_path: Path) -> None:
     assert task.reward == {"sums": math.reward, "tales": story.reward}
     for wrong, message in [
         ({}, "task.options holds no tasks"),
+        ({"": {"name": "story"}}, "task.options=.* has a task without a name"),
         ({"a": {"name": "mth"}}, "task.options.a: task.name='mth' is not known"),
         ({"a": {"nmae": "math"}}, r"\[task.options.a\] unknown key 'nmae': did you mean 'name'"),
         ({"a": 3}, "task.options.a=3 is not allowed"),
