@@ -1,6 +1,6 @@
 """A step's groups and their rewards.
 
-In: a run and the step's prompts. Out: `Collected`. Either all groups are sampled and then rewarded;
+In: a run. Out: `Collected`, of the step's prompts. Either all groups are sampled and then rewarded;
 or each is rewarded as soon as it is complete, while others are sampled, and replaced if all of its
 samples earned the same reward (dynamic sampling, DAPO, arXiv:2503.14476). Or more groups are under
 way than the step needs, and those that it does not wait for are carried over to the next.
@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.rl.rollout import prompts_of_step
+from sparrow_sglang.rl.rollout import prompts_from
 from sparrow_sglang.rl.runs.log import Clock
 from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.tasks.rewards import Scores, Scoring, without_truncated
@@ -38,11 +38,13 @@ class Collected:
     carried: tuple[Group, ...] = ()
 
 
-def collect(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Collected:
-    """Groups of `prompts`, the prompts of `step`; afterwards the device's memory is the
-    trainer's. Each of several ranks samples and rewards a share, and gets all."""
+def collect(run: Run, step: int, clock: Clock) -> Collected:
+    """Groups of `step`; afterwards the device's memory is the trainer's.
+
+    Each of several ranks samples and rewards a share, and gets all.
+    """
     ranks = run.ranks
-    share = run.together(lambda: _collect_share(run, ranks.share(prompts), step, clock))
+    share = run.together(lambda: _collect_share(run, step, clock))
     if ranks.world == 1:
         return share
     # That of the slowest, which the others have waited for.
@@ -52,12 +54,14 @@ def collect(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Col
     return Collected(groups, rewards, parts, ranks.total(share.metrics), _tokens(groups))
 
 
-def _collect_share(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Collected:
+def _collect_share(run: Run, step: int, clock: Clock) -> Collected:
     settings = run.config.rollout
     if settings.oversubscribe > 1:
-        return _collect_first_finished(run, prompts, step, clock)
+        return _collect_first_finished(run, step, clock)
+    first, count = _first_number(run, step), settings.prompts_per_step
+    prompts = run.ranks.share(_prompts_from(run, first, count))
     if run.config.task.overlap_rewards or settings.dynamic_sampling > 1:
-        return _collect_overlapping(run, prompts, step, clock)
+        return _collect_overlapping(run, prompts, first + count, clock)
     with clock("rollout"):
         samples = len(prompts) * settings.samples_per_prompt
         groups = run.actor.roll_out(prompts, run.log.responses("rollout", samples))
@@ -67,13 +71,16 @@ def _collect_share(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock)
     return Collected(groups, rewards, scores.parts, scores.metrics(), _tokens(groups))
 
 
-def _collect_overlapping(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Collected:
+def _collect_overlapping(
+    run: Run, prompts: Sequence[Prompt], next_number: int, clock: Clock
+) -> Collected:
+    """Groups of `prompts`, or of those from `next_number` on instead."""
     samples = run.config.rollout.samples_per_prompt
     with run.reward_workers.scoring() as scoring:
-        batch = _Replacing(run, scoring, len(prompts), step)
+        batch = _Replacing(run, scoring, len(prompts), next_number)
         with clock("rollout"):
             finished = run.log.responses("rollout", len(prompts) * samples)
-            asked = list(prompts)
+            asked = _begun(run, prompts)
             while asked:
                 first = batch.started - len(asked)
                 for position, group in run.actor.stream(asked, finished, batch.further):
@@ -96,11 +103,11 @@ class _Replacing:
     data, until `dynamic_sampling` times the step's prompts have been started.
     """
 
-    def __init__(self, run: Run, scoring: Scoring, count: int, step: int) -> None:
+    def __init__(self, run: Run, scoring: Scoring, count: int, next_number: int) -> None:
         self.started = count
         self._run, self._scoring, self._count = run, scoring, count
         self._limit = count * run.config.rollout.dynamic_sampling
-        self._next_place = (step + 1) * count + run.progress.replaced
+        self._next_number = next_number
         self._groups: dict[int, Group] = {}
         self._numbers: dict[int, int] = {}
         self._useless: set[int] = set()
@@ -115,18 +122,15 @@ class _Replacing:
         self._groups[place] = group
         self._numbers[place] = self._scoring.add(group)
 
-    def further(self) -> list[Prompt]:
-        """Prompts to start instead of groups that have been scored since the last call."""
+    def further(self) -> list[Group]:
+        """Groups to start instead of those that have been scored since the last call."""
         self._judge()
-        config = self._run.config
         missing = self._count + len(self._useless) - self.started
         allowed = max(0, min(missing, self._limit - self.started))
-        places = range(self._next_place, self._next_place + allowed)
+        prompts = _prompts_from(self._run, self._next_number, allowed)
         self.started += allowed
-        self._next_place += allowed
-        return [
-            prompts_of_step(self._run.setup.train, 1, place, config.seed)[0] for place in places
-        ]
+        self._next_number += allowed
+        return _begun(self._run, prompts)
 
     def result(self) -> Collected:
         """Once all are scored: those with variance, and others where there are not enough."""
@@ -162,12 +166,11 @@ class _Replacing:
         return _counted(self._run, Scores((rewards,)), [self._groups[place]])[0]
 
 
-def _collect_first_finished(
-    run: Run, prompts: Sequence[Prompt], step: int, clock: Clock
-) -> Collected:
+def _collect_first_finished(run: Run, step: int, clock: Clock) -> Collected:
     """The first groups to be finished, and those that would be too stale in the next step."""
-    settings, count = run.config.rollout, len(prompts)
-    groups = dict(enumerate(_under_way(run, prompts, step)))
+    settings = run.config.rollout
+    count = settings.prompts_per_step
+    groups = dict(enumerate(_under_way(run, step)))
     due = {
         place
         for place, group in groups.items()
@@ -203,16 +206,27 @@ def _collect_first_finished(
     )
 
 
-def _under_way(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
-    """Groups that were carried over, of `prompts`, and of as many more as there may be."""
-    config, count = run.config, len(prompts)
+def _under_way(run: Run, step: int) -> list[Group]:
+    """Groups that were carried over, and as many more as there may be."""
+    settings = run.config.rollout
     # A resumed run may have a lower limit.
-    carried = [group.cut(config.rollout.max_new_tokens) for group in run.progress.carried]
-    first = step * count + run.progress.replaced
-    places = range(first + len(carried) + count, first + ceil(count * config.rollout.oversubscribe))
-    more = [prompts_of_step(run.setup.train, 1, place, config.seed)[0] for place in places]
-    samples = config.rollout.samples_per_prompt
-    return [*carried, *(Group.begun(prompt, samples) for prompt in (*prompts, *more))]
+    carried = [group.cut(settings.max_new_tokens) for group in run.progress.carried]
+    more = ceil(settings.prompts_per_step * settings.oversubscribe) - len(carried)
+    first = _first_number(run, step) + len(carried)
+    return [*carried, *_begun(run, _prompts_from(run, first, more))]
+
+
+def _first_number(run: Run, step: int) -> int:
+    """How many prompts the run has used in the steps before `step`."""
+    return step * run.config.rollout.prompts_per_step + run.progress.replaced
+
+
+def _prompts_from(run: Run, first: int, count: int) -> list[Prompt]:
+    return prompts_from(run.setup.train, first, count, run.config.seed)
+
+
+def _begun(run: Run, prompts: Sequence[Prompt]) -> list[Group]:
+    return [Group.begun(one, run.config.rollout.samples_per_prompt) for one in prompts]
 
 
 def _carried_metrics(kept: Sequence[Group], left: Sequence[Group], step: int) -> dict[str, float]:

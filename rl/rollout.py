@@ -43,17 +43,14 @@ class Sampling:
     environment: Environment | None = None
 
 
-def prompts_of_step(
-    prompts: Sequence[Prompt], count: int, step: int, seed: int, replaced: int = 0
-) -> list[Prompt]:
-    """The `count` prompts of `step`, counted from 0; earlier steps took `replaced` further ones.
+def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
+    """`count` prompts of a run, from number `first` of it on.
 
     Every prompt is used once before any is used again, in a new order each time, so that a run
-    that resumes goes on where it was without anything saved but `replaced`.
+    that resumes goes on where it was with nothing saved but how many it has used.
     """
-    first = step * count + replaced
-    places = range(first, first + count)
     size = len(prompts)
+    places = range(first, first + count)
     return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
 
 

@@ -84,14 +84,13 @@ class SparseActor:
 
     def stream(
         self,
-        asked: Sequence[Prompt | Group],
+        groups: Sequence[Group],
         finished: Finished,
         further: Further = nothing,
         enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
         """The same one by one, see `RolloutEngine.stream`; `release` must follow."""
-        samples = self._config.rollout.samples_per_prompt
-        return self._engine.stream(asked, samples, self._sampling, finished, further, enough)
+        return self._engine.stream(groups, self._sampling, finished, further, enough)
 
     def release(self) -> None:
         """Give the device's memory to the trainer."""

@@ -27,7 +27,6 @@ from sparrow_sglang.rl.metrics import (
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.ranks import joined
-from sparrow_sglang.rl.rollout import prompts_of_step
 from sparrow_sglang.rl.runs.responses import measured_tails, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import prepare
@@ -73,11 +72,7 @@ def train_step(run: Run, step: int) -> None:
             evaluated = evaluate(run)
     with clock("sync"):
         actor.load(str(run.progress.steps_taken))
-
-    count = config.rollout.prompts_per_step
-    taken = run.progress.replaced + len(run.progress.carried)
-    prompts = prompts_of_step(run.setup.train, count, step, config.seed, taken)
-    collected = collect(run, prompts, step, clock)
+    collected = collect(run, step, clock)
     groups, rewards = collected.groups, collected.rewards
     advantages = group_advantages(rewards, config.algorithm.std_normalisation)
     batch = Batch.of(groups, advantages)

@@ -57,11 +57,11 @@ class EngineActor:
         return os.getpid(), self._engine.dtype
 
     def stream(
-        self, groups: Sequence[Group], n: int, sampling: Sampling, rollout: int
+        self, groups: Sequence[Group], sampling: Sampling, rollout: int
     ) -> Iterator[tuple[int, Group]]:
         """The groups of the rollout of that number, until `stop` is told the same number."""
         enough = partial(self._has_stopped, rollout)
-        yield from self._engine.stream(groups, n, sampling, enough=enough)
+        yield from self._engine.stream(groups, sampling, enough=enough)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self, rollout: int) -> None:

@@ -82,13 +82,13 @@ class LocalEngine:
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
     ) -> list[Group]:
         """See `RolloutEngine`; raises `RolloutError` on an answer that cannot be trained on."""
-        groups = dict(self.stream(prompts, n, sampling, finished))
+        begun = [Group.begun(prompt, n) for prompt in prompts]
+        groups = dict(self.stream(begun, sampling, finished))
         return [groups[position] for position in range(len(prompts))]
 
     def stream(
         self,
-        asked: Sequence[Prompt | Group],
-        n: int,
+        groups: Sequence[Group],
         sampling: Sampling,
         finished: Finished = unwatched,
         further: Further = nothing,
@@ -108,8 +108,8 @@ class LocalEngine:
             DENSE if sampling.dense else self._schedule,
             switchable=self._schedule != DENSE,
         )
-        responses.start([Group.begun(one, n) if isinstance(one, Prompt) else one for one in asked])
-        yield from responses.stream(n, finished, further, enough)
+        responses.start(groups)
+        yield from responses.stream(finished, further, enough)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """See `RolloutEngine`; tensors may lie on the CPU or on the engine's device."""

@@ -122,19 +122,19 @@ class RayEngines:
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
     ) -> list[Group]:
         """See `RolloutEngine`; raises what `stream` raises."""
-        groups = dict(self.stream(prompts, n, sampling, finished))
+        begun = [Group.begun(prompt, n) for prompt in prompts]
+        groups = dict(self.stream(begun, sampling, finished))
         return [groups[position] for position in range(len(prompts))]
 
     def stream(
         self,
-        asked: Sequence[Prompt | Group],
-        n: int,
+        groups: Sequence[Group],
         sampling: Sampling,
         finished: Finished = unwatched,
         further: Further = nothing,
         enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; an engine starts prompts of `further` once its others are complete.
+        """See `RolloutEngine`; an engine starts those of `further` once its others are complete.
 
         Engines finish a stream that is abandoned before they do anything else.
 
@@ -147,7 +147,7 @@ class RayEngines:
                 "the engines' weights were loaded in part: call update_weights first"
             )
         self._deaths, self._rollouts = 0, self._rollouts + 1
-        groups = [Group.begun(one, n) if isinstance(one, Prompt) else one for one in asked]
+        groups = list(groups)
         # Positions that each engine still owes, every n-th, as tasks may come in blocks.
         count = min(len(self._actors), len(groups))
         owed = {slot: list(range(slot, len(groups), count)) for slot in range(count)}
@@ -163,7 +163,7 @@ class RayEngines:
                     method = self._actors[slot].stream.options(num_returns="streaming")
                     share = list(positions)
                     begun = [groups[position] for position in share]
-                    streams[slot] = method.remote(begun, n, sampling, self._rollouts), share
+                    streams[slot] = method.remote(begun, sampling, self._rollouts), share
             if not streams:
                 break
             slots = {stream: slot for slot, (stream, _) in streams.items()}
@@ -181,10 +181,10 @@ class RayEngines:
                 owed[slot].remove(share[index])
                 finished(sum(rollout.finished for rollout in group.rollouts))
                 yield share[index], group
-            for prompt in () if stopped else further():
+            for group in () if stopped else further():
                 slot = min(owed, key=lambda slot: len(owed[slot]))
                 owed[slot].append(len(groups))
-                groups.append(Group.begun(prompt, n))
+                groups.append(group)
         # Of engines that died when they were to stop.
         for position in sum(owed.values(), []):
             yield position, groups[position]

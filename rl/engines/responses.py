@@ -18,8 +18,8 @@ LOOK_S = 1.0
 Finished = Callable[[int], object]
 """Told how many more responses are complete."""
 
-Further = Callable[[], Sequence[Prompt]]
-"""Gives prompts to start besides."""
+Further = Callable[[], Sequence[Group]]
+"""Gives groups to start besides."""
 
 Enough = Callable[[], bool]
 """Whether to stop with what there is."""
@@ -29,8 +29,8 @@ def unwatched(count: int) -> None:
     """The `Finished` of rollouts whose progress nobody follows."""
 
 
-def nothing() -> Sequence[Prompt]:
-    """The `Further` of rollouts that no prompt is added to."""
+def nothing() -> Sequence[Group]:
+    """The `Further` of rollouts that no group is added to."""
     return ()
 
 
@@ -60,7 +60,7 @@ class Responses:
     _stopped: bool = False
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Go on with what is unfinished of more groups, which take the next positions."""
+        """Go on with what is unfinished of `groups`, which take the next positions."""
         for position, group in enumerate(groups, len(self._prompts)):
             self._prompts.append(group.prompt)
             self._rollouts.append(list(group.rollouts))
@@ -71,7 +71,7 @@ class Responses:
             )
 
     def stream(
-        self, n: int, finished: Finished, further: Further, enough: Enough
+        self, finished: Finished, further: Further, enough: Enough
     ) -> Iterator[tuple[int, Group]]:
         """As `RolloutEngine.stream`; the callbacks are asked every second, and after each response.
 
@@ -95,7 +95,7 @@ class Responses:
                     if self._group(position).finished:
                         yield position, self._group(position)
                 if not self._stopped:
-                    self.start([Group.begun(prompt, n) for prompt in further()])
+                    self.start(further())
             for position in range(len(self._prompts)):
                 if not self._group(position).finished:
                     yield position, self._group(position)

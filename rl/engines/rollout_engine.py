@@ -35,19 +35,18 @@ class RolloutEngine(Protocol):
 
     def stream(
         self,
-        asked: Sequence[Prompt | Group],
-        n: int,
+        groups: Sequence[Group],
         sampling: Sampling,
         finished: Finished = unwatched,
         further: Further = nothing,
         enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
-        """Positions in `asked` and their groups, each once and as soon as it is finished.
+        """Positions in `groups` and the same groups, each once and as soon as it is finished.
 
-        A prompt gets `n` samples; an unfinished group goes on where it was stopped, after a dense
-        prefill of what it has. `further` is asked now and then for prompts to start besides, which
-        take the next positions, and ends the stream by having none when no group is under way. Once
-        there is `enough`, nothing is started, and groups come as far as they are.
+        One that was stopped goes on after a dense prefill of what it has. `further` is asked now
+        and then for groups to start besides, which take the next positions, and ends the stream by
+        having none when no group is under way. Once there is `enough`, nothing is started, and
+        groups come as far as they are.
         """
         ...
 

@@ -37,17 +37,16 @@ class Sampler:
 
     def stream(
         self,
-        prompts: list[Prompt],
-        n: int,
+        groups: Sequence[Group],
         sampling: Sampling,
         finished: Callable[[int], object],
-        further: Callable[[], Sequence[Prompt]],
+        further: Callable[[], Sequence[Group]],
         enough: Callable[[], bool],
     ) -> Iterator[tuple[int, Group]]:
-        asked = list(prompts)
-        for position, prompt in enumerate(asked):
-            (group,) = self.generate([prompt], n, sampling, finished)
-            yield position, group
+        asked = list(groups)
+        for position, group in enumerate(asked):
+            (sampled,) = self.generate([group.prompt], len(group.rollouts), sampling, finished)
+            yield position, sampled
             asked += further()
 
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:

@@ -1,5 +1,6 @@
 """What the tests of training share: prompts, engine arguments, run settings, expected log-probs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from engines import random_prompt
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.types import Prompt, Rollout
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 # Larger than any other difference between SGLang's arithmetic and transformers' in 32 bits.
 FP32 = 2e-4
@@ -70,6 +71,10 @@ def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarra
     logits = model(ids).logits[0, start - 1 : -1].double() / temperature
     logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, start:, None])[:, 0].numpy()
     return np.concatenate([logprobs[part.start : part.end] for part in rollout.segments])
+
+
+def begun(prompts: Sequence[Prompt], samples: int) -> list[Group]:
+    return [Group.begun(prompt, samples) for prompt in prompts]
 
 
 def error(model, groups) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import SCHEDULE
 from oracle import ContractModel
-from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, transformers_logprobs
+from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, transformers_logprobs
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.scoring import score_dense
@@ -102,12 +102,12 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model):
 def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
     """While groups are under way, and when the last of them is complete."""
     for last in (False, True):
-        more, complete = [PROMPTS[1], PROMPTS[0]], []
+        more, complete = begun([PROMPTS[1], PROMPTS[0]], 2), []
 
         def further(last=last, more=more, complete=complete) -> list:
             return [more.pop()] if more and (not last or len(complete) == 4 - len(more)) else []
 
-        for position, group in engine.stream(PROMPTS[:2], 2, SAMPLING, further=further):
+        for position, group in engine.stream(begun(PROMPTS[:2], 2), SAMPLING, further=further):
             complete.append((position, group))
         groups = dict(complete)
         assert sorted(position for position, _ in complete) == [0, 1, 2, 3]
@@ -117,7 +117,7 @@ def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
 
 
 def test_an_update_may_follow_an_abandoned_rollout(engine, model) -> None:
-    groups = engine.stream(PROMPTS * 4, 2, Sampling(max_new_tokens=200))
+    groups = engine.stream(begun(PROMPTS * 4, 2), Sampling(max_new_tokens=200))
     next(groups)
     groups.close()
     engine.update_weights(model.state_dict().items(), "9")
@@ -167,12 +167,12 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
     oracles = {"default": ContractModel(sharp_llama, SCHEDULE)}
     oracles["1"] = ContractModel(str(tmp_path), SCHEDULE)
     (group,) = sparse_engine.generate(PROMPTS[:1], 1, Sampling(max_new_tokens=20))
-    begun = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
+    longer = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
     # One response more than the engine runs at once.
-    asked, done = [begun, *PROMPTS, *PROMPTS, *PROMPTS[:2]], []
+    asked, done = [longer, *begun([*PROMPTS, *PROMPTS, *PROMPTS[:2]], 1)], []
     groups, counted = {}, []
     stream = sparse_engine.stream(
-        asked, 1, Sampling(max_new_tokens=60), counted.append, enough=lambda: bool(done)
+        asked, Sampling(max_new_tokens=60), counted.append, enough=lambda: bool(done)
     )
     for position, stopped in stream:
         groups[position] = stopped
@@ -182,7 +182,7 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
     assert all(30 < length < 60 for length in lengths[1:7]) and lengths[8] < 30
     sparse_engine.update_weights(changed.state_dict().items(), "1")
     left = [groups[position] for position in range(1, 9)]
-    gone_on = dict(sparse_engine.stream(left, 1, Sampling(max_new_tokens=80)))
+    gone_on = dict(sparse_engine.stream(left, Sampling(max_new_tokens=80)))
     for position in (0, 7):
         before, after = left[position].rollouts[0], gone_on[position].rollouts[0]
         assert after.response_ids[: lengths[position + 1]] == before.response_ids
@@ -209,7 +209,7 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
 def test_a_dead_scheduler_ends_the_rollout_with_the_reason(sharp_llama) -> None:
     engine = local_engine(sharp_llama, "dense")
     try:
-        groups = engine.stream(PROMPTS * 20, 4, Sampling(max_new_tokens=800))
+        groups = engine.stream(begun(PROMPTS * 20, 4), Sampling(max_new_tokens=800))
         os.kill(engine.engine.get_all_child_pids()[0], signal.SIGKILL)
         with pytest.raises(EngineDied, match="died"):
             list(groups)

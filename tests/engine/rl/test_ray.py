@@ -20,7 +20,7 @@ import torch
 from ascii_task import rows
 from engines import kill, unused_model_files
 from ports import free_port
-from training import ALL, FP32, PROMPTS, SERVER_ARGS, error, settings, turns_of
+from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings, turns_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.rl import train
@@ -130,23 +130,23 @@ def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, mo
     )
     stream, killed = RayEngines.stream, []
 
-    def doomed(engines, prompts, *request):
+    def doomed(engines, asked, *request):
         if killed or engines._weights.version != "1":
-            yield from stream(engines, prompts, *request)
+            yield from stream(engines, asked, *request)
             return
         before = engines.pids
         killed.extend(family(before[0]))
         # It stands still, so that it surely owes all of its share when it dies.
         killed[0].suspend()
         positions = []
-        for position, group in stream(engines, prompts, *request):
+        for position, group in stream(engines, asked, *request):
             positions.append(position)
             yield position, group
             if len(positions) == 1:
                 os.kill(before[0], signal.SIGKILL)
                 with suppress(psutil.NoSuchProcess):
                     killed[0].resume()
-        assert sorted(positions) == list(range(len(prompts)))
+        assert sorted(positions) == list(range(len(asked)))
         assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
         # What held the memory of the dead engine is gone with it.
         assert wait_until(lambda: not any(process.is_running() for process in killed))
@@ -174,13 +174,13 @@ def test_responses_of_several_turns_stop_and_go_on(cluster, tmp_path):
     try:
         done, groups = [], {}
         sampling = Sampling(max_new_tokens=200, environment=environment)
-        stream = engines.stream(prompts, 1, sampling, enough=lambda: bool(done))
+        stream = engines.stream(begun(prompts, 1), sampling, enough=lambda: bool(done))
         for position, group in stream:
             groups[position] = group
             done += [position] if group.finished else []
         left = {at: group for at, group in groups.items() if not group.finished}
         assert len(groups) == len(prompts) and len(left) > 8
-        gone_on = dict(engines.stream(list(left.values()), 1, sampling))
+        gone_on = dict(engines.stream(list(left.values()), sampling))
     finally:
         engines.close()
     befores = [group.rollouts[0] for group in left.values()]
@@ -258,7 +258,7 @@ def require_from_both(engines, model, version: str) -> None:
     """Groups are complete, and while one engine stands still the other gives exactly its half."""
     prompts = PROMPTS * 2
     with stopped(family(engines.pids[1])):
-        groups = engines.stream(prompts, 2, SAMPLING)
+        groups = engines.stream(begun(prompts, 2), SAMPLING)
         first = [next(groups) for _ in range(3)]
     rest = list(groups)
     assert sorted(position for position, _ in first) == [0, 2, 4]
@@ -278,11 +278,10 @@ def test_engines_with_one_seed_sample_independently(engines) -> None:
 
 
 def test_prompts_may_be_added_to_a_rollout(engines, model) -> None:
-    more = [PROMPTS[2], PROMPTS[1]]
+    more = begun([PROMPTS[2], PROMPTS[1]], 2)
     counted = []
-    stream = engines.stream(
-        PROMPTS[:2], 2, SAMPLING, counted.append, lambda: [more.pop()] if more else []
-    )
+    first = begun(PROMPTS[:2], 2)
+    stream = engines.stream(first, SAMPLING, counted.append, lambda: [more.pop()] if more else [])
     groups = dict(stream)
     expected = [PROMPTS[0], PROMPTS[1], PROMPTS[1], PROMPTS[2]]
     assert [groups[position].prompt for position in range(4)] == expected
@@ -291,10 +290,10 @@ def test_prompts_may_be_added_to_a_rollout(engines, model) -> None:
 
 def test_both_engines_stop_and_go_on(engines, model) -> None:
     (group,) = engines.generate(PROMPTS[:1], 1, Sampling(max_new_tokens=390))
-    begun = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
-    asked, done, groups = [begun, *PROMPTS, *PROMPTS], [], {}
+    longer = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
+    asked, done, groups = [longer, *begun(PROMPTS * 2, 1)], [], {}
     long = Sampling(max_new_tokens=400)
-    stream = engines.stream(asked, 1, long, enough=lambda: bool(done))
+    stream = engines.stream(asked, long, enough=lambda: bool(done))
     for position, group in stream:
         groups[position] = group
         done += [position] if group.finished else []
@@ -303,7 +302,7 @@ def test_both_engines_stop_and_go_on(engines, model) -> None:
     assert lengths[0] == 400 and min(lengths[1:]) > 0
     left = [groups[position] for position in range(1, 7)]
     limit = Sampling(max_new_tokens=max(lengths[1:]) + 5)
-    gone_on = dict(engines.stream(left, 1, limit))
+    gone_on = dict(engines.stream(left, limit))
     assert all(group.finished for group in gone_on.values())
     for position, group in enumerate(left):
         before, after = group.rollouts[0], gone_on[position].rollouts[0]
@@ -358,7 +357,7 @@ def test_a_broadcast_leaves_nothing_in_the_object_store(engines, model, monkeypa
     assert not stored
     before = engines.pids
     victim = family(before[0])[0]
-    stream = engines.stream(MANY, 2, SAMPLING)
+    stream = engines.stream(begun(MANY, 2), SAMPLING)
     first = next(stream)
     victim.kill()
     groups = dict([first, *stream])
@@ -423,7 +422,7 @@ def test_too_many_deaths_stop_the_run_with_the_reason(engines, monkeypatch) -> N
     """Last, since an engine is missing afterwards."""
     monkeypatch.setattr(ray_engines, "MAX_DEATHS", 0)
     victims = family(engines.pids[1])
-    stream = engines.stream(MANY, 4, LONG)
+    stream = engines.stream(begun(MANY, 4), LONG)
     next(stream)
     victims[0].kill()
     reason = rf"slot 1: process {victims[0].pid} of the SGLang engine died"

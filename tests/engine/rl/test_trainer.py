@@ -20,7 +20,7 @@ from training import ALL, FP32, optimizer_steps, settings, turns_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl import adapter_gate, trainer
+from sparrow_sglang.rl import adapter_gate, collect, trainer
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
@@ -241,17 +241,17 @@ def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
     used: list[list[str]] = []
 
     def order(*args) -> list:
-        prompts = prompts_of_step(*args)
+        prompts = prompts_from(*args)
         used.append([prompt.id for prompt in prompts])
         return prompts
 
-    prompts_of_step = trainer.prompts_of_step
+    prompts_from = collect.prompts_from
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "prompts_of_step", order)
+        patch.setattr(collect, "prompts_from", order)
         folder = trainer.train(config, resume=True)
     # Five steps of four prompts go through all twenty.
     assert len(used) == 3 - kept
-    first = prompts_of_step(ascii_task.load(config.task, lambda _: (1,)).train, 4, 0, config.seed)
+    first = prompts_from(ascii_task.load(config.task, lambda _: (1,)).train, 0, 4, config.seed)
     assert not {prompt.id for prompt in first} & {name for names in used for name in names}
     after = rows(config.run_dir)
     assert [row["step"] for row in after] == [0, 1, 2]

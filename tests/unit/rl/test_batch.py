@@ -15,7 +15,7 @@ from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.metrics import kv_metrics
-from sparrow_sglang.rl.rollout import prompts_of_step
+from sparrow_sglang.rl.rollout import prompts_from
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
@@ -25,14 +25,14 @@ from sparrow_sglang.schedule import BudgetSchedule
 def test_every_prompt_is_used_once_before_any_is_used_again(size, count, seed):
     prompts = [Prompt(str(i), "t", (1,)) for i in range(size)]
     steps = -(-3 * size // count)
-    used = [p.id for step in range(steps) for p in prompts_of_step(prompts, count, step, seed)]
+    used = [p.id for step in range(steps) for p in prompts_from(prompts, step * count, count, seed)]
     for epoch in range(3):
         assert set(Counter(used[epoch * size : (epoch + 1) * size]).values()) == {1}
 
 
 def test_other_seeds_and_epochs_have_other_orders():
     prompts = [Prompt(str(i), "t", (1,)) for i in range(50)]
-    orders = [prompts_of_step(prompts, 50, step, seed) for step, seed in ((0, 0), (1, 0), (0, 1))]
+    orders = [prompts_from(prompts, first, 50, seed) for first, seed in ((0, 0), (50, 0), (0, 1))]
     assert len({tuple(p.id for p in order) for order in orders}) == 3
 
 

@@ -18,7 +18,7 @@ from reward_groups import group
 from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.ranks import ALONE
-from sparrow_sglang.rl.rollout import prompts_of_step
+from sparrow_sglang.rl.rollout import prompts_from
 from sparrow_sglang.rl.tasks.rewards import Scores
 from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Segment
 
@@ -87,23 +87,23 @@ class Actor:
 
     def stream(
         self,
-        prompts: Sequence[Any],
+        groups: Sequence[Group],
         finished: Any,
-        further: Callable[[], Sequence[Prompt]] = lambda: (),
-        enough: Callable[[], bool] = lambda: False,
+        further: Callable[[], Sequence[Group]] = lambda: (),
+        enough: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        if prompts and isinstance(prompts[0], Group):
+        if enough is not None:
             self.asked = [
                 [(len(one.response_ids), one.finished) for one in group.rollouts]
-                for group in prompts
+                for group in groups
             ]
-            yield from self._until(enough, prompts)
+            yield from self._until(enough, groups)
             return
-        waiting = list(enumerate(prompts))
+        waiting = list(enumerate(groups))
         asked = len(waiting)
         while waiting:
-            position, prompt = waiting.pop(self._draw.randrange(len(waiting)))
-            yield position, self._group(prompt)
+            position, group = waiting.pop(self._draw.randrange(len(waiting)))
+            yield position, self._group(group.prompt)
             more = further()
             waiting += enumerate(more, asked)
             asked += len(more)
@@ -182,9 +182,7 @@ def run_of(
 
 
 def step_of(run: Any, step: int = 0) -> Collected:
-    count = run.config.rollout.prompts_per_step
-    prompts = prompts_of_step(PROMPTS, count, step, run.config.seed, run.progress.replaced)
-    return collect(run, prompts, step, lambda stage: nullcontext())
+    return collect(run, step, lambda stage: nullcontext())
 
 
 def names(collected: Collected) -> list[str]:
@@ -192,7 +190,7 @@ def names(collected: Collected) -> list[str]:
 
 
 def order_of_data() -> list[str]:
-    return [prompt.id for prompt in prompts_of_step(PROMPTS, SIZE, 0, 0)]
+    return [prompt.id for prompt in prompts_from(PROMPTS, 0, SIZE, 0)]
 
 
 def by_name(group: Group) -> list[float]:
@@ -263,9 +261,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
     most, trained = ceil(count * oversubscribe), []
     for step in range(6):
         run.actor.version, before = str(step), run.actor.tokens
-        taken = len(run.progress.carried)
-        prompts = prompts_of_step(PROMPTS, count, step, 0, taken)
-        found = collect(run, prompts, step, lambda stage: nullcontext())
+        found = step_of(run, step)
         everything = [*found.groups, *found.carried]
         assert len(found.groups) == count and len(everything) == most
         assert all(group.finished for group in found.groups)
@@ -289,7 +285,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         run.progress.carried = found.carried
         # None is lost, none is used twice, and each was the next in the order of the data.
         under_way = trained + [group.prompt.id for group in found.carried]
-        expected = prompts_of_step(PROMPTS, count * step + most, 0, 0)
+        expected = prompts_from(PROMPTS, 0, count * step + most, 0)
         assert sorted(under_way) == sorted(prompt.id for prompt in expected)
 
 
@@ -308,7 +304,7 @@ def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() 
         return replace(empty, rollouts=tuple(rollouts))
 
     run.progress.carried = (begun(PROMPTS[0], 5, 9), begun(PROMPTS[1], 4, 6))
-    found = collect(run, prompts_of_step(PROMPTS, 2, 1, 0, 2), 1, lambda stage: nullcontext())
+    found = step_of(run, 1)
     # The first group is finished, and in the second one response is still to be sampled.
     assert run.actor.asked == [[(4, False), (6, True)], [(0, False)] * 2, [(0, False)] * 2]
     ends = {
