@@ -141,7 +141,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = np.concatenate([np.asarray(group, np.float64) for group in rewards])
     lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
-    cut = np.array([rollout.finish_reason == "length" for rollout in rollouts])
+    cut = np.array([rollout.truncated for rollout in rollouts])
     return {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),

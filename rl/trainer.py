@@ -27,7 +27,7 @@ from sparrow_sglang.rl.metrics import (
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.ranks import joined
-from sparrow_sglang.rl.runs.responses import measured_tails, response_rows
+from sparrow_sglang.rl.runs.response_rows import measured_tails, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks.rewards import part_metrics

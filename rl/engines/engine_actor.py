@@ -40,11 +40,12 @@ class EngineActor:
         model_path: str,
         schedule: str,
         server_args: dict[str, Any],
-        environment: Mapping[str, str],
+        variables: Mapping[str, str],
         modules: Sequence[str],
     ) -> None:
-        """`modules` are folders of modules, such as that of a task whose replies this gives."""
-        os.environ.update(environment)
+        """`variables` are of the process's environment, `modules` folders of modules, such as that
+        of a task whose replies this gives."""
+        os.environ.update(variables)
         sys.path += [folder for folder in modules if folder not in sys.path]
         _fork_engines_on_cpu()
         arguments = {"enable_memory_saver": False} | server_args

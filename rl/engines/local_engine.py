@@ -59,7 +59,7 @@ class LocalEngine:
         arguments = self._engine.server_args
         self._saves_memory = arguments.enable_memory_saver
         self._released = False
-        self._ranks = arguments.tp_size
+        self._tp_size = arguments.tp_size
         self._version: str | None = arguments.weight_version
         self._loading = False
         self._schedule = DENSE
@@ -130,7 +130,7 @@ class LocalEngine:
             payload = bucket.flattened()
             request = UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[
-                    MultiprocessingSerializer.serialize(payload) for _ in range(self._ranks)
+                    MultiprocessingSerializer.serialize(payload) for _ in range(self._tp_size)
                 ],
                 load_format="flattened_bucket",
                 flush_cache=False,

@@ -91,10 +91,10 @@ class RayEngines:
         self._start_args = (model_path, schedule, server_args)
         self._ranks = server_args.get("tp_size", 1) * server_args.get("pp_size", 1)
         self._broadcast: WeightBroadcast | None = None
-        self._environment: dict[str, str] = {}
+        self._nccl_settings: dict[str, str] = {}
         if transfer == "broadcast":
             self._broadcast = WeightBroadcast(self._ranks)
-            self._environment = share_nccl_settings(server_args)
+            self._nccl_settings = share_nccl_settings(server_args)
         self._dtype: torch.dtype
         self._weights: StoredWeights | None = None
         self._latest: _Latest | None = None
@@ -265,7 +265,7 @@ class RayEngines:
         }
         actor: Any = ray.remote(**options)(EngineActor)
         modules = [os.path.abspath(folder) for folder in sys.path]
-        return actor.remote(model_path, schedule, server_args, self._environment, modules)
+        return actor.remote(model_path, schedule, server_args, self._nccl_settings, modules)
 
     def _try_broadcast(self, step: Literal["start", "send"], *arguments: Any) -> bool:
         """Whether the engines took part; if not, the object store has to do for this update."""

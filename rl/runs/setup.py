@@ -89,6 +89,23 @@ def _check_settings(config: TrainConfig) -> None:
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
     _check_server_args(config.engine)
     _check_temperature(config.rollout.temperature)
+    dense, measured = config.engine.schedule == DENSE, config.mismatch.sequences
+    if config.distill.enabled and dense:
+        raise InputError(
+            "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
+            " already; expected a sparse schedule, or false"
+        )
+    if config.distill.enabled and not measured:
+        raise InputError(
+            "distill.enabled=true with mismatch.sequences=0: tails of measured responses say how"
+            " much of the adapter rollouts get; expected mismatch.sequences of 1 or more"
+        )
+    if config.ladder.schedules and (dense or not measured):
+        raise InputError(
+            f"ladder.schedules={list(config.ladder.schedules)} needs tails to follow: expected a"
+            f" sparse engine.schedule, not {config.engine.schedule!r}, and mismatch.sequences above"
+            f" 0, not {measured}"
+        )
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
@@ -133,42 +150,12 @@ def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
         InputError, ScheduleError, ModelError: something that `config` names is not there, is
             wrong or does not fit the rest; the message says which, and what is allowed.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
     _check_settings(config)
     check_ranks(config, ranks)
     model_path = model_folder(config.model.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-        model_config = AutoConfig.from_pretrained(model_path)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"model.path={config.model.path!r}: {model_problem(model_path, error)}, or"
-            f' "{EMBEDDED_MODEL_NAME}"'
-        ) from None
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"model.path={config.model.path!r}: its tokenizer has no chat template, by which tasks"
-            " render their prompts; put a chat_template.jinja into the folder"
-        )
+    tokenizer, model_config = _loaded(config, model_path)
     schedules = _schedules(config, model_config)
-    if config.distill.enabled and not schedules:
-        raise InputError(
-            "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
-            " already; expected a sparse schedule, or false"
-        )
-    if config.distill.enabled and config.mismatch.sequences == 0:
-        raise InputError(
-            "distill.enabled=true with mismatch.sequences=0: tails of measured responses say how"
-            " much of the adapter rollouts get; expected mismatch.sequences of 1 or more"
-        )
     variables = config.task.chat_template_kwargs
-    for name in variables:
-        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            raise InputError(
-                f"task.chat_template_kwargs.{name}: the chat template of model.path="
-                f"{config.model.path!r} has no such variable"
-            )
     task = load_task(config.task, chat_render(tokenizer, **variables))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
     sets = (sets or {"": ()}) if config.evaluation.every_steps else {}
@@ -204,6 +191,31 @@ def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
     )
 
 
+def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
+    """Tokenizer and config of the model, whose chat template can render what it is told to."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    asked = f"model.path={config.model.path!r}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        model_config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        problem = model_problem(model_path, error)
+        raise InputError(f'{asked}: {problem}, or "{EMBEDDED_MODEL_NAME}"') from None
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{asked}: its tokenizer has no chat template, by which tasks render their prompts; put"
+            " a chat_template.jinja into the folder"
+        )
+    for name in config.task.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise InputError(
+                f"task.chat_template_kwargs.{name}: the chat template of {asked} has no such"
+                " variable"
+            )
+    return tokenizer, model_config
+
+
 def _short_enough(which: str, prompts: Sequence[Prompt], config: TrainConfig) -> tuple[Prompt, ...]:
     name, limit = config.task.name, config.rollout.max_prompt_tokens
     if not prompts:
@@ -220,12 +232,6 @@ def _short_enough(which: str, prompts: Sequence[Prompt], config: TrainConfig) ->
 
 def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
     engine, ladder = config.engine, config.ladder
-    if ladder.schedules and (engine.schedule == DENSE or config.mismatch.sequences == 0):
-        raise InputError(
-            f"ladder.schedules={list(ladder.schedules)} needs tails to follow: expected a sparse"
-            f" engine.schedule, not {engine.schedule!r}, and mismatch.sequences above 0, not"
-            f" {config.mismatch.sequences}"
-        )
     if engine.schedule == DENSE:
         return ()
     page_size = engine.server_args.get("page_size", PAGE_SIZE)

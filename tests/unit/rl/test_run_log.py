@@ -13,7 +13,7 @@ import torch
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
-from sparrow_sglang.rl.runs.responses import measured_tails, response_rows
+from sparrow_sglang.rl.runs.response_rows import measured_tails, response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.run_folder import RESPONSES_FILE
 
