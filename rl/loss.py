@@ -92,7 +92,7 @@ def kl_to_reference(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Te
     return log_ratio.exp() - log_ratio - 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class MiniBatchLoss:
     """The loss of one optimizer step, called for each of its micro-batches.
 
@@ -135,14 +135,13 @@ class MiniBatchLoss:
         return loss
 
 
-class OnPolicyLoss:
-    """`MiniBatchLoss` of a batch's only optimizer step, which is taken with the policy that its
-    log-probs are of: they need no pass before the update.
+class OnPolicyLoss(MiniBatchLoss):
+    """The loss of a batch's only optimizer step, which is taken with the policy that its log-probs
+    are of: they need no pass before the update.
 
-    Called for each of the step's micro-batches, each of whole sequences. The tensors are [n] and
-    as there, `lengths` [S] says how many of these tokens belong to each sequence.
-    `dense_logprobs` [n] fp32, zeros at first, are filled by the calls, and `metrics` add up over
-    them.
+    Called for each of the step's micro-batches, each of whole sequences. `lengths` [S] says how
+    many of the n tokens belong to each sequence. The calls fill `dense_logprobs` and `weights`,
+    zeros at first.
     """
 
     def __init__(
@@ -154,31 +153,16 @@ class OnPolicyLoss:
         shares: torch.Tensor,
         reference_logprobs: torch.Tensor | None = None,
     ) -> None:
-        self.dense_logprobs = torch.zeros(len(advantages))
+        dense, weights = torch.zeros(2, len(advantages))
+        super().__init__(dense, advantages, weights, settings, shares, reference_logprobs)
         self._rollout_logprobs = rollout_logprobs
-        self._advantages = advantages
         self._owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        self._settings = settings
-        self._shares = shares
-        self._reference_logprobs = reference_logprobs
-        self.metrics: dict[str, float] = {}
 
     def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """As `MiniBatchLoss`. Raises `ValueError` on log-probs that are not finite."""
         where = where.cpu()
-        self.dense_logprobs[where] = logprobs.detach().float().cpu()
+        dense, rollout = logprobs.detach().float().cpu(), self._rollout_logprobs[where]
         lengths = self._owner[where].unique_consecutive(return_counts=True)[1].tolist()
-        rollout, settings = self._rollout_logprobs[where], self._settings
-        weights = correct(self.dense_logprobs[where], rollout, lengths, settings).weights
-        everything = torch.zeros_like(self._advantages)
-        everything[where] = weights
-        loss = MiniBatchLoss(
-            self.dense_logprobs,
-            self._advantages,
-            everything,
-            settings,
-            self._shares,
-            self._reference_logprobs,
-            self.metrics,
-        )
-        return loss(logprobs, where)
+        self.dense_logprobs[where] = dense
+        self.weights[where] = correct(dense, rollout, lengths, self.settings).weights
+        return super().__call__(logprobs, where)

@@ -164,7 +164,7 @@ def update(
     rows: list[dict[str, float]] = []
     skipped = 0
     for sequences, tokens in batch.mini_batches(settings.mini_batches):
-        loss: MiniBatchLoss | OnPolicyLoss
+        loss: MiniBatchLoss
         lengths = [sampled_tokens(sequence) for sequence in sequences]
         shares = token_shares(settings.aggregation, lengths, _most_tokens(config))
         kept = None if reference is None else reference[tokens]

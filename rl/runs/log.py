@@ -141,29 +141,16 @@ class NoLog(RunLog):
     def __init__(self) -> None:
         pass
 
+    def _nothing(self, *args: Any, **more: Any) -> None:
+        pass
+
+    show = say = event = keep_responses = write = close = _nothing
+
     def clock(self, step: int) -> Clock:
         return Clock(self)
 
-    def show(self, stage: str) -> None:
-        pass
-
     def responses(self, stage: str, total: int) -> Callable[[int], None]:
         return lambda count: None
-
-    def say(self, line: str) -> None:
-        pass
-
-    def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
-        pass
-
-    def keep_responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        pass
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
