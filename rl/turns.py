@@ -32,20 +32,21 @@ class Environment:
         """The response with what follows its last turn; the same one if nothing does.
 
         It is cut where the answer and one more token would be more than `limit` response tokens. A
-        reply that raises ends the response with a warning. May take as long as the reply does.
+        reply that raises, or is no message to the chat template, ends the response with a warning.
+        May take as long as the reply does.
         """
         reply = self.reply.get(prompt.task) if isinstance(self.reply, Mapping) else self.reply
         if rollout.finish_reason != "stop" or reply is None:
             return rollout
         try:
             message = reply(prompt, rollout.turns)
+            if message is None:
+                return rollout
+            given = self.tokens(message, rollout.response_ids[-1], tokenizer)
         except Exception as error:
             name = f"{prompt.task}/{prompt.id}"
             logger.warning("prompt %s: reply: %s: %s", name, type(error).__name__, error)
             return rollout
-        if message is None:
-            return rollout
-        given = self.tokens(message, rollout.response_ids[-1], tokenizer)
         if len(rollout.response_ids) + len(given) >= limit:
             return replace(rollout, finish_reason="length")
         return replace(

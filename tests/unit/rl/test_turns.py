@@ -64,6 +64,8 @@ def test_a_response_ends_where_nothing_follows(tokenizer, caplog) -> None:
     assert not answered(lambda prompt, turns: TOOL, limit=given + 1).finished
     assert answered(lambda prompt, turns: 1 / 0) is rollout
     assert "test/0: reply: ZeroDivisionError" in caplog.text
+    for wrong in ("6", {"content": "6"}, 6):
+        assert answered(lambda prompt, turns, wrong=wrong: wrong) is rollout
 
 
 def two_turns() -> Rollout:
