@@ -2,9 +2,11 @@
 
 import os
 
-# Before NumPy is imported. Arrays here are small, and threads that wait for each other on a busy
-# machine take several times as long as one.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Before NumPy and torch are imported, for all processes that tests start. Arrays here are small,
+# and threads that wait for each other on a busy machine take several times as long as one. Engines
+# are forked from this process, and a child hangs in its first parallel region if the parent has
+# started OpenMP threads.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import signal
 from collections.abc import Callable, Iterator
@@ -13,14 +15,9 @@ from typing import Any
 
 import ascii_task
 import pytest
-import torch
 from engines import SCHEDULE, save_tiny_model
 
 from sparrow_sglang.rl.tasks import TASKS
-
-# Engines are forked from this process, and a child hangs in its first parallel region if the parent
-# has started OpenMP threads.
-torch.set_num_threads(1)
 
 
 @pytest.fixture

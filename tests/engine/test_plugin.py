@@ -66,7 +66,7 @@ def by_keyword(sharp_llama) -> tuple[list[int], list[float]]:
 @contextmanager
 def process(*command: str, **environment: str) -> Iterator[subprocess.Popen]:
     """A fresh process in the state that a user would start it in; killed at the end."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SPARROW", "OMP"))}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPARROW")}
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -4,9 +4,6 @@ On a CPU they run in Triton's interpreter, which must be on before Triton is imp
 starts this file again in a process of its own. On a GPU the same cases run compiled.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -499,28 +496,3 @@ def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(eager, (ids, out), strict=True))
-
-
-def test_every_kernel_can_be_compiled_beside_sglang() -> None:
-    """SGLang puts plain functions in the place of some of Triton's, which kernels cannot call."""
-    code = """
-import importlib, pkgutil
-import sglang.srt.utils.common
-import triton
-from sparrow_sglang.attention_backends import kernels
-
-assert triton.next_power_of_2.__module__.startswith("sglang."), "SGLang leaves Triton alone now"
-found = 0
-for module in pkgutil.iter_modules(kernels.__path__):
-    for value in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).values():
-        if isinstance(value, triton.JITFunction):
-            # Raises for whatever a kernel names and Triton cannot compile.
-            value.cache_key
-            found += 1
-print(found)
-"""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[-1]) > 10

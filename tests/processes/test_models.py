@@ -1,13 +1,9 @@
 """The embedded model: converted by several processes, by one that is killed, and what it holds."""
 
 import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model_cache import MODEL, visible, write_files
@@ -16,25 +12,30 @@ from sparrow_sglang import models
 from sparrow_sglang.atomic_write import DRAFT_PREFIX
 
 
-def _convert_slowly_in_this_process(calls: Path) -> None:
+def _convert_slowly_in_this_process(calls: Path, seconds: float) -> None:
     def convert(gguf: Path, folder: Path) -> None:
         with open(calls, "a") as log:
             log.write("called\n")
-        time.sleep(0.5)
         write_files(gguf, folder)
+        time.sleep(seconds)
 
     models._convert = convert
     assert visible(models.embedded_model()) == sorted(models.FILES)
 
 
-def test_concurrent_converters_all_end_well_and_one_converts(own_cache: Path) -> None:
-    calls = own_cache.parent / "calls"
+def _converters(count: int, *arguments: Any) -> list[Any]:
     fork = multiprocessing.get_context("fork")
     processes = [
-        fork.Process(target=_convert_slowly_in_this_process, args=(calls,)) for _ in range(4)
+        fork.Process(target=_convert_slowly_in_this_process, args=arguments) for _ in range(count)
     ]
     for process in processes:
         process.start()
+    return processes
+
+
+def test_concurrent_converters_all_end_well_and_one_converts(own_cache: Path) -> None:
+    calls = own_cache.parent / "calls"
+    processes = _converters(4, calls, 0.5)
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
@@ -42,31 +43,21 @@ def test_concurrent_converters_all_end_well_and_one_converts(own_cache: Path) ->
     assert visible(own_cache) == [MODEL]
 
 
-# -- a real conversion, killed and repeated
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the conversion did not get that far"
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(own_cache: Path) -> None:
-    command = "from sparrow_sglang.models import embedded_model; embedded_model()"
-    process = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.DEVNULL)
+def test_a_killed_conversion_leaves_no_model_and_a_real_one_cleans_up(own_cache: Path) -> None:
+    [process] = _converters(1, own_cache.parent / "calls", 600)
     try:
-        # As late as can be seen: the weights are being written.
-        _wait_for(lambda: any(own_cache.glob(f"{DRAFT_PREFIX}*/*/config.json")), 300)
+        end = time.monotonic() + 60
+        last = f"{DRAFT_PREFIX}*/*/{models.FILES[-1]}"
+        while not any(own_cache.glob(last)):
+            assert time.monotonic() < end, "the conversion did not get that far"
+            time.sleep(0.02)
     finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
+        process.kill()
+        process.join()
     assert not (own_cache / MODEL).exists()
-    drafts = [name for name in visible(own_cache) if name.startswith(DRAFT_PREFIX)]
-    assert len(drafts) == 1, "a killed process cannot clean up, or this test killed too late"
+    [draft] = visible(own_cache)
+    assert draft.startswith(DRAFT_PREFIX)
 
     assert models.embedded_model() == own_cache / MODEL
     assert visible(own_cache) == [MODEL]

@@ -43,7 +43,6 @@ ENVIRONMENT = {
     # And at the priority of Ray's workers, engines start when the other tests are through.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1",
 }
 SAMPLING = Sampling(max_new_tokens=20)
 # Long enough to be interrupted: each engine samples 12 groups in turns of 8 sequences.

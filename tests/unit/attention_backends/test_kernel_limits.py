@@ -1,5 +1,7 @@
 """What the GPU kernels cannot serve is refused from arguments and config, before anything loads."""
 
+import importlib
+import pkgutil
 import re
 from itertools import count
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 import torch
 from configs import save_config
 
+from sparrow_sglang.attention_backends import kernels
 from sparrow_sglang.attention_backends.kernel_limits import (
     HEAD_DIMS,
     INT4_LANDMARKS,
@@ -196,3 +199,23 @@ def test_selection_rules_that_the_kernels_are_not_built_for(page_size, selection
     assert len(problems) == (problem is not None)
     if problem:
         assert re.match(f"schedule mine: selection.{problem}", problems[0])
+
+
+def test_every_kernel_can_be_compiled_beside_sglang() -> None:
+    """SGLang puts plain functions in the place of some of Triton's, which kernels cannot call."""
+    import sglang.srt.utils.common  # noqa: F401
+    import triton
+
+    assert triton.next_power_of_2.__module__.startswith("sglang."), "SGLang leaves Triton alone now"
+    modules = [
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(kernels.__path__)
+    ]
+    found = {
+        # Raises for whatever a kernel names and Triton cannot compile.
+        value.cache_key
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, triton.JITFunction)
+    }
+    assert len(found) > 10
