@@ -1,5 +1,6 @@
 """Fixtures that more than one test file uses."""
 
+import gc
 import os
 
 # Before NumPy and torch are imported, for all processes that tests start. Arrays here are small,
@@ -7,6 +8,8 @@ import os
 # are forked from this process, and a child hangs in its first parallel region if the parent has
 # started OpenMP threads.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Importing torch and SGLang makes millions of objects, which would be gone through again and again.
+gc.set_threshold(100_000)
 
 import signal
 from collections.abc import Callable, Iterator
@@ -18,6 +21,10 @@ import pytest
 from engines import SCHEDULE, save_tiny_model
 
 from sparrow_sglang.rl.tasks import TASKS
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from engines import SCHEDULE, random_prompt, save_tiny_model, start_engine
 from oracle import ContractModel
 
 PROMPTS = [random_prompt(seed, length) for seed, length in ((1, 70), (2, 100), (3, 33))]
-NEW_TOKENS = 180
+NEW_TOKENS = 100
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 
 

@@ -157,6 +157,8 @@ def engine(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
         dtype="bfloat16" if ON_GPU else "float32",
         # So that states are kept while decoding, too.
         mamba_track_interval=64,
+        # Otherwise states fill the memory of the machine.
+        max_mamba_cache_size=64,
     ) as engine:
         yield engine
 

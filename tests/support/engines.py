@@ -219,6 +219,9 @@ def import_for_fork() -> Any:
     # Its own is taken by somebody else now and then until the engine gets to use it.
     server_args.get_free_port = free_port
     set_envs_and_config = engine._set_envs_and_config
+    # Whatever is here stays: neither this process nor those forked from it need to go through it.
+    gc.collect()
+    gc.freeze()
 
     def then_fork(server_args: Any) -> None:
         set_envs_and_config(server_args)

@@ -62,12 +62,6 @@ def with_pool_for_windows(
         return original(configurator, *args, **kwargs)
 
 
-def without_compiler(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook: llguidance compiles its mask, which needs a C++ compiler (0.5.17)."""
-    with torch.compiler.set_stance("force_eager"):
-        return original(*args, **kwargs)
-
-
 def no_triton(backend: str) -> bool:
     """REPLACE hook: SGLang decides by the attention backend's name (0.5.17), not by the device."""
     return False
@@ -84,8 +78,13 @@ def no_binding(*args: Any, **kwargs: Any) -> None:
     """REPLACE hook: SGLang insists on one NUMA node per rank, to bind its AMX kernels (0.5.17)."""
 
 
-def share_cores(*, tp_size: int | None = None, **kwargs: Any) -> None:
-    """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always (0.5.17)."""
+def prepare_rank(*, tp_size: int | None = None, **kwargs: Any) -> None:
+    """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always (0.5.17).
+
+    Nothing is compiled, as gpt-oss's experts and llguidance's mask would be (0.5.17), whatever the
+    platform says: it needs a C++ compiler, and up to half a minute at the first request.
+    """
+    torch.compiler.set_stance("force_eager")
     tp_size = tp_size or ranks(None).tp_size
     if tp_size > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // tp_size))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparrow_sglang.plugin import platform
+from sparrow_sglang.plugin.cpu.hooks import prepare_rank
 
 PAGE = 16
 
@@ -39,6 +40,18 @@ class TestActivate:
     def test_declines_when_the_user_asks_for_sglangs_cpu_engine(self, monkeypatch):
         monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
         assert platform.activate() is None
+
+
+def test_nothing_is_compiled_in_a_rank():
+    def refuse(*_):
+        raise AssertionError("compiled")
+
+    compiled = torch.compile(torch.neg, backend=refuse)
+    with pytest.raises(Exception, match="compiled"):
+        compiled(torch.ones(1))
+    with torch.compiler.set_stance("default"):
+        prepare_rank(tp_size=1)
+        assert compiled(torch.ones(1)) == -1
 
 
 class TestAllocator:
