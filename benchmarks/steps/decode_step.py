@@ -39,7 +39,7 @@ from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
 
 SHORT, LONG = 16, 144
-CONTEXT = 40960
+CONTEXT, LONGEST = 40960, 131072
 
 DESCRIPTION = """\
 Time one decode step of stock SGLang, dense and with sparrow, in the shapes of real models with
@@ -78,9 +78,9 @@ def batch_lengths(case: str) -> list[int]:
             f"case {case!r}: expected BATCHxLENGTH or fill:LOW-HIGH:TOKENS, e.g. 16x32768 or"
             " fill:1024-32768:900000"
         )
-    if not LONG < low <= high <= CONTEXT:
+    if not LONG < low <= high <= LONGEST:
         raise ValueError(
-            f"case {case!r}: expected lengths of {LONG + 1} to {CONTEXT} tokens, the shorter first;"
+            f"case {case!r}: expected lengths of {LONG + 1} to {LONGEST} tokens, the shorter first;"
             f" the last {LONG} tokens of a length are generated"
         )
     if same:
@@ -178,26 +178,32 @@ def run_engine(
 
     torch.cuda.empty_cache()
     shape = model_shape(model, kv_cache_dtype(options))
-    largest_batch = max(len(batch_lengths(case)) for case in options.cases)
+    batches = [batch_lengths(case) for case in options.cases]
+    largest_batch = max(map(len, batches))
+    context = max(CONTEXT, *map(max, batches))
     schedule = None
     if backend == "sparrow":
         schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
     served = schedule_name if schedule else None
     arguments = engine_settings(MODELS / model, False, backend, served)
     arguments |= {
-        "context_length": CONTEXT,
+        "context_length": context,
         "mem_fraction_static": options.memory_fraction,
         "cuda_graph_max_bs_decode": largest_batch,
         "max_running_requests": largest_batch,
         "tp_size": options.tp,
         "ep_size": options.ep,
-        **engine_arguments(options.engine_args),
     }
+    if context > model_config(model)["max_position_embeddings"]:
+        # With random weights positions mean nothing, so a step takes as long as that of a model
+        # with longer ones.
+        longer = {"max_position_embeddings": context}
+        arguments["json_model_override_args"] = json.dumps(longer)
+    arguments |= engine_arguments(options.engine_args)
     rows = []
     with sglang.Engine(**arguments) as engine:
         pool = engine.get_server_info()["max_total_num_tokens"]
-        for case in options.cases:
-            lengths = batch_lengths(case)
+        for case, lengths in zip(options.cases, batches, strict=True):
             if sum(lengths) > pool:
                 # Some sequences would wait, and a step would be timed without them.
                 print(f"{model} {backend} {case}: left out, the KV pool holds {pool:,} tokens")
