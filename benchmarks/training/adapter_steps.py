@@ -65,17 +65,19 @@ def add_gradients(
     batch: Targets,
     schedule: BudgetSchedule,
     sparse_only: bool,
+    rule_of: Callable[[BudgetSchedule, tuple[int, ...]], SparseRule] = SparseRule,
 ) -> None:
     """Add the gradients of one of `DIVERGENCES` in the adapter's factors.
 
-    With `sparse_only` the adapter acts on tokens that decode sparsely, and on no others.
+    With `sparse_only` the adapter acts on tokens that decode sparsely, and on no others. `rule_of`
+    makes the rule of the schedule and a micro-batch's prompt lengths.
     """
     tokens = sum(len(packed.targets) for packed, _ in batch)
     policy.model.train()
     with policy.frozen():
         for packed, dense in batch:
             with acting_on(policy, packed, schedule, sparse_only), adapter.enabled():
-                sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
+                sparse = policy.hidden(packed, rule_of(schedule, packed.prompt_lengths))
                 target = dense.to(sparse.device)
                 total = summed(DIVERGENCES[loss], sparse, target, policy.head, 1.0)
                 (total / tokens).backward()

@@ -8,39 +8,36 @@ distribution and tails of the acceptance rate. No engine is needed.
 """
 
 import argparse
-import json
-import platform
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 from transformers import AutoConfig
 
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
-from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.training.adapter_steps import (
-    Targets,
     acting_on,
     add_gradients,
+)
+from sparrow_sglang.benchmarks.training.heldout import (
+    cpu_name,
+    dense_targets,
+    fidelity,
+    resumed,
+    seconds,
 )
 from sparrow_sglang.benchmarks.training.recorded_responses import prompts_for
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.prompts import Prompt, prompts_digest
 from sparrow_sglang.command_line import OneLineParser, count
-from sparrow_sglang.mismatch.acceptance import acceptance_rate
-from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
-from sparrow_sglang.rl.adapter_gate import MIN_TOKENS
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
-from sparrow_sglang.rl.distill import SparseAdapter, exact_kl
-from sparrow_sglang.rl.policy.chunked_logprobs import logits_of
+from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW, learning_rate
+from sparrow_sglang.rl.policy.packing import Packed
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import PAGE_SIZE, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule
@@ -71,8 +68,6 @@ DEFAULTS = [
     "lr=1e-3,decay=true,modules=vo",
     "lr=1e-3,decay=true,positions=sparse",
 ]
-ROWS = 1024
-"""Tokens whose logits are compared at a time."""
 
 
 class Setting(BaseModel):
@@ -168,80 +163,22 @@ class Bench:
             "step_s": spent / steps + self._dense_s,
         }
 
-    @torch.no_grad()
     def _measure(
         self, policy: DensePolicy, adapter: SparseAdapter, setting: Setting, dense: bool = False
     ) -> dict[str, Any]:
-        """Of all held-out tokens: mean KL and acceptance rate, tails by position, the lowest one.
+        """The adapter's `fidelity` on the held-out responses.
 
         Under sparse decode, or with `dense` under dense decode, which is then still to be compared
         with dense decode without the adapter.
         """
-        policy.model.eval()
-        counts = [len(prompt.response_ids) for prompt in self._heldout]
-        kl, rates = torch.empty(sum(counts)), torch.empty(sum(counts))
-        for packed, target in self._targets:
+        sparse_only = setting.positions == "sparse"
+
+        def hidden(packed: Packed) -> torch.Tensor:
             rule = None if dense else SparseRule(self._schedule, packed.prompt_lengths)
-            sparse_only = setting.positions == "sparse"
             with acting_on(policy, packed, self._schedule, sparse_only), adapter.enabled():
-                sparse = policy.hidden(packed, rule)
-            target = target.to(sparse.device)
-            for rows in torch.arange(len(target)).split(ROWS):
-                ours, theirs = (logits_of(side[rows], policy.head) for side in (sparse, target))
-                where = packed.where.cpu()[rows]
-                kl[where] = exact_kl(ours, theirs).cpu()
-                rates[where] = acceptance_rate(ours, theirs).cpu()
-        found = TailStatistics(self._options.bin_tokens)
-        for prompt, alpha in zip(self._heldout, rates.split(counts), strict=True):
-            found.add(prompt.name, len(prompt.input_ids) + np.arange(len(alpha)), alpha.numpy())
-        tails = [asdict(row) for row in found.bins()]
-        filled = [row["tail"] for row in tails if row["tokens"] >= MIN_TOKENS]
-        return {
-            "kl": float(kl.mean()),
-            "mean": float(rates.mean()),
-            "lowest_tail": min(filled) if filled else None,
-            "tails": tails,
-        }
+                return policy.hidden(packed, rule)
 
-
-def seconds() -> float:
-    """A clock: of the wall on a GPU, else of this process, which others do not slow down."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
-@torch.no_grad()
-def dense_targets(policy: DensePolicy, prompts: Sequence[Prompt]) -> Targets:
-    """Micro-batches of recorded responses with their dense hidden states."""
-    policy.model.eval()
-    packs = policy.micro_batches([(each.input_ids, each.response_ids) for each in prompts])
-    return [(packed, policy.hidden(packed).cpu()) for packed in packs]
-
-
-def resumed(out: Path, fields: dict[str, Any]) -> Results:
-    """The results in `out`, to go on with; raises `CalibrationError` if they are of another run."""
-    results = Results(out, **fields)
-    try:
-        content = json.loads(out.read_text())
-    except FileNotFoundError:
-        return results
-    except ValueError:
-        content = {}
-    differing = [name for name, value in fields.items() if content.get(name) != value]
-    if differing:
-        raise CalibrationError(
-            f"--out {out}: holds something else, or was measured with other {differing[0]}:"
-            " expected no file, or one to go on with; name another, or delete it"
-        )
-    results.rows = content["rows"]
-    results.fields = fields | {name: content[name] for name in ("before", "dense_update_s")}
-    return results
-
-
-def cpu_name() -> str:
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
+        return fidelity(policy, self._heldout, self._targets, hidden, self._options.bin_tokens)
 
 
 def _parser() -> OneLineParser:
@@ -295,12 +232,12 @@ def compare(options: argparse.Namespace, folder: str) -> None:
 
     Raises `CalibrationError` on prompts that do not serve, and on results of another run.
     """
-    prompts = prompts_for(options, folder)
+    prompts = prompts_for(options, folder, options.steps * options.responses)
     given = settings(options)
     del given["settings"]
     device = {} if torch.cuda.is_available() else {"device": cpu_name()}
     fields = {"settings": given, "responses": prompts_digest(prompts)}
-    results = resumed(options.out, fields | device)
+    results = resumed(options.out, fields | device, ("before", "dense_update_s"))
     bench = Bench(options, folder, prompts)
     if "before" not in results.fields:
         results.save(before=bench.without_adapter(), dense_update_s=bench.dense_update_s)

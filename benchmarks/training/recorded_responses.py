@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.prompts import Prompt, builtin_prompts, read_prompts, tokenizer_of
 
-SAMPLED_AT_ONCE = 16
+SAMPLED_AT_ONCE = {"cpu": 16, "cuda": 128}
+"""Responses that are sampled together; a GPU takes hardly longer for more."""
 
 
 def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> list[Prompt]:
@@ -31,8 +32,9 @@ def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> l
     model.to(device)
     torch.manual_seed(0)
     sampled: dict[str, tuple[int, ...]] = {}
-    for first in range(0, len(waiting), SAMPLED_AT_ONCE):
-        group = waiting[first : first + SAMPLED_AT_ONCE]
+    at_once = SAMPLED_AT_ONCE[device]
+    for first in range(0, len(waiting), at_once):
+        group = waiting[first : first + at_once]
         width = max(len(prompt.input_ids) for prompt in group)
         ids = torch.zeros(len(group), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -58,16 +60,19 @@ def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> l
     ]
 
 
-def prompts_for(options: argparse.Namespace, folder: str) -> list[Prompt]:
-    """Held-out responses first, then those to train on. Raises `CalibrationError` if too few."""
-    tokenize, wanted = tokenizer_of(folder), options.steps * options.responses
+def prompts_for(options: argparse.Namespace, folder: str, wanted: int) -> list[Prompt]:
+    """Held-out responses first, then `wanted` ones to train on.
+
+    Raises `CalibrationError` if there are too few.
+    """
+    tokenize = tokenizer_of(folder)
     if options.prompts:
         found = read_prompts(options.prompts, tokenize, options.context)
         if len(found) < options.heldout + wanted:
             raise CalibrationError(
                 f"--prompts {options.prompts}: has {len(found)} prompts; expected"
                 f" {options.heldout + wanted} or more, for --heldout {options.heldout} and"
-                f" --steps {options.steps} of --responses {options.responses}"
+                f" {wanted} to train on"
             )
         return with_responses(found[: options.heldout + wanted], folder, options.new_tokens)
 

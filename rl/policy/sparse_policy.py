@@ -26,6 +26,7 @@ from sparrow_sglang.attention_backends.reference import (
 from sparrow_sglang.rl.policy.packed_attention import causal_attention, padding
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, attend_by_blocks, block_mask
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 SCORES_AT_ONCE = 1 << 23
 """Pages are ranked for about so many pairs of position and page at a time, to bound the memory."""
@@ -64,6 +65,12 @@ class SparseRule:
             counts = self.schedule.pages_read(np.arange(cached + 1), weight)
             known = self._read[device, weight] = torch.from_numpy(counts).to(device)
         return known
+
+    def selected_pages(
+        self, query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...], layer: int
+    ) -> Iterator[torch.Tensor]:
+        """Those of `selected_pages`; a subclass may choose others, in the same form."""
+        return selected_pages(query, key, late, self, layer)
 
 
 class Selections:
@@ -127,7 +134,7 @@ def sparse_attention(
     by_rows = _by_rows(rows)
 
     def choose() -> Any:
-        selection = selected_pages(rows.detach(), keys.detach(), late, rule, layer)
+        selection = rule.selected_pages(rows.detach(), keys.detach(), late, layer)
         if by_rows:
             return list(selection)
         group = rows.shape[1] // keys.shape[1]
@@ -197,39 +204,58 @@ def selected_pages(
     """
     schedule = rule.schedule
     count, heads, length, _ = key.shape
-    pairs = kept_pairs(schedule.selection, layer, range(heads), key.shape[3], key.device)
-    landmarks = _landmarks(key, schedule, pairs)
+    landmarks, pairs = stored_landmarks(key, schedule, layer)
     positions = padding(late, query.device).source
-    read = rule.pages_read(schedule.num_pages(length), layer, query.device)
-    landmarks_per_page = landmarks.shape[3]
-    products_of_row = count * heads * schedule.num_pages(length) * landmarks_per_page
+    products_of_row = count * heads * schedule.num_pages(length) * landmarks.shape[3]
     if schedule.selection.group_score == "best_head":
         products_of_row *= query.shape[1] // heads
     rows = _rows_at_once(products_of_row)
     for first in range(0, query.shape[2], rows):
         last = min(first + rows, query.shape[2])
         end = min(max(start for start, _ in late) + last, length)
-        by_position = query[:, :, first:last].transpose(1, 2)
-        queries = group_queries(by_position, heads, schedule.selection, pairs)
-        queries = queries.permute(0, 2, 3, 1, 4)
-        scored = landmarks[:, :, : end // schedule.page_size].flatten(2, 3)
-        products = queries @ scored.transpose(2, 3)[:, :, None]
-        scores = best_product(
-            products.unflatten(-1, (-1, landmarks_per_page)).permute(0, 1, 3, 4, 2, 5)
-        )
+        scored = landmarks[:, :, : end // schedule.page_size]
+        scores = page_scores(query[:, :, first:last], scored, schedule.selection, pairs)
         # A page that is still partial at the end is the last one, and always kept.
-        pages_cached = schedule.num_pages(end)
-        scores = F.pad(scores, (0, pages_cached - scores.shape[-1])).transpose(1, 2).flatten(0, 1)
-        pages = (positions[:, first:last] // schedule.page_size + 1).flatten()
-        kept = kept_pages(
-            scores,
-            pages,
-            read[pages],
-            int(schedule.pages_read(schedule.num_pages(end), schedule.layer_weight(layer))),
-            schedule.sink_pages,
-            schedule.recent_pages,
-        )
-        yield kept.unflatten(0, (count, -1)).transpose(1, 2)
+        scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
+        yield best_pages(scores, positions[:, first:last], rule, layer)
+
+
+def page_scores(
+    query: torch.Tensor,
+    landmarks: torch.Tensor,
+    selection: SelectionRule,
+    pairs: torch.Tensor | None,
+) -> torch.Tensor:
+    """What `reference.score_pages` gives full pages: fp32 [S, Hkv, R, pages], with gradient.
+
+    `query` is [S, Hq, R, D]; `landmarks` [S, Hkv, pages, M, C] and `pairs` are as of
+    `stored_landmarks`.
+    """
+    queries = group_queries(query.transpose(1, 2), landmarks.shape[1], selection, pairs)
+    queries = queries.permute(0, 2, 3, 1, 4)
+    products = queries @ landmarks.flatten(2, 3).transpose(2, 3)[:, :, None]
+    products = products.unflatten(-1, (-1, landmarks.shape[3]))
+    return best_product(products.permute(0, 1, 3, 4, 2, 5))
+
+
+def best_pages(
+    scores: torch.Tensor, positions: torch.Tensor, rule: SparseRule, layer: int
+) -> torch.Tensor:
+    """Which pages `positions` [S, R] keep by scores [S, Hkv, R, pages]: bool, in their shape.
+
+    The last of the pages is the one that the last of the positions is in.
+    """
+    schedule, held = rule.schedule, scores.shape[-1]
+    pages = (positions // schedule.page_size + 1).flatten()
+    kept = kept_pages(
+        scores.transpose(1, 2).flatten(0, 1),
+        pages,
+        rule.pages_read(held, layer, scores.device)[pages],
+        int(schedule.pages_read(held, schedule.layer_weight(layer))),
+        schedule.sink_pages,
+        schedule.recent_pages,
+    )
+    return kept.unflatten(0, (len(scores), -1)).transpose(1, 2)
 
 
 def _by_rows(query: torch.Tensor) -> bool:
@@ -241,14 +267,20 @@ def _rows_at_once(products_of_row: int) -> int:
     return max(1, SCORES_AT_ONCE // (products_of_row * BLOCK)) * BLOCK
 
 
-def _landmarks(key: torch.Tensor, schedule: BudgetSchedule, pairs: torch.Tensor) -> torch.Tensor:
-    """[S, Hkv, full pages, M, C] fp32, rounded to what the server stores."""
+def stored_landmarks(
+    key: torch.Tensor, schedule: BudgetSchedule, layer: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Landmarks of keys [S, Hkv, T, D], and the rotary pairs that they keep, as of `kept_pairs`.
+
+    They are [S, Hkv, full pages, M, C] fp32, rounded to what the server stores.
+    """
     count, heads, length, dim = key.shape
+    pairs = kept_pairs(schedule.selection, layer, range(heads), dim, key.device)
     full = length // schedule.page_size
     pages = key[:, :, : full * schedule.page_size].transpose(1, 2)
     pages = pages.reshape(-1, schedule.page_size, heads, dim)
     values = page_landmarks(pages, schedule.selection, pairs).values()
-    return values.unflatten(0, (count, full)).transpose(1, 2)
+    return values.unflatten(0, (count, full)).transpose(1, 2), pairs
 
 
 # As `padding`: every layer asks.

@@ -1,0 +1,112 @@
+"""Held-out responses decoded along under a sparse policy, without an engine.
+
+In: recorded responses with their dense hidden states, hidden states of a sparse actor for each
+micro-batch. Out: divergence from the dense distribution, tails of the acceptance rate. And the
+result of such a benchmark, which goes on where it was killed.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.training.adapter_steps import Targets
+from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.calibration.prompts import Prompt
+from sparrow_sglang.mismatch.acceptance import acceptance_rate
+from sparrow_sglang.mismatch.tail import TailStatistics
+from sparrow_sglang.rl.adapter_gate import MIN_TOKENS
+from sparrow_sglang.rl.distill import exact_kl
+from sparrow_sglang.rl.policy.chunked_logprobs import logits_of
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.packing import Packed
+
+ROWS = 1024
+"""Tokens whose logits are compared at a time."""
+
+
+def seconds() -> float:
+    """A clock: of the wall on a GPU, else of this process, which others do not slow down."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+@torch.no_grad()
+def dense_targets(policy: DensePolicy, prompts: Sequence[Prompt]) -> Targets:
+    """Micro-batches of recorded responses with their dense hidden states."""
+    policy.model.eval()
+    packs = policy.micro_batches([(each.input_ids, each.response_ids) for each in prompts])
+    return [(packed, policy.hidden(packed).cpu()) for packed in packs]
+
+
+@torch.no_grad()
+def fidelity(
+    policy: DensePolicy,
+    prompts: Sequence[Prompt],
+    targets: Targets,
+    hidden: Callable[[Packed], torch.Tensor],
+    bin_tokens: int,
+) -> dict[str, Any]:
+    """Of all response tokens: mean KL and acceptance rate, tails by position, the lowest one.
+
+    `targets` are those of `prompts`; `hidden` gives what the policy's head makes the sparse actor's
+    logits from, [n, H] of a micro-batch.
+    """
+    policy.model.eval()
+    counts = [len(prompt.response_ids) for prompt in prompts]
+    kl, rates = torch.empty(sum(counts)), torch.empty(sum(counts))
+    for packed, target in targets:
+        sparse = hidden(packed)
+        target = target.to(sparse.device)
+        for rows in torch.arange(len(target)).split(ROWS):
+            ours, theirs = (logits_of(side[rows], policy.head) for side in (sparse, target))
+            where = packed.where.cpu()[rows]
+            kl[where] = exact_kl(ours, theirs).cpu()
+            rates[where] = acceptance_rate(ours, theirs).cpu()
+    found = TailStatistics(bin_tokens)
+    for prompt, alpha in zip(prompts, rates.split(counts), strict=True):
+        found.add(prompt.name, len(prompt.input_ids) + np.arange(len(alpha)), alpha.numpy())
+    tails = [asdict(row) for row in found.bins()]
+    filled = [row["tail"] for row in tails if row["tokens"] >= MIN_TOKENS]
+    return {
+        "kl": float(kl.mean()),
+        "mean": float(rates.mean()),
+        "lowest_tail": min(filled) if filled else None,
+        "tails": tails,
+    }
+
+
+def resumed(out: Path, fields: dict[str, Any], measured: Sequence[str]) -> Results:
+    """The results in `out`, to go on with; raises `CalibrationError` if they are of another run.
+
+    `fields` are what a run starts from, `measured` name further fields that it has written.
+    """
+    results = Results(out, **fields)
+    try:
+        content = json.loads(out.read_text())
+    except FileNotFoundError:
+        return results
+    except ValueError:
+        content = {}
+    differing = [name for name, value in fields.items() if content.get(name) != value]
+    if differing:
+        raise CalibrationError(
+            f"--out {out}: holds something else, or was measured with other {differing[0]}:"
+            " expected no file, or one to go on with; name another, or delete it"
+        )
+    results.rows = content["rows"]
+    results.fields = fields | {name: content[name] for name in measured}
+    return results
+
+
+def cpu_name() -> str:
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
