@@ -30,8 +30,8 @@ from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
 from sparrow_sglang.rl.rollout import DENSE
 
 DESCRIPTION = """\
-Train with verl from the same start under several schedules and seeds, all runs at a time, and write
-what verl says of them side by side. Runs that are not done after --limit seconds are ended.
+Train with verl from the same start under several schedules and seeds, and write what verl says of
+the runs side by side. After --limit seconds, running ones are ended and no others started.
 """
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.training.verl_runs examples/verl/words_grpo.yaml \\
@@ -147,32 +147,39 @@ def run_all(
     overrides: list[str],
     dense: list[str],
     limit_s: float,
+    parallel: int,
 ) -> int:
-    """Run all of them at a time, spread over the visible GPUs; returns how many have failed.
+    """Run `parallel` of them at a time, spread over the visible GPUs; how many have failed.
 
-    `overrides` are of all runs, `dense` of the dense ones, as verl's command line takes them.
+    `overrides` are of all runs, `dense` of the dense ones, as verl's command line takes them. After
+    `limit_s` seconds in all, running ones are ended and no others started.
     """
     gpus = visible_gpus()
     started: list[tuple[VerlRun, Popen[bytes]]] = []
     end = time.monotonic() + limit_s
-    with ExitStack() as processes:
-        for index, run in enumerate(runs):
-            run.folder.mkdir(parents=True, exist_ok=True)
-            process = processes.enter_context(
-                logged_process(
-                    run.command(recipe, model, overrides + (dense if run.is_dense else [])),
-                    run.log,
-                    run.environment(gpus[index % len(gpus)], recipe),
-                    recipe.parent,
+    for first in range(0, len(runs), parallel):
+        together: list[Popen[bytes]] = []
+        with ExitStack() as processes:
+            for index, run in enumerate(runs[first : first + parallel]):
+                run.folder.mkdir(parents=True, exist_ok=True)
+                process = processes.enter_context(
+                    logged_process(
+                        run.command(recipe, model, overrides + (dense if run.is_dense else [])),
+                        run.log,
+                        run.environment(gpus[index % len(gpus)], recipe),
+                        recipe.parent,
+                    )
                 )
-            )
-            started.append((run, process))
-        while time.monotonic() < end and any(process.poll() is None for _, process in started):
-            time.sleep(_LOOK_S)
+                together.append(process)
+                started.append((run, process))
+            while time.monotonic() < end and any(process.poll() is None for process in together):
+                time.sleep(_LOOK_S)
+        if time.monotonic() >= end:
+            break
     failed = [(run, process) for run, process in started if process.returncode]
     for run, process in failed:
         print(f"{run.name}: ended with status {process.returncode}:\n{log_end(run.log)}")
-    return len(failed)
+    return len(failed) + len(runs) - len(started)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--schedules", nargs="+", default=[DENSE, "smollm2-135m-0.86"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--parallel", type=count, help="runs at a time (default: all)")
     parser.add_argument("--limit", type=count, default=3600, help="seconds for all runs")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="as verl takes it"
@@ -208,7 +216,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         frameworks=packages,
     )
     try:
-        failed = run_all(runs, args.recipe, model, args.set, args.dense_set, args.limit)
+        failed = run_all(
+            runs,
+            args.recipe,
+            model,
+            args.set,
+            args.dense_set,
+            args.limit,
+            args.parallel or len(runs),
+        )
     finally:
         results.add(*map(result_of, runs))
     return int(failed > 0)

@@ -2,14 +2,17 @@
 
 import importlib.util
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from sparrow_sglang.benchmarks.training import verl_runs
-from sparrow_sglang.benchmarks.training.verl_runs import ENGINE, VerlRun, result_of
+from sparrow_sglang.benchmarks.training.verl_runs import ENGINE, VerlRun, result_of, run_all
 
 FOLDER = Path(__file__).parents[3] / "examples" / "verl"
 
@@ -60,6 +63,36 @@ class TestCommand:
         assert words[words.index("--config-name") + 1] == "words"
         # What the caller asks for goes before what the benchmark asks for.
         assert words[-1] == "x=1"
+
+    @pytest.mark.parametrize(("parallel", "most"), [(1, 1), (2, 2), (3, 3)])
+    def test_only_so_many_run_at_a_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: int, most: int
+    ) -> None:
+        alive: list[int] = []
+        seen: list[int] = []
+
+        @contextmanager
+        def process(*_: Any) -> Iterator[Any]:
+            alive.append(0)
+            seen.append(len(alive))
+            yield SimpleNamespace(returncode=0, poll=lambda: 0)
+            alive.pop()
+
+        monkeypatch.setattr(verl_runs, "logged_process", process)
+        runs = [VerlRun("dense", seed, tmp_path / str(seed)) for seed in range(3)]
+        assert run_all(runs, Path("words.yaml"), "model", [], [], 60, parallel) == 0
+        assert (len(seen), max(seen)) == (3, most)
+
+    def test_runs_that_the_limit_leaves_out_have_failed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        @contextmanager
+        def process(*_: Any) -> Iterator[Any]:
+            yield SimpleNamespace(returncode=0, poll=lambda: 0)
+
+        monkeypatch.setattr(verl_runs, "logged_process", process)
+        runs = [VerlRun("dense", seed, tmp_path / str(seed)) for seed in range(3)]
+        assert run_all(runs, Path("words.yaml"), "model", [], [], 0, 1) == 2
 
     def test_a_missing_recipe_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):

@@ -1,0 +1,59 @@
+"""The benchmark of slime's loop: what it makes of slime's samples, and what it refuses."""
+
+import importlib.util
+from asyncio import run
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparrow_sglang.benchmarks.training import slime_runs
+from sparrow_sglang.benchmarks.training.slime_runs import row_of
+
+FOLDER = Path(__file__).parents[3] / "examples" / "slime"
+
+
+def sample(length: int, reward: float, start: float, rates: list[float]) -> dict[str, Any]:
+    events = [{"name": "sglang_generate", "ts": start}, {"name": "reward_model", "ts": 99.0}]
+    events.append({"name": "sglang_generate", "ts": start + 2.0})
+    return {
+        "tokens": list(range(510 + length)),
+        "response_length": length,
+        "reward": reward,
+        "weight_versions": ["1"],
+        "metadata": {"sparrow_acceptance": rates} if rates else {},
+        "trace": {"events": events},
+    }
+
+
+def test_row_of_a_rollout() -> None:
+    row = row_of(3, [sample(4, 0.5, 10.0, [0.5, 0.6, 0.9]), sample(6, 1.0, 11.0, [])])
+    assert (row["responses"], row["tokens"], row["lengths"]) == (2, 10, [4, 6])
+    assert (row["reward_mean"], row["rewards"]) == (0.75, [0.5, 1.0])
+    # From the first request to the last answer, rewards aside.
+    assert (row["seconds"], row["tokens_per_s"]) == (3.0, pytest.approx(10 / 3))
+    # The first token of a response, at 510, has no rate.
+    assert (row["accept_p05_bin0"], row["accept_p05_bin1"]) == (0.5, 0.6)
+    assert (row["recorded"], row["accept_tokens"], row["accept_p05"]) == (1, 3, 0.5)
+
+
+def test_an_evaluation_has_no_tail() -> None:
+    assert "accept_p05" not in row_of("eval_0", [sample(4, 0.0, 1.0, [])])
+
+
+def test_a_folder_that_is_no_checkout_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        slime_runs.main([str(FOLDER), "--slime", str(tmp_path)])
+    assert "expected a checkout of slime, with train.py" in capsys.readouterr().err
+
+
+def test_reward_is_the_share_of_words() -> None:
+    spec = importlib.util.spec_from_file_location("slime_words", FOLDER / "task.py")
+    assert spec is not None and spec.loader is not None
+    task = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(task)
+    answer = SimpleNamespace(response="The RIVER ran. Stones!", label="river, stone")
+    assert run(task.reward(None, answer)) == 0.5
