@@ -86,10 +86,12 @@ def error(model, groups) -> float:
     )
 
 
-def turns_of(rollout: Rollout, tokenizer: Any, ends: range, limit: int) -> tuple[str, ...]:
+def turns_of(rollout: Rollout, tokenizer: Any, ends: range) -> tuple[str, ...]:
     """The model's turns, of which SGLang leaves out the token of `ends` that ended each."""
     *earlier, last = rollout.parts[1::2]
-    # At the limit it says that this ended the response, whatever the token is.
-    by_itself = last[-1] in ends and len(rollout.response_ids) < limit
+    # Which of the two ended a response whose last token at the limit is one of them depends on
+    # SGLang's version.
+    by_itself = rollout.finish_reason == "stop"
+    assert last[-1] in ends or not by_itself
     parts = [*(part[:-1] for part in earlier), last[:-1] if by_itself else last]
     return tuple(map(tokenizer.decode, parts))

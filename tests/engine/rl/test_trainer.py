@@ -318,7 +318,7 @@ def test_a_killed_run_goes_on_with_the_groups_that_it_carried_over(tmp_path, mon
     tokenizer = AutoTokenizer.from_pretrained(model)
     for one in trained:
         # However many parts a turn has, it is one string of as many bytes.
-        assert one.turns == turns_of(one, tokenizer, ends, 60)
+        assert one.turns == turns_of(one, tokenizer, ends)
         said = [tokenizer.decode(part) for part in one.parts[2::2]]
         assert said == [f" more {turn}: " for turn in range(1, len(one.turns))]
 
@@ -347,7 +347,7 @@ def test_an_environment_speaks_between_turns(tmp_path, monkeypatch, schedule):
         # Exactly what was sampled, and what the environment said.
         said = [tokenizer.decode(part) for part in rollout.parts[2::2]]
         assert said == [f" more {turn}: " for turn in range(1, len(rollout.segments))]
-        assert rollout.turns == turns_of(rollout, tokenizer, ends, 60)
+        assert rollout.turns == turns_of(rollout, tokenizer, ends)
         flat = [token for part in rollout.parts for token in part]
         assert flat == [*rollout.prompt_ids, *rollout.response_ids]
         expected = []
