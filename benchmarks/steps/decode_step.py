@@ -180,7 +180,8 @@ def run_engine(
     shape = model_shape(model, kv_cache_dtype(options))
     batches = [batch_lengths(case) for case in options.cases]
     largest_batch = max(map(len, batches))
-    context = max(CONTEXT, *map(max, batches))
+    # SGLang takes the last positions of a context for no request.
+    context = max(CONTEXT, *map(max, batches)) + SHORT
     schedule = None
     if backend == "sparrow":
         schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
