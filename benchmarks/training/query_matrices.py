@@ -18,7 +18,6 @@ from sparrow_sglang.rl.policy.sparse_policy import (
     SparseRule,
     best_pages,
     page_scores,
-    selected_pages,
     stored_landmarks,
 )
 from sparrow_sglang.schedule import BudgetSchedule
@@ -178,7 +177,7 @@ class MeasuredRule(SparseRule):
     ) -> Iterator[torch.Tensor]:
         if not self.by_attention:
             scoring = self.matrices.applied(query, layer) if self.matrices else query
-            yield from selected_pages(scoring, key, late, self, layer)
+            yield from super().selected_pages(scoring, key, late, layer)
             return
         positions = padding(late, query.device).source
         for rows in torch.arange(query.shape[2], device=query.device).split(ROWS):

@@ -69,8 +69,29 @@ class SparseRule:
     def selected_pages(
         self, query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...], layer: int
     ) -> Iterator[torch.Tensor]:
-        """Those of `selected_pages`; a subclass may choose others, in the same form."""
-        return selected_pages(query, key, late, self, layer)
+        """Pages that the positions `late` (start, end) of each of S sequences attend to.
+
+        `query` is [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Gives bool
+        [S, Hkv, rows, pages until the last of these rows], some rows at a time, in whole blocks of
+        `attend_by_blocks` but for the last; each position is a request of its own length to
+        `kept_pages`.
+        """
+        schedule = self.schedule
+        count, heads, length, _ = key.shape
+        landmarks, pairs = stored_landmarks(key, schedule, layer)
+        positions = padding(late, query.device).source
+        products_of_row = count * heads * schedule.num_pages(length) * landmarks.shape[3]
+        if schedule.selection.group_score == "best_head":
+            products_of_row *= query.shape[1] // heads
+        rows = _rows_at_once(products_of_row)
+        for first in range(0, query.shape[2], rows):
+            last = min(first + rows, query.shape[2])
+            end = min(max(start for start, _ in late) + last, length)
+            scored = landmarks[:, :, : end // schedule.page_size]
+            scores = page_scores(query[:, :, first:last], scored, schedule.selection, pairs)
+            # A page that is still partial at the end is the last one, and always kept.
+            scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
+            yield best_pages(scores, positions[:, first:last], self, layer)
 
 
 class Selections:
@@ -186,38 +207,6 @@ def attend_by_rows(
             )
         first = last
     return torch.cat(parts, dim=2)
-
-
-def selected_pages(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    late: tuple[tuple[int, int], ...],
-    rule: SparseRule,
-    layer: int,
-) -> Iterator[torch.Tensor]:
-    """Pages that the positions `late` (start, end) of each of S sequences attend to.
-
-    `query` is [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Gives bool
-    [S, Hkv, rows, pages until the last of these rows], some rows at a time, in whole blocks of
-    `attend_by_blocks` but for the last; each position is a request of its own length to
-    `kept_pages`.
-    """
-    schedule = rule.schedule
-    count, heads, length, _ = key.shape
-    landmarks, pairs = stored_landmarks(key, schedule, layer)
-    positions = padding(late, query.device).source
-    products_of_row = count * heads * schedule.num_pages(length) * landmarks.shape[3]
-    if schedule.selection.group_score == "best_head":
-        products_of_row *= query.shape[1] // heads
-    rows = _rows_at_once(products_of_row)
-    for first in range(0, query.shape[2], rows):
-        last = min(first + rows, query.shape[2])
-        end = min(max(start for start, _ in late) + last, length)
-        scored = landmarks[:, :, : end // schedule.page_size]
-        scores = page_scores(query[:, :, first:last], scored, schedule.selection, pairs)
-        # A page that is still partial at the end is the last one, and always kept.
-        scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
-        yield best_pages(scores, positions[:, first:last], rule, layer)
 
 
 def page_scores(

@@ -12,7 +12,6 @@ from sparrow_sglang.models import embedded_model
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.policy import sparse_policy
 from sparrow_sglang.rl.policy.chunked_logprobs import token_logprobs, token_logprobs_and_entropies
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packed_attention import padding
@@ -48,7 +47,7 @@ def attend(kernel, tensors, late, dtype):
     positions = padding(late, query.device).source
     # Of the same numbers in every dtype, so that all read the same pages.
     rule = SparseRule(SCHEDULE, tuple(start for start, _ in late))
-    chosen = sparse_policy.selected_pages(*tensors[:2], late, rule, 2)
+    chosen = rule.selected_pages(*tensors[:2], late, 2)
     out = kernel(query, key, value, chosen, positions, SCHEDULE.page_size, None)
     used = torch.arange(positions.shape[1], device=out.device)
     used = used < torch.tensor([[end - start] for start, end in late], device=out.device)

@@ -21,7 +21,7 @@ from sparrow_sglang.rl.distill import (
     exact_kl,
     top_k_kl,
 )
-from sparrow_sglang.rl.policy import optimizer, sparse_policy
+from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
@@ -106,9 +106,9 @@ def test_the_target_is_dense_decode_without_the_adapter(sharp_llama):
 
 def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama, monkeypatch):
     chosen = []
-    choose = sparse_policy.selected_pages
+    choose = SparseRule.selected_pages
     monkeypatch.setattr(
-        sparse_policy, "selected_pages", lambda *args: chosen.append(args) or choose(*args)
+        SparseRule, "selected_pages", lambda *args: chosen.append(args) or choose(*args)
     )
     adapters = {}
     for checkpointing in (True, False):

@@ -136,7 +136,7 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(
     keys = padding(tuple(spans), CPU).pad(key)
 
     def selection():
-        return sparse_policy.selected_pages(rows, keys, late, rule, 2)
+        return rule.selected_pages(rows, keys, late, 2)
 
     group, count = heads[0] // heads[1], rows.shape[2]
     chosen = torch.zeros(2, heads[1], count, length, dtype=torch.bool)
@@ -180,7 +180,7 @@ def test_the_published_rule_selects_bit_for_bit_by_the_mean_query_and_the_pages_
 
     monkeypatch.setattr(sparse_policy, "kept_pages", remember)
     query, key = query[:, :, 127:513], key[:, :, :513]
-    list(sparse_policy.selected_pages(query, key, late, SparseRule(GROWING, prompts), 2))
+    list(SparseRule(GROWING, prompts).selected_pages(query, key, late, 2))
     means = key[:, :, :512].unflatten(2, (32, 16)).mean(3)
     mean_query = query.unflatten(1, (3, 3)).mean(2)
     expected = (mean_query @ means.transpose(2, 3)).transpose(1, 2).flatten(0, 1)
