@@ -26,6 +26,13 @@ PAGE = Path("docs/benchmarks.md")
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 COMMAND = "python -m sparrow_sglang.benchmarks.tables"
 
+SCORED_BY = {
+    "attention": "attention",
+    "query": "the query",
+    "kv_head": "a matrix per KV head",
+    "query_head": "a matrix per query head",
+}
+
 _STAGES = ("step", "rollout", "logprobs", "mismatch", "update", "sync")
 
 Row = dict[str, Any]
@@ -101,6 +108,7 @@ def generate(root: Path = ROOT) -> str:
     environment.filters |= {"number": number, "mean": mean, "schedule_name": schedule_name}
     text = environment.get_template("tables.md.j2").render(
         PAIRS=PAIRS,
+        SCORED_BY=SCORED_BY,
         gains=gains,
         sides=sides,
         learning_rows=learning_rows,
@@ -117,6 +125,7 @@ def generate(root: Path = ROOT) -> str:
         # The cost is measured last, and missing in a result that was cut short.
         costs=[run for run in distilled if "cost" in run.content],
         adapters=load_runs(root, "averaged"),
+        selections=load_runs(root, "recall_ranked"),
         audits=load_runs(root, "served_s"),
         rules=load_runs(root, "kv_tokens_read"),
         kernels=load_runs(root, "floor_us"),

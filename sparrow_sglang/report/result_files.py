@@ -22,6 +22,7 @@ _STARTED_AS = {
     "learning_curves.py": "python -m sparrow_sglang.benchmarks.training.learning_curves",
     "distill_gain.py": "python -m sparrow_sglang.benchmarks.training.distill_gain",
     "distill_settings.py": "python -m sparrow_sglang.benchmarks.training.distill_settings",
+    "learned_selection.py": "python -m sparrow_sglang.benchmarks.training.learned_selection",
     "audit_overhead.py": "python -m sparrow_sglang.benchmarks.rollouts.audit_overhead",
     "weight_sync.py": "python -m sparrow_sglang.benchmarks.training.weight_sync",
     "soak.py": "python -m sparrow_sglang.benchmarks.rollouts.soak",

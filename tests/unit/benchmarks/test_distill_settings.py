@@ -10,6 +10,8 @@ from distillation import SCHEDULE, SEQUENCES, new_policy, settings
 from engines import random_prompt, save_tiny_model
 from scipy.special import rel_entr, softmax
 
+from sparrow_sglang.benchmarks import tables
+from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT
 from sparrow_sglang.benchmarks.training import adapter_steps, distill_settings
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
@@ -74,6 +76,13 @@ def test_a_run_goes_on_with_the_settings_that_are_missing(tmp_path, capsys):
     assert second["rows"][0] == first["rows"][0] and second["before"] == first["before"]
     assert [row["setting"]["modules"] for row in second["rows"]] == ["qkvo", "vo"]
     assert second["before"]["tails"][0]["tokens"] == 40
+    results = tmp_path / RESULTS / "distill_settings.json"
+    results.parent.mkdir(parents=True)
+    results.write_text(out.read_text())
+    table = [line.split(" | ") for line in tables.generate(tmp_path).splitlines() if "lr 0" in line]
+    for cells, row, named in zip(table, second["rows"], ("", " with decay, v and o"), strict=True):
+        assert cells[2].startswith(f"top_k, lr 0.001{named}")
+        assert cells[3] == f"{row['after']['kl']:.4f}"
     for wrong, named in (
         ([*words, "--steps", "1"], "measured with other settings"),
         ([*words, "--heldout", "2"], "has 3 prompts; expected 4 or more"),
@@ -85,3 +94,22 @@ def test_a_run_goes_on_with_the_settings_that_are_missing(tmp_path, capsys):
             distill_settings.main(wrong)
         line = capsys.readouterr().err.splitlines()[-1]
         assert named in line
+
+
+def test_the_figures_in_the_documentation_are_the_results():
+    content = json.loads((ROOT / RESULTS / "h200/distill_settings_smollm2-135m.json").read_text())
+    plain = {
+        row["setting"]["lr"]: row
+        for row in content["rows"]
+        if row["setting"] == distill_settings.Setting(lr=row["setting"]["lr"]).model_dump()
+    }
+    after = {lr: row["after"]["lowest_tail"] for lr, row in plain.items()}
+    dense = {lr: row["dense"]["lowest_tail"] for lr, row in plain.items()}
+    page = " ".join((ROOT / "docs/training.md").read_text("utf-8").split())
+    for words in (
+        f"from {content['before']['lowest_tail']:.3f} to {after[1e-3]:.3f};",
+        f"3e-4 raised it to {after[3e-4]:.3f}, 1e-4 to {after[1e-4]:.3f}",
+        f"and 5e-5 to {after[5e-5]:.3f}",
+        f"a lowest tail of {dense[1e-3]:.3f} at 1e-3 and of {dense[5e-5]:.3f} at 5e-5",
+    ):
+        assert words in page

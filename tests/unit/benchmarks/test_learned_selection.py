@@ -9,6 +9,8 @@ from ascii_task import save_model_of_bytes
 from engines import random_prompt, save_tiny_model
 from scipy.special import rel_entr, softmax
 
+from sparrow_sglang.benchmarks import tables
+from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT
 from sparrow_sglang.benchmarks.training import learned_selection
 from sparrow_sglang.benchmarks.training.query_matrices import (
     LearningRule,
@@ -163,6 +165,46 @@ def test_a_run_measures_every_selection_and_goes_on(tmp_path, capsys):
     again = json.loads(out.read_text())["rows"]
     assert again[:-1] == content["rows"][:-1]
     assert again[-1]["recall"]["mean"] == pytest.approx(content["rows"][-1]["recall"]["mean"])
+    results = tmp_path / RESULTS / "learned_selection.json"
+    results.parent.mkdir(parents=True)
+    results.write_text(out.read_text())
+    table = [
+        line.split(" | ") for line in tables.generate(tmp_path).splitlines() if " | 64 | " in line
+    ]
+    assert [cells[5] for cells in table] == [f"{row['kl']:.4f}" for row in again]
+    assert table[0][2:4] == ["oracle", "attention"] and table[-1][2] == "int4, adapter"
     with pytest.raises(SystemExit):
         learned_selection.main([*words, "--budgets", "96"])
     assert "measured with other settings" in capsys.readouterr().err
+
+
+def test_the_figures_in_the_documentation_are_the_results():
+    content = json.loads((ROOT / RESULTS / "h200/learned_selection_smollm2-135m.json").read_text())
+    rows = {(row["rule"], row["scores"], row["budget_tokens"]): row for row in content["rows"]}
+    rules, budgets = ("published", "int4"), (128, 256)
+
+    def gains(pairs):
+        """The least and the most that tails of second rows are above those of first, by bin."""
+        found = [
+            new["tail"] - old["tail"]
+            for first, second in pairs
+            for old, new in zip(rows[first]["tails"], rows[second]["tails"], strict=True)
+        ]
+        return min(found), max(found)
+
+    learned = gains(((r, "query", b), (r, "kv_head", b)) for r in rules for b in budgets)
+    oracle = gains(((r, "query", b), ("oracle", "attention", b)) for r in rules for b in budgets)
+    twice = gains(((r, "query", 128), (r, "query", 256)) for r in rules)
+    recall = {key: row["recall_ranked"]["mean"] for key, row in rows.items()}
+    int4, published = (
+        "{:.3f} instead of {:.3f}".format(recall[rule, "kv_head", 256], recall[rule, "query", 256])
+        for rule in ("int4", "published")
+    )
+    page = " ".join((ROOT / "docs/selection.md").read_text("utf-8").split())
+    for words in (
+        f"{int4} of the attention there under int4 landmarks, and {published} under the published",
+        "by {:.3f} to {:.3f}, but the intervals overlap".format(*learned),
+        "gave {:.2f} to {:.2f} more".format(*oracle),
+        "twice the budget {:.2f} to {:.2f}".format(*twice),
+    ):
+        assert words in page
