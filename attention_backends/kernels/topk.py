@@ -33,7 +33,39 @@ def _load_keys(keys: tl.tensor, index: tl.tensor, first: tl.tensor, end: tl.tens
 
 
 @triton.jit
+def _values(keys: tl.tensor) -> tl.tensor:
+    """The fp32 scores of these keys: the inverse of `order_keys`."""
+    bits = keys.to(tl.int32, bitcast=True)
+    return (bits ^ (~(bits >> 31) | -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _guess_threshold(
+    keys: tl.tensor, number: tl.tensor, share: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The score that `share` of the scores would exceed if they were normal, and their deviation.
+
+    `keys`, [1, CHUNK], holds `number` scored pages. Scores that are not finite count as 0.
+    """
+    # Scores that are not finite have key 0x00800000, elements that hold no page have 0.
+    scores = tl.where(keys > 0x00800000, _values(keys), 0.0)
+    # One reduction sums the scores and their squares.
+    moment = tl.arange(0, 2)
+    powers = tl.where(moment[:, None] == 0, scores, scores * scores)
+    sums = tl.sum(powers, axis=1) / tl.maximum(number, 1)
+    mean = tl.sum(tl.where(moment == 0, sums, 0.0), axis=0)
+    square = tl.sum(tl.where(moment == 1, sums, 0.0), axis=0)
+    deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0))
+    # Quantile of the normal distribution to 0.003, Abramowitz and Stegun 26.2.22.
+    tail = tl.maximum(tl.minimum(share, 1.0 - share), 1e-6)
+    root = tl.sqrt(-2.0 * tl.log(tail))
+    quantile = root - (2.30753 + 0.27061 * root) / (1.0 + root * (0.99229 + 0.04481 * root))
+    return mean + tl.where(share > 0.5, -quantile, quantile) * deviation, deviation
+
+
+@triton.jit
 def _find_threshold(
+    resident: tl.tensor,
     keys: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
@@ -43,34 +75,87 @@ def _find_threshold(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Bracket [low, high) of keys that holds the wanted-th largest, and how many lie above it.
 
-    Each pass cuts the bracket in RADIX parts and counts the keys above every cut at once: a
-    block-wide reduction costs more than the compares, so several cuts share one. It stops as soon
-    as the keys from `low` up are exactly the wanted ones, some 18 of the 32 bits for thousands of
-    scores; only ties go down to the last bit. The first CHUNK keys stay in registers.
+    Each pass counts the keys above RADIX cuts at once: a block-wide reduction costs more than the
+    compares, so several cuts share one. The first pass cuts around the threshold of a normal
+    distribution, the next two around that of a uniform one inside the bracket. Later passes cut the
+    bracket into equal parts, so that the search ends for any scores. It stops as soon as the keys
+    from `low` up are exactly the wanted ones; only ties go down to the last bit.
+
+    `resident`: the first CHUNK keys, [1, CHUNK], in registers.
     """
     ladder = tl.arange(0, RADIX)
     lane = tl.arange(0, CHUNK)[None, :]
-    resident = _load_keys(keys, lane, first, end)
     low = tl.full((), 1, tl.uint32)
     high = tl.full((), 0xFFFFFFFF, tl.uint32)
     from_low = end - first
     from_high = from_low * 0
+    centre, deviation = _guess_threshold(
+        resident, tl.minimum(end, CHUNK) - first, wanted / tl.maximum(from_low, 1)
+    )
+    # The bracket in scores. It only says where to cut: the keys alone decide.
+    low_value = centre - 6.0 * deviation
+    high_value = centre + 6.0 * deviation
+    # The cuts lie evenly from centre - spread to centre + spread.
+    spread = 0.3 * deviation
+    offset = (2 * ladder - (RADIX - 1)) / (RADIX - 1)
+    passes = from_low * 0
     while (wanted > 0) & (from_low != wanted) & (high - low > 1):
-        step = tl.maximum((high - low) // RADIX, 1)
-        cuts = low + step * ladder.to(tl.uint32)
+        values = centre + spread * offset
+        cuts = order_keys(values).to(tl.uint32, bitcast=True)
+        if passes >= 3:
+            step = tl.maximum((high - low) // (RADIX + 1), 1)
+            cuts = low + step * (ladder + 1).to(tl.uint32)
+        cuts = tl.minimum(tl.maximum(cuts, low + 1), high - 1)
         counts = tl.sum((resident >= cuts[:, None]).to(tl.int32), axis=1)
         for base in range(CHUNK, end, CHUNK):
             more = _load_keys(keys, base + lane, first, end)
             counts += tl.sum((more >= cuts[:, None]).to(tl.int32), axis=1)
         enough = counts >= wanted
-        passed = tl.sum(enough.to(tl.int32), axis=0)
-        from_low = tl.min(tl.where(enough, counts, 0x7FFFFFFF), axis=0)
+        from_low = tl.minimum(from_low, tl.min(tl.where(enough, counts, 0x7FFFFFFF), axis=0))
         from_high = tl.maximum(from_high, tl.max(tl.where(enough, 0, counts), axis=0))
-        next_cut = low + step * passed.to(tl.uint32)
-        low = next_cut - step
-        if passed < RADIX:
-            high = next_cut
+        low = tl.maximum(low, tl.max(tl.where(enough, cuts, 0), axis=0))
+        high = tl.minimum(high, tl.min(tl.where(enough, 0xFFFFFFFF, cuts), axis=0))
+        low_value = tl.maximum(low_value, tl.max(tl.where(enough, values, float("-inf")), axis=0))
+        high_value = tl.minimum(high_value, tl.min(tl.where(enough, float("inf"), values), axis=0))
+        inside = tl.maximum(from_low - from_high, 1)
+        below = (from_low - wanted + 0.5) / inside
+        width = high_value - low_value
+        centre = low_value + width * below
+        # 1.5 standard deviations of that rank.
+        spread = 1.5 * width * tl.sqrt(tl.maximum(below * (1.0 - below), 0.0) / inside)
+        passes += 1
     return low, high, from_high
+
+
+@triton.jit
+def _store_chunk(
+    key: tl.tensor,
+    page: tl.tensor,
+    index: tl.tensor,
+    selected: tl.tensor,
+    num_pages: tl.tensor,
+    end: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    room: tl.tensor,
+    carry: tl.tensor,
+    SINKS: tl.constexpr,
+) -> tl.tensor:
+    """Write the kept pages among those at `index`, [1, CHUNK]; `carry` counts those before them.
+
+    One number holds both counts, of certain pages in its lower half and of tied ones in its upper
+    half. Returns the counts of each page, whose sum is to be added to `carry`.
+    """
+    always = (index < SINKS) | ((index >= end) & (index < num_pages))
+    certain = always | (key >= high)
+    tied = (key >= low) & (key < high)
+    packed = certain.to(tl.int32) + (tied.to(tl.int32) << 16)
+    before = tl.cumsum(packed, axis=1) - packed + carry
+    tied_before = before >> 16
+    keep = certain | (tied & (tied_before < room))
+    slot = (before & 0xFFFF) + tl.minimum(tied_before, room)
+    tl.store(selected + slot, page, mask=keep)
+    return packed
 
 
 @triton.jit
@@ -89,22 +174,22 @@ def store_selected(
     first = num_pages * 0 + SINKS
     end = num_pages - RECENTS
     wanted = num_selected - SINKS - RECENTS
-    low, high, above = _find_threshold(keys, first, end, wanted, RADIX, CHUNK)
+    # The first CHUNK keys and page ids stay in registers.
+    lane = tl.arange(0, CHUNK)[None, :]
+    resident = _load_keys(keys, lane, first, end)
+    page = tl.load(pages + lane, mask=lane < num_pages, other=0)
+    low, high, above = _find_threshold(resident, keys, first, end, wanted, RADIX, CHUNK)
     # Keys inside the bracket tie (or are all wanted): the first of them fill up the budget.
     room = wanted - above
     carry = num_pages * 0
-    for base in range(0, num_pages, CHUNK):
-        index = base + tl.arange(0, CHUNK)
+    packed = _store_chunk(
+        resident, page, lane, selected, num_pages, end, low, high, room, carry, SINKS
+    )
+    for base in range(CHUNK, num_pages, CHUNK):
+        carry += tl.sum(tl.sum(packed, axis=1), axis=0)
+        index = base + lane
         key = _load_keys(keys, index, first, end)
-        always = (index < SINKS) | ((index >= end) & (index < num_pages))
-        certain = always | (key >= high)
-        tied = (key >= low) & (key < high)
-        # One scan carries both counts: certain pages below, tied ones in the upper half.
-        packed = certain.to(tl.int32) + (tied.to(tl.int32) << 16)
-        before = tl.cumsum(packed, axis=0) - packed + carry
-        tied_before = before >> 16
-        keep = certain | (tied & (tied_before < room))
-        slot = (before & 0xFFFF) + tl.minimum(tied_before, room)
-        page = tl.load(pages + index, mask=keep, other=0)
-        tl.store(selected + slot, page, mask=keep)
-        carry += tl.sum(packed, axis=0)
+        page = tl.load(pages + index, mask=index < num_pages, other=0)
+        packed = _store_chunk(
+            key, page, index, selected, num_pages, end, low, high, room, carry, SINKS
+        )

@@ -252,6 +252,35 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
+    "scores",
+    [
+        2.0 ** torch.arange(-60, 60),
+        -(2.0 ** torch.arange(-60, 60)),
+        torch.randn(120, generator=torch.Generator().manual_seed(0)) * 1e30,
+        torch.ones(120).index_fill(0, torch.tensor([77]), 1e38),
+        torch.arange(120.0) + 1e4 * (torch.arange(120) % 7 == 3),
+        torch.arange(120.0).sign() * torch.finfo(BF16).max,
+    ],
+    ids=["geometric", "negative", "squares overflow", "outlier", "two clusters", "largest"],
+)
+def test_the_threshold_of_scores_that_are_not_normal(device: str, scores: torch.Tensor) -> None:
+    """The search starts from the threshold of normal scores."""
+    order = torch.randperm(120, generator=torch.Generator().manual_seed(1))
+    scores = scores[order].to(BF16)
+    step = Step(device, [120 * 16], (1, 1))
+    table = step.page_table[0, :120].long()
+    step.q.zero_()
+    step.q[0, 0, 0] = 1.0
+    step.landmarks.zero_()
+    step.landmarks[table, 0, 0] = scores.to(device)
+    for budget in (4, 15, 60, 118):
+        page_ids, _ = step.select(fixed_budget(step, budget), budget, SelectLaunch(2, 16))
+        best = sorted(range(1, 118), key=lambda page: (-float(scores[page]), page))[: budget - 3]
+        assert page_ids[0, 0].tolist() == table[[0, *sorted(best), 118, 119]].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
     ("page_size", "head_dim", "dtype"),
     [(16, 64, BF16), (64, 128, FP16), (16, 80, FP16), (16, 96, BF16)],
 )
