@@ -28,6 +28,8 @@ from sparrow_sglang.attention_backends.kernels.decode_launch import (
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
 
 _LOG2_E = 1.4426950408889634
+# The interpreter has no inline assembly.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -87,6 +89,28 @@ def _merge_splits(
 
 
 @triton.jit
+def _as_operand(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """`values` in DTYPE, fp16 for FP8 ones, which are converted before the tensor cores' layout.
+
+    A register of that layout holds numbers of neighbouring tokens, which lie in different rows of
+    shared memory. FP8 numbers are gathered byte by byte; 16-bit numbers are transposed by the load.
+    """
+    if values.dtype != tl.float8e4nv or INTERPRETED:
+        return values.to(DTYPE)
+    else:
+        # Declared impure, or the compiler would move the change of layout in front of it.
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 low, high; mov.b32 {low, high}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}",
+            "=r,=r,r",
+            [values],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+
+
+@triton.jit
 def _attend(
     queries: tl.tensor,
     k_head: tl.tensor,
@@ -126,7 +150,7 @@ def _attend(
         weights = tl.exp2(logits - running[:, None])
         shrink = tl.exp2(largest - running)
         # Slots past the end may hold anything, NaN too: read them as 0.
-        values = tl.load(v_head + at, mask=read, other=0.0).to(queries.dtype)
+        values = _as_operand(tl.load(v_head + at, mask=read, other=0.0), queries.dtype)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
         largest = running
