@@ -203,7 +203,7 @@ class SparrowAttnBackend(AttentionBackend):
         self.sparse: PagedDecode
         if on_cuda:
             decode_shape = DecodeShape.of_model(
-                schedule, model_runner.model_config, get_parallel().attn_tp_size
+                schedule, model_runner.model_config, get_parallel().attn_tp_size, pool.dtype
             )
             self.sparse = TritonPagedDecode(self.budgets, req_to_token, decode_shape)
             if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):

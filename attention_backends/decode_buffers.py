@@ -34,6 +34,7 @@ class DecodeShape:
         usual_pages: pages that a row keeps at most under the schedule that launches are tuned for;
             rows that keep more make their programs loop longer.
         page_size: tokens a page.
+        kv_itemsize: bytes of a number in the KV pool, 2 or 1.
         int4_landmarks: int4 landmarks of a page; 0 for one mean in 16 bits.
     """
 
@@ -43,6 +44,7 @@ class DecodeShape:
     max_pages: int
     usual_pages: int
     page_size: int
+    kv_itemsize: int = 2
     int4_landmarks: int = 0
 
     @classmethod
@@ -53,6 +55,7 @@ class DecodeShape:
         num_kv_heads: int,
         head_dim: int,
         max_context: int,
+        kv_itemsize: int = 2,
     ) -> "DecodeShape":
         """The shape for sequences of up to `max_context` tokens under `schedule`."""
         max_pages = -(-max_context // schedule.page_size)
@@ -63,12 +66,17 @@ class DecodeShape:
             max_pages,
             usual_pages=min(max_pages, max(schedule.budget_pages)),
             page_size=schedule.page_size,
+            kv_itemsize=kv_itemsize,
             int4_landmarks=schedule.selection.int4_landmarks(schedule.page_size),
         )
 
     @classmethod
     def of_model(
-        cls, schedule: BudgetSchedule, model_config: "ModelConfig", attn_tp_size: int
+        cls,
+        schedule: BudgetSchedule,
+        model_config: "ModelConfig",
+        attn_tp_size: int,
+        kv_dtype: torch.dtype,
     ) -> "DecodeShape":
         """The shape for a model of which `attn_tp_size` ranks share the heads."""
         return cls.of(
@@ -77,6 +85,7 @@ class DecodeShape:
             model_config.get_num_kv_heads(attn_tp_size),
             model_config.head_dim,
             model_config.context_len,
+            kv_dtype.itemsize,
         )
 
 
@@ -114,13 +123,14 @@ class DecodeBuffers:
             for batch in batches
         }
         self.decode_launch = {
-            batch: decode_launch(batch, heads, head_dim, kept_tokens, tuned_for)
+            batch: decode_launch(batch, heads, head_dim, kept_tokens, tuned_for, shape.kv_itemsize)
             for batch in batches
         }
         # Dense layers read whole sequences.
         longest = max_pages * shape.page_size
         self.dense_launch = {
-            batch: decode_launch(batch, heads, head_dim, longest, tuned_for) for batch in batches
+            batch: decode_launch(batch, heads, head_dim, longest, tuned_for, shape.kv_itemsize)
+            for batch in batches
         }
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)

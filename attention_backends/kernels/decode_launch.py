@@ -11,6 +11,8 @@ MAX_SPLITS = 64
 # Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_SM = 4
+# So many programs of FP8 tiles fit in the shared memory of an SM, but not with heads of 256.
+_FP8_PROGRAMS_PER_SM = 7
 
 
 class DecodeScratch(NamedTuple):
@@ -36,13 +38,23 @@ class DecodeLaunch(NamedTuple):
 
 
 def decode_launch(
-    batch: int, num_kv_heads: int, head_dim: int, max_selected_tokens: int, device: torch.device
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_selected_tokens: int,
+    device: torch.device,
+    kv_itemsize: int,
 ) -> DecodeLaunch:
     """One wave of one-warp programs of at least _MIN_SPLIT_TOKENS tokens each.
 
     Small tiles and many independent programs keep more loads in flight than wide tiles do.
+
+    Args:
+        kv_itemsize: bytes of a number in the KV pool, 2 or 1.
     """
-    wanted = _PROGRAMS_PER_SM * sm_count(device) // (batch * num_kv_heads)
+    fp8 = kv_itemsize == 1 and head_dim <= 128
+    programs_per_sm = _FP8_PROGRAMS_PER_SM if fp8 else _PROGRAMS_PER_SM
+    wanted = programs_per_sm * sm_count(device) // (batch * num_kv_heads)
     useful = triton.cdiv(max_selected_tokens, _MIN_SPLIT_TOKENS)
     return DecodeLaunch(
         splits=max(1, min(wanted, useful, MAX_SPLITS)),

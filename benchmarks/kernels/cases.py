@@ -243,7 +243,12 @@ class DecodeCase:
         self.page_ids = [self._kept(table) for _ in sets]
         self.out = torch.empty_like(self.q[0])
         self.launch_shape = decode_launch(
-            shape.batch, NUM_KV_HEADS, HEAD_DIM, shape.budget_pages * PAGE_SIZE, table.device
+            shape.batch,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            shape.budget_pages * PAGE_SIZE,
+            table.device,
+            pools.k.itemsize,
         )
 
     def _kept(self, table: torch.Tensor) -> torch.Tensor:

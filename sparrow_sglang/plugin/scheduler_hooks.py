@@ -184,5 +184,7 @@ def reserve_decode_buffers(
         requests = server_args.max_running_requests // parallel.attn_dp_size
         rows = min(rows, sglang_arguments.rows_of_graphs(server_args, requests))
     loaded, _ = resolve_schedules(server_args, kvc.model_config.hf_config)
-    shape = DecodeShape.of_model(loaded.active, kvc.model_config, parallel.attn_tp_size)
+    shape = DecodeShape.of_model(
+        loaded.active, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype
+    )
     return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))

@@ -159,7 +159,7 @@ def test_a_captured_step_follows_lengths_and_the_definition(
     q = host.q.to(device, BF16)
     table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
     budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
-    step = TritonPagedDecode(budgets, table, DecodeShape.of(schedule, 4, 2, 64, 1024))
+    step = TritonPagedDecode(budgets, table, DecodeShape.of(schedule, 4, 2, 64, 1024, k.itemsize))
     pairs = kept_pairs(rule, 0, range(2), 64, device)
     landmarks = allocate_landmarks(len(k) // 16, 16, rule, pairs, FP8)
     step.reserve(4)

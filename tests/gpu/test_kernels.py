@@ -427,7 +427,7 @@ def test_the_launches_that_serving_uses_fit_every_head_dim(device: str, head_dim
     step = Step(device, [700, 90], (4, 2), head_dim)
     pick = select_launch(2, 2, head_dim, step.page_table.shape[1], step.q.device)
     many = select_launch(512, 2, head_dim, step.page_table.shape[1], step.q.device)
-    attend = decode_launch(2, 2, head_dim, 9 * 16, step.q.device)
+    attend = decode_launch(2, 2, head_dim, 9 * 16, step.q.device, step.k.itemsize)
     for launch in (pick, many):
         page_ids, counts = step.select(fixed_budget(step, 9), 9, launch)
         assert_selected(step, page_ids, counts, [9, 6])
@@ -503,7 +503,7 @@ def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
     step = Step(device, [5000, 333, 2048, 16], (16, 8), 128, seed=3)
     budgets = fixed_budget(step, 40)
     pick = select_launch(4, 8, 128, step.page_table.shape[1], step.q.device)
-    attend = decode_launch(4, 8, 128, 40 * 16, step.q.device)
+    attend = decode_launch(4, 8, 128, 40 * 16, step.q.device, step.k.itemsize)
     scratch = allocate_select_scratch(4, 8, step.page_table.shape[1], step.q.device)
     parts = allocate_decode_scratch(4 * 16 * attend.splits, 4 * 8, 128, step.q.device)
     ids = torch.full((4, 8, 40), POISON, dtype=torch.int32, device=device)

@@ -11,6 +11,7 @@ from sparrow_sglang.attention_backends.backend import PlanGuard, SparrowAttnBack
 from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.kernels.decode_launch import decode_launch
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin import scheduler_hooks as hooks
@@ -134,6 +135,26 @@ def test_an_eager_batch_may_be_larger(step, planned):
     assert table.shape == (10, CONTEXT // 16) and counts.shape == (1, 10)
 
 
+@pytest.mark.parametrize(
+    ("batch", "head_dim", "pages", "splits", "fp8_splits"),
+    [
+        (16, 128, 128, 4, 7),
+        (16, 128, 256, 4, 7),
+        (64, 128, 192, 1, 1),
+        # Splits of 128 tokens at least.
+        (1, 128, 256, 32, 32),
+        (16, 256, 256, 4, 4),
+    ],
+)
+def test_more_programs_share_an_sm_where_the_cache_is_fp8(
+    batch, head_dim, pages, splits, fp8_splits
+):
+    """Four programs on each of 132 SMs or seven, for 8 KV heads."""
+    cpu = torch.device("cpu")
+    found = [decode_launch(batch, 8, head_dim, 16 * pages, cpu, size).splits for size in (2, 1)]
+    assert found == [splits, fp8_splits]
+
+
 class TestMemory:
     @pytest.fixture
     def left(self, monkeypatch):
@@ -151,7 +172,9 @@ class TestMemory:
             lambda _, size: -(-size // 4) * 4,
         )
 
-        def bytes_left(available: int, backend="sparrow", device="cuda", **fields) -> int | None:
+        def bytes_left(
+            available: int, backend="sparrow", device="cuda", kv_dtype=torch.bfloat16, **fields
+        ) -> int | None:
             arguments = {
                 "attention_backend": backend,
                 "prefill_attention_backend": None,
@@ -167,6 +190,7 @@ class TestMemory:
                 device=device,
                 gpu_id=0,
                 is_draft_worker=False,
+                kv_cache_dtype=kv_dtype,
                 server_args=SimpleNamespace(**(arguments | fields)),
                 model_config=SimpleNamespace(
                     hf_config=None,
@@ -191,12 +215,14 @@ class TestMemory:
         eager_bytes = available - left(available, cuda_graph_config=eager)
         assert 0 <= eager_bytes - (2 * 8 + 1) * 256 * 16_384 * 4 < 20 * 10**6
 
-    def test_it_is_what_the_step_allocates(self, left):
+    @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+    def test_it_is_what_the_step_allocates(self, left, kv_dtype):
         from sparrow_sglang.schedule_names import load_schedule
 
-        shape = DecodeShape.of(load_schedule("fixed-512", 16), 32, 8, 128, 262_144)
+        schedule = load_schedule("fixed-512", 16)
+        shape = DecodeShape.of(schedule, 32, 8, 128, 262_144, kv_dtype.itemsize)
         held = DecodeBuffers(shape, 20, torch.device("cpu")).num_bytes
-        assert 10**10 - left(10**10, max_running_requests=17) == held
+        assert 10**10 - left(10**10, kv_dtype=kv_dtype, max_running_requests=17) == held
 
     def test_others_leave_everything(self, left):
         assert left(100, backend="flashinfer") is None
