@@ -86,12 +86,11 @@ def error(model, groups) -> float:
     )
 
 
-def turns_of(rollout: Rollout, tokenizer: Any, ends: range) -> tuple[str, ...]:
+def turns_of(rollout: Rollout, tokenizer: Any, ends: range, limit: int) -> tuple[str, ...]:
     """The model's turns, of which SGLang leaves out the token of `ends` that ended each."""
     *earlier, last = rollout.parts[1::2]
-    # Which of the two ended a response whose last token at the limit is one of them depends on
-    # SGLang's version.
-    by_itself = rollout.finish_reason == "stop"
-    assert last[-1] in ends or not by_itself
+    # SGLangs differ in what they say ended a response at the limit, that token or the limit.
+    at_limit = len(rollout.response_ids) == limit
+    by_itself = last[-1] in ends and (not at_limit or rollout.finish_reason == "stop")
     parts = [*(part[:-1] for part in earlier), last[:-1] if by_itself else last]
     return tuple(map(tokenizer.decode, parts))

@@ -190,7 +190,7 @@ def test_responses_of_several_turns_stop_and_go_on(cluster, tmp_path):
         assert rollout.turns[: len(before.turns) - 1] == before.turns[:-1]
         said = [tokenizer.decode(part) for part in rollout.parts[2::2]]
         assert said == [f" more {turn}: " for turn in range(1, len(rollout.turns))]
-        assert rollout.turns == turns_of(rollout, tokenizer, ends)
+        assert rollout.turns == turns_of(rollout, tokenizer, ends, sampling.max_new_tokens)
         assert len(rollout.turns) == 3 or rollout.truncated
     assert error(model, gone_on.values()) < FP32
 
