@@ -12,6 +12,7 @@ from typing import Any
 from sparrow_sglang.hf_config import config_value
 from sparrow_sglang.json_values import cut, quoted, relative_note
 from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule, ScheduleError
+from sparrow_sglang.selection import SelectionRule
 from sparrow_sglang.validation import nearest_first
 
 PREFERRED_TAIL_TARGET = 0.86
@@ -51,7 +52,8 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
 def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
     """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
 
-    Prefers the tail target 0.86. Raises `ScheduleError` if none fits.
+    Prefers the tail target 0.86, then the published selection rule. Raises `ScheduleError` if none
+    fits.
     """
     shipped = [shipped_schedule(name) for name in known_schedules()]
     fitting = [schedule for schedule in shipped if schedule.matches(hf_config)]
@@ -63,7 +65,14 @@ def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
             f" path to a .json file, fixed-<tokens> (not calibrated), or one of"
             f" {', '.join(known_schedules())}"
         )
-    best = min(fitting, key=lambda s: abs((s.tail_target or 0.0) - PREFERRED_TAIL_TARGET))
+    published = SelectionRule()
+    best = min(
+        fitting,
+        key=lambda s: (
+            abs((s.tail_target or 0.0) - PREFERRED_TAIL_TARGET),
+            s.selection != published,
+        ),
+    )
     return _for_page_size(best, page_size, best.name)
 
 

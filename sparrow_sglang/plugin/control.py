@@ -43,6 +43,7 @@ from sparrow_sglang.schedule_names import (
     shipped_schedule,
 )
 from sparrow_sglang.sglang_versions import report_config
+from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -223,10 +224,11 @@ def _schedule(schedule: Any, loaded: LoadedSchedules, hf_config: Any) -> BudgetS
         FIXED_NAME.fullmatch(schedule) or schedule in known_schedules()
     ):
         return load_schedule(schedule, loaded.active.page_size).for_model(hf_config)
+    nearest = nearest_first(str(schedule), known_schedules())[:5]
     raise ScheduleError(
         f"schedule={quoted(schedule, 60)} is not known to this server: expected the fields of a"
-        f" schedule as a JSON object, fixed-<tokens>, or one of"
-        f" {', '.join(dict.fromkeys([*loaded.names, *known_schedules()]))}"
+        f" schedule as a JSON object, fixed-<tokens>, or a loaded or shipped one, such as"
+        f" {', '.join(dict.fromkeys([*loaded.names, *nearest]))}"
     )
 
 

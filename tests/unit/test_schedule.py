@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import known_schedules, load_schedule, schedule_for_model
 
+H200 = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 VALID: dict[str, Any] = {
     "name": "mine",
     "page_size": 16,
@@ -129,10 +130,24 @@ def test_save_and_load_give_back_an_equal_schedule(schedule: BudgetSchedule) -> 
 # -- the shipped files
 
 
+TARGETS = ("0.75", "0.86", "0.92")
+
+
 def test_the_twenty_published_schedules_and_the_embedded_models_ship() -> None:
     names = known_schedules()
     assert len([name for name in names if name.startswith("qwen3-")]) == 20
-    assert set(names) > {f"smollm2-135m-{target}" for target in ("0.75", "0.86", "0.92")}
+    rules = ("smollm2-135m", "smollm2-135m-int4")
+    assert set(names) > {f"{rule}-{target}" for rule in rules for target in TARGETS}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_embedded_models_calibrated_rule_ships_as_it_was_measured(target: str) -> None:
+    measured = H200 / "rule_comparison_smollm2-135m" / f"calibrated-{target}.json"
+    schedule = load_schedule(f"smollm2-135m-int4-{target}", 16)
+    assert schedule.model_copy(update={"name": measured.stem}) == BudgetSchedule.from_json(measured)
+    assert schedule.calibration(SMOLLM2) == "calibrated"
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    assert schedule.for_model(SMOLLM2 | heads) == schedule
 
 
 @pytest.mark.parametrize("name", known_schedules())
@@ -143,10 +158,11 @@ def test_shipped_file_loads_and_says_where_it_is_from(name: str) -> None:
     assert schedule.model and schedule.model_match
     assert measured_here or schedule.provenance["source"]
     assert schedule.sink_pages == 1 and schedule.recent_pages == 2
-    assert schedule.dense_layers == (0, 1)
-    assert schedule.bin_tokens == (512 if name.startswith("smollm2") else 2000)
+    int4, embedded = "-int4-" in name, name.startswith("smollm2")
+    assert schedule.dense_layers == (() if int4 else (0, 1))
+    assert schedule.bin_tokens == (1024 if int4 else 512 if embedded else 2000)
     assert schedule.calibrated and name.endswith(f"-{schedule.tail_target:.2f}")
-    assert len(schedule.budget_tokens) == (16 if name.startswith("smollm2") else 20)
+    assert len(schedule.budget_tokens) == (8 if int4 else 16 if embedded else 20)
 
 
 # Top-k pages as the release prints them; three pages are reserved beside them.
@@ -244,7 +260,7 @@ def test_fixed_schedules_have_one_budget_at_every_length(page_size: int) -> None
 def test_an_unknown_name_lists_the_known_ones_nearest_first() -> None:
     with pytest.raises(ScheduleError) as caught:
         load_schedule("qwen3-14b-086", 16)
-    listed = re.findall(r"(?:qwen3-[\d.]+b|smollm2-135m)-[\d.]+\d", str(caught.value))[1:]
+    listed = re.findall(r"(?:qwen3-[\d.]+b|smollm2-135m(?:-int4)?)-[\d.]+\d", str(caught.value))[1:]
     assert sorted(listed) == known_schedules()
     assert listed[0] == "qwen3-14b-0.86" and listed[-1].startswith("smollm2-135m")
 
