@@ -1,9 +1,9 @@
 """The README's figures, drawn from the committed results and schedules.
 
 `python -m sparrow_sglang.benchmarks.figures`, in a checkout, writes docs/figures: the speed-up of a
-decode step against context, what a step reads, and what it reads under another selection rule,
-where that was measured. Each is drawn twice, for light and dark pages. Imports neither torch nor
-SGLang.
+decode step against context, what a step reads, and what it reads for which tail under another
+selection rule, where that was measured. Each is drawn twice, for light and dark pages. Imports
+neither torch nor SGLang.
 """
 
 import argparse
@@ -115,26 +115,66 @@ def draw_speedup(points: Sequence[Point], device: str, theme: Theme) -> Any:
 
 
 def draw_rules(run: Run, theme: Theme) -> Any:
-    """KV tokens that a step reads against those cached: a line for each rule and tail."""
-    figure, axes = _figure(theme, 6.2, 4.3)
-    for (target, rule), rows in groupby(
-        sorted(run.rows, key=lambda row: (row["target"], row["rule"], row["cached_tokens"])),
+    """By length and rule: above, KV tokens that a step reads for each tail; below, the tail.
+
+    Tails are those of the target nearest to `TARGET`, with their intervals; bins without an
+    interval are left out.
+    """
+    figure, panels = _figure(theme, 6.2, 7.2, [["read", "read"], ["samples", "text"]])
+    _draw_read(panels["read"], run.rows, run.content["model"])
+    nearest = min((row["target"] for row in run.rows), key=lambda target: abs(target - TARGET))
+    rows = [row for row in run.rows if row["target"] == nearest]
+    panels["text"].sharey(panels["samples"])
+    panels["text"].tick_params(labelleft=False)
+    for name, title in (("samples", "fresh samples"), ("text", "other text")):
+        axes = panels[name]
+        for rule in dict.fromkeys(row["rule"] for row in rows):
+            line = [row for row in rows if row["rule"] == rule]
+            line = [row for row in line if row[name]["tail_low"] is not None]
+            tails = [row[name]["tail"] for row in line]
+            bars = [
+                [row[name]["tail"] - row[name]["tail_low"] for row in line],
+                [row[name]["tail_high"] - row[name]["tail"] for row in line],
+            ]
+            colour, style, shift = _rule_style(rule)
+            lengths = [row["cached_tokens"] + shift for row in line]
+            axes.errorbar(lengths, tails, bars, fmt=style, color=colour, markersize=5, capsize=3)
+        axes.axhline(nearest, color=theme["ink"], linewidth=1.2, linestyle=":")
+        axes.set_title(f"Tail for {nearest},\n{title}")
+    for axes in panels.values():
+        _label_lengths(axes, run.rows)
+    return figure
+
+
+def _draw_read(axes: Any, rows: Sequence[Mapping[str, Any]], model: str) -> None:
+    lines = []
+    for (target, rule), found in groupby(
+        sorted(rows, key=lambda row: (row["target"], row["rule"], row["cached_tokens"])),
         key=lambda row: (row["target"], row["rule"]),
     ):
-        line = list(rows)
-        lengths = [row["cached_tokens"] for row in line]
-        read = [row["kv_tokens_read"] for row in line]
-        published = rule == "published"
-        colour, style = (ALWAYS, "o--") if published else (CHOSEN, "o-")
-        axes.plot(lengths, read, style, color=colour, linewidth=2.4, markersize=6)
-        label = f" tail {target}" + (", published" if published else "")
-        axes.text(lengths[-1], read[-1], label, va="center", color=colour, fontweight="bold")
-    axes.set_xlim(0, 1.5 * max(row["cached_tokens"] for row in run.rows))
+        line = [(row["cached_tokens"], row["kv_tokens_read"]) for row in found]
+        colour, style, _ = _rule_style(rule)
+        axes.plot(*zip(*line, strict=True), style, color=colour, linewidth=2.4, markersize=6)
+        lines.append((line[-1], f" {target} {rule}", colour))
+    top = max(row["kv_tokens_read"] for row in rows)
+    heights = _apart([end[1] for end, _, _ in lines], gap=0.07 * top)
+    for ((length, _), label, colour), height in zip(lines, heights, strict=True):
+        axes.text(length, height, label, va="center", color=colour, fontweight="bold")
+    axes.set_xlim(0, 1.5 * max(row["cached_tokens"] for row in rows))
     axes.set_ylim(0, None)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title(f"KV tokens that a step reads for a tail,\nmean over layers, {model}")
+
+
+def _rule_style(rule: str) -> tuple[str, str, int]:
+    """Colour, format, and tokens by which intervals are drawn apart."""
+    return (ALWAYS, "o--", -90) if rule == "published" else (CHOSEN, "o-", 90)
+
+
+def _label_lengths(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    ticks = range(0, max(row["cached_tokens"] for row in rows) + 1024, 2048)
+    axes.set_xticks(ticks, [f"{tick // 1024}K" if tick else "0" for tick in ticks])
     axes.grid(axis="y")
-    axes.set_xlabel("tokens in the KV cache of a sequence", loc="left")
-    axes.set_title(f"KV tokens that a step reads,\nmean over layers, {run.content['model']}")
-    return figure
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
@@ -205,11 +245,12 @@ def _box(
     )
 
 
-def _figure(theme: Theme, width: float, height: float) -> tuple[Any, Any]:
+def _figure(theme: Theme, width: float, height: float, panels: Any = None) -> tuple[Any, Any]:
+    """A figure and its axes; by name where `panels` lays them out."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
+    return figure, figure.subplots() if panels is None else figure.subplot_mosaic(panels)
 
 
 def render(draw: Callable[[Theme], Any], theme: Theme, description: str) -> str:
@@ -270,7 +311,11 @@ def figures(root: Path = ROOT) -> dict[str, str]:
         "kept-pages": (lambda theme: draw_pages(schedule, theme), [schedule.name, *read]),
     }
     for run in load_runs(root, "kv_tokens_read"):
-        drawn = [f"{row['rule']} {row['target']} {row['kv_tokens_read']:.0f}" for row in run.rows]
+        drawn = [
+            f"{row['rule']} {row['target']} {row['kv_tokens_read']:.0f}"
+            f" {row['samples']['tail']} {row['text']['tail']}"
+            for row in run.rows
+        ]
         name = f"rules-{run.content['model']}"
         draws[name] = (partial(draw_rules, run), [run.device, *drawn])
     return {

@@ -14,6 +14,7 @@ from sparrow_sglang.attention_backends.reference import select_pages
 from sparrow_sglang.benchmarks import figures
 from sparrow_sglang.benchmarks.figures import speedup_points
 from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT, load_runs
+from sparrow_sglang.calibration.job import RULES
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import dense_backends
 
@@ -123,16 +124,24 @@ def study_passes(arm: str) -> tuple[float, float]:
     return fmean(rate[0] for rate in rates), fmean(rate[-1] for rate in rates)
 
 
-def kv_share(target: str) -> float:
-    """KV tokens that a layer reads by the calibrated rule, over those by the published one."""
-    layers, folder = 30, H200 / "rule_comparison_smollm2-135m"
-    reads = []
-    for rule in ("calibrated", "published"):
-        schedule = load(folder / f"{rule}-{target}.json")
-        dense, bin_tokens = len(schedule["dense_layers"]), schedule["bin_tokens"]
-        middles = [((i + 1 / 2) * bin_tokens, b) for i, b in enumerate(schedule["budget_tokens"])]
-        reads.append(sum(dense * n + (layers - dense) * min(b, n) for n, b in middles))
-    return reads[0] / reads[1]
+def rule_shares(key: str) -> dict[float, str]:
+    """What a step reads by the calibrated rule over what it does by the published, by target."""
+    rows = load(H200 / "rule_comparison_smollm2-135m.json")["rows"]
+    read = {
+        (rule, target): sum(
+            row[key] for row in rows if (row["rule"], row["target"]) == (rule, target)
+        )
+        for rule in ("calibrated", "published")
+        for target in (0.75, 0.86, 0.92)
+    }
+    return {t: f"{read['calibrated', t] / read['published', t]:.2f}" for t in (0.75, 0.86, 0.92)}
+
+
+def rule_verdicts(rule: str, check: str) -> list[str]:
+    rows = load(H200 / "rule_comparison_smollm2-135m.json")["rows"]
+    verdicts = [row[check]["verdict"] for row in rows if row["rule"] == rule]
+    assert len(verdicts) == 24
+    return [verdict for verdict in verdicts if verdict != "too few tokens"]
 
 
 def measured_figures() -> dict[str, str]:
@@ -166,10 +175,18 @@ def measured_figures() -> dict[str, str]:
         key: fmean(value for row in arms[1] for _, value in row["curves"][f"sparrow/{key}"])
         for key in ("kv_tokens_read", "kv_tokens_held", "accept_p05")
     }
-    shares = {target: kv_share(target) for target in ("0.86", "0.92")}
+    tokens, read = rule_shares("kv_tokens_read"), rule_shares("bytes_read")
+    samples = rule_verdicts("calibrated", "samples")
+    assert set(samples) == {"holds"}
+    missed = {rule: rule_verdicts(rule, "text").count("fails") for rule in RULES}
     return {
-        "rules": f"{shares['0.86']:.2f} of the KV tokens that the published rule needs for a tail"
-        f" of 0.86, {shares['0.92']:.2f} for 0.92",
+        "rules": f"{tokens[0.86]} of the KV tokens and {read[0.86]} of the bytes that the published"
+        f" rule reads for a tail of 0.86, {tokens[0.92]} and {read[0.92]} for 0.92,"
+        f" {tokens[0.75]} and {read[0.75]} for 0.75",
+        "rules checked": f"held on fresh prompts in all {len(samples)} bins judged, those from 2K"
+        f" tokens on, and along other"
+        f" text missed in {missed['calibrated']} of 24 bins, by the published rule in"
+        f" {missed['published']}",
         "step": f"is {longest.speedup:.2f}× as fast for Qwen3-1.7B ({sparse_ms:.2f} ms"
         f" instead of {dense_ms:.2f} ms), {gains[0]} for 4B, {gains[1]} for 8B,"
         f" {gains[2]} for 14B",

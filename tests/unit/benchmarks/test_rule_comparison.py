@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sparrow_sglang.benchmarks import figures, tables
+from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT
 from sparrow_sglang.benchmarks.rollouts import rule_comparison
 from sparrow_sglang.benchmarks.rollouts.rule_comparison import rule_rows
 from sparrow_sglang.calibration.job import RULES
@@ -18,6 +19,8 @@ from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.schedule import BudgetSchedule
 
+TARGETS = (0.75, 0.86, 0.92)
+READ = "kv_tokens_read"
 # 4 layers of 2 KV heads of 64.
 SHAPE = ModelShape(256, 512, 4, 4, 2, 64, 1000)
 PAGE = {"page_size": 16, "bin_tokens": 512, "tail_target": 0.8}
@@ -96,11 +99,96 @@ def test_the_figure_has_a_line_for_each_rule() -> None:
     run = Run(
         "rules.json", {"device": "X", "model": "m", "rows": rows(PUBLISHED) + rows(CALIBRATED)}
     )
-    (axes,) = figures.draw_rules(run, figures.LIGHT).axes
-    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    read, samples, text = figures.draw_rules(run, figures.LIGHT).axes
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in read.lines]
     assert drawn == [([256, 768], [96, 128]), ([256, 768], [192, 512])]
-    labels = [text.get_text().strip() for text in axes.texts]
-    assert labels == ["tail 0.8", "tail 0.8, published"]
+    labels = [text.get_text().strip() for text in read.texts]
+    assert labels == ["0.8 calibrated", "0.8 published"]
+    # A bin without an interval is left out.
+    for axes, tail in ((samples, 0.81), (text, 0.82)):
+        published, calibrated = axes.containers
+        for container in (published, calibrated):
+            line, _, (bars,) = container
+            assert list(line.get_ydata()) == [tail]
+            ((_, low), (_, high)) = bars.get_segments()[0]
+            assert (low, high) == pytest.approx((0.7, 0.9))
+
+
+def test_what_the_docs_say_was_measured() -> None:
+    """docs/selection.md: its table, and the ratios and counts below it."""
+    text = (ROOT / "docs/selection.md").read_text("utf-8")
+    folder = ROOT / RESULTS / "h200"
+    measured = json.loads((folder / "rule_comparison_smollm2-135m.json").read_text("utf-8"))["rows"]
+    by = {
+        (rule, target): [r for r in measured if (r["rule"], r["target"]) == (rule, target)]
+        for target in (0.75, 0.86, 0.92)
+        for rule in RULES
+    }
+    assert [len(bins) for bins in by.values()] == [8] * 6
+
+    def lowest(bins: list[dict[str, Any]], check: str) -> str:
+        judged = [row[check] for row in bins if row[check]["verdict"] != "too few tokens"]
+        worst = min(judged, key=lambda tail: tail["tail"])
+        return f"{worst['tail']:.3f} ({worst['tail_low']:.3f} to {worst['tail_high']:.3f})"
+
+    def total(rule: str, target: float, key: str) -> float:
+        return sum(row[key] for row in by[rule, target])
+
+    for (rule, target), bins in by.items():
+        read, size = (total(rule, target, key) / 8 for key in ("kv_tokens_read", "bytes_read"))
+        missed = [row["text"]["verdict"] for row in bins].count("fails")
+        line = (
+            f"| {target} | {rule} | {read:,.0f} | {size / 1e6:.1f} | {lowest(bins, 'samples')} |"
+            f" {lowest(bins, 'text')} | {missed} of 8 |"
+        )
+        assert line in text
+
+    def shares(key: str) -> list[str]:
+        return [f"{total('calibrated', t, key) / total('published', t, key):.2f}" for t in TARGETS]
+
+    sparse, dense, landmarks = [], [], []
+    for target in TARGETS:
+        # Of 30 layers two are dense under the published rule; 3 KV heads of 64, 2 bytes a value.
+        cached, read = (total("published", target, key) for key in ("cached_tokens", READ))
+        dense.append(f"{2 / 30 * cached / read:.0%}".replace("%", " %"))
+        budgets = sum(min(r["budget_tokens"], r["cached_tokens"]) for r in by["published", target])
+        sparse.append(f"{total('calibrated', target, READ) / budgets:.2f}")
+        landmarks.append(
+            [
+                total(rule, target, "bytes_read") - total(rule, target, READ) * 30 * 2 * 3 * 64 * 2
+                for rule in RULES
+            ]
+        )
+    parts = [
+        size / total(rule, target, "bytes_read")
+        for target, sizes in zip(TARGETS, landmarks, strict=True)
+        for rule, size in zip(RULES, sizes, strict=True)
+    ]
+    ratios = {f"{calibrated / published:.2f}" for published, calibrated in landmarks}
+    tokens, size = shares(READ), shares("bytes_read")
+    verdicts = {
+        (rule, check): [row[check]["verdict"] for t in TARGETS for row in by[rule, t]]
+        for rule in RULES
+        for check in ("samples", "text")
+    }
+    held = {rule: verdicts[rule, "samples"].count("holds") for rule in RULES}
+    missed = {rule: verdicts[rule, "text"].count("fails") for rule in RULES}
+    said = " ".join(text.split())
+    for words in (
+        f"reads {tokens[0]} of the KV tokens and {size[0]} of the bytes for 0.75, {tokens[1]} and"
+        f" {size[1]} for 0.86, {tokens[2]} and {size[2]} for 0.92",
+        f"{held['published']} of 24 under the published rule, {held['calibrated']} of 24 under",
+        f"in {missed['published']} of 24 bins, the calibrated one in {missed['calibrated']}",
+        f"read {sparse[0]}, {sparse[1]} and {sparse[2]} of the tokens for 0.75, 0.86 and 0.92",
+        f"take {dense[0]}, {dense[1]} and {dense[2]} of the tokens that it reads",
+        f"landmarks are {min(parts):.0%} to {max(parts):.0%} of the bytes".replace("%", " %"),
+        f"and fall to {ratios.pop()} only",
+    ):
+        assert words in said
+    assert not ratios
+    assert not any("fails" in verdicts[rule, "samples"] for rule in RULES)
+    unjudged = [r for r in measured if r["samples"]["verdict"] == "too few tokens"]
+    assert {r["cached_tokens"] < 2048 for r in unjudged} == {True}
 
 
 def test_every_command_is_one_that_sparrow_knows(tmp_path: Path) -> None:
