@@ -19,7 +19,11 @@ from sglang.srt.runtime_context import get_parallel
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
-from sparrow_sglang.attention_backends.kernel_limits import dense_backend, stock_dense_decode
+from sparrow_sglang.attention_backends.kernel_limits import (
+    SINK_BACKEND,
+    dense_backend,
+    stock_dense_decode,
+)
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
@@ -125,13 +129,23 @@ def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> Non
 
 
 def _dense(model_runner: "ModelRunner", head_dim: int) -> AttentionBackend:
-    """The stock backend of the device; on a CPU, with the attention sinks that it lacks."""
+    """The stock backend of the device, mended where a model gets another result than it defines.
+
+    On a CPU, with the attention sinks that it lacks. What is said of SGLang's code holds for 0.5.17
+    to 0.5.23.
+    """
     if model_runner.device == "cuda":
         stock = dense_backend(head_dim, model_runner.model_config.has_attention_sinks)
         dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
-        if stock == "flashinfer" and _has_kv_scales(model_runner.model):
-            # New tokens would attend to their prefix in the pool without its scales (0.5.17).
+        has_windows = bool(window_layers(model_runner.model_config.hf_config))
+        if stock == "flashinfer" and (has_windows or _has_kv_scales(model_runner.model)):
+            # From the pool. Else new tokens without a prefix would attend past their window, and
+            # those with one to their prefix without its scales.
             dense.use_paged = True
+        if stock == SINK_BACKEND and has_windows:
+            # Prefill attends to the latest `sliding_window_size` tokens and to the new one, decode
+            # to one fewer.
+            dense.sliding_window_size += 1
         return dense
     from sparrow_sglang.attention_backends.torch_dense import TorchDenseBackend
 

@@ -312,7 +312,8 @@ def save_tiny_model(
     }
     fields |= {"gemma3": GEMMA3, "gpt_oss": GPT_OSS, "qwen3_next": QWEN3_NEXT}.get(kind, {})
     torch.manual_seed(seed)
-    model = model_class(config_class(**(fields | overrides)))
+    fields |= overrides
+    model = model_class(config_class(**fields))
     if kind == "gemma3":
         # Embeddings are also the output layer and are scaled up on their way in: as they are, the
         # model would always repeat its last token.
@@ -322,5 +323,5 @@ def save_tiny_model(
             # As many bits as SGLang keeps of them.
             sinks = torch.randn(len(layer.self_attn.sinks)) + 2
             layer.self_attn.sinks.data = sinks.bfloat16().float()
-    model.save_pretrained(folder)
+    model.to(getattr(torch, fields["dtype"])).save_pretrained(folder)
     return str(folder)
