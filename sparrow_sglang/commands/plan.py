@@ -15,7 +15,7 @@ from sparrow_sglang.command_line import count
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
-from sparrow_sglang.models import model_problem
+from sparrow_sglang.models import model_folder, model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.response_lengths import read_lengths
@@ -37,7 +37,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--model-path", required=True, help="folder with a config.json, or the name of a HF model"
+        "--model-path",
+        required=True,
+        help="folder with a config.json, smollm2-135m, or a name on the hub",
     )
     parser.add_argument(
         "--schedule",
@@ -81,7 +83,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Raises `InputError` or `ScheduleError`."""
+    """Print the plan. Raises `InputError`, `ModelError` or `ScheduleError`."""
     print(render(make_plan(args)))
     return 0
 
@@ -117,8 +119,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
     """A short name of the model and the fields of its config.json."""
-    path = Path(model_path)
-    if path.is_dir():
+    path, folder = Path(model_path), model_folder(model_path)
+    if folder != model_path:
+        name, path = model_path, Path(folder) / "config.json"
+    elif path.is_dir():
         name, path = path.resolve().name, path / "config.json"
     elif path.exists():
         name = path.resolve().parent.name
