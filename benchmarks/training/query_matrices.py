@@ -179,8 +179,9 @@ class MeasuredRule(SparseRule):
             scoring = self.matrices.applied(query, layer) if self.matrices else query
             yield from super().selected_pages(scoring, key, late, layer)
             return
-        positions = padding(late, query.device).source
+        schedule, positions = self.schedule, padding(late, query.device).source
+        read = self.pages_read(schedule.num_pages(key.shape[2]), layer, query.device)
         for rows in torch.arange(query.shape[2], device=query.device).split(ROWS):
             places = positions[:, rows]
-            scores = attention_by_page(query[:, :, rows], key, places, self.schedule.page_size)
-            yield best_pages(scores, places, self, layer)
+            scores = attention_by_page(query[:, :, rows], key, places, schedule.page_size)
+            yield best_pages(scores, places, read, schedule, layer)

@@ -80,6 +80,7 @@ class SparseRule:
         count, heads, length, _ = key.shape
         landmarks, pairs = stored_landmarks(key, schedule, layer)
         positions = padding(late, query.device).source
+        read = self.pages_read(schedule.num_pages(length), layer, query.device)
         products_of_row = count * heads * schedule.num_pages(length) * landmarks.shape[3]
         if schedule.selection.group_score == "best_head":
             products_of_row *= query.shape[1] // heads
@@ -91,7 +92,7 @@ class SparseRule:
             scores = page_scores(query[:, :, first:last], scored, schedule.selection, pairs)
             # A page that is still partial at the end is the last one, and always kept.
             scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
-            yield best_pages(scores, positions[:, first:last], self, layer)
+            yield best_pages(scores, positions[:, first:last], read, schedule, layer)
 
 
 class Selections:
@@ -228,19 +229,23 @@ def page_scores(
 
 
 def best_pages(
-    scores: torch.Tensor, positions: torch.Tensor, rule: SparseRule, layer: int
+    scores: torch.Tensor,
+    positions: torch.Tensor,
+    read: torch.Tensor,
+    schedule: BudgetSchedule,
+    layer: int,
 ) -> torch.Tensor:
     """Which pages `positions` [S, R] keep by scores [S, Hkv, R, pages]: bool, in their shape.
 
-    The last of the pages is the one that the last of the positions is in.
+    `read` is as of `SparseRule.pages_read`. The last of the pages is the one that the last of the
+    positions is in.
     """
-    schedule, held = rule.schedule, scores.shape[-1]
     pages = (positions // schedule.page_size + 1).flatten()
     kept = kept_pages(
         scores.transpose(1, 2).flatten(0, 1),
         pages,
-        rule.pages_read(held, layer, scores.device)[pages],
-        int(schedule.pages_read(held, schedule.layer_weight(layer))),
+        read[pages],
+        int(schedule.pages_read(scores.shape[-1], schedule.layer_weight(layer))),
         schedule.sink_pages,
         schedule.recent_pages,
     )
