@@ -181,7 +181,7 @@ def run_engine(
     batches = [batch_lengths(case) for case in options.cases]
     largest_batch = max(map(len, batches))
     # SGLang takes the last positions of a context for no request.
-    context = max(CONTEXT, *map(max, batches)) + SHORT
+    context = max(CONTEXT, *(max(lengths) + SHORT for lengths in batches))
     schedule = None
     if backend == "sparrow":
         schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
