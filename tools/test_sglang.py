@@ -75,7 +75,13 @@ def run_tests(python: Path, report: Path, *tests: str) -> list[ElementTree.Eleme
     status = subprocess.run([python, "-m", "pytest", *tests, *flags], cwd=ROOT).returncode
     if not report.exists():
         raise RuntimeError(f"pytest ended with status {status} and without {report}")
-    return list(ElementTree.parse(report).iter("testcase"))
+    return cases_of(report)
+
+
+def cases_of(report: Path) -> list[ElementTree.Element]:
+    """The test cases of a report but the one that was interrupted, which has no name there."""
+    cases = ElementTree.parse(report).iter("testcase")
+    return [case for case in cases if case.get("name")]
 
 
 def node_id(case: ElementTree.Element) -> str:
@@ -89,7 +95,7 @@ def node_id(case: ElementTree.Element) -> str:
 def rerun_failed(python: Path, room: str) -> tuple[list[ElementTree.Element], list[str]]:
     """All cases of a room's last report, the failed ones as they end now, and names of these."""
     report = python.parents[1] / f"{room}.xml"
-    before = {node_id(case): case for case in ElementTree.parse(report).iter("testcase")}
+    before = {node_id(case): case for case in cases_of(report)}
     failed = [name for name, case in before.items() if outcome(case) == "failed"]
     if not failed:
         return list(before.values()), []
@@ -152,7 +158,8 @@ def row(result: dict) -> str:
         result["sglang"],
         *packages,
         *rooms,
-        ", ".join(f"`{name}`" for name in result["entry_points"]) or by_ci,
+        ", ".join(f"`{name}`" for name in result["entry_points"])
+        or ("none" if "engine" in result["rooms"] else by_ci),
         ", ".join(f"`{commit}`" for commit in commits),
     ]
     return f"| {' | '.join(cells)} |"
@@ -182,12 +189,12 @@ def count_reports(files: Sequence[Path]) -> None:
     """
     found: dict[str, tuple[dict[str, str], dict[str, ElementTree.Element]]] = {}
     for file in files:
-        root = ElementTree.parse(file)
-        where = {each.get("name", ""): each.get("value", "") for each in root.iter("property")}
+        properties = ElementTree.parse(file).iter("property")
+        where = {each.get("name", ""): each.get("value", "") for each in properties}
         before, cases = found.setdefault(where["sglang"], (where, {}))
         if before != where:
             sys.exit(f"{file}: of {where}: expected {before}, as the reports before it")
-        cases |= {node_id(case): case for case in root.iter("testcase")}
+        cases |= {node_id(case): case for case in cases_of(file)}
     for version, (where, cases) in found.items():
         file = RESULTS / f"{version}.json"
         packages = {"packages": {name: where[name] for name in PACKAGES}}

@@ -32,3 +32,43 @@ def test_every_result_is_whole_and_of_a_supported_version(tool: ModuleType) -> N
         assert file.stem == result["sglang"] in SUPPORTED
         for counts in result["rooms"].values():
             assert {*tool.KINDS, "commit"} <= counts.keys()
+
+
+REPORT = """<testsuites><testsuite><properties>
+<property name="device" value="Some GPU" /><property name="commit" value="0123abc" />
+<property name="sglang" value="{version}" /><property name="torch" value="2.11.0" />
+<property name="transformers" value="5.12.1" /><property name="triton" value="3.6.0" />
+</properties>{cases}</testsuite></testsuites>"""
+
+
+def test_reports_of_gpu_tests_are_counted_by_how_each_test_ended_last(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "page.md")
+    tool.RESULTS.mkdir()
+    tool.PAGE.write_text(f"before\n{tool.HEAD}\n\nafter\n")
+    case = '<testcase classname="tests.gpu.test_step" name="{}">{}</testcase>'
+    # pytest writes a test that was interrupted without a name, and without an outcome.
+    first = case.format("a", "") + case.format("b", "<failure />") + '<testcase time="0.003" />'
+    second = case.format("b", "") + case.format("c", "<skipped />")
+    files = []
+    for name, cases in (("first.xml", first), ("second.xml", second)):
+        files.append(tmp_path / name)
+        files[-1].write_text(REPORT.format(version="0.5.16", cases=cases))
+    tool.count_reports(files)
+    counts = json.loads((tool.RESULTS / "0.5.16.json").read_text())["rooms"]["gpu"]
+    assert {kind: counts[kind] for kind in tool.KINDS} == {"passed": 2, "failed": 0, "skipped": 1}
+    (line,) = (line for line in tool.PAGE.read_text().splitlines() if line.startswith("| 0.5.16"))
+    assert "| 2 passed, 1 skipped, on Some GPU |" in line and "`0123abc`" in line
+
+
+def test_a_version_that_no_entry_point_reached_says_so(tool: ModuleType) -> None:
+    counts = {"passed": 0, "failed": 1, "skipped": 0, "commit": "0123abc"}
+    result = {
+        "sglang": "0.5.16",
+        "packages": {"torch": "2.11.0", "transformers": "5.12.1"},
+        "entry_points": [],
+        "rooms": {"engine": counts},
+    }
+    assert tool.row(result).split(" | ")[-2] == "none"
