@@ -15,6 +15,7 @@ from torch import nn
 from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, exact_kl, summed, top_k_kl
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
 from sparrow_sglang.rl.policy.packing import Packed
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
@@ -107,3 +108,13 @@ def decoded_sparsely(packed: Packed, schedule: BudgetSchedule) -> torch.Tensor:
     prompts = np.repeat(packed.prompt_lengths, packed.lengths)
     late = (cached > prompts) & (schedule.tokens_read(cached) < cached)
     return torch.as_tensor(late, device=packed.positions.device)
+
+
+def trained_factors(
+    policy: DensePolicy, adapter: SparseAdapter, lr: float
+) -> tuple[list[nn.Parameter], ClippedAdamW]:
+    """The adapter's factors, and an optimizer over them as that of `[distill]`."""
+    with policy.frozen(), adapter.enabled():
+        factors = [p for p in policy.model.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(factors, lr=lr, weight_decay=0.0)
+    return factors, ClippedAdamW("adapter", factors, adamw, grad_clip=1.0)

@@ -9,37 +9,36 @@ distribution and tails of the acceptance rate. No engine is needed.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 from transformers import AutoConfig
 
-from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
+from sparrow_sglang.benchmarks.options import benchmark_parser, settings
 from sparrow_sglang.benchmarks.training.adapter_steps import (
     acting_on,
     add_gradients,
+    trained_factors,
 )
 from sparrow_sglang.benchmarks.training.heldout import (
-    cpu_name,
+    add_options,
     dense_targets,
     fidelity,
     resumed,
+    run,
     seconds,
 )
 from sparrow_sglang.benchmarks.training.recorded_responses import prompts_for
-from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.calibration.prompts import Prompt, prompts_digest
+from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.command_line import OneLineParser, count
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.optimizer import ClippedAdamW, learning_rate
+from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.policy.packing import Packed
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
-from sparrow_sglang.schedule import PAGE_SIZE, ScheduleError
+from sparrow_sglang.schedule import PAGE_SIZE
 from sparrow_sglang.schedule_names import load_schedule
 from sparrow_sglang.validation import first_problem
 
@@ -133,10 +132,7 @@ class Bench:
         policy, steps = self.new_policy(), len(self._batches)
         modules = tuple(f"{letter}_proj" for letter in setting.modules)
         adapter = SparseAdapter(policy, DistillConfig(enabled=True, target_modules=modules))
-        with policy.frozen(), adapter.enabled():
-            factors = [p for p in policy.model.parameters() if p.requires_grad]
-        adamw = torch.optim.AdamW(factors, lr=setting.lr, weight_decay=0.0)
-        optimizer = ClippedAdamW("adapter", factors, adamw, grad_clip=1.0)
+        factors, optimizer = trained_factors(policy, adapter, setting.lr)
         decay: Literal["linear", "constant"] = "linear" if setting.decay else "constant"
         pace = OptimizerConfig(lr=setting.lr, warmup_steps=steps // 20 * setting.decay, decay=decay)
         average = [torch.zeros_like(factor) for factor in factors]
@@ -186,7 +182,7 @@ def _parser() -> OneLineParser:
         "training.distill_settings", DESCRIPTION, EXAMPLES, "distill_settings.json"
     )
     add = parser.add_argument
-    add("--model", default=EMBEDDED_MODEL_NAME, help="folder or hub name (default: %(default)s)")
+    add_options(parser, context=384)
     add("--schedule", default="fixed-96", help="name, .json file or fixed-<tokens> (fixed-96)")
     add(
         "--settings",
@@ -196,35 +192,21 @@ def _parser() -> OneLineParser:
         metavar="NAME=VALUE,...",
         help=f"of {', '.join(Setting.model_fields)} (default: {' '.join(DEFAULTS)})",
     )
-    add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate, best with responses")
-    add("--context", type=count, default=384, help="longest sequence, response included")
-    add("--new-tokens", type=count, default=256, help="of a response that is sampled")
     add("--steps", type=count, default=10, help="of each adapter")
     add("--responses", type=count, default=2, help="that a step learns from")
-    add("--heldout", type=count, default=5, help="responses that are measured on")
     add("--measure-every", type=count, default=5, help="steps between measurements")
-    add("--bin-tokens", type=count, default=128, help="positions per bin of the tails")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, measure, print and write; the exit code is 2 without usable options."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        load_schedule(options.schedule, PAGE_SIZE)
-        folder = model_folder(options.model)
-        AutoConfig.from_pretrained(folder)
-    except (ModelError, ScheduleError, ValueError, OSError) as error:
-        parser.error(str(error).splitlines()[0])
-    if options.new_tokens >= options.context:
-        parser.error(f"--new-tokens {options.new_tokens}: expected less than --context")
-    prepare_out(parser, options.out)
-    try:
-        compare(options, folder)
-    except CalibrationError as error:
-        parser.error(str(error))
-    return 0
+    return run(_parser(), argv, check, compare)
+
+
+def check(options: argparse.Namespace, folder: str) -> None:
+    """Raises `ScheduleError` on a schedule, `ValueError` or `OSError` on a model that is none."""
+    load_schedule(options.schedule, PAGE_SIZE)
+    AutoConfig.from_pretrained(folder)
 
 
 def compare(options: argparse.Namespace, folder: str) -> None:
@@ -232,12 +214,11 @@ def compare(options: argparse.Namespace, folder: str) -> None:
 
     Raises `CalibrationError` on prompts that do not serve, and on results of another run.
     """
-    prompts = prompts_for(options, folder, options.steps * options.responses)
+    wanted = f"--steps {options.steps} of --responses {options.responses}"
+    prompts = prompts_for(options, folder, options.steps * options.responses, wanted)
     given = settings(options)
     del given["settings"]
-    device = {} if torch.cuda.is_available() else {"device": cpu_name()}
-    fields = {"settings": given, "responses": prompts_digest(prompts)}
-    results = resumed(options.out, fields | device, ("before", "dense_update_s"))
+    results = resumed(options.out, given, prompts, ("before", "dense_update_s"))
     bench = Bench(options, folder, prompts)
     if "before" not in results.fields:
         results.save(before=bench.without_adapter(), dense_update_s=bench.dense_update_s)

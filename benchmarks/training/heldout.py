@@ -1,10 +1,11 @@
 """Held-out responses decoded along under a sparse policy, without an engine.
 
 In: recorded responses with their dense hidden states, hidden states of a sparse actor for each
-micro-batch. Out: divergence from the dense distribution, tails of the acceptance rate. And the
-result of such a benchmark, which goes on where it was killed.
+micro-batch. Out: divergence from the dense distribution, tails of the acceptance rate. And what
+the command lines of such benchmarks share, whose results go on where they were killed.
 """
 
+import argparse
 import json
 import platform
 import time
@@ -16,17 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparrow_sglang.benchmarks.options import prepare_out
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.training.adapter_steps import Targets
 from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.calibration.prompts import Prompt
+from sparrow_sglang.calibration.prompts import Prompt, prompts_digest
+from sparrow_sglang.command_line import OneLineParser, count
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.mismatch.tail import TailStatistics
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.rl.adapter_gate import MIN_TOKENS
 from sparrow_sglang.rl.distill import exact_kl
 from sparrow_sglang.rl.policy.chunked_logprobs import logits_of
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packing import Packed
+from sparrow_sglang.schedule import ScheduleError
 
 ROWS = 1024
 """Tokens whose logits are compared at a time."""
@@ -85,11 +90,53 @@ def fidelity(
     }
 
 
-def resumed(out: Path, fields: dict[str, Any], measured: Sequence[str]) -> Results:
+def add_options(parser: OneLineParser, context: int) -> None:
+    """Those of every such benchmark; `context` is the default of --context."""
+    add = parser.add_argument
+    add("--model", default=EMBEDDED_MODEL_NAME, help="folder or hub name (default: %(default)s)")
+    add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate, best with responses")
+    add("--context", type=count, default=context, help="longest sequence, response included")
+    add("--new-tokens", type=count, default=256, help="of a response that is sampled")
+    add("--heldout", type=count, default=5, help="responses that are measured on")
+    add("--bin-tokens", type=count, default=128, help="positions per bin of the tails")
+
+
+def run(
+    parser: OneLineParser,
+    argv: Sequence[str] | None,
+    check: Callable[[argparse.Namespace, str], None],
+    compare: Callable[[argparse.Namespace, str], None],
+) -> int:
+    """Parse `argv`, `check` the options with the model's folder, then `compare` with it.
+
+    Ends the process with status 2 and one line if `check` raises `ScheduleError`, `ValueError` or
+    `OSError`, or `compare` a `CalibrationError`.
+    """
+    options = parser.parse_args(argv)
+    try:
+        folder = model_folder(options.model)
+        check(options, folder)
+    except (ModelError, ScheduleError, ValueError, OSError) as error:
+        parser.error(str(error).splitlines()[0])
+    if options.new_tokens >= options.context:
+        parser.error(f"--new-tokens {options.new_tokens}: expected less than --context")
+    prepare_out(parser, options.out)
+    try:
+        compare(options, folder)
+    except CalibrationError as error:
+        parser.error(str(error))
+    return 0
+
+
+def resumed(
+    out: Path, settings: dict[str, Any], prompts: list[Prompt], measured: Sequence[str]
+) -> Results:
     """The results in `out`, to go on with; raises `CalibrationError` if they are of another run.
 
-    `fields` are what a run starts from, `measured` name further fields that it has written.
+    A run starts from `settings` and `prompts`; `measured` name further fields that it has written.
     """
+    device = {} if torch.cuda.is_available() else {"device": _cpu_name()}
+    fields = {"settings": settings, "responses": prompts_digest(prompts)} | device
     results = Results(out, **fields)
     try:
         content = json.loads(out.read_text())
@@ -108,5 +155,5 @@ def resumed(out: Path, fields: dict[str, Any], measured: Sequence[str]) -> Resul
     return results
 
 
-def cpu_name() -> str:
+def _cpu_name() -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"

@@ -12,20 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
-from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
-from sparrow_sglang.benchmarks.training.adapter_steps import Targets, add_gradients
+from sparrow_sglang.benchmarks.options import benchmark_parser, settings
+from sparrow_sglang.benchmarks.training.adapter_steps import (
+    Targets,
+    add_gradients,
+    trained_factors,
+)
 from sparrow_sglang.benchmarks.training.heldout import (
-    cpu_name,
+    add_options,
     dense_targets,
     fidelity,
     resumed,
+    run,
     seconds,
 )
 from sparrow_sglang.benchmarks.training.query_matrices import (
@@ -34,19 +38,17 @@ from sparrow_sglang.benchmarks.training.query_matrices import (
     QueryMatrices,
 )
 from sparrow_sglang.benchmarks.training.recorded_responses import prompts_for
-from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.calibration.prompts import Prompt, prompts_digest
+from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.calibration.rule import landmark_rule, with_weights
 from sparrow_sglang.command_line import OneLineParser, count
 from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of
 from sparrow_sglang.mismatch.tail import TailStatistics
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.optimizer import ClippedAdamW, learning_rate
+from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.policy.packing import Packed
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
 from sparrow_sglang.selection import SelectionRule
 
@@ -228,10 +230,7 @@ class Bench:
         torch.manual_seed(0)
         config = DistillConfig(enabled=True)
         adapter = SparseAdapter(policy, config)
-        with policy.frozen(), adapter.enabled():
-            factors = [p for p in policy.model.parameters() if p.requires_grad]
-        adamw = torch.optim.AdamW(factors, lr=config.lr, weight_decay=0.0)
-        optimizer = ClippedAdamW("adapter", factors, adamw, grad_clip=1.0)
+        _, optimizer = trained_factors(policy, adapter, config.lr)
         for batch in self._adapter_batches(policy, steps):
             add_gradients("top_k", policy, adapter, batch, schedule, False, rule_of)
             optimizer.step()
@@ -264,41 +263,30 @@ def _parser() -> OneLineParser:
         "training.learned_selection", DESCRIPTION, EXAMPLES, "learned_selection.json"
     )
     add = parser.add_argument
-    add("--model", default=EMBEDDED_MODEL_NAME, help="folder or hub name (default: %(default)s)")
+    add_options(parser, context=512)
     add("--int4", metavar="SCHEDULE", help="whose landmarks to compare with the published ones")
     add("--budgets", nargs="+", type=count, default=[64, 128], help="KV tokens of a sparse layer")
-    add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate, best with responses")
-    add("--context", type=count, default=512, help="longest sequence, response included")
-    add("--new-tokens", type=count, default=256, help="of a response that is sampled")
     add("--responses", type=count, default=8, help="to learn from")
     add("--passes", type=count, default=4, help="over the responses, a step for each")
     add("--lr", type=float, default=3e-3, help="of the matrices at first (default: %(default)s)")
     add("--adapter-steps", type=int, default=0, help="of adapters under both rules (default: none)")
-    add("--heldout", type=count, default=5, help="responses that are measured on")
-    add("--bin-tokens", type=count, default=128, help="positions per bin of the tails")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Learn, measure, print and write; the exit code is 2 without usable options."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        folder = model_folder(options.model)
-        rule = int4_rule(options, AutoConfig.from_pretrained(folder))
-        rule.require_model(AutoConfig.from_pretrained(folder))
-        for tokens in options.budgets:
-            BudgetSchedule.fixed(tokens)
-    except (ModelError, ScheduleError, ValueError, OSError) as error:
-        parser.error(str(error).splitlines()[0])
-    if options.new_tokens >= options.context:
-        parser.error(f"--new-tokens {options.new_tokens}: expected less than --context")
-    prepare_out(parser, options.out)
-    try:
-        compare(options, folder)
-    except CalibrationError as error:
-        parser.error(str(error))
-    return 0
+    return run(_parser(), argv, check, compare)
+
+
+def check(options: argparse.Namespace, folder: str) -> None:
+    """Raises `ScheduleError` or `ValueError` on options that do not fit the model.
+
+    And `OSError` or `ValueError` on a model that is none.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    int4_rule(options, config).require_model(config)
+    for tokens in options.budgets:
+        BudgetSchedule.fixed(tokens)
 
 
 def compare(options: argparse.Namespace, folder: str) -> None:
@@ -306,10 +294,9 @@ def compare(options: argparse.Namespace, folder: str) -> None:
 
     Raises `CalibrationError` on prompts that do not serve, and on results of another run.
     """
-    prompts = prompts_for(options, folder, options.responses)
-    device = {} if torch.cuda.is_available() else {"device": cpu_name()}
-    fields = {"settings": settings(options), "responses": prompts_digest(prompts)}
-    results = resumed(options.out, fields | device, ("learned",))
+    wanted = f"--responses {options.responses}"
+    prompts = prompts_for(options, folder, options.responses, wanted)
+    results = resumed(options.out, settings(options), prompts, ("learned",))
     finished = [tuple(row[name] for name in Row._fields) for row in results.rows]
     missing = [row for row in rows_of(options) if row not in finished]
     if missing:

@@ -60,10 +60,12 @@ def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> l
     ]
 
 
-def prompts_for(options: argparse.Namespace, folder: str, wanted: int) -> list[Prompt]:
+def prompts_for(
+    options: argparse.Namespace, folder: str, wanted: int, wanted_by: str
+) -> list[Prompt]:
     """Held-out responses first, then `wanted` ones to train on.
 
-    Raises `CalibrationError` if there are too few.
+    Raises `CalibrationError` if there are too few; `wanted_by` are the options that ask for these.
     """
     tokenize = tokenizer_of(folder)
     if options.prompts:
@@ -72,7 +74,7 @@ def prompts_for(options: argparse.Namespace, folder: str, wanted: int) -> list[P
             raise CalibrationError(
                 f"--prompts {options.prompts}: has {len(found)} prompts; expected"
                 f" {options.heldout + wanted} or more, for --heldout {options.heldout} and"
-                f" {wanted} to train on"
+                f" {wanted_by}"
             )
         return with_responses(found[: options.heldout + wanted], folder, options.new_tokens)
 

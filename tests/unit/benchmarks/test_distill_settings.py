@@ -85,7 +85,10 @@ def test_a_run_goes_on_with_the_settings_that_are_missing(tmp_path, capsys):
         assert cells[3] == f"{row['after']['kl']:.4f}"
     for wrong, named in (
         ([*words, "--steps", "1"], "measured with other settings"),
-        ([*words, "--heldout", "2"], "has 3 prompts; expected 4 or more"),
+        (
+            [*words, "--heldout", "2"],
+            "has 3 prompts; expected 4 or more, for --heldout 2 and --steps 2 of --responses 1",
+        ),
         ([*words, "--settings", "loss=nothing"], "loss"),
         ([*words, "--settings", "speed=1"], "unknown key"),
     ):
