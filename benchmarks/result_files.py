@@ -1,10 +1,12 @@
 """Result files: those that a benchmark writes, and those that are committed in this checkout."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.report.page import ReportError, number, scalars
 from sparrow_sglang.report.result_files import Run
@@ -42,6 +44,30 @@ class Results:
         """Write all rows, with further fields."""
         self.fields |= fields
         write_json(self.out, self._provenance | self.fields | {"rows": self.rows})
+
+
+def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) -> Results:
+    """The results in `out`, to go on with, or new ones.
+
+    A run starts from `fields`; `measured` name further ones that it has written. Raises
+    `InputError` if `out` is of another run.
+    """
+    results = Results(out, **fields)
+    try:
+        content = json.loads(out.read_text())
+    except FileNotFoundError:
+        return results
+    except ValueError:
+        content = {}
+    differing = [name for name, value in fields.items() if content.get(name) != value]
+    if differing:
+        raise InputError(
+            f"--out {out}: holds something else, or was measured with other {differing[0]}:"
+            " expected no file, or one to go on with; name another, or delete it"
+        )
+    results.rows = content["rows"]
+    results.fields = {**fields, **{name: content[name] for name in measured}}
+    return results
 
 
 def load_runs(root: Path, key: str) -> list[Run]:

@@ -84,6 +84,25 @@ def learning_rows(run: Run) -> list[list[str]]:
     return table
 
 
+def step_time_rows(run: Run) -> list[list[str]]:
+    """Cells of each arm of a run of `step_times`."""
+    dense = next((row for row in run.rows if row["arm"] == "dense"), None)
+    return [
+        [
+            row["model"],
+            row["arm"] + (f", {schedule_name(row['schedule'])}" if row["schedule"] else ""),
+            str(row["sequences"]),
+            number(mean(row["trained_tokens"]) / row["sequences"], 0),
+            number(max(row["longest"]), 0),
+            str(row["steps"]),
+            *(number(mean(row["seconds"].get(stage, [0.0])), 1) for stage in _STAGES),
+            number(row["trained_tokens_per_s"], 0),
+            f"{row['trained_tokens_per_s'] / dense['trained_tokens_per_s']:.2f}×" if dense else "–",
+        ]
+        for row in run.rows
+    ]
+
+
 def model_name(run: Run) -> str:
     return str(run.content["settings"]["model"]).rstrip("/").rpartition("/")[2]
 
@@ -112,6 +131,7 @@ def generate(root: Path = ROOT) -> str:
         gains=gains,
         sides=sides,
         learning_rows=learning_rows,
+        step_time_rows=step_time_rows,
         model_name=model_name,
         citation=citation,
         steps=[pair for pair in pairs if not pair.sparse["case"].startswith("fill:")],
@@ -120,6 +140,7 @@ def generate(root: Path = ROOT) -> str:
         rollouts=load_runs(root, "ended_s"),
         servers=load_runs(root, "bench_serving"),
         training=load_runs(root, "step_peak_gib"),
+        step_times=load_runs(root, "trained_tokens"),
         learning=load_runs(root, "curves"),
         distilled=distilled,
         # The cost is measured last, and missing in a result that was cut short.

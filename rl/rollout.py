@@ -42,6 +42,24 @@ class Sampling:
     top_k: int = -1
     environment: Environment | None = None
 
+    def limit(self, rollout: Rollout) -> int:
+        """Response tokens at which `rollout` is cut."""
+        return self.max_new_tokens
+
+    def parameters(self, rollout: Rollout) -> dict[str, Any]:
+        """SGLang's sampling parameters for what is missing of `rollout`."""
+        # All of them given, because a checkpoint's own generation defaults would truncate.
+        return {
+            "max_new_tokens": self.limit(rollout) - len(rollout.response_ids),
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+
 
 def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
     """`count` prompts of a run, from number `first` of it on.
@@ -66,17 +84,7 @@ def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True
 
     An engine without the sparrow backend is not `switchable`: dense at any rate, and not told so.
     """
-    # All of them given, because a checkpoint's own generation defaults would truncate.
-    parameters: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens - len(rollout.response_ids),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    }
+    parameters = sampling.parameters(rollout)
     if sampling.dense and switchable:
         parameters["custom_params"] = {"sparrow": {"dense": True}}
     request = {
@@ -110,7 +118,7 @@ def continued(
     finish = meta["finish_reason"] or {"type": "none"}
     before = len(rollout.response_ids)
     if not stopped or finish["type"] != ABORTED:
-        problem = _problem(meta, len(recorded), sampling.max_new_tokens - before)
+        problem = _problem(meta, len(recorded), sampling.limit(rollout) - before)
     else:
         # An abort hides whether the last token ends the response, so it is sampled once more.
         problem, recorded = None, recorded[:-1]

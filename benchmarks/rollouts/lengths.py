@@ -1,10 +1,18 @@
-"""Response lengths for a rollout without a recording: long-tailed, of a given mean."""
+"""Response lengths that benchmarks replay: recorded ones, or long-tailed ones of a given mean."""
 
+import argparse
 import math
 import random
+from pathlib import Path
 from statistics import NormalDist
 
 from scipy.optimize import brentq
+
+from sparrow_sglang.command_line import count
+from sparrow_sglang.planning.response_lengths import read_lengths
+
+GROUP = 8
+"""Sequences on one prompt."""
 
 # Spread of the logarithm. Responses of a reasoning model spread over an order of magnitude.
 SIGMA = 0.8
@@ -34,3 +42,41 @@ def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[in
     whole = [round(length) for length in lengths(mu)]
     random.Random(seed).shuffle(whole)
     return whole
+
+
+def add_length_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `request_lengths` reads, and those of the prompts."""
+    add = parser.add_argument
+    add("--sequences", type=count, default=64, help=f"in groups of {GROUP} (default: %(default)s)")
+    add(
+        "--mean-tokens",
+        type=count,
+        default=8192,
+        help="mean of the lengths, which are log-normal (default: %(default)s)",
+    )
+    add("--max-tokens", type=count, default=32768, help="cut-off (default: %(default)s)")
+    add(
+        "--lengths-file",
+        type=Path,
+        help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234};'
+        " the first --sequences of them",
+    )
+    add("--prompt-tokens", type=count, default=256, help="per prompt (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of prompts and order (default: %(default)s)")
+
+
+def request_lengths(options: argparse.Namespace) -> list[int]:
+    """Response lengths in tokens, cut off at --max-tokens.
+
+    Raises `ValueError` if they cannot be had, or are no whole groups.
+    """
+    if options.sequences % GROUP:
+        raise ValueError(
+            f"--sequences {options.sequences}: expected a multiple of {GROUP}, the size of a group"
+        )
+    if options.lengths_file is None:
+        return synthetic_lengths(
+            options.sequences, options.mean_tokens, options.max_tokens, options.seed
+        )
+    recorded = read_lengths(options.lengths_file)[: options.sequences]
+    return [min(length, options.max_tokens) for length in recorded]

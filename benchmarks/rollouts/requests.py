@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparrow_sglang.benchmarks.rollouts.lengths import GROUP
 from sparrow_sglang.client.endpoint import connect
 
-GROUP = 8
 SAMPLE_S = 1.0
 # A message for each 16 tokens of a request: fine enough for the curve, and few for the host.
 STREAM_INTERVAL = 16

@@ -6,7 +6,6 @@ sparse and dense in turn, in a process of its own each.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.benchmarks.options import (
@@ -18,8 +17,8 @@ from sparrow_sglang.benchmarks.options import (
 )
 from sparrow_sglang.benchmarks.processes import in_new_process
 from sparrow_sglang.benchmarks.result_files import Results
-from sparrow_sglang.benchmarks.rollouts.lengths import synthetic_lengths
-from sparrow_sglang.benchmarks.rollouts.requests import GROUP, Request, make_requests, replay
+from sparrow_sglang.benchmarks.rollouts.lengths import GROUP, add_length_options, request_lengths
+from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
 from sparrow_sglang.benchmarks.steps.comparison import (
     Comparison,
     Side,
@@ -27,8 +26,6 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     comparison,
     require_context,
 )
-from sparrow_sglang.command_line import count
-from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZE
 
@@ -81,16 +78,6 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> d
     }
 
 
-def request_lengths(options: argparse.Namespace) -> list[int]:
-    """Response lengths in tokens, cut off at --max-tokens; `ValueError` if they cannot be had."""
-    if options.lengths_file is None:
-        return synthetic_lengths(
-            options.sequences, options.mean_tokens, options.max_tokens, options.seed
-        )
-    recorded = read_lengths(options.lengths_file)[: options.sequences]
-    return [min(length, options.max_tokens) for length in recorded]
-
-
 def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     """Speed-up of the sparse row over the dense one, in tokens/s; None before both are there."""
     speed = {"sparse" if row["schedule"] else "dense": row["tokens_per_s"] for row in rows}
@@ -106,32 +93,12 @@ def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 def _parser() -> argparse.ArgumentParser:
     parser = benchmark_parser("rollout", DESCRIPTION, EXAMPLES, "rollout.json")
     add_model_options(parser)
-    add = parser.add_argument
-    add("--sequences", type=count, default=64, help="in groups of 8 (default: %(default)s)")
-    add(
-        "--mean-tokens",
-        type=count,
-        default=8192,
-        help="mean of the lengths, which are log-normal (default: %(default)s)",
-    )
-    add("--max-tokens", type=count, default=32768, help="cut-off (default: %(default)s)")
-    add(
-        "--lengths-file",
-        type=Path,
-        help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234};'
-        " the first --sequences of them",
-    )
-    add("--prompt-tokens", type=count, default=256, help="per prompt (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of prompts and order (default: %(default)s)")
+    add_length_options(parser)
     add_engine_arguments(parser)
     return parser
 
 
 def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
-    if options.sequences % GROUP:
-        raise ValueError(
-            f"--sequences {options.sequences}: expected a multiple of {GROUP}, the size of a group"
-        )
     arguments = engine_arguments(options.engine_args)
     compared = comparison(options, on_gpu)
     require_context(

@@ -6,7 +6,6 @@ the command lines of such benchmarks share, whose results go on where they were 
 """
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparrow_sglang.benchmarks import result_files
 from sparrow_sglang.benchmarks.options import prepare_out
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.training.adapter_steps import Targets
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.prompts import Prompt, prompts_digest
 from sparrow_sglang.command_line import OneLineParser, count
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
@@ -110,7 +111,7 @@ def run(
     """Parse `argv`, `check` the options with the model's folder, then `compare` with it.
 
     Ends the process with status 2 and one line if `check` raises `ScheduleError`, `ValueError` or
-    `OSError`, or `compare` a `CalibrationError`.
+    `OSError`, or `compare` a `CalibrationError` or an `InputError`.
     """
     options = parser.parse_args(argv)
     try:
@@ -123,7 +124,7 @@ def run(
     prepare_out(parser, options.out)
     try:
         compare(options, folder)
-    except CalibrationError as error:
+    except (CalibrationError, InputError) as error:
         parser.error(str(error))
     return 0
 
@@ -131,28 +132,10 @@ def run(
 def resumed(
     out: Path, settings: dict[str, Any], prompts: list[Prompt], measured: Sequence[str]
 ) -> Results:
-    """The results in `out`, to go on with; raises `CalibrationError` if they are of another run.
-
-    A run starts from `settings` and `prompts`; `measured` name further fields that it has written.
-    """
+    """As `result_files.resumed`, of a run that starts from `settings` and `prompts`."""
     device = {} if torch.cuda.is_available() else {"device": _cpu_name()}
     fields = {"settings": settings, "responses": prompts_digest(prompts)} | device
-    results = Results(out, **fields)
-    try:
-        content = json.loads(out.read_text())
-    except FileNotFoundError:
-        return results
-    except ValueError:
-        content = {}
-    differing = [name for name, value in fields.items() if content.get(name) != value]
-    if differing:
-        raise CalibrationError(
-            f"--out {out}: holds something else, or was measured with other {differing[0]}:"
-            " expected no file, or one to go on with; name another, or delete it"
-        )
-    results.rows = content["rows"]
-    results.fields = fields | {name: content[name] for name in measured}
-    return results
+    return result_files.resumed(out, fields, measured)
 
 
 def _cpu_name() -> str:

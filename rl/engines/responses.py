@@ -105,7 +105,7 @@ class Responses:
 
     async def _finished(self, position: int, rollout: Rollout) -> tuple[int, Rollout]:
         """The response to its end, or as far as it is when all is stopped."""
-        environment, limit = self.sampling.environment, self.sampling.max_new_tokens
+        environment, limit = self.sampling.environment, self.sampling.limit(rollout)
         while not rollout.finished and not self._stopped:
             rollout = await self._continued(rollout)
             if environment is not None:

@@ -1,6 +1,6 @@
 """A training run while it lasts: what the loop uses, opened in order, closed whatever happens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
-from sparrow_sglang.rl.engines.rollout_engine import open_engine
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine, open_engine
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.ranks import ALONE, Ranks
@@ -27,6 +27,9 @@ from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group
 
 _Result = TypeVar("_Result")
+
+EngineOpener = Callable[[EngineConfig, str, Mapping[str, Any]], RolloutEngine]
+"""As `open_engine`."""
 
 
 class RankFailed(SparrowError, RuntimeError):
@@ -151,9 +154,15 @@ class Run:
 
 @contextmanager
 def open_run(
-    config: TrainConfig, setup: Setup, resume: bool, ranks: Ranks = ALONE
+    config: TrainConfig,
+    setup: Setup,
+    resume: bool,
+    ranks: Ranks = ALONE,
+    engines: EngineOpener | None = None,
 ) -> Iterator[Run]:
     """A run at the point where it was left; saved at the end, and whenever it ends early.
+
+    `engines` opens another engine than `open_engine` does.
 
     Raises `InputError` if `config.run_dir` is in use, holds a run that is not to be resumed,
     or one that was trained with other settings.
@@ -193,7 +202,7 @@ def open_run(
                 "random_seed": config.seed + taken + ranks.rank * (config.steps + 1),
                 "dtype": str(policy.compute_dtype).removeprefix("torch."),
             } | lora_arguments(config.distill)
-            engine = open_engine(setup.engine, setup.model_path, arguments)
+            engine = (engines or open_engine)(setup.engine, setup.model_path, arguments)
             with closing(engine):
                 actor = SparseActor(config, engine, policy, adapter, ladder, setup.environment)
                 progress = Progress(checkpoints, termination, state)
