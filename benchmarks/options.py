@@ -73,9 +73,13 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def require_cuda(
-    parser: argparse.ArgumentParser, memory_gb: float, purpose: str, devices: int = 1
+    parser: argparse.ArgumentParser,
+    memory_gb: float,
+    purpose: str,
+    devices: int = 1,
+    option: str = "--tp",
 ) -> None:
-    """End with exit code 2 unless torch finds so many CUDA devices."""
+    """End with exit code 2 unless torch finds as many CUDA devices as `option` asks for."""
     import torch
 
     if not torch.cuda.is_available():
@@ -87,7 +91,8 @@ def require_cuda(
         )
     if (found := torch.cuda.device_count()) < devices:
         parser.exit(
-            2, f"{parser.prog}: error: {found} CUDA device found; expected {devices} for --tp\n"
+            2,
+            f"{parser.prog}: error: {found} CUDA device found; expected {devices} for {option}\n",
         )
 
 

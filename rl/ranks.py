@@ -67,6 +67,15 @@ ALONE = Ranks()
 """The only process of a run."""
 
 
+def see_own_gpu(rank: int) -> None:
+    """Of the visible GPUs a rank sees one; before anything asks for them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    elif rank < len(gpus := visible.split(",")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[rank]
+
+
 @contextmanager
 def joined() -> Iterator[Ranks]:
     """The ranks that this process was started with, by `sparrow train`.

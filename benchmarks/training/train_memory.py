@@ -1,13 +1,17 @@
-"""Memory and time of a long training step.
+"""Memory and time of a long training step, on one GPU or sharded over several.
 
 `python -m sparrow_sglang.benchmarks.training.train_memory` runs it.
 
-One sequence through forward, backward and optimizer step of the dense policy, and through a step of
-a rollout adapter, in the shape of a real model with random weights.
+Long sequences through forward, backward and optimizer step of the dense policy, and through a step
+of a rollout adapter, in the shape of a real model with random weights.
 """
 
+import argparse
 import gc
-from collections.abc import Sequence
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,11 +28,15 @@ from sparrow_sglang.benchmarks.options import (
     require_cuda,
 )
 from sparrow_sglang.benchmarks.result_files import Results
-from sparrow_sglang.command_line import at_least, count
+from sparrow_sglang.command_line import OneLineParser, at_least, count
+from sparrow_sglang.planning.cost_model import GPUS, Hardware
+from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.ranks import Ranks, joined, see_own_gpu
+from sparrow_sglang.rl.runs.launch import launch
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule
 
@@ -36,13 +44,15 @@ PROMPT_TOKENS = 64
 GIB = 2**30
 
 DESCRIPTION = """\
-Peak memory and time of one training step of the dense policy on one long sequence, and of a step of
-a DistillSparse adapter on it, with random weights in the shape of a real model (nothing is
-downloaded).
+Peak memory and time of one training step of the dense policy on long sequences, one for each GPU,
+and of a step of a DistillSparse adapter on them, with random weights in the shape of a real model
+(nothing is downloaded).
 """
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.training.train_memory --out train-memory.json
   python -m sparrow_sglang.benchmarks.training.train_memory --tokens 8192 --dtypes bfloat16
+  python -m sparrow_sglang.benchmarks.training.train_memory --model qwen3-8b --tokens 32768 \\
+      --ranks 2 --without-adapter
 """
 
 
@@ -56,60 +66,115 @@ def new_model(config: Path, dtype: str, device: str) -> PreTrainedModel:
     return model
 
 
-def random_sequence(vocab_size: int, tokens: int) -> TokenSequence:
-    ids = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens))
+def random_sequence(vocab_size: int, tokens: int, seed: int) -> TokenSequence:
+    ids = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(seed))
     return ids[:PROMPT_TOKENS].tolist(), ids[PROMPT_TOKENS:].tolist()
 
 
+def step_flops(shape: ModelShape, tokens: int) -> float:
+    """FLOPs of a training step on a sequence, without those of layers that are computed again.
+
+    Six for each weight that a token is multiplied with, and 6 H_q D T^2 for causal attention in
+    each layer, half of what all pairs would take (PaLM, arXiv:2204.02311, appendix B).
+    """
+    attention = 6 * shape.num_q_heads * shape.head_dim * tokens**2
+    return 6.0 * shape.parameters * tokens + shape.num_layers * attention
+
+
 def measure(
-    config: Path, dtype: str, tokens: int, steps: int, schedule: BudgetSchedule, device: str
+    options: argparse.Namespace,
+    dtype: str,
+    tokens: int,
+    schedule: BudgetSchedule,
+    device: str,
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    """Seconds and peak bytes of `steps` training steps, of scoring, and of as many adapter steps.
+    """Seconds and peak bytes of training steps, of scoring, and of as many adapter steps.
 
     All come after one to warm up. It makes the optimizer's state, so its peak is the one of the
-    first step.
+    first step. Of several ranks all must ask; the peaks are the largest.
     """
+    folder = MODELS / options.model
     policy = DensePolicy(
-        new_model(config, dtype, device), ModelConfig(dtype=dtype), OptimizerConfig(), device
+        new_model(folder, dtype, device),
+        ModelConfig(dtype=dtype),
+        OptimizerConfig(offload=options.offload),
+        device,
+        ranks,
     )
-    sequence = random_sequence(policy.model.config.vocab_size, tokens)
-    torch.cuda.synchronize()
-    weights = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    count = options.sequences or ranks.world
+    vocab_size = policy.model.config.vocab_size
+    sequences = [random_sequence(vocab_size, tokens, tokens + index) for index in range(count)]
+    weights = _most(ranks, torch.cuda.memory_allocated())
 
     def update() -> object:
-        return policy.loss_step([sequence], lambda logprobs, _: -logprobs.mean())
+        return policy.loss_step(sequences, lambda logprobs, _: -logprobs.mean())
 
-    warm_up = seconds_of(update)
-    times = [seconds_of(update) for _ in range(steps)]
-    step_peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    idle = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    score = seconds_of(lambda: policy.score([sequence]))
-    score_peak = torch.cuda.max_memory_allocated()
-    adapter = SparseAdapter(policy, DistillConfig(enabled=True))
-    seconds_of(lambda: adapter.step([sequence], schedule))
-    torch.cuda.reset_peak_memory_stats()
-    adapted = [seconds_of(lambda: adapter.step([sequence], schedule)) for _ in range(steps)]
-    return {
+    def measured(work: Callable[[], object], repeats: int) -> tuple[list[float], float]:
+        torch.cuda.reset_peak_memory_stats()
+        times = [seconds_of(work) for _ in range(repeats)]
+        return times, _most(ranks, torch.cuda.max_memory_allocated())
+
+    (warm_up, *times), step_peak = measured(update, options.steps + 1)
+    reserved = _most(ranks, torch.cuda.max_memory_reserved())
+    idle = _most(ranks, torch.cuda.memory_allocated())
+    (score,), score_peak = measured(lambda: policy.score(sequences), 1)
+    (gather,), _ = measured(lambda: [None for _ in policy.named_weights()], 1)
+    shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
+    hardware = _hardware()
+    flops = count * step_flops(shape, tokens)
+    row = {
         "dtype": dtype,
         "tokens": tokens,
-        "weights_gib": weights / GIB,
-        "idle_gib": idle / GIB,
-        "step_peak_gib": step_peak / GIB,
-        "reserved_gib": reserved / GIB,
-        "score_peak_gib": score_peak / GIB,
+        "ranks": ranks.world,
+        "sequences": count,
+        "offload": options.offload,
+        "weights_gib": weights,
+        "idle_gib": idle,
+        "step_peak_gib": step_peak,
+        "reserved_gib": reserved,
+        "score_peak_gib": score_peak,
         "score_s": score,
         "step_s": times,
         "warm_up_s": warm_up,
+        "tokens_per_s": count * tokens / min(times),
+        "peak_share": flops / min(times) / ranks.world / hardware.flops_per_s if hardware else None,
+        "gather_s": gather,
+    }
+    if options.without_adapter:
+        return row
+    adapter = SparseAdapter(policy, DistillConfig(enabled=True))
+    seconds_of(lambda: adapter.step(sequences, schedule))
+    adapted, adapter_peak = measured(lambda: adapter.step(sequences, schedule), options.steps)
+    return row | {
         "schedule": schedule.name,
-        "adapter_peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "adapter_peak_gib": adapter_peak,
         "adapter_step_s": adapted,
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; the exit code is 2 without usable options or a GPU."""
+def _most(ranks: Ranks, size: int) -> float:
+    return max(ranks.each(size)) / GIB
+
+
+def _hardware() -> Hardware | None:
+    """What its data sheet says of this GPU, None if that is not known."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((gpu for key, gpu in GPUS.items() if key in name), None)
+
+
+def measure_all(options: argparse.Namespace, schedule: BudgetSchedule, ranks: Ranks) -> None:
+    """All dtypes and lengths; the first of several ranks writes them."""
+    results = Results(options.out, model=options.model) if ranks.rank == 0 else None
+    for dtype, tokens in product(options.dtypes, options.tokens):
+        gc.collect()
+        torch.cuda.empty_cache()
+        row = measure(options, dtype, tokens, schedule, "cuda", ranks)
+        if results is not None:
+            results.add(row)
+
+
+def _parser() -> OneLineParser:
     parser = benchmark_parser("training.train_memory", DESCRIPTION, EXAMPLES, "train-memory.json")
     add = parser.add_argument
     add(
@@ -119,27 +184,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="shapes (default: %(default)s)",
     )
     add("--tokens", nargs="+", type=at_least(PROMPT_TOKENS + 1), default=[8192, 32768],
-        help="lengths of the sequence")  # fmt: skip
+        help="lengths of the sequences")  # fmt: skip
+    add("--ranks", type=count, default=1, help="GPUs (default: %(default)s)")
+    add("--sequences", type=count, help="per step (default: one for each GPU)")
+    add("--offload", action="store_true", help="keep the optimizer's state in the CPU's memory")
+    add("--without-adapter", action="store_true", help="leave out the adapter's steps")
     add(
         "--schedule", default="qwen3-1.7b-0.86", help="of the adapter's step (default: %(default)s)"
     )
     dtypes = ["float32", "bfloat16"]
     add("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     add("--steps", type=count, default=2, help="timed steps, after one to warm up")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; the exit code is 2 without usable options or GPUs."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser()
+    args = parser.parse_args(words)
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is not None:
+        see_own_gpu(int(rank))
     try:
         schedule = load_schedule(args.schedule, PAGE_SIZE)
     except ScheduleError as error:
         parser.error(str(error))
-    prepare_out(parser, args.out)
-    require_cuda(parser, 80, "one training step")
-    shapes = MODELS / args.model
-    results = Results(args.out, model=args.model)
-    for dtype, tokens in product(args.dtypes, args.tokens):
-        gc.collect()
-        torch.cuda.empty_cache()
-        results.add(measure(shapes, dtype, tokens, args.steps, schedule, "cuda"))
-    return 0
+    if rank is None:
+        prepare_out(parser, args.out)
+        require_cuda(parser, 80, "one training step", args.ranks, "--ranks")
+    if rank is not None or args.ranks == 1:
+        with joined() as ranks:
+            measure_all(args, schedule, ranks)
+        return 0
+    command = [sys.executable, "-m", "sparrow_sglang.benchmarks.training.train_memory", *words]
+    code, why = launch(command, args.ranks)
+    if code:
+        print(f"{parser.prog}: {why}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         return _check_all(config, args)
     rank = os.environ.get("LOCAL_RANK")
     if rank is not None:
+        from sparrow_sglang.rl.ranks import see_own_gpu
+
         see_own_gpu(int(rank))
     train = _launch if rank is None and config.distributed.ranks != 1 else _train
     auto = config.engine.schedule == AUTO
@@ -89,15 +91,6 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         # Before the run has begun to hold signals back.
         return _say_where_it_stands(config, "stopped", 130)
-
-
-def see_own_gpu(rank: int) -> None:
-    """Of the visible GPUs a rank sees one; before torch is imported."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    elif rank < len(gpus := visible.split(",")):
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[rank]
 
 
 def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.commands.train import see_own_gpu
+from sparrow_sglang.rl.ranks import joined, see_own_gpu
 
 SETTINGS = {
     "float32": ({"dtype": "float32"}, {}),
@@ -64,8 +64,6 @@ def steps(ranks: Any) -> dict[str, dict[str, Any]]:
 if __name__ == "__main__":
     see_own_gpu(int(os.environ["LOCAL_RANK"]))
     import torch
-
-    from sparrow_sglang.rl.ranks import joined
 
     with joined() as ranks:
         torch.save(steps(ranks), Path(sys.argv[1]) / f"rank-{ranks.rank}")

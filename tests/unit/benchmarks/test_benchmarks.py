@@ -275,7 +275,10 @@ def test_tables_of_training_steps_and_audits(tmp_path: Path) -> None:
     step |= {"step_s": [12.5, 12.25], "score_s": 3.0, "idle_gib": 30.0, "warm_up_s": 20.0}
     step |= {"adapter_peak_gib": 40.04, "adapter_step_s": [9.0, 8.5]}
     command = "train_memory.py --tokens 32768 --out /x/train.json"
-    save(tmp_path, "train.json", [step], model="qwen3-1.7b", command=command)
+    sharded = {"dtype": "bfloat16", "tokens": 1000, "ranks": 2, "sequences": 3, "offload": True}
+    sharded |= {"weights_gib": 3.4, "step_peak_gib": 20.0, "step_s": [0.5], "score_s": 0.1}
+    sharded |= {"peak_share": 0.416, "gather_s": 0.75}
+    save(tmp_path, "train.json", [step, sharded], model="qwen3-1.7b", command=command)
     rounds = [
         {"rate": rate, "tokens_per_s": speed, "pair": pair, "served_s": 1.0}
         for pair, (without, audited) in enumerate([(1000.0, 990.0), (1200.0, 1194.0)])
@@ -287,7 +290,10 @@ def test_tables_of_training_steps_and_audits(tmp_path: Path) -> None:
     save(tmp_path, "audit.json", rounds, **fields)
     text = generate(tmp_path)
     assert lines(text, "| qwen3") == [
-        "| qwen3-1.7b | float32 | 32,768 | 6.4 | 71.2 | 12.25 | 3.00 | 40.0 | 8.50 | H200 | 1 |",
+        "| qwen3-1.7b | float32 | 1 | 1 × 32,768 | 6.4 | 71.2 | 12.25 | 2,675 | – | 3.00 | –"
+        " | 40.0 | 8.50 | H200 | 1 |",
+        "| qwen3-1.7b | bfloat16, offloaded | 2 | 3 × 1,000 | 3.4 | 20.0 | 0.50 | 6,000 | 42%"
+        " | 0.10 | 0.75 | – | – | H200 | 1 |",
         "| qwen3-4b | fixed-1024 | 1.0% | 512 × 1024 | 1,100 | 1,092 | 0.75% | H200 | 1 |",
     ]
     start = "`python -m sparrow_sglang.benchmarks."

@@ -13,12 +13,12 @@ from training import settings
 from transformers import AutoConfig
 
 from sparrow_sglang.commands.cli import main
-from sparrow_sglang.commands.train import see_own_gpu
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.engines.processes import EngineDied
+from sparrow_sglang.rl.ranks import see_own_gpu
 from sparrow_sglang.rl.runs import memory_check, run
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS, load_task

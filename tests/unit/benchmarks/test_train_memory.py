@@ -1,0 +1,75 @@
+"""The benchmark of long training steps: what it counts, alone and as one of two ranks."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes_of_a_run import on_ranks
+
+from sparrow_sglang.benchmarks.training import train_memory
+from sparrow_sglang.planning.cost_model import Hardware
+from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.rl.ranks import joined
+from sparrow_sglang.schedule import BudgetSchedule
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.setattr(train_memory, "MODELS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(train_memory, "_hardware", lambda: Hardware("slow", 1e9, 1e9))
+    return argparse.Namespace(
+        model="tiny", sequences=None, offload=False, without_adapter=False, steps=2
+    )
+
+
+def test_flops_of_a_step_by_hand() -> None:
+    shape = ModelShape.from_config(TINY)
+    # Forwards 2 for each weight, backwards 4; a query reads half of the keys, and as many values.
+    weights = 3 * (16 * (16 + 2 * 8 + 16) + 3 * 16 * 32) + 64 * 16
+    attention = 3 * 3 * 2 * (2 * 2 * 8 * 100 * 100 / 2)
+    assert train_memory.step_flops(shape, 100) == pytest.approx(6 * weights * 100 + attention)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_has_a_sequence(tiny: argparse.Namespace, tmp_path: Path, ranks: int) -> None:
+    def row() -> dict[str, Any]:
+        schedule = BudgetSchedule.fixed(48)
+        with joined() as joint:
+            return train_memory.measure(tiny, "float32", 100, schedule, "cpu", joint)
+
+    for found in on_ranks(ranks, row, tmp_path / "ranks"):
+        assert (found["ranks"], found["sequences"], len(found["step_s"])) == (ranks, ranks, 2)
+        assert found["tokens_per_s"] == pytest.approx(ranks * 100 / min(found["step_s"]))
+        flops = train_memory.step_flops(ModelShape.from_config(TINY), 100)
+        # Of one GPU's peak, as each computes a sequence.
+        assert found["peak_share"] == pytest.approx(flops / min(found["step_s"]) / 1e9)
+        assert found["gather_s"] > 0 and len(found["adapter_step_s"]) == 2
+
+
+def test_more_gpus_than_there_are_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        train_memory.main(["--ranks", "2", "--out", str(tmp_path / "out.json")])
+    assert "1 CUDA device found; expected 2 for --ranks" in capsys.readouterr().err
