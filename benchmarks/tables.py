@@ -91,6 +91,7 @@ def step_time_rows(run: Run) -> list[list[str]]:
         [
             row["model"],
             row["arm"] + (f", {schedule_name(row['schedule'])}" if row["schedule"] else ""),
+            str(row["ranks"]),
             str(row["sequences"]),
             number(mean(row["trained_tokens"]) / row["sequences"], 0),
             number(max(row["longest"]), 0),
