@@ -16,9 +16,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FP8 = torch.float8_e4m3fn
-# Mean |difference| of log-probs between bf16 and float64: 0.021 on a CPU, where the error of an
-# oracle that reads everything is 0.061.
-ROUNDING, OF_DENSE = 0.04, 0.05
+# Mean |difference| of log-probs between bf16 and float64: 0.016 on a CPU, where the error of an
+# oracle that reads everything is 0.051; the latter is 0.048 on an H200.
+ROUNDING = 0.04
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 0.5)], ids=["unscaled", "scaled"])
@@ -64,8 +64,10 @@ def test_log_probs_follow_the_contract_on_rounded_kv(
     oracle = ContractModel(model, SCHEDULE, kv_dtype=FP8, kv_scales=scales)
     dense = ContractModel(model, None, kv_dtype=FP8, kv_scales=scales)
     for answers in (cold, warm):
-        assert mean_error(oracle, prompts, answers) < ROUNDING
-        assert mean_error(dense, prompts, answers) > OF_DENSE
+        error = mean_error(oracle, prompts, answers)
+        assert error < ROUNDING
+        # Or else the test could not tell sparse decode from dense.
+        assert mean_error(dense, prompts, answers) > 1.5 * error
 
 
 def mean_error(oracle: ContractModel, prompts: list[list[int]], answers: list[dict]) -> float:
