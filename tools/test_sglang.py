@@ -132,6 +132,11 @@ def _is(case: ElementTree.Element, test: str) -> bool:
     return name == test and "test_plugin" in case.get("classname", "")
 
 
+def _module(case: ElementTree.Element) -> str:
+    parts = case.get("classname", "").split(".")
+    return next(part for part in parts if part.startswith("test_"))
+
+
 def versions_of(python: Path) -> dict[str, str]:
     """What is installed of PACKAGES."""
     code = f"import importlib.metadata as m; print(*map(m.version, {PACKAGES}))"
@@ -153,7 +158,11 @@ def row(result: dict) -> str:
             kinds.append(f"on {counts['machine']}")
         rooms.append(", ".join(kinds) or (by_ci if room in ROOMS else "not run"))
     packages = [result["packages"][name] for name in ("torch", "transformers")]
-    commits = dict.fromkeys(counts["commit"] for counts in result["rooms"].values())
+    commits = dict.fromkeys(
+        commit
+        for counts in result["rooms"].values()
+        for commit in counts.get("commits") or [counts["commit"]]
+    )
     cells = [
         result["sglang"],
         *packages,
@@ -183,26 +192,37 @@ def write_page() -> None:
 
 
 def count_reports(files: Sequence[Path]) -> None:
-    """Write what reports from machines with a GPU hold, each test as it ended last.
+    """Write what reports from machines with a GPU hold, each test as it ended in the last of them.
 
-    All reports of one version must be of one commit and device.
+    All reports of one version must be of one device and the same packages; commits may differ.
     """
-    found: dict[str, tuple[dict[str, str], dict[str, ElementTree.Element]]] = {}
+    found: dict[str, tuple[dict[str, str], dict[str, tuple[str, ElementTree.Element]]]] = {}
     for file in files:
         properties = ElementTree.parse(file).iter("property")
         where = {each.get("name", ""): each.get("value", "") for each in properties}
-        before, cases = found.setdefault(where["sglang"], (where, {}))
+        commit = where.pop("commit")
+        before, last = found.setdefault(where["sglang"], (where, {}))
         if before != where:
             sys.exit(f"{file}: of {where}: expected {before}, as the reports before it")
-        cases |= {node_id(case): case for case in cases_of(file)}
-    for version, (where, cases) in found.items():
+        last |= {node_id(case): (commit, case) for case in cases_of(file)}
+    for version, (where, last) in found.items():
+        cases = [case for _, case in last.values()]
+        by_module: dict[str, list[ElementTree.Element]] = {}
+        for case in cases:
+            by_module.setdefault(_module(case), []).append(case)
         file = RESULTS / f"{version}.json"
         packages = {"packages": {name: where[name] for name in PACKAGES}}
         nothing = packages | {"sglang": version, "rooms": {}, "entry_points": []}
         result = json.loads(file.read_text()) if file.exists() else nothing
-        result["rooms"][GPU] = counted(list(cases.values())) | {
-            "commit": where["commit"],
+        result["rooms"][GPU] = counted(cases) | {
+            "commits": dict(Counter(commit for commit, _ in last.values())),
             "machine": where["device"],
+            "files": {module: counted(by_module[module]) for module in sorted(by_module)},
+            "failed_tests": [
+                f"{_module(case)}.py::{case.get('name')}"
+                for case in cases
+                if outcome(case) == "failed"
+            ],
             **packages,
         }
         file.write_text(json.dumps(result, indent=2) + "\n")

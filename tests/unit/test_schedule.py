@@ -138,6 +138,7 @@ def test_the_twenty_published_schedules_and_the_embedded_models_ship() -> None:
     assert len([name for name in names if name.startswith("qwen3-")]) == 20
     rules = ("smollm2-135m", "smollm2-135m-int4")
     assert set(names) > {f"{rule}-{target}" for rule in rules for target in TARGETS}
+    assert set(names) > {f"gemma3-270m-{target}" for target in ("0.75", "0.86")}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -150,6 +151,39 @@ def test_the_embedded_models_calibrated_rule_ships_as_it_was_measured(target: st
     assert schedule.for_model(SMOLLM2 | heads) == schedule
 
 
+def test_gemmas_schedules_hold_on_fresh_prompts_and_the_page_says_where() -> None:
+    content = json.loads((H200 / "calibration_check_gemma3-270m.json").read_text())
+    checked = {name: budgets for name, _, budgets, *_ in content["settings"]["schedules"]}
+    tails = {}
+    for check in content["checks"]:
+        schedule = load_schedule(f"gemma3-270m-{check['target']:.2f}", 16)
+        assert schedule.provenance["calibrated_as"] == check["schedule"]
+        assert list(schedule.budget_tokens) == checked[check["schedule"]]
+        assert set(schedule.for_model(GEMMA3).dense_layers) == set(range(18)) - {5, 11, 17}
+        assert "fails" not in {row["verdict"] for row in check["bins"]}
+        tails[check["target"]] = [row["tail"] for row in check["bins"] if row["verdict"] == "holds"]
+        few = [row["tokens"] for row in check["bins"] if row["verdict"] == "too few tokens"]
+        assert few == ([997] if check["target"] == 0.86 else [])
+    measured = load_schedule("gemma3-270m-0.86", 16).provenance["tails"]
+    (closest,) = (row for row in measured["256"] if row["bin"] == 2)
+    unjudged = [next(r for r in measured[b] if r["bin"] == 2) for b in ("512", "1024", "2048")]
+    page = " ".join((Path(__file__).parents[2] / "docs" / "schedules.md").read_text().split())
+    for words in (
+        f"{content['settings']['num_prompts']} other prompts",
+        f"all {sum(map(len, tails.values()))} bins judged, at tails from"
+        f" {min(tails[0.75]):.3f} to {max(tails[0.75]):.3f} for 0.75 and from"
+        f" {min(tails[0.86]):.3f} to {max(tails[0.86]):.3f} for 0.86",
+        f"({closest['tail']:.3f}, {closest['low']:.3f} to {closest['high']:.3f})",
+        "{:.3f}, {:.3f} and {:.3f}".format(*(row["tail"] for row in unjudged)),
+        f"on {min(r['tokens'] for r in unjudged)} to {max(r['tokens'] for r in unjudged)} tokens",
+    ):
+        assert words in page
+
+
+# Tokens of a bin, and bins.
+BINS = {"qwen3": (2000, 20), "smollm2": (512, 16), "gemma3": (1024, 8)}
+
+
 @pytest.mark.parametrize("name", known_schedules())
 def test_shipped_file_loads_and_says_where_it_is_from(name: str) -> None:
     schedule = load_schedule(name, 16)
@@ -158,11 +192,12 @@ def test_shipped_file_loads_and_says_where_it_is_from(name: str) -> None:
     assert schedule.model and schedule.model_match
     assert measured_here or schedule.provenance["source"]
     assert schedule.sink_pages == 1 and schedule.recent_pages == 2
-    int4, embedded = "-int4-" in name, name.startswith("smollm2")
+    int4 = "-int4-" in name
     assert schedule.dense_layers == (() if int4 else (0, 1))
-    assert schedule.bin_tokens == (1024 if int4 else 512 if embedded else 2000)
     assert schedule.calibrated and name.endswith(f"-{schedule.tail_target:.2f}")
-    assert len(schedule.budget_tokens) == (8 if int4 else 16 if embedded else 20)
+    family = name.partition("-")[0]
+    bins = (1024, 8) if int4 else BINS[family]
+    assert (schedule.bin_tokens, len(schedule.budget_tokens)) == bins
 
 
 # Top-k pages as the release prints them; three pages are reserved beside them.
@@ -201,6 +236,12 @@ QWEN3_4B = {
     "num_hidden_layers": 36,
 }
 SMOLLM2 = {"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "num_hidden_layers": 30}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 640,
+    "num_hidden_layers": 18,
+    "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(18)],
+}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +252,7 @@ SMOLLM2 = {"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "num_hidde
         ({"hidden_size": 4096}, "qwen3-8b-0.86"),
         ({"hidden_size": 5120, "num_hidden_layers": 40}, "qwen3-14b-0.86"),
         (SMOLLM2, "smollm2-135m-0.86"),
+        (GEMMA3, "gemma3-270m-0.86"),
     ],
 )
 def test_the_schedule_is_found_from_the_model(change: dict[str, Any], expected: str) -> None:
@@ -260,9 +302,10 @@ def test_fixed_schedules_have_one_budget_at_every_length(page_size: int) -> None
 def test_an_unknown_name_lists_the_known_ones_nearest_first() -> None:
     with pytest.raises(ScheduleError) as caught:
         load_schedule("qwen3-14b-086", 16)
-    listed = re.findall(r"(?:qwen3-[\d.]+b|smollm2-135m(?:-int4)?)-[\d.]+\d", str(caught.value))[1:]
+    name = r"(?:qwen3-[\d.]+b|smollm2-135m(?:-int4)?|gemma3-270m)-[\d.]+\d"
+    listed = re.findall(name, str(caught.value))[1:]
     assert sorted(listed) == known_schedules()
-    assert listed[0] == "qwen3-14b-0.86" and listed[-1].startswith("smollm2-135m")
+    assert listed[0] == "qwen3-14b-0.86" and not listed[-1].startswith("qwen3")
 
 
 @pytest.mark.parametrize("spec", ["", "4096", "fixed-", "fixed-4k", "fixed--16"])

@@ -30,12 +30,14 @@ def test_every_result_is_whole_and_of_a_supported_version(tool: ModuleType) -> N
     for file in tool.RESULTS.glob("*.json"):
         result = json.loads(file.read_text(encoding="utf-8"))
         assert file.stem == result["sglang"] in SUPPORTED
-        for counts in result["rooms"].values():
-            assert {*tool.KINDS, "commit"} <= counts.keys()
+        for room, counts in result["rooms"].items():
+            assert {*tool.KINDS, "commits" if room == tool.GPU else "commit"} <= counts.keys()
+            for kind in tool.KINDS if room == tool.GPU else ():
+                assert counts[kind] == sum(of[kind] for of in counts["files"].values())
 
 
 REPORT = """<testsuites><testsuite><properties>
-<property name="device" value="Some GPU" /><property name="commit" value="0123abc" />
+<property name="device" value="Some GPU" /><property name="commit" value="{commit}" />
 <property name="sglang" value="{version}" /><property name="torch" value="2.11.0" />
 <property name="transformers" value="5.12.1" /><property name="triton" value="3.6.0" />
 </properties>{cases}</testsuite></testsuites>"""
@@ -52,15 +54,23 @@ def test_reports_of_gpu_tests_are_counted_by_how_each_test_ended_last(
     # pytest writes a test that was interrupted without a name, and without an outcome.
     first = case.format("a", "") + case.format("b", "<failure />") + '<testcase time="0.003" />'
     second = case.format("b", "") + case.format("c", "<skipped />")
+    second += case.replace("test_step", "test_train").format("d[x]", "<failure />")
     files = []
-    for name, cases in (("first.xml", first), ("second.xml", second)):
-        files.append(tmp_path / name)
-        files[-1].write_text(REPORT.format(version="0.5.16", cases=cases))
+    for commit, cases in (("0123abc", first), ("4567def", second)):
+        files.append(tmp_path / f"{commit}.xml")
+        files[-1].write_text(REPORT.format(version="0.5.16", commit=commit, cases=cases))
     tool.count_reports(files)
     counts = json.loads((tool.RESULTS / "0.5.16.json").read_text())["rooms"]["gpu"]
-    assert {kind: counts[kind] for kind in tool.KINDS} == {"passed": 2, "failed": 0, "skipped": 1}
+    assert {kind: counts[kind] for kind in tool.KINDS} == {"passed": 2, "failed": 1, "skipped": 1}
+    assert counts["files"] == {
+        "test_step": {"passed": 2, "failed": 0, "skipped": 1},
+        "test_train": {"passed": 0, "failed": 1, "skipped": 0},
+    }
+    assert counts["failed_tests"] == ["test_train.py::d[x]"]
+    assert counts["commits"] == {"0123abc": 1, "4567def": 3}
     (line,) = (line for line in tool.PAGE.read_text().splitlines() if line.startswith("| 0.5.16"))
-    assert "| 2 passed, 1 skipped, on Some GPU |" in line and "`0123abc`" in line
+    assert "| 2 passed, 1 failed, 1 skipped, on Some GPU |" in line
+    assert line.endswith("| `0123abc`, `4567def` |")
 
 
 def test_a_version_that_no_entry_point_reached_says_so(tool: ModuleType) -> None:
