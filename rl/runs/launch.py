@@ -1,7 +1,6 @@
 """Several ranks on one machine: started, told of signals, and ended together.
 
-torchrun would send signals to the engines' processes, too, and end the ranks 30 s after one; a
-checkpoint may take longer.
+torchrun would end the ranks 30 s after a signal; a checkpoint may take longer.
 """
 
 import ctypes

@@ -202,7 +202,10 @@ def open_run(
                 "random_seed": config.seed + taken + ranks.rank * (config.steps + 1),
                 "dtype": str(policy.compute_dtype).removeprefix("torch."),
             } | lora_arguments(config.distill)
-            engine = (engines or open_engine)(setup.engine, setup.model_path, arguments)
+            # By itself, a rank saves whatever has become of its engine, and Ctrl-C ends the start.
+            shielded = termination.kept_from_children() if ranks.world > 1 else nullcontext()
+            with shielded:
+                engine = (engines or open_engine)(setup.engine, setup.model_path, arguments)
             with closing(engine):
                 actor = SparseActor(config, engine, policy, adapter, ladder, setup.environment)
                 progress = Progress(checkpoints, termination, state)

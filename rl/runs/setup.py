@@ -78,7 +78,7 @@ def check(config: TrainConfig) -> None:
 
 def _check_settings(config: TrainConfig) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
-        # On a signal it ends the processes of a rank's engine, too.
+        # It kills the ranks 30 s after a signal; a checkpoint may take longer.
         raise InputError(
             f"distributed.ranks={config.distributed.ranks}: torchrun has started this; expected"
             " sparrow train by itself, which starts the ranks, and lets them write a checkpoint"

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -50,6 +51,21 @@ class Termination:
         with self._holding(False):
             self._raise_if_asked()
             yield
+
+    @contextmanager
+    def kept_from_children(self) -> Iterator[None]:
+        """Processes that the block starts never get the signals; this one gets them afterwards.
+
+        Schedulers of jobs send them to all processes of a run at once, and an engine that dies of
+        one would keep a rank from the point where all of them save together.
+        """
+        # When it starts, it lets the signals in again.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
     def _holding(self, held: bool) -> Iterator[None]:
