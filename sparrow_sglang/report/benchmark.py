@@ -92,7 +92,7 @@ def _step_section(runs: list[Run]) -> Section:
         title="Decode steps",
         facts=facts,
         figures=[figure for run in runs for figure in _length_figures(run)],
-        tables=[Table("Sparse against dense", heads, [[*row.values()] for row in cells], words=3)],
+        tables=[Table("Sparse against dense", heads, [[*row.values()] for row in cells], words=4)],
         settings=[_versions(run) for run in runs],
     )
 
@@ -105,6 +105,7 @@ def _cells(pair: Pair) -> dict[str, str]:
     dense, sparse = pair.dense or {}, pair.sparse
     return {
         "model": pair.model,
+        "SGLang": pair.run.sglang,
         "schedule": sparse["schedule"],
         "case": sparse["case"].replace("x", " × "),
         "dense ms": number(dense.get("step_ms")),

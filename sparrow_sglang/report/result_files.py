@@ -27,6 +27,7 @@ _STARTED_AS = {
     "weight_sync.py": "python -m sparrow_sglang.benchmarks.training.weight_sync",
     "soak.py": "python -m sparrow_sglang.benchmarks.rollouts.soak",
     "rule_comparison.py": "python -m sparrow_sglang.benchmarks.rollouts.rule_comparison",
+    "slime_runs.py": "python -m sparrow_sglang.benchmarks.training.slime_runs",
 }
 
 
@@ -50,6 +51,10 @@ class Run:
     @property
     def device(self) -> str:
         return str(self.content["device"]).removeprefix("NVIDIA ")
+
+    @property
+    def sglang(self) -> str:
+        return str(self.content.get("packages", {}).get("sglang", ""))
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def has_fp8_kv(row: Mapping[str, Any]) -> bool:
 
 
 def pair_rows(runs: Sequence[Run]) -> list[Pair]:
-    """Each sparse row with the fastest dense backend for its model and case on its device.
+    """Each sparse row with the fastest dense backend of its SGLang for its model, case and device.
 
     A backend's time is that of the sparse row's own run where it is there, as a device differs from
     run to run; else the shortest of other runs. In the order of the runs and rows.
@@ -69,7 +69,8 @@ def _fastest_dense(
 ) -> tuple[dict[str, Any], Run] | tuple[None, None]:
     by_backend: dict[str, list[tuple[bool, float, dict[str, Any], Run]]] = defaultdict(list)
     for run in runs:
-        for row in run.rows if run.device == own.device else ():
+        comparable = (run.device, run.sglang) == (own.device, own.sglang)
+        for row in run.rows if comparable else ():
             same_model = served_model(row) == served_model(sparse)
             if same_model and row["case"] == sparse["case"] and row["backend"] != SPARSE:
                 elsewhere = run is not own

@@ -233,7 +233,8 @@ def test_tables_of_steps_and_snapshots(tmp_path: Path) -> None:
     save(tmp_path, "b.json", [row("sparrow", 3.0), row("sparrow", 4.0, fill, floor_ms=2.0)])
     text = generate(tmp_path)
     assert lines(text, "| qwen3-4b")[0] == (
-        "| qwen3-4b | fixed-512 | 2 × 1000 | 8.00 (fa3) | 3.00 | 2.67× | 1.00 | H200 | 2, dense 1 |"
+        "| qwen3-4b | fixed-512 | 2 × 1000 | 8.00 (fa3) | 3.00 | 2.67× | 1.00 | H200 | 0.5.17 | 2,"
+        " dense 1 |"
     )
     assert lines(text, "| qwen3-4b")[1] == (
         f"| qwen3-4b | fixed-512 | 1024 to 2048 | {batch} | {sum(batch_lengths(fill)):,} |"
