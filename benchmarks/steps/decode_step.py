@@ -135,7 +135,7 @@ def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
     Layers with a sliding window count in full, as SGLang may keep their KV in the common pool.
     """
     part = shape.on_rank(ranks)
-    kv_bytes = part.kv_itemsize * part.layer_kv_width * part.num_layers * sum(lengths)
+    kv_bytes = part.kv_itemsize * part.layer_kv_width * part.kv_layers * sum(lengths)
     return (2 * part.weights_read(math.inf) + kv_bytes) / 1e9
 
 

@@ -13,7 +13,8 @@ landmark is half of D wide, hence L_out^2 / (2p) in the scoring terms.
 Of a mixture of experts P counts what one token is multiplied with.
 
 What the printed formulas leave out: reading the weights (free in the limit of a large batch), the
-layers that stay dense, and L < B; layers with a sliding window are not counted in D here. They read
+layers that stay dense, and L < B; layers with a sliding window or linear attention are not counted
+in D here. They read
 a prompt's KV once for all N samples. Their scoring terms for the prompt carry neither r nor 1/p, so
 the prompt is charged at the price of reading its whole KV. `step_costs` counts the step of this
 backend instead, without these simplifications.
@@ -121,18 +122,22 @@ def paper_speedup(
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Per decoded token, by cause; each field is an array over lengths, or its sum."""
+    """Per decoded token, by cause; each field is an array over lengths, or its sum.
+
+    State is that of linear attention, read and written; its arithmetic counts as attention.
+    """
 
     weight_bytes: Array
     kv_bytes: Array
     scoring_bytes: Array
+    state_bytes: Array
     linear_flops: Array
     attention_flops: Array
     scoring_flops: Array
 
     @property
     def bytes(self) -> Array:
-        return self.weight_bytes + self.kv_bytes + self.scoring_bytes
+        return self.weight_bytes + self.kv_bytes + self.scoring_bytes + self.state_bytes
 
     @property
     def flops(self) -> Array:
@@ -163,15 +168,15 @@ def step_costs(
 
     Weights are read once a step and shared by the batch, those of experts as far as the batch is
     expected to choose them; KV is read by each sequence for itself; dense layers read everything,
-    and layers with a sliding window their window; landmarks score every page between sinks and
-    recent pages, once the sequence exceeds the layer's budget: by one product per landmark and KV
-    head, or per query head.
+    layers with a sliding window their window, and layers with linear attention read and write a
+    state of fixed size; landmarks score every page between sinks and recent pages, once the
+    sequence exceeds the layer's budget: by one product per landmark and KV head, or per query head.
     """
     if not batch > 0:
         raise InputError(f"batch={batch}: expected 1 or more running sequences")
     lengths = np.asarray(seq_lens, dtype=np.int64)
     per_layer = float(shape.layer_kv_width)
-    whole = shape.num_layers - len(shape.window_layers)
+    whole = shape.whole_layers
     token_layers: Array = lengths * np.float64(whole)
     scoring_bytes: Array = np.zeros(lengths.shape)
     scoring_flops: Array = np.zeros(lengths.shape)
@@ -194,12 +199,19 @@ def step_costs(
     token_layers = token_layers + len(shape.window_layers) * np.minimum(
         lengths, shape.window_tokens
     )
+    linear = shape.linear
+    state_bytes, state_flops = (
+        (2 * len(linear.layers) * linear.state_bytes, len(linear.layers) * linear.state_flops)
+        if linear
+        else (0, 0)
+    )
     return StepCosts(
         weight_bytes=np.full(lengths.shape, _BYTES_PER_VALUE * shape.weights_read(batch) / batch),
         kv_bytes=shape.kv_itemsize * per_layer * token_layers,
         scoring_bytes=scoring_bytes,
+        state_bytes=np.full(lengths.shape, float(state_bytes)),
         linear_flops=np.full(lengths.shape, 2.0 * shape.parameters),
-        attention_flops=2 * shape.gqa_ratio * per_layer * token_layers,
+        attention_flops=2 * shape.gqa_ratio * per_layer * token_layers + state_flops,
         scoring_flops=scoring_flops,
     )
 

@@ -10,9 +10,11 @@ from typing import Any
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import (
     FULL,
+    LINEAR,
     WINDOW,
     head_dim_of,
     layer_types_of,
+    linear_layers,
     text_config,
     window_layers,
 )
@@ -22,11 +24,10 @@ from sparrow_sglang.schedule import BudgetSchedule
 _REFUSED = (
     "n_routed_experts",
     "n_shared_experts",
-    "shared_expert_intermediate_size",
     "kv_lora_rank",
-    "full_attention_interval",
 )
-_KINDS = {FULL, WINDOW}
+_KINDS = {FULL, WINDOW, LINEAR}
+_STATE_ITEMSIZE, _CONVOLUTION_ITEMSIZE = 4, 2
 
 
 KV_ITEMSIZES = {"auto": 2, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1}
@@ -37,13 +38,15 @@ KV_ITEMSIZES = {"auto": 2, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 class Experts:
     """Mixture-of-experts blocks in place of dense ones, in `layers` of a model's layers.
 
-    A router sends each token to `per_token` of `number` gated experts of width `size`.
+    A router sends each token to `per_token` of `number` gated experts of width `size`, and all
+    tokens go to one more of width `shared_size`, behind a gate of its own; 0 where there is none.
     """
 
     number: int
     per_token: int
     size: int
     layers: int
+    shared_size: int = 0
 
     def expected(self, batch: float) -> float:
         """Experts of a layer that a step of `batch` tokens reads, if each choice is as likely.
@@ -55,13 +58,70 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta rule in place of attention over KV, as in Qwen3-Next and Qwen3.5.
+
+    Each of `value_heads` keeps a state of key_dim x value_dim numbers in fp32, and a convolution
+    keeps the latest `conv_tokens` - 1 of its inputs in 16 bits, as SGLang 0.5.17 does by default.
+
+    Attributes:
+        layers: those that have it.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_tokens: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "LinearAttention | None":
+        """None without such layers. Raises `InputError` if a field of it is missing."""
+        if not (layers := linear_layers(config)):
+            return None
+        return cls(
+            layers=layers,
+            key_heads=_positive(config, "linear_num_key_heads"),
+            value_heads=_positive(config, "linear_num_value_heads"),
+            key_dim=_positive(config, "linear_key_head_dim"),
+            value_dim=_positive(config, "linear_value_head_dim"),
+            conv_tokens=_positive(config, "linear_conv_kernel_dim"),
+        )
+
+    @property
+    def _convolved(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def weights(self, hidden_size: int) -> int:
+        """Of one layer: projections of queries, keys, values, gates and outputs; convolution."""
+        values = self.value_heads * self.value_dim
+        inputs = self._convolved + values + 2 * self.value_heads
+        return hidden_size * (inputs + values) + self._convolved * self.conv_tokens
+
+    @property
+    def state_bytes(self) -> int:
+        """What one sequence keeps in one layer, whatever its length; a step reads and writes it."""
+        state = self.value_heads * self.key_dim * self.value_dim
+        inputs = self._convolved * (self.conv_tokens - 1)
+        return _STATE_ITEMSIZE * state + _CONVOLUTION_ITEMSIZE * inputs
+
+    @property
+    def state_flops(self) -> int:
+        """Of one token in one layer: decay, both products with the state, and its change."""
+        return 7 * self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Shapes of a gated transformer with grouped-query attention, weights of 2 bytes.
 
     Attributes:
-        intermediate_size: width of the MLP in layers without experts.
+        intermediate_size: width of the MLP in layers without experts; 0 if all have experts.
         window_layers: layers that attend to the latest `window_tokens` tokens only.
         window_tokens: 0 where there are none.
+        linear: None for a model without linear attention; with it, the other layers' attention has
+            a gate as wide as its queries.
         experts: None for a dense model.
         kv_itemsize: bytes of a number in the KV cache, 2 or 1.
     """
@@ -75,6 +135,7 @@ class ModelShape:
     vocab_size: int
     window_layers: tuple[int, ...] = ()
     window_tokens: int = 0
+    linear: LinearAttention | None = None
     experts: Experts | None = None
     kv_itemsize: int = 2
 
@@ -82,7 +143,7 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From the fields of a Hugging Face config.json.
 
-        Raises `InputError` on a missing field and on shared experts, latent or linear attention,
+        Raises `InputError` on a missing field and on DeepSeek's experts and latent attention,
         whose weights and KV these formulas do not count, and on a sliding window without
         `layer_types` that say which layers have it.
         """
@@ -97,13 +158,12 @@ class ModelShape:
             if config.get(key):
                 raise InputError(
                     f"{key}={quoted(config[key])}: the cost model covers models with grouped-query"
-                    " attention, full or with a sliding window in the layers that layer_types"
-                    " names, and dense or with routed experts; shared experts, latent and linear"
-                    " attention are not counted"
+                    " attention, full, or with a sliding window or a gated delta rule in the layers"
+                    " that layer_types names, and dense or with routed experts; DeepSeek's experts"
+                    " and latent attention are not counted"
                 )
         names = {
             "hidden_size": "hidden_size",
-            "intermediate_size": "intermediate_size",
             "num_layers": "num_hidden_layers",
             "num_q_heads": "num_attention_heads",
             "vocab_size": "vocab_size",
@@ -111,11 +171,15 @@ class ModelShape:
         if windows:
             names["window_tokens"] = "sliding_window"
         fields = {field: _positive(config, key) for field, key in names.items()}
+        experts = _experts(config, fields["num_layers"])
+        all_experts = experts is not None and experts.layers == fields["num_layers"]
         return cls(
+            intermediate_size=0 if all_experts else _positive(config, "intermediate_size"),
             num_kv_heads=config.get("num_key_value_heads") or fields["num_q_heads"],
             head_dim=head_dim_of(config),
             window_layers=windows,
-            experts=_experts(config, fields["num_layers"]),
+            linear=LinearAttention.from_config(config),
+            experts=experts,
             **fields,
         )
 
@@ -141,14 +205,22 @@ class ModelShape:
                 )
             return width // ranks
 
-        experts = self.experts
+        experts, linear = self.experts, self.linear
+        if experts:
+            size, shared = part(experts.size, "an expert"), experts.shared_size
+            experts = replace(experts, size=size, shared_size=part(shared, "a shared expert"))
+        if linear:
+            keys = part(linear.key_heads, "a number of linear attention's key heads")
+            values = part(linear.value_heads, "a number of linear attention's value heads")
+            linear = replace(linear, key_heads=keys, value_heads=values)
         return replace(
             self,
             intermediate_size=part(self.intermediate_size, "an MLP"),
             num_q_heads=part(self.num_q_heads, "a number of query heads"),
             num_kv_heads=max(1, kv_heads),
             vocab_size=-(-self.vocab_size // ranks),
-            experts=experts and replace(experts, size=part(experts.size, "an expert")),
+            linear=linear,
+            experts=experts,
         )
 
     @property
@@ -170,15 +242,33 @@ class ModelShape:
     def _shared(self) -> int:
         """Weights that every token is multiplied with, routers among them."""
         heads = 2 * (self.num_q_heads + self.num_kv_heads)
-        attention = self.num_layers * self.hidden_size * self.head_dim * heads
-        dense_layers = self.num_layers - (self.experts.layers if self.experts else 0)
-        routers = self.experts.layers * self.experts.number if self.experts else 0
-        outputs = 3 * self.intermediate_size * dense_layers + routers + self.vocab_size
+        if self.linear:
+            heads += self.num_q_heads
+        attention = self.kv_layers * self.hidden_size * self.head_dim * heads
+        if self.linear:
+            attention += len(self.linear.layers) * self.linear.weights(self.hidden_size)
+        dense_layers, outputs = self.num_layers, self.vocab_size
+        if self.experts:
+            dense_layers -= self.experts.layers
+            shared = self.experts.shared_size
+            gated = 3 * shared + 1 if shared else 0
+            outputs += self.experts.layers * (self.experts.number + gated)
+        outputs += 3 * self.intermediate_size * dense_layers
         return attention + self.hidden_size * outputs
 
     @property
     def _expert(self) -> int:
         return 3 * self.hidden_size * self.experts.size if self.experts else 0
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers that keep KV, those with a sliding window among them."""
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+
+    @property
+    def whole_layers(self) -> int:
+        """Layers that keep the whole KV and read it where they are dense."""
+        return self.kv_layers - len(self.window_layers)
 
     @property
     def layer_kv_width(self) -> int:
@@ -188,12 +278,17 @@ class ModelShape:
     @property
     def kv_width(self) -> int:
         """D: key and value values of one cached token over the layers that keep the whole KV."""
-        return self.layer_kv_width * (self.num_layers - len(self.window_layers))
+        return self.layer_kv_width * self.whole_layers
 
     def dense_layers(self, schedule: BudgetSchedule) -> int:
         """How many of the layers that keep the whole KV are dense under `schedule`."""
-        dense = set(schedule.dense_layers) - set(self.window_layers)
+        dense = set(schedule.dense_layers) - set(self.partial_layers)
         return sum(layer < self.num_layers for layer in dense)
+
+    @property
+    def partial_layers(self) -> tuple[int, ...]:
+        """Layers with a sliding window or linear attention."""
+        return self.window_layers + (self.linear.layers if self.linear else ())
 
     @property
     def gqa_ratio(self) -> float:
@@ -202,7 +297,8 @@ class ModelShape:
 
 
 def _experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:
-    """Routed experts; as Qwen3-MoE and Mixtral have them, in all layers or every n-th."""
+    """Routed experts, in all layers or every n-th, as Qwen3-MoE and Mixtral have them; with a
+    shared one as in Qwen2-MoE, Qwen3-Next and Qwen3.5."""
     key = "num_experts" if config.get("num_experts") else "num_local_experts"
     if not config.get(key):
         return None
@@ -217,6 +313,7 @@ def _experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:
         per_token=per_token,
         size=_positive(config, size if config.get(size) else "intermediate_size"),
         layers=len([layer for layer in layers if layer not in dense]),
+        shared_size=config.get("shared_expert_intermediate_size") or 0,
     )
 
 

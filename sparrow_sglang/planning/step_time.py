@@ -100,12 +100,14 @@ def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
     batch, cached = _positive(row, "batch"), _positive(row, "cached_tokens")
     weights = 2.0 * shape.weights_read(batch)
     per_layer = 2 * shape.layer_kv_width
-    whole = shape.num_layers - len(shape.window_layers)
+    whole = shape.whole_layers
+    if shape.linear:
+        weights += 2 * batch * len(shape.linear.layers) * shape.linear.state_bytes
     weights += per_layer * len(shape.window_layers) * min(cached, batch * shape.window_tokens)
     if row.get("budget_tokens") is None:
         return weights + whole * per_layer * cached
     budget = min(_positive(row, "budget_tokens"), cached)
-    dense_layers = int(row.get("dense_layers", len(_DENSE_LAYERS - set(shape.window_layers))))
+    dense_layers = int(row.get("dense_layers", len(_DENSE_LAYERS - set(shape.partial_layers))))
     sparse_layers = whole - dense_layers
     # Steps that read everything do not score; the three kept pages per sequence never do.
     pages = cached / row.get("page_size", PAGE_SIZE) - 3 * batch if budget < cached else 0.0

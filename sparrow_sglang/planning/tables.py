@@ -96,9 +96,11 @@ def _headline(plan: Plan) -> str:
 def _header(plan: Plan) -> str:
     shape, schedule, hardware = plan.shape, plan.schedule, plan.hardware
     state = plan.calibration if schedule.calibrated else "not calibrated"
-    windows = ""
+    other = ""
     if shape.window_layers:
-        windows = f" ({len(shape.window_layers)} with a window of {shape.window_tokens:,} tokens)"
+        other = f" ({len(shape.window_layers)} with a window of {shape.window_tokens:,} tokens)"
+    if shape.linear:
+        other = f" ({len(shape.linear.layers)} with linear attention)"
     device = f"{hardware.intensity:.0f} FLOPs in the time of reading a byte"
     if hardware.name:
         device = (
@@ -106,7 +108,7 @@ def _header(plan: Plan) -> str:
             f" {hardware.bytes_per_s / 1e12:.2f} TB/s, {device}"
         )
     return (
-        f"model: {shape.num_layers} layers{windows}, {shape.num_q_heads} query and"
+        f"model: {shape.num_layers} layers{other}, {shape.num_q_heads} query and"
         f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {_parameters(shape)},"
         f" {shape.kv_width:,} KV values of {8 * shape.kv_itemsize} bits per token\n"
         f"schedule {schedule.name} ({state}): {schedule.budget_tokens[0]:,} to"
@@ -136,18 +138,18 @@ def _step_table(plan: Plan) -> str:
         totals = {}
         for name, schedule in (("dense", None), ("sparse", plan.schedule)):
             costs = step_costs(plan.shape, [cached], plan.batch, schedule)
-            parts = (
-                intensity * costs.weight_bytes,
-                intensity * costs.kv_bytes,
-                intensity * costs.scoring_bytes,
-                costs.flops,
-            )
+            read = [costs.weight_bytes, costs.kv_bytes, costs.scoring_bytes]
+            if plan.shape.linear:
+                read.append(costs.state_bytes)
+            parts = [*(intensity * part for part in read), costs.flops]
             totals[name] = float(costs.eflops(intensity)[0])
             cells = [f"{float(part[0]) * scale:.2f}" for part in parts]
             cells.append(f"{totals[name] * scale:.2f}")
             gain = f"{totals['dense'] / totals[name]:.2f}x"
             rows.append([f"{cached:,}" if name == "dense" else "", name, *cells, gain])
-    heads = ["cached", "decode", "weights", "KV", "scoring", "compute", "total", "speed-up"]
+    states = ["states"] if plan.shape.linear else []
+    heads = ["cached", "decode", "weights", "KV", "scoring", *states, "compute", "total"]
+    heads.append("speed-up")
     return f"Where a decode step goes, {unit} at peak rates\n" + _table(heads, rows)
 
 
@@ -163,7 +165,7 @@ def _rollout_table(plan: Plan, fits: tuple[StepTimeFit, StepTimeFit] | None) -> 
     note = (
         f"paper's formula: {plan.samples} samples share a prompt's KV, weights are free"
         f" (large batch)\nstep model: weights read once per step of {plan.batch}, layers"
-        f" {[i for i in plan.schedule.dense_layers if i not in plan.shape.window_layers]} dense,"
+        f" {[i for i in plan.schedule.dense_layers if i not in plan.shape.partial_layers]} dense,"
         f" {plan.schedule.selection}"
     )
     if fits is not None:

@@ -1,4 +1,5 @@
-"""Weights of a mixture of experts, by hand and by enumeration, and what each rank holds of them."""
+"""Weights of experts and of linear attention, by hand, by enumeration and in transformers; and what
+each rank holds of them."""
 
 import itertools
 import math
@@ -6,11 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from shapes import qwen
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3NextConfig
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.cost_model import step_costs
 from sparrow_sglang.planning.model_shape import Experts, ModelShape
+from sparrow_sglang.schedule import BudgetSchedule
 
 # A layer of attention has 8 * 4 * 2 * (4 + 2) = 384 weights. The first layer is dense, 3 * 8 * 16 =
 # 384, the second has a router of 8 * 3 = 24 and three experts of 3 * 8 * 2 = 48; the vocabulary
@@ -82,6 +88,72 @@ class TestExperts:
         assert read == pytest.approx([2 * shape.weights_read(batch) for batch in (1, 16, 64)])
         # 6 GB for one token, all but a sixtieth of 60.4 GB at 64.
         assert [round(size / 1e9, 1) for size in read] == [6.1, 39.8, 59.5]
+
+
+# Two layers, the first with linear attention: queries and keys of 2 heads * 3, values of 4 * 5 give
+# 8 * (2 * 6 + 2 * 20 + 2 * 4) projections, 20 * 8 outputs, a convolution of 32 * 4: 768. Attention
+# with gates has 8 * 4 * (2 * (4 + 2) + 4) = 512.
+LINEAR = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 10,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+class TestLinearAttention:
+    def test_weights_and_states_by_hand(self) -> None:
+        shape = ModelShape.from_config(LINEAR)
+        assert shape.parameters == 768 + 512 + 2 * 384 + 80
+        assert shape.linear is not None
+        # 4 heads of 3 * 5 numbers of 4 bytes, and three inputs of the convolution, 32 * 2 bytes.
+        assert shape.linear.state_bytes == 240 + 192
+        # One layer has keys and values of 2 heads * 4.
+        assert (shape.kv_width, shape.whole_layers) == (16, 1)
+
+    def test_a_step_reads_and_writes_states_and_the_kv_of_other_layers(self) -> None:
+        costs = step_costs(ModelShape.from_config(LINEAR), [100, 1000], 4)
+        assert costs.state_bytes.tolist() == [2 * 432] * 2
+        assert costs.kv_bytes.tolist() == [2 * 16 * 100, 2 * 16 * 1000]
+        # Decay, two products and an outer product of 4 * 3 * 5 numbers; q.k and p.v of 4 heads.
+        assert costs.attention_flops.tolist() == [420 + 4 * 16 * 100, 420 + 4 * 16 * 1000]
+
+    def test_dense_layers_are_those_with_the_whole_kv(self) -> None:
+        schedule = BudgetSchedule.fixed(64)
+        assert ModelShape.from_config(LINEAR).dense_layers(schedule) == 1
+
+    @pytest.mark.parametrize(
+        "config", [Qwen3NextConfig, Qwen3_5TextConfig, Qwen3_5MoeTextConfig, Qwen2MoeConfig]
+    )
+    def test_weights_are_those_of_transformers(self, config: Any) -> None:
+        """In the shapes that transformers takes for granted, up to 80 billion weights."""
+        fields = config(tie_word_embeddings=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(fields)
+        matrices = sum(weight.numel() for weight in model.parameters() if weight.ndim > 1)
+        shape = ModelShape.from_config(fields.to_dict())
+        # An input embedding is looked up.
+        assert shape.weights_read(math.inf) == matrices - fields.vocab_size * fields.hidden_size
+
+    def test_two_ranks_hold_its_weights_and_states_between_them(self) -> None:
+        whole = ModelShape.from_config(Qwen3NextConfig().to_dict())
+        half = whole.on_rank(2)
+        # Every rank has the routers of 512 experts, and the gates of the shared ones.
+        both = 48 * 2048 * (512 + 1)
+        assert 2 * half.weights_read(math.inf) == whole.weights_read(math.inf) + both
+        assert whole.linear is not None and half.linear is not None
+        assert 2 * half.linear.state_bytes == whole.linear.state_bytes
+        with pytest.raises(InputError, match="32 tensor-parallel ranks: a number of"):
+            whole.on_rank(32)
 
 
 class TestRanks:
