@@ -3,7 +3,8 @@
 `python -m sparrow_sglang.benchmarks.training.train_memory` runs it.
 
 Long sequences through forward, backward and optimizer step of the dense policy, and through a step
-of a rollout adapter, in the shape of a real model with random weights.
+of a rollout adapter, in the shape of a real model with random weights; and one layer's attention of
+packed shorter sequences.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from sparrow_sglang.benchmarks.options import (
     require_cuda,
 )
 from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.training.attention_times import attention_times
 from sparrow_sglang.command_line import OneLineParser, at_least, count
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
 from sparrow_sglang.planning.model_shape import ModelShape
@@ -94,9 +96,8 @@ def measure(
     All come after one to warm up. It makes the optimizer's state, so its peak is the one of the
     first step. Of several ranks all must ask; the peaks are the largest.
     """
-    folder = MODELS / options.model
     policy = DensePolicy(
-        new_model(folder, dtype, device),
+        new_model(MODELS / options.model, dtype, device),
         ModelConfig(dtype=dtype),
         OptimizerConfig(offload=options.offload),
         device,
@@ -120,9 +121,8 @@ def measure(
     idle = _most(ranks, torch.cuda.memory_allocated())
     (score,), score_peak = measured(lambda: policy.score(sequences), 1)
     (gather,), _ = measured(lambda: [None for _ in policy.named_weights()], 1)
-    shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
     hardware = _hardware()
-    flops = count * step_flops(shape, tokens)
+    flops = count * step_flops(_shape(options.model), tokens)
     row = {
         "dtype": dtype,
         "tokens": tokens,
@@ -153,6 +153,10 @@ def measure(
     }
 
 
+def _shape(model: str) -> ModelShape:
+    return ModelShape.from_config(json.loads((MODELS / model / "config.json").read_text()))
+
+
 def _most(ranks: Ranks, size: int) -> float:
     return max(ranks.each(size)) / GIB
 
@@ -170,6 +174,7 @@ def measure_all(options: argparse.Namespace, schedule: BudgetSchedule, ranks: Ra
         gc.collect()
         torch.cuda.empty_cache()
         row = measure(options, dtype, tokens, schedule, "cuda", ranks)
+        row["packed_attention"] = attention_times(_shape(options.model), tokens)
         if results is not None:
             results.add(row)
 

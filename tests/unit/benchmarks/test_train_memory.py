@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes_of_a_run import on_ranks
 
-from sparrow_sglang.benchmarks.training import train_memory
+from sparrow_sglang.benchmarks.training import attention_times, train_memory
 from sparrow_sglang.planning.cost_model import Hardware
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.rl.ranks import joined
@@ -73,3 +73,14 @@ def test_more_gpus_than_there_are_are_refused(
     with pytest.raises(SystemExit):
         train_memory.main(["--ranks", "2", "--out", str(tmp_path / "out.json")])
     assert "1 CUDA device found; expected 2 for --ranks" in capsys.readouterr().err
+
+
+def test_packs_are_of_like_lengths_and_padding_attends_within_them() -> None:
+    lengths = attention_times.like_lengths(1000)
+    assert sum(lengths) == 1000 and len(lengths) == 8
+    assert 1.9 < max(lengths) / min(lengths) < 2.1
+    query, key, value = torch.randn(3, 1, 2, 1000, 4, dtype=torch.float64)
+    out = attention_times.by_padding(query, key, value, lengths)
+    first, end = sum(lengths[:3]), sum(lengths[:4])
+    scores = query[0, 1, end - 1] @ key[0, 1, first:end].T / 2
+    torch.testing.assert_close(out[0, end - 1, 1], scores.softmax(0) @ value[0, 1, first:end])
