@@ -143,6 +143,7 @@ def generate(root: Path = ROOT) -> str:
         training=load_runs(root, "step_peak_gib"),
         step_times=load_runs(root, "trained_tokens"),
         learning=load_runs(root, "curves"),
+        slime=load_runs(root, "weight_versions"),
         distilled=distilled,
         # The cost is measured last, and missing in a result that was cut short.
         costs=[run for run in distilled if "cost" in run.content],

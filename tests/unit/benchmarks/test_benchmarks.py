@@ -304,6 +304,26 @@ def test_tables_of_training_steps_and_audits(tmp_path: Path) -> None:
     )
 
 
+def test_table_of_slimes_loop(tmp_path: Path) -> None:
+    rollout = {"rollout": "0", "responses": 64, "length_mean": 2048.0, "seconds": 8.04}
+    rollout |= {"tokens_per_s": 16302.5, "weight_versions": ["1"], "recorded": 8}
+    rollout |= {"accept_p05": 0.9056, "accept_p05_bin0": 0.9, "accept_p05_bin1": 0.875}
+    evaluation = {"rollout": "eval_0", "responses": 8, "length_mean": 100.0, "seconds": 1.0}
+    evaluation |= {"tokens_per_s": 800.0, "weight_versions": ["2"]}
+    evaluation |= {"evaluation_dense_logprob_abs_diff": 0.0388}
+    evaluation |= {"sparse_dense_logprob_abs_diff": 0.0782}
+    settings = {"model": "smollm2-135m", "schedule": "x/mine.json", "servers": 2}
+    fields = {"settings": settings, "command": "slime_runs.py examples/slime"}
+    save(tmp_path, "slime.json", [rollout, evaluation], **fields)
+    text = generate(tmp_path)
+    assert lines(text, "| smollm2") == [
+        "| smollm2-135m | mine | 2 | 0 | 64 | 2,048 | 8.0 | 16,302 | 8 | 0.906 | 0.900, 0.875"
+        " | H200 | 1 |",
+        "| smollm2-135m | dense | 2 | evaluation | 8 | 100 | 1.0 | 800 | – | – | – | H200 | 1 |",
+    ]
+    assert "Run 1: 0.039 for the evaluation, 0.078 for sparse responses" in text
+
+
 def test_tables_of_what_an_adapter_gains_and_costs(tmp_path: Path) -> None:
     def tails(*values: float) -> list[dict]:
         return [

@@ -1,8 +1,11 @@
 """The benchmark of slime's loop: what it makes of slime's samples, and what it refuses."""
 
 import importlib.util
+import json
+import math
 from asyncio import run
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +43,32 @@ def test_row_of_a_rollout() -> None:
 
 def test_an_evaluation_has_no_tail() -> None:
     assert "accept_p05" not in row_of("eval_0", [sample(4, 0.0, 1.0, [])])
+
+
+def test_the_recipes_figures_are_those_of_the_run() -> None:
+    results = FOLDER.parents[1] / "benchmarks" / "results" / "h200"
+    *rollouts, evaluation = json.loads((results / "slime_runs_smollm2-135m.json").read_text())[
+        "rows"
+    ]
+    speeds = [row["tokens_per_s"] for row in rollouts]
+    tails = [row["accept_p05"] for row in rollouts]
+    bins = [v for row in rollouts for key, v in row.items() if key.startswith("accept_p05_bin")]
+    curves = json.loads((results / "learning_curves_story.json").read_text())["rows"]
+    dense = [row["curves"]["rollout_corr/kl"] for row in curves if row["schedule"] == "dense"]
+    kl = fmean(value for curve in dense for _, value in curve)
+    page = " ".join((FOLDER / "README.md").read_text().split())
+    for words in (
+        f"at {min(speeds):,.0f} to {max(speeds):,.0f} tokens/s",
+        f"was {min(tails):.3f} to {max(tails):.3f}, by bins of {slime_runs.BIN_TOKENS} positions"
+        f" {min(bins):.3f} to {max(bins):.3f}",
+        f"was {evaluation['evaluation_dense_logprob_abs_diff']:.3f}",
+        f"was {evaluation['sparse_dense_logprob_abs_diff']:.3f}",
+        f"of {kl:.4f} from the trainer",
+        # E|x| of a normal x is sqrt(2 / pi) of its standard deviation.
+        f"so {math.sqrt(2 / math.pi) * math.sqrt(2 * kl):.3f}",
+    ):
+        assert words in page
+    assert min(bins) > 0.86
 
 
 def test_a_folder_that_is_no_checkout_is_refused(
