@@ -106,8 +106,13 @@ def test_tail_and_mean_under_a_schedule(rows: dict[int, str]) -> None:
     }
     assert {row["verdict"] for of in bins.values() for row in of} == {"holds"}
     tails = [row["tail"] for row in bins["smollm2-135m-0.86"]]
+    gemma = load(H200 / "calibration_check_gemma3-270m.json")
+    verdicts = [row["verdict"] for check in gemma["checks"] for row in check["bins"]]
+    assert "fails" not in verdicts
     assert_says(
         rows[5],
+        f"Gemma 3 270M, {gemma['settings']['num_prompts']} other prompts: held in all"
+        f" {verdicts.count('holds')} bins judged",
         f"{checks['settings']['num_prompts']} other prompts",
         f"all {sum(map(len, bins.values()))} sparse bins",
         f"between {min(tails):.3f} and {max(tails):.3f}",
