@@ -54,13 +54,14 @@ def sides(run: Run) -> list[tuple[Row, Row | None]]:
 
 
 def learning_rows(run: Run) -> list[list[str]]:
-    """Cells of each schedule of a run of `learning_curves`."""
+    """Cells of each arm of a run of `learning_curves`."""
     curves = [current_names(row["curves"]) for row in run.rows]
     last = max(set.intersection(*({step for step, _ in c["eval/pass_rate"]} for c in curves)))
     table = []
-    for schedule in dict.fromkeys(row["schedule"] for row in run.rows):
-        rows = [row for row in run.rows if row["schedule"] == schedule]
-        seeds = [c for c, row in zip(curves, run.rows, strict=True) if row["schedule"] == schedule]
+    arms = [row.get("arm") or schedule_name(row["schedule"]) for row in run.rows]
+    for arm in dict.fromkeys(arms):
+        rows = [row for row, its in zip(run.rows, arms, strict=True) if its == arm]
+        seeds = [curve for curve, its in zip(curves, arms, strict=True) if its == arm]
         rates = [dict(seed["eval/pass_rate"]) for seed in seeds]
         before, then = ([rate[step] for rate in rates] for step in (0, last))
         tail, read, cached = (
@@ -69,7 +70,7 @@ def learning_rows(run: Run) -> list[list[str]]:
         )
         table.append(
             [
-                schedule_name(schedule),
+                arm,
                 str(len(seeds)),
                 str(last),
                 *(f"{mean(values):.3f} ± {stdev(values):.3f}" for values in (before, then)),

@@ -32,7 +32,11 @@ Train from the same start under several schedules and seeds, and write the curve
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.training.learning_curves examples/story_curves.toml \\
       --schedules dense smollm2-135m-0.86 --seeds 0 1 2 --parallel 6 --out learning_curves.json
+  python -m sparrow_sglang.benchmarks.training.learning_curves examples/story_curves.toml \\
+      --schedules smollm2-135m-0.86 --partial smollm2-135m-0.86 --parallel 6
 """
+OVERSUBSCRIBE = 1.5
+"""Of partial rollouts."""
 CURVES = (
     "eval/pass_rate",
     "critic/score/mean",
@@ -45,18 +49,30 @@ CURVES = (
 
 
 def plan_runs(
-    path: Path, schedules: Sequence[str], seeds: Sequence[int], work: Path
+    path: Path,
+    schedules: Sequence[str],
+    seeds: Sequence[int],
+    work: Path,
+    partial: Sequence[str] = (),
 ) -> list[RunPlan]:
-    """The runs, all seeds of a schedule together; raises `InputError` as `TrainConfig` does."""
+    """The runs, all seeds of a schedule together, those of `partial` with partial rollouts.
+
+    Raises `InputError` as `TrainConfig` does.
+    """
     base = read_toml(path)
     plans = []
-    for schedule in schedules:
+    for schedule, oversubscribe in [
+        *((schedule, None) for schedule in schedules),
+        *((schedule, OVERSUBSCRIBE) for schedule in partial),
+    ]:
         arm = Path(schedule).name.removesuffix(".json")
+        arm += ", partial" if oversubscribe else ""
         for seed in seeds:
             ours = {
-                "run_dir": str(work / f"{arm}-seed{seed}"),
+                "run_dir": str(work / f"{arm.replace(', ', '-')}-seed{seed}"),
                 "seed": seed,
                 "engine": {"schedule": schedule},
+                "rollout": {"oversubscribe": oversubscribe} if oversubscribe else {},
             }
             values = copy.deepcopy(merged(base, ours))
             if schedule != DENSE:
@@ -89,6 +105,7 @@ def collect(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
         runs.append(
             {
                 "run": plan.name,
+                "arm": plan.arm,
                 "schedule": plan.config.engine.schedule,
                 "seed": plan.seed,
                 "steps": max((row["step"] for row in rows), default=0),
@@ -106,12 +123,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("config", type=Path, help="TOML file of `sparrow train`")
     parser.add_argument("--schedules", nargs="+", default=["dense", "auto"])
+    parser.add_argument(
+        "--partial",
+        nargs="+",
+        default=[],
+        metavar="SCHEDULE",
+        help=f"as well, with partial rollouts: {OVERSUBSCRIBE} times the groups under way",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--parallel", type=count, default=1, help="runs at a time on each GPU")
     parser.add_argument("--work", type=Path, default=Path("runs/learning_curves"))
     args = parser.parse_args(argv)
     try:
-        plans = plan_runs(args.config, args.schedules, args.seeds, args.work)
+        plans = plan_runs(args.config, args.schedules, args.seeds, args.work, args.partial)
     except InputError as error:
         parser.error(str(error))
     prepare_out(parser, args.out)

@@ -59,7 +59,9 @@ def _section(run: Run) -> Section:
     """The section of one result of another kind than decode steps."""
     row, title = run.rows[0], Path(run.path).stem.replace("_", " ")
     if "curves" in row:
-        curves = [LearningRun(r["schedule"], r["seed"], r["curves"]) for r in run.rows]
+        curves = [
+            LearningRun(r.get("arm") or r["schedule"], r["seed"], r["curves"]) for r in run.rows
+        ]
         return learning_section(curves, title, _versions(run))
     facts = [("device", run.content["device"])]
     figures: list[Figure] = []

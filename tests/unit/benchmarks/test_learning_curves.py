@@ -37,6 +37,17 @@ def test_runs_differ_in_schedule_and_seed_only(plans, tmp_path) -> None:
         assert TrainConfig.load(file) == plan.config
 
 
+def test_partial_rollouts_are_an_arm_of_their_own(tmp_path) -> None:
+    plans = learning_curves.plan_runs(CONFIG, ["fixed-512"], [3], tmp_path, ["fixed-512"])
+    assert [plan.arm for plan in plans] == ["fixed-512", "fixed-512, partial"]
+    assert [plan.config.rollout.oversubscribe for plan in plans] == [1.0, 1.5]
+    whole, partial = (plan.config for plan in plans)
+    assert whole.run_dir != partial.run_dir
+    rollout = partial.rollout.model_copy(update={"oversubscribe": 1.0})
+    same = partial.model_copy(update={"rollout": rollout, "run_dir": whole.run_dir})
+    assert same == whole
+
+
 def test_the_table_shows_the_last_evaluation_that_all_runs_reached(plans, tmp_path) -> None:
     for number, plan in enumerate(plans):
         plan.config.run_dir.mkdir()
