@@ -106,6 +106,8 @@ def measure(
     count = options.sequences or ranks.world
     vocab_size = policy.model.config.vocab_size
     sequences = [random_sequence(vocab_size, tokens, tokens + index) for index in range(count)]
+    # Of several ranks, each has drawn the whole model.
+    torch.cuda.empty_cache()
     weights = _most(ranks, torch.cuda.memory_allocated())
 
     def update() -> object:
