@@ -26,7 +26,7 @@ from sparrow_sglang.calibration.prompts import (
 )
 from sparrow_sglang.calibration.rule import RuleChoice, rule_settings
 from sparrow_sglang.calibration.store import WorkFolder
-from sparrow_sglang.hf_config import partial_layers
+from sparrow_sglang.hf_config import linear_layers
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.tail import BIN_TOKENS
 from sparrow_sglang.models import model_folder, model_problem, path_problem
@@ -102,10 +102,11 @@ def require_files(args: argparse.Namespace) -> None:
 def calibration_job(args: argparse.Namespace) -> Job:
     """What to measure to calibrate schedules; raises `ValueError` on options that cannot work."""
     model, model_path, hf_config, context = find_model(args.model_path, args.engine_args)
-    if args.rule != PUBLISHED and partial_layers(hf_config):
+    if args.rule != PUBLISHED and linear_layers(hf_config):
         raise CalibrationError(
-            f"--rule {args.rule}: {model} has layers with a sliding window or linear attention,"
-            f" among which no budget can be shared; expected --rule {PUBLISHED}"
+            f"--rule {args.rule}: {model} has layers with linear attention, and rotates a part of"
+            f" each head, which a choice of rotary pairs leaves out of account; expected --rule"
+            f" {PUBLISHED}"
         )
     targets = args.target or [DEFAULT_TARGET]
     out = args.out or Path(f"{model}.json" if len(targets) > 1 else f"{model}-{targets[0]}.json")

@@ -2,6 +2,9 @@
 
 In: how much pairs tell landmarks apart, what each layer costs when it alone is sparse, and tails
 with some layers dense. Out: a `SelectionRule` and dense layers, with the evidence. Pure arithmetic.
+
+`partial` are layers that read no whole KV, whatever the schedule says. They count as dense, as in
+`BudgetSchedule.for_model`, and have no share in a budget.
 """
 
 import hashlib
@@ -31,11 +34,15 @@ _LEAST_SENSITIVITY = 1e-4
 
 @dataclass(frozen=True)
 class RuleChoice:
-    """The rule that was chosen; `evidence` is what a schedule's provenance says about it."""
+    """The rule that was chosen; `evidence` is what a schedule's provenance says about it.
+
+    `dense_layers` are those of the schedule, partial ones among them.
+    """
 
     selection: SelectionRule
     dense_layers: tuple[int, ...]
     evidence: dict[str, Any]
+    partial: tuple[int, ...] = ()
 
 
 def chosen_pairs(variances: NDArray[np.float64]) -> PairLists:
@@ -83,56 +90,69 @@ def even_schedule(
     name: str, rule: SelectionRule, layers: int, page_size: int, tokens: int
 ) -> BudgetSchedule:
     """A fixed budget of `tokens` in each of the model's layers, none dense."""
-    return _weighted(name, rule, [1.0] * layers, page_size, tokens)
+    return _weighted(name, rule, [1.0] * layers, page_size, tokens, ())
 
 
 def sensitivity_schedule(
-    layer: int, rule: SelectionRule, layers: int, page_size: int, context: int
+    layer: int,
+    rule: SelectionRule,
+    layers: int,
+    page_size: int,
+    context: int,
+    partial: Sequence[int] = (),
 ) -> BudgetSchedule:
     """Only `layer` leaves pages out, and reads 1/16 of the context; the others read everything."""
+    sharing = layers - len(partial)
     least = even_schedule("least", rule, layers, page_size, context).least_pages + 1
     wanted = max(least, context // SENSITIVITY_SHARE // page_size)
     # The mean weight is 1, so the budget is a little more than the context.
     pages = -(-context // page_size)
-    budget = -(-pages * layers // max(1, layers - 1)) + 1
+    budget = -(-pages * sharing // max(1, sharing - 1)) + 1
     own = wanted / budget
-    weights = [(layers - own) / max(1, layers - 1)] * layers
-    weights[layer] = own if layers > 1 else 1.0
-    tokens = (budget if layers > 1 else wanted) * page_size
-    return _weighted(f"layer-{layer}", rule, weights, page_size, tokens)
+    weights = [(sharing - own) / max(1, sharing - 1)] * layers
+    weights[layer] = own if sharing > 1 else 1.0
+    tokens = (budget if sharing > 1 else wanted) * page_size
+    return _weighted(f"layer-{layer}", rule, weights, page_size, tokens, partial)
 
 
-def sensitivities(measured: Mapping[int, Sequence[Tokens]]) -> list[float]:
-    """Per layer 1 - mean acceptance rate with this layer alone sparse.
+def sensitivities(measured: Mapping[int, Sequence[Tokens]], layers: int) -> list[float]:
+    """Per layer of the model 1 - mean acceptance rate with this layer alone sparse.
 
-    `measured` is layer -> tokens, one entry for each layer of the model.
+    `measured` is layer -> tokens; 0 for a layer that is not in it.
     """
-    return [
-        float(1 - np.mean(np.concatenate([tokens.rates for tokens in measured[layer]])))
-        for layer in sorted(measured)
-    ]
+    found = [0.0] * layers
+    for layer, runs in measured.items():
+        found[layer] = float(1 - np.mean(np.concatenate([tokens.rates for tokens in runs])))
+    return found
 
 
-def layer_weights(sensitivity: Sequence[float], dense_layers: Sequence[int] = ()) -> list[float]:
+def layer_weights(sensitivity: Sequence[float], others: Sequence[int] = ()) -> list[float]:
     """Weights by the square root of sensitivities, with a mean of 1 over the sparse layers.
 
-    Where a layer's cost falls as c / budget, this split costs least in total. Dense layers get 0.
+    Where a layer's cost falls as c / budget, this split costs least in total. `others`, which are
+    dense or partial, get 0.
     """
     root = np.sqrt(np.maximum(sensitivity, _LEAST_SENSITIVITY))
-    root[list(dense_layers)] = 0.0
-    sparse = len(root) - len(dense_layers)
+    root[list(others)] = 0.0
+    sparse = len(root) - len(others)
     return [float(weight) for weight in root * sparse / root.sum()]
 
 
-def dense_candidates(sensitivity: Sequence[float]) -> list[tuple[int, ...]]:
+def dense_candidates(
+    sensitivity: Sequence[float], partial: Sequence[int] = ()
+) -> list[tuple[int, ...]]:
     """Sets of dense layers worth comparing: none, the most sensitive one or two, and (0, 1).
 
     Only such as leave half of the budget or more to the sparse layers.
     """
     order = np.argsort(-np.asarray(sensitivity), kind="stable").tolist()
+    order = [layer for layer in order if layer not in partial]
     found = [tuple(sorted(order[:count])) for count in range(MOST_DENSE + 1)] + [(0, 1)]
-    layers = len(sensitivity)
-    fitting = [dense for dense in found if len(dense) * DENSE_SHARE * 2 <= layers]
+    fitting = [
+        dense
+        for dense in found
+        if len(dense) * DENSE_SHARE * 2 <= len(order) and not set(dense) & set(partial)
+    ]
     return sorted(set(fitting), key=lambda dense: (len(dense), dense))
 
 
@@ -142,16 +162,18 @@ def dense_schedule(
     rule: SelectionRule,
     page_size: int,
     context: int,
+    partial: Sequence[int] = (),
 ) -> BudgetSchedule:
     """All layers together read 1/8 of the context, while `dense` layers read everything."""
-    layers = len(sensitivity)
-    sparse = np.array(layer_weights(sensitivity, dense))
-    share = (layers - len(dense) * DENSE_SHARE) / (layers - len(dense))
+    sharing = len(sensitivity) - len(partial)
+    sparse = np.array(layer_weights(sensitivity, [*dense, *partial]))
+    share = (sharing - len(dense) * DENSE_SHARE) / (sharing - len(dense))
     weights = sparse * share
     weights[list(dense)] = DENSE_SHARE
-    least = even_schedule("least", rule, layers, page_size, context).least_pages + 1
+    least = even_schedule("least", rule, len(sensitivity), page_size, context).least_pages + 1
     pages = max(least, -(-context // page_size // DENSE_SHARE))
-    return _weighted(_dense_name(dense), rule, weights.tolist(), page_size, pages * page_size)
+    tokens = pages * page_size
+    return _weighted(_dense_name(dense), rule, weights.tolist(), page_size, tokens, partial)
 
 
 def choose_rule(
@@ -159,24 +181,28 @@ def choose_rule(
     variance_kept: Sequence[Sequence[float]],
     sensitivity: Sequence[float],
     measured: Mapping[tuple[int, ...], Sequence[Tokens]],
+    partial: Sequence[int] = (),
 ) -> RuleChoice:
     """The dense layers whose tail is best at the same KV tokens in total, and weights for the rest.
 
-    `variance_kept` is evidence only. `measured` is dense layers -> tokens. Among sets whose tails
-    cannot be told apart the smallest is taken: a larger set must lie above the confidence interval
-    of a smaller one.
+    `variance_kept` is evidence only, and empty there for partial layers. `measured` is dense
+    layers -> tokens. Among sets whose tails cannot be told apart the smallest is taken: a larger
+    set must lie above the confidence interval of a smaller one.
     """
     tails = {dense: _tail(tokens) for dense, tokens in measured.items()}
     best: tuple[int, ...] = ()
     for dense in sorted(tails, key=len):
         if tails[dense].tail > (tails[best].tail_high or 1.0):
             best = dense
-    weights = layer_weights(sensitivity, best)
+    weights = layer_weights(sensitivity, [*best, *partial])
     return RuleChoice(
         with_weights(rule, [round(weight, 4) for weight in weights]),
-        best,
+        tuple(sorted({*best, *partial})),
         {
-            "variance_kept": [list(layer) for layer in variance_kept],
+            "variance_kept": [
+                [] if layer in partial else list(shares)
+                for layer, shares in enumerate(variance_kept)
+            ],
             "sensitivity": [round(value, 6) for value in sensitivity],
             "dense_layers": [
                 {
@@ -189,6 +215,7 @@ def choose_rule(
                 for dense, tail in sorted(tails.items(), key=lambda pair: (len(pair[0]), pair[0]))
             ],
         },
+        tuple(partial),
     )
 
 
@@ -197,7 +224,8 @@ def describe_rule(choice: RuleChoice) -> str:
     order = np.argsort([-value for value in choice.evidence["sensitivity"]], kind="stable")
     most = ", ".join(f"{i} ({choice.evidence['sensitivity'][i]:.3f})" for i in order[:3].tolist())
     kept = [share for layer in choice.evidence["variance_kept"] for share in layer]
-    dense = ", ".join(map(str, choice.dense_layers)) or "none"
+    whole = [layer for layer in choice.dense_layers if layer not in choice.partial]
+    dense = ", ".join(map(str, whole)) or "none"
     tails = "; ".join(
         f"{', '.join(map(str, row['layers'])) or 'none'} {row['tail']:.3f}"
         for row in choice.evidence["dense_layers"]
@@ -231,13 +259,18 @@ def _dense_name(dense: Sequence[int]) -> str:
 
 
 def _weighted(
-    name: str, rule: SelectionRule, weights: Sequence[float], page_size: int, tokens: int
+    name: str,
+    rule: SelectionRule,
+    weights: Sequence[float],
+    page_size: int,
+    tokens: int,
+    partial: Sequence[int],
 ) -> BudgetSchedule:
     return BudgetSchedule(
         name=name,
         page_size=page_size,
         bin_tokens=page_size,
         budget_tokens=(tokens,),
-        dense_layers=(),
+        dense_layers=tuple(partial),
         selection=with_weights(rule, weights),
     )

@@ -32,6 +32,7 @@ from sparrow_sglang.calibration.rule import (
     sensitivity_schedule,
     variance_kept,
 )
+from sparrow_sglang.hf_config import num_layers_of, partial_layers
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
@@ -43,22 +44,25 @@ def with_chosen_rule(job: Job) -> Job:
 
     Raises `CalibrationError` as `measure_missing` does.
     """
-    layers = job.hf_config.get_text_config().num_hidden_layers
+    layers, partial = num_layers_of(job.hf_config), partial_layers(job.hf_config)
+    whole = [layer for layer in range(layers) if layer not in partial]
     variances = pair_variances(job, _longest(job.prompts))
     pairs = chosen_pairs(variances)
     rule = landmark_rule(pairs)
     size = (rule, layers, job.page_size, job.context)
-    alone = [sensitivity_schedule(layer, *size) for layer in range(layers)]
-    measured = _measured(job, "layers", alone, rule, layers)
-    sensitivity = sensitivities({i: measured[schedule.name] for i, schedule in enumerate(alone)})
+    alone = {layer: sensitivity_schedule(layer, *size, partial) for layer in whole}
+    measured = _measured(job, "layers", list(alone.values()), rule, layers)
+    sensitivity = sensitivities(
+        {layer: measured[schedule.name] for layer, schedule in alone.items()}, layers
+    )
     candidates = {
-        dense: dense_schedule(dense, sensitivity, rule, job.page_size, job.context)
-        for dense in dense_candidates(sensitivity)
+        dense: dense_schedule(dense, sensitivity, rule, job.page_size, job.context, partial)
+        for dense in dense_candidates(sensitivity, partial)
     }
     measured = _measured(job, "dense", list(candidates.values()), rule, layers)
     tails = {dense: measured[schedule.name] for dense, schedule in candidates.items()}
     kept = variance_kept(variances, pairs)
-    return _under(job, choose_rule(rule, kept, sensitivity, tails))
+    return _under(job, choose_rule(rule, kept, sensitivity, tails, partial))
 
 
 def _measured(

@@ -339,3 +339,19 @@ def test_a_rule_is_measured_with_its_schedule(
     assert cli.main(words) == 0
     again = BudgetSchedule.from_json(tmp_path / "m.json")
     assert (again.selection, again.tail_target) == (rule, 0.8)
+
+
+def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> None:
+    """Every other layer has one; the others share the budget."""
+    shape = {"vocab_size": 32, "max_position_embeddings": 320}
+    model = save_tiny_model(tmp_path / "windows", "gemma3", spread=0.12, **shape)
+    words = command(model, write_prompts(tmp_path / "p.jsonl", 0), *BUDGETS)
+    words += ["--rule", "calibrated", "--target", "0.5", "--out", str(tmp_path / "m.json")]
+    assert cli.main(words) == 0
+    schedule = BudgetSchedule.from_json(tmp_path / "m.json")
+    rule, evidence = schedule.selection, schedule.provenance["selection"]
+    assert rule.layer_weights is not None
+    assert [weight > 0 for weight in rule.layer_weights] == [False, True] * 3
+    assert sum(rule.layer_weights) == pytest.approx(3, abs=1e-3)
+    assert [cost > 0 for cost in evidence["sensitivity"]] == [False, True] * 3
+    assert [len(shares) for shares in evidence["variance_kept"]] == [0, 3] * 3

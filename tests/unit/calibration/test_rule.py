@@ -22,10 +22,13 @@ from sparrow_sglang.schedule import BudgetSchedule
 PAGE = 16
 
 
-def pages_of_layers(schedule: BudgetSchedule, cached_pages: int) -> list[int]:
-    """Pages that each layer reads, by the definition and not by the schedule's own methods."""
+def pages_of_layers(
+    schedule: BudgetSchedule, cached_pages: int, dense: tuple[int, ...] = ()
+) -> list[int]:
+    """Pages that each layer would read if it were sparse, by the definition and not by the
+    schedule's own methods."""
     weights = schedule.selection.layer_weights
-    assert weights is not None and schedule.dense_layers == ()
+    assert weights is not None and schedule.dense_layers == dense
     budget = schedule.budget_tokens[0] // PAGE
     least = schedule.sink_pages + schedule.recent_pages
     share = [max(least, int(np.floor(float(np.float32(w)) * budget + 0.5))) for w in weights]
@@ -115,7 +118,39 @@ def test_a_dense_layer_must_pay_beyond_doubt() -> None:
 
 def test_sensitivity_is_what_a_layer_alone_costs_on_average() -> None:
     measured = {0: [tokens("a", [1.0, 0.5]), tokens("b", [0.9])], 1: [tokens("a", [1.0])]}
-    assert sensitivities(measured) == pytest.approx([0.2, 0.0])
+    assert sensitivities(measured, 2) == pytest.approx([0.2, 0.0])
+    assert sensitivities({1: measured[0]}, 3) == pytest.approx([0.0, 0.2, 0.0])
+
+
+def test_layers_with_a_window_have_no_share_in_a_budget() -> None:
+    """Of 40 layers every other one; the budget is what the rest read on average."""
+    partial, context = tuple(range(0, 40, 2)), 8192
+    alone = sensitivity_schedule(7, landmark_rule(16), 40, PAGE, context, partial)
+    read = pages_of_layers(alone, context // PAGE, partial)
+    assert {read[layer] for layer in range(1, 40, 2) if layer != 7} == {context // PAGE}
+    assert abs(read[7] - context // 16 // PAGE) <= 1
+
+    sensitivity = [0.0 if layer in partial else 0.01 * (layer + 1) for layer in range(40)]
+    assert dense_candidates(sensitivity, partial) == [(), (39,)]
+    for dense in ((), (39,)):
+        schedule = dense_schedule(dense, sensitivity, landmark_rule(16), PAGE, context, partial)
+        read = pages_of_layers(schedule, context // PAGE, partial)
+        whole = [read[layer] for layer in range(1, 40, 2)]
+        assert np.mean(whole) == pytest.approx(context // PAGE / 8, rel=0.03)
+
+    rule = landmark_rule(chosen_pairs(np.ones((40, 2, 64))))
+    measured = {
+        dense: [tokens(str(prompt), [rate] * 50) for prompt in range(8)]
+        for dense, rate in (((), 0.5), ((39,), 0.9))
+    }
+    choice = choose_rule(rule, [[0.5, 0.6]] * 40, sensitivity, measured, partial)
+    assert choice.dense_layers == (*partial, 39)
+    assert "dense layers: 39 (" in describe_rule(choice)
+    weights = np.array(choice.selection.layer_weights)
+    assert not weights[[*partial, 39]].any()
+    assert weights[1:39:2].mean() == pytest.approx(1, abs=1e-4)
+    assert choice.evidence["variance_kept"][:2] == [[], [0.5, 0.6]]
+    assert "by layer and KV head: 0.50 to 0.60" in describe_rule(choice)
 
 
 @pytest.mark.parametrize(
