@@ -194,6 +194,13 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     text = model_config.hf_text_config
     kinds = set(map(str, layer_types_of(text)))
     other_kinds = sorted(kinds - {FULL, WINDOW, LINEAR})
+    model = " ".join(model_config.hf_config.architectures or ["this model"])
+    if _lacks_interval(model_config):
+        return [
+            f"model {model}: config.json has no full_attention_interval, by which SGLang tells"
+            " layers with linear attention from others; transformers leaves it out where it saves"
+            ' a model. Add it, such as "full_attention_interval": 4'
+        ]
     is_hybrid = hybrid_config(model_config) is not None or LINEAR in kinds
     is_linear = _is_linear_hybrid(model_config)
     properties = {
@@ -221,7 +228,6 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         "dual chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
         "sparse attention of its own": is_minimax_sparse(model_config.hf_config),
     }
-    model = " ".join(model_config.hf_config.architectures or ["this model"])
     kinds_text = f" (layer_types: {', '.join(other_kinds)})" if other_kinds else ""
     return [
         f"model {model}: {what}{kinds_text if what.startswith('hybrid') else ''}; choose another"
@@ -231,12 +237,21 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     ]
 
 
+def _has_known_linear_layers(model_config: "ModelConfig") -> bool:
+    return bool(set(_LINEAR_MODELS).intersection(model_config.hf_config.architectures or ()))
+
+
+def _lacks_interval(model_config: "ModelConfig") -> bool:
+    interval = getattr(model_config.hf_text_config, "full_attention_interval", None)
+    return _has_known_linear_layers(model_config) and interval is None
+
+
 def _is_linear_hybrid(model_config: "ModelConfig") -> bool:
     """Whether SGLang takes just those layers for linear attention that we go by."""
     text, config = model_config.hf_text_config, hybrid_config(model_config)
     whole = set(range(num_layers_of(text))).difference(linear_layers(text))
-    known = set(_LINEAR_MODELS).intersection(model_config.hf_config.architectures or ())
-    return bool(known) and config is not None and set(config.full_attention_layer_ids) == whole
+    known = _has_known_linear_layers(model_config)
+    return known and config is not None and set(config.full_attention_layer_ids) == whole
 
 
 def _lacks_triton() -> bool:

@@ -84,6 +84,14 @@ def test_model(make_args, tmp_path, config, message):
     assert "choose another --attention-backend" in str(error.value)
 
 
+def test_a_config_by_which_sglang_cannot_tell_layers_apart(make_args, tmp_path):
+    """As transformers saves it; SGLang's own config class would raise an AttributeError."""
+    saved = {key: value for key, value in QWEN3_NEXT.items() if key != "full_attention_interval"}
+    with pytest.raises(ValueError, match="config.json has no full_attention_interval") as error:
+        make_args(save_config(tmp_path, **saved))
+    assert 'Add it, such as "full_attention_interval": 4' in str(error.value)
+
+
 @pytest.mark.parametrize(
     "config",
     [
