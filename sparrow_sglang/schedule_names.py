@@ -17,6 +17,8 @@ from sparrow_sglang.validation import nearest_first
 
 PREFERRED_TAIL_TARGET = 0.86
 FIXED_NAME = re.compile(r"fixed-([0-9]+)")
+# Of the shipped schedules, where a name is none of them.
+_NAMED = 8
 
 
 def known_schedules() -> list[str]:
@@ -43,9 +45,10 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
         return _for_page_size(shipped_schedule(spec), page_size, spec)
     if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
         return _for_page_size(_from_file(spec), page_size, spec)
+    nearest = nearest_first(spec, known_schedules())[:_NAMED]
     raise ScheduleError(
         f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
-        f" fixed-<tokens>, or one of {', '.join(nearest_first(spec, known_schedules()))}"
+        f" fixed-<tokens>, or a shipped name, of which the nearest are {', '.join(nearest)}"
     )
 
 
