@@ -38,14 +38,6 @@ from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.config.overrides import with_overrides
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.engines.responses import (
-    Enough,
-    Finished,
-    Further,
-    never,
-    nothing,
-    unwatched,
-)
 from sparrow_sglang.rl.ranks import ALONE, Ranks, joined, see_own_gpu
 from sparrow_sglang.rl.rollout import DENSE, Sampling
 from sparrow_sglang.rl.runs.launch import launch
@@ -94,15 +86,10 @@ class ReplayingEngine(LocalEngine):
     lengths: Lengths
 
     def stream(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        finished: Finished = unwatched,
-        further: Further = nothing,
-        enough: Enough = never,
+        self, groups: Sequence[Group], sampling: Sampling, *callbacks: Any, **named: Any
     ) -> Iterator[tuple[int, Group]]:
         recorded = RecordedSampling(**vars(sampling), lengths=self.lengths)
-        yield from super().stream(groups, recorded, finished, further, enough)
+        return super().stream(groups, recorded, *callbacks, **named)
 
 
 def arm_config(
@@ -110,7 +97,8 @@ def arm_config(
 ) -> TrainConfig:
     """The run of an arm; raises `InputError` on a --set that it cannot have."""
     sparse, dense = compared.sides
-    groups = len(request_lengths(options)) // GROUP
+    lengths = request_lengths(options)
+    groups = len(lengths) // GROUP
     under_way = options.oversubscribe if arm == "partial" else 1.0
     running = ceil(groups * under_way / options.ranks) * GROUP
     # The grammar backend would want an end-of-text token.
@@ -141,7 +129,7 @@ def arm_config(
             "prompts_per_step": groups,
             "samples_per_prompt": GROUP,
             "max_prompt_tokens": options.prompt_tokens,
-            "max_new_tokens": max(request_lengths(options)),
+            "max_new_tokens": max(lengths),
             "oversubscribe": under_way,
         },
         "evaluation": {"every_steps": 0},
@@ -310,7 +298,9 @@ def _run_arm_apart(
     """In processes of its own, of which the first writes the row if there are several."""
     if options.ranks > 1:
         module = "sparrow_sglang.benchmarks.training.step_times"
-        code, _ = launch([sys.executable, "-m", module, *words, "--arms", arm], options.ranks)
+        code, why = launch([sys.executable, "-m", module, *words, "--arms", arm], options.ranks)
+        if code:
+            print(why, file=sys.stderr)
         return code == 0
     row = in_new_process(measure, arm, compared, options)
     if row is not None:

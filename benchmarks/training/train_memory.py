@@ -9,7 +9,6 @@ packed shorter sequences.
 
 import argparse
 import gc
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from sparrow_sglang.benchmarks.options import (
     require_cuda,
 )
 from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.steps.decode_step import model_shape
 from sparrow_sglang.benchmarks.training.attention_times import attention_times
 from sparrow_sglang.command_line import OneLineParser, at_least, count
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
@@ -124,7 +124,7 @@ def measure(
     (score,), score_peak = measured(lambda: policy.score(sequences), 1)
     (gather,), _ = measured(lambda: [None for _ in policy.named_weights()], 1)
     hardware = _hardware()
-    flops = count * step_flops(_shape(options.model), tokens)
+    flops = count * step_flops(model_shape(options.model), tokens)
     row = {
         "dtype": dtype,
         "tokens": tokens,
@@ -155,10 +155,6 @@ def measure(
     }
 
 
-def _shape(model: str) -> ModelShape:
-    return ModelShape.from_config(json.loads((MODELS / model / "config.json").read_text()))
-
-
 def _most(ranks: Ranks, size: int) -> float:
     return max(ranks.each(size)) / GIB
 
@@ -176,7 +172,7 @@ def measure_all(options: argparse.Namespace, schedule: BudgetSchedule, ranks: Ra
         gc.collect()
         torch.cuda.empty_cache()
         row = measure(options, dtype, tokens, schedule, "cuda", ranks)
-        row["packed_attention"] = attention_times(_shape(options.model), tokens)
+        row["packed_attention"] = attention_times(model_shape(options.model), tokens)
         if results is not None:
             results.add(row)
 

@@ -200,11 +200,7 @@ def step_costs(
         lengths, shape.window_tokens
     )
     linear = shape.linear
-    state_bytes, state_flops = (
-        (2 * len(linear.layers) * linear.state_bytes, len(linear.layers) * linear.state_flops)
-        if linear
-        else (0, 0)
-    )
+    state_bytes, state_flops = (linear.moved_bytes, linear.state_flops) if linear else (0, 0)
     return StepCosts(
         weight_bytes=np.full(lengths.shape, _BYTES_PER_VALUE * shape.weights_read(batch) / batch),
         kv_bytes=shape.kv_itemsize * per_layer * token_layers,

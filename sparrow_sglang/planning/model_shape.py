@@ -101,15 +101,20 @@ class LinearAttention:
 
     @property
     def state_bytes(self) -> int:
-        """What one sequence keeps in one layer, whatever its length; a step reads and writes it."""
+        """What one sequence keeps in one layer, whatever its length."""
         state = self.value_heads * self.key_dim * self.value_dim
         inputs = self._convolved * (self.conv_tokens - 1)
         return _STATE_ITEMSIZE * state + _CONVOLUTION_ITEMSIZE * inputs
 
     @property
+    def moved_bytes(self) -> int:
+        """What a step reads and writes of one sequence's states."""
+        return 2 * len(self.layers) * self.state_bytes
+
+    @property
     def state_flops(self) -> int:
-        """Of one token in one layer: decay, both products with the state, and its change."""
-        return 7 * self.value_heads * self.key_dim * self.value_dim
+        """Of one token in all layers: decay, both products with the state, and its change."""
+        return 7 * len(self.layers) * self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True)

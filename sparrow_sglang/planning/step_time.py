@@ -102,7 +102,7 @@ def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
     per_layer = 2 * shape.layer_kv_width
     whole = shape.whole_layers
     if shape.linear:
-        weights += 2 * batch * len(shape.linear.layers) * shape.linear.state_bytes
+        weights += batch * shape.linear.moved_bytes
     weights += per_layer * len(shape.window_layers) * min(cached, batch * shape.window_tokens)
     if row.get("budget_tokens") is None:
         return weights + whole * per_layer * cached

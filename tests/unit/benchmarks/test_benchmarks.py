@@ -210,13 +210,20 @@ def test_pairs_across_files_of_one_device(tmp_path: Path) -> None:
     save(tmp_path, "h200/b.json", [row("sparrow", 4.0)])
     save(tmp_path, "h200/c.json", [row("flashinfer", 9.0), row("sparrow", 3.0)])
     save(tmp_path, "h100/d.json", [row("sparrow", 5.0)], device="NVIDIA H100")
+    other = {"sglang": "0.5.16", "torch": "2.11.0", "triton": None, "flashinfer-python": "0.6"}
+    save(tmp_path, "h200/e.json", [row("sparrow", 6.0)], packages=other)
     pairs = pair_rows(load_runs(tmp_path, "step_ms"))
     found = {
         pair.run.path[-6:]: (pair.dense_run and pair.dense_run.path[-6:], pair.speedup)
         for pair in pairs
     }
-    # c has a dense row of its own, though a slower one; the H100 has none.
-    assert found == {"b.json": ("a.json", 2.0), "c.json": ("c.json", 3.0), "d.json": (None, None)}
+    # c has a dense row of its own, though a slower one; the H100 and the other SGLang have none.
+    assert found == {
+        "b.json": ("a.json", 2.0),
+        "c.json": ("c.json", 3.0),
+        "d.json": (None, None),
+        "e.json": (None, None),
+    }
 
 
 # -- tables

@@ -9,6 +9,7 @@ import pytest
 import torch
 from processes_of_a_run import on_ranks
 
+from sparrow_sglang.benchmarks.steps import decode_step
 from sparrow_sglang.benchmarks.training import attention_times, train_memory
 from sparrow_sglang.planning.cost_model import Hardware
 from sparrow_sglang.planning.model_shape import ModelShape
@@ -33,7 +34,8 @@ TINY = {
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
-    monkeypatch.setattr(train_memory, "MODELS", tmp_path)
+    for module in (train_memory, decode_step):
+        monkeypatch.setattr(module, "MODELS", tmp_path)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(train_memory, "_hardware", lambda: Hardware("slow", 1e9, 1e9))
     return argparse.Namespace(

@@ -18,10 +18,7 @@ from sparrow_sglang.planning.cost_model import step_costs
 from sparrow_sglang.planning.model_shape import Experts, ModelShape
 from sparrow_sglang.schedule import BudgetSchedule
 
-# A layer of attention has 8 * 4 * 2 * (4 + 2) = 384 weights. The first layer is dense, 3 * 8 * 16 =
-# 384, the second has a router of 8 * 3 = 24 and three experts of 3 * 8 * 2 = 48; the vocabulary
-# projection 10 * 8 = 80. All but experts: 2 * 384 + 384 + 24 + 80 = 1256.
-ROUTED = {
+TINY = {
     "hidden_size": 8,
     "intermediate_size": 16,
     "num_hidden_layers": 2,
@@ -29,6 +26,11 @@ ROUTED = {
     "num_key_value_heads": 2,
     "head_dim": 4,
     "vocab_size": 10,
+}
+# A layer of attention has 8 * 4 * 2 * (4 + 2) = 384 weights. The first layer is dense, 3 * 8 * 16 =
+# 384, the second has a router of 8 * 3 = 24 and three experts of 3 * 8 * 2 = 48; the vocabulary
+# projection 10 * 8 = 80. All but experts: 2 * 384 + 384 + 24 + 80 = 1256.
+ROUTED = TINY | {
     "num_experts": 3,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 2,
@@ -93,14 +95,7 @@ class TestExperts:
 # Two layers, the first with linear attention: queries and keys of 2 heads * 3, values of 4 * 5 give
 # 8 * (2 * 6 + 2 * 20 + 2 * 4) projections, 20 * 8 outputs, a convolution of 32 * 4: 768. Attention
 # with gates has 8 * 4 * (2 * (4 + 2) + 4) = 512.
-LINEAR = {
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 10,
+LINEAR = TINY | {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
