@@ -120,13 +120,33 @@ def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
     return dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[kv_dtype])
 
 
+def routes_alike(model: str) -> bool:
+    """Whether all tokens of a step choose the same experts under SGLang's dummy weights.
+
+    Where the router has a bias, they do. Dummy weights and biases alike are uniform in ±1e-3, and
+    the logits of a normalised hidden state are some 30 times smaller than that, so the experts with
+    the largest biases win whatever the token.
+    """
+    return bool(model_config(model)["model_type"] == "gpt_oss")
+
+
 def step_bytes(
-    shape: ModelShape, lengths: list[int], schedule: BudgetSchedule | None, ranks: int = 1
+    shape: ModelShape,
+    lengths: list[int],
+    schedule: BudgetSchedule | None,
+    ranks: int = 1,
+    same_experts: bool = False,
 ) -> int:
-    """Bytes that one decode step must read on each of `ranks` GPUs: the weights once, those of
-    experts as far as the batch is expected to choose them, and KV and landmarks per sequence."""
-    part = shape.on_rank(ranks)
-    return round(float(step_costs(part, lengths, len(lengths), schedule).bytes.sum()))
+    """Bytes that one decode step must read on each of `ranks` GPUs: the weights once, and KV and
+    landmarks per sequence.
+
+    Of experts those of one token count if all choose the same, else as many as the batch is
+    expected to choose.
+    """
+    part, batch = shape.on_rank(ranks), len(lengths)
+    costs = step_costs(part, lengths, batch, schedule)
+    weight_bytes = 2 * part.weights_read(1 if same_experts else batch)
+    return round(float((costs.bytes - costs.weight_bytes).sum()) + weight_bytes)
 
 
 def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
@@ -209,13 +229,15 @@ def run_engine(
                 # Some sequences would wait, and a step would be timed without them.
                 print(f"{model} {backend} {case}: left out, the KV pool holds {pool:,} tokens")
                 continue
-            bytes_read = step_bytes(shape, lengths, schedule, options.tp)
+            same_experts = routes_alike(model)
+            bytes_read = step_bytes(shape, lengths, schedule, options.tp, same_experts)
             row = {"model": model, "backend": backend, "case": case}
             row |= {"tp": options.tp, "ep": options.ep, "pool_tokens": pool}
             row |= {"kv_cache_dtype": kv_cache_dtype(options)}
             row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
             row |= {
                 "schedule": served,
+                "same_experts": same_experts,
                 "bytes": bytes_read,
                 "bandwidth_tb_s": bandwidth / 1e12,
                 "floor_ms": bytes_read / bandwidth * 1e3,

@@ -13,6 +13,7 @@ from command_lines import refusal
 
 from sparrow_sglang.benchmarks import tables
 from sparrow_sglang.benchmarks.kernels import kernel_times
+from sparrow_sglang.benchmarks.options import known_models
 from sparrow_sglang.benchmarks.result_files import RESULTS, load_runs
 from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
 from sparrow_sglang.benchmarks.steps import decode_step
@@ -20,6 +21,7 @@ from sparrow_sglang.benchmarks.steps.decode_step import (
     batch_lengths,
     memory_gb,
     model_shape,
+    routes_alike,
     speedups,
     step_bytes,
 )
@@ -87,7 +89,8 @@ def test_committed_rows_are_consistent(run: Run) -> None:
             own = tables.ROOT / "benchmarks" / "schedules" / Path(each["schedule"]).name
             schedule = load_schedule(str(own) if own.exists() else each["schedule"], 16)
         shape = model_shape(each["model"], each.get("kv_cache_dtype", "auto"))
-        expected = step_bytes(shape, lengths, schedule, each.get("tp", 1))
+        same_experts = each.get("same_experts", False)
+        expected = step_bytes(shape, lengths, schedule, each.get("tp", 1), same_experts)
         assert each["bytes"] == pytest.approx(expected, rel=1e-3)
         floor_ms = each["bytes"] / each["bandwidth_tb_s"] / 1e9
         assert each["floor_ms"] == pytest.approx(floor_ms)
@@ -129,6 +132,29 @@ def test_experts_that_a_step_does_not_read_are_in_memory_all_the_same() -> None:
     # 30.2 billion weights of 2 bytes; a token's KV takes 48 layers * 4 heads * 128 * 2 * 2 bytes.
     assert memory_gb(shape, [32768] * 16, 1) == pytest.approx(60.4 + 51.5, abs=0.2)
     assert memory_gb(shape, [32768] * 16, 2) == pytest.approx((60.4 + 51.5) / 2, abs=0.2)
+
+
+def test_a_floor_counts_the_experts_that_dummy_weights_choose() -> None:
+    assert [model for model in known_models() if routes_alike(model)] == ["gpt-oss-20b"]
+    shape, lengths = model_shape("gpt-oss-20b"), [32768] * 16
+    even = step_bytes(shape, lengths, None)
+    same = step_bytes(shape, lengths, None, same_experts=True)
+    # In each of 24 layers, 4 of 32 experts instead of the expected 32 * (1 - (1 - 4/32)^16).
+    experts = 24 * (32 * (1 - (7 / 8) ** 16) - 4)
+    assert even - same == pytest.approx(2 * 3 * 2880 * 2880 * experts)
+    # What the page says of the committed results, whose rows carry no `same_experts`.
+    [sparse] = [
+        each
+        for run in RUNS
+        for each in run.rows
+        if each["model"] == "gpt-oss-20b" and each["schedule"]
+    ]
+    schedule = load_schedule(sparse["schedule"], 16)
+    floor_ms = step_bytes(shape, lengths, schedule, same_experts=True)
+    floor_ms /= sparse["bandwidth_tb_s"] * 1e9
+    page = " ".join((tables.ROOT / tables.PAGE).read_text("utf-8").split())
+    assert f"floor of {sparse['floor_ms']:.2f} ms assumes an even choice" in page
+    assert f"With four experts it is {floor_ms:.2f} ms" in page
 
 
 def test_cases() -> None:
