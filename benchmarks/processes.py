@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from sparrow_sglang.schedule import PAGE_SIZE
 
 # The first start on a new machine compiles kernels and captures graphs.
 START_S = 900.0
 STOP_S = 30.0
+KILL_S = 10.0
 _LOG_LINES = 30
 _PORTS = range(20000, 22768)
 
@@ -71,7 +73,7 @@ def logged_process(
     """Start `command`, in `env` and `folder` instead of ours if given; its output goes to `log`.
 
     On leaving it is asked to end, and what is left of its process group after half a minute is
-    killed.
+    killed and waited for.
     """
     with log.open("w") as file:
         # A group of its own: a server's workers must end with it, and not on our Ctrl-C alone.
@@ -145,17 +147,29 @@ def log_end(log: Path) -> str:
 
 
 def stop(process: "subprocess.Popen[Any]") -> None:
-    """Ask a process to end; kill what is left of its process group after half a minute."""
+    """Ask a process to end; kill what is left of its process group after half a minute.
+
+    Returns once the whole group has ended, at the latest 10 seconds after it was killed.
+    """
     process.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
+    # Workers are not our children, and a killed one holds its memory and its port for a while.
+    deadline = time.monotonic() + KILL_S
+    while _is_running(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _is_running(group: int) -> bool:
+    """Whether a process group has a process that is more than a zombie."""
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def free_port() -> int:
