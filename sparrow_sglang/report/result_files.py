@@ -27,6 +27,9 @@ _STARTED_AS = {
     "weight_sync.py": "python -m sparrow_sglang.benchmarks.training.weight_sync",
     "soak.py": "python -m sparrow_sglang.benchmarks.rollouts.soak",
     "rule_comparison.py": "python -m sparrow_sglang.benchmarks.rollouts.rule_comparison",
+    "turn_prefill.py": "python -m sparrow_sglang.benchmarks.rollouts.turn_prefill",
+    "step_times.py": "python -m sparrow_sglang.benchmarks.training.step_times",
+    "verl_runs.py": "python -m sparrow_sglang.benchmarks.training.verl_runs",
     "slime_runs.py": "python -m sparrow_sglang.benchmarks.training.slime_runs",
 }
 

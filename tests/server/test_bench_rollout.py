@@ -10,7 +10,7 @@ from engines import start_engine
 from small_benchmarks import ROLLOUT
 
 from sparrow_sglang.benchmarks.result_files import RESULTS
-from sparrow_sglang.benchmarks.rollouts import rollout_replay
+from sparrow_sglang.benchmarks.rollouts import rollout_replay, turn_prefill
 from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
 from sparrow_sglang.benchmarks.steps.comparison import Side
 from sparrow_sglang.benchmarks.tables import generate
@@ -73,7 +73,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def engine(model_path: str, **arguments: Any) -> Any:
         return start_engine(model_path, **arguments)
 
-    monkeypatch.setattr(rollout_replay, "in_new_process", run)
+    for benchmark in (rollout_replay, turn_prefill):
+        monkeypatch.setattr(benchmark, "in_new_process", run)
     monkeypatch.setattr("sglang.Engine", engine)
     return sides
 
@@ -103,3 +104,24 @@ def test_both_sides_serve_the_same_requests_and_come_into_one_file(
         f" {dense['seconds']:.1f} | {sparse['seconds']:.1f} | {dense['tokens_per_s']:,.0f} |"
         f" {sparse['tokens_per_s']:,.0f} | {speedup:.2f}× |"
     ) in generate(tmp_path)
+
+
+def test_a_further_turn_prefills_the_sparse_turn_again_and_a_dense_one_the_message_only(
+    tiny_qwen3: str, tmp_path: Path, in_this_process: list[str]
+) -> None:
+    words = f"--model-path {tiny_qwen3} --schedule fixed-64 --sequences 2 --prompt-tokens 128"
+    words += (
+        f" --turn-tokens 40 100 --message-tokens 10 --repeats 1 --out {tmp_path / 'turns.json'}"
+    )
+    assert turn_prefill.main(words.split()) == 0
+    assert in_this_process == ["sparse", "dense"]
+    rows = json.loads((tmp_path / "turns.json").read_text())["rows"]
+    assert [row["turn_tokens"] for row in rows] == [40, 100, 40, 100]
+    for row in rows:
+        turn = row["turn_tokens"]
+        # The last token of a turn has no KV yet, and whole pages are kept.
+        kept = 128 if row["schedule"] else (128 + turn - 1) // 16 * 16
+        assert row["cached_tokens"] == kept
+        assert row["prefilled_tokens"] == 128 + turn + 10 - kept
+        assert 0 < row["prefill_s"] == min(row["prefill_s_all"])
+        assert row["generate_s"] > 0

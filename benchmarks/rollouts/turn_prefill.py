@@ -1,0 +1,169 @@
+"""What the prefill of a conversation's next turn costs, under sparse and under dense decode.
+
+`python -m sparrow_sglang.benchmarks.rollouts.turn_prefill` runs it.
+
+KV that was written while decoding sparsely is no later request's prefix, so a further turn prefills
+the model's own last turn again, besides the message; a dense engine prefills the message only.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sparrow_sglang.benchmarks.options import (
+    add_engine_arguments,
+    benchmark_parser,
+    engine_settings,
+    prepare_out,
+    require_cuda,
+    settings,
+)
+from sparrow_sglang.benchmarks.processes import in_new_process
+from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.steps.comparison import (
+    Comparison,
+    Side,
+    add_model_options,
+    comparison,
+    require_context,
+)
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.command_line import count
+from sparrow_sglang.plugin.server_args import engine_arguments
+
+MEMORY_GB = 40.0
+
+DESCRIPTION = """\
+Time two turns of a batch of conversations in stock SGLang, sparse and dense: all generate a turn of
+so many tokens, then all prefill the next context, which is the last one, that turn and a message.
+Weights are random (nothing is downloaded) unless --model-path names a model.
+"""
+EXAMPLES = """\
+  python -m sparrow_sglang.benchmarks.rollouts.turn_prefill --dense-backend fa3
+  python -m sparrow_sglang.benchmarks.rollouts.turn_prefill --turn-tokens 512 8192 --sequences 8
+"""
+
+
+def two_turns(
+    engine: Any, prompts: Sequence[list[int]], turn_tokens: int, message: list[int]
+) -> dict[str, Any]:
+    """Seconds in which all generate a turn, and in which all then prefill the next context.
+
+    The prefill's seconds contain the first token that follows it. The token counts are means over
+    the conversations.
+    """
+    connect(engine).flush_cache(60.0)
+    turns, generate_s = _timed(engine, prompts, turn_tokens)
+    contexts = [
+        prompt + turn["output_ids"] + message for prompt, turn in zip(prompts, turns, strict=True)
+    ]
+    answers, prefill_s = _timed(engine, contexts, 1)
+    cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
+    return {
+        "generate_s": generate_s,
+        "prefill_s": prefill_s,
+        "cached_tokens": sum(cached) / len(cached),
+        "prefilled_tokens": (sum(map(len, contexts)) - sum(cached)) / len(cached),
+    }
+
+
+def _timed(
+    engine: Any, prompts: Sequence[list[int]], new_tokens: int
+) -> tuple[list[dict[str, Any]], float]:
+    sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 1.0}
+    start = time.perf_counter()
+    answers = engine.generate(input_ids=list(prompts), sampling_params=sampling)
+    return answers, time.perf_counter() - start
+
+
+def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start an engine for one side; a row for each length of a turn."""
+    import sglang
+
+    defaults = engine_settings(compared.path, compared.has_weights, side.backend, side.schedule)
+    defaults |= {"max_running_requests": options.sequences}
+    draw = random.Random(options.seed)
+
+    def tokens(number: int) -> list[int]:
+        return draw.choices(range(compared.config["vocab_size"]), k=number)
+
+    rows = []
+    with sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
+        for turn_tokens in options.turn_tokens:
+            measured = [
+                two_turns(
+                    engine,
+                    [tokens(options.prompt_tokens) for _ in range(options.sequences)],
+                    turn_tokens,
+                    tokens(options.message_tokens),
+                )
+                # The first warms up.
+                for _ in range(1 + options.repeats)
+            ][1:]
+            fastest = min(measured, key=lambda each: each["prefill_s"])
+            rows.append(
+                {
+                    "model": compared.model,
+                    "backend": side.backend,
+                    "schedule": side.schedule,
+                    "turn_tokens": turn_tokens,
+                    **fastest,
+                    "prefill_s_all": [each["prefill_s"] for each in measured],
+                }
+            )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
+    import torch
+
+    parser = benchmark_parser("rollouts.turn_prefill", DESCRIPTION, EXAMPLES, "turn-prefill.json")
+    add_model_options(parser)
+    parser.add_argument("--sequences", type=count, default=16, help="(default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=count, default=512, help="per conversation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--turn-tokens",
+        type=count,
+        nargs="+",
+        default=[1024, 4096],
+        help="lengths of the model's turn (default: 1024 4096)",
+    )
+    parser.add_argument(
+        "--message-tokens", type=count, default=64, help="that follow it (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=count, default=2, help="the fastest prefill counts (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of prompts (default: %(default)s)")
+    add_engine_arguments(parser)
+    options = parser.parse_args(argv)
+    try:
+        compared = comparison(options, torch.cuda.is_available())
+        require_context(
+            engine_arguments(options.engine_args).get("context_length")
+            or compared.config["max_position_embeddings"],
+            options.prompt_tokens,
+            max(options.turn_tokens) + options.message_tokens,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if not compared.has_weights:
+        require_cuda(parser, MEMORY_GB, "weights and KV cache")
+    prepare_out(parser, options.out)
+    results = Results(options.out, settings=settings(options))
+    for side in compared.sides:
+        rows = in_new_process(run_side, compared, side, options)
+        if rows is None:
+            print(f"{compared.model} {side.name}: failed, left out", flush=True)
+            return 1
+        results.add(*rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
