@@ -67,13 +67,28 @@ ALONE = Ranks()
 """The only process of a run."""
 
 
-def see_own_gpu(rank: int) -> None:
-    """Of the visible GPUs a rank sees one; before anything asks for them."""
+def local_rank() -> int | None:
+    """The number of this process among the ranks on this machine; None if it was started alone.
+
+    None again within `joined`.
+    """
+    rank = os.environ.get("LOCAL_RANK")
+    return None if rank is None else int(rank)
+
+
+def see_own_gpu() -> int | None:
+    """`local_rank`; a rank sees one of the visible GPUs from now on.
+
+    To be called before anything asks for GPUs.
+    """
+    if (rank := local_rank()) is None:
+        return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     elif rank < len(gpus := visible.split(",")):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[rank]
+    return rank
 
 
 @contextmanager
@@ -82,7 +97,7 @@ def joined() -> Iterator[Ranks]:
 
     Each must see its own GPU only.
     """
-    if "LOCAL_RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+    if local_rank() is None or os.environ.get("WORLD_SIZE", "1") == "1":
         yield ALONE
         return
     if torch.cuda.is_available():

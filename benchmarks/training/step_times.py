@@ -9,7 +9,6 @@ response as its length says. Out: seconds of each phase of each step, as JSON.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -256,9 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     options = parser.parse_args(words)
-    rank = os.environ.get("LOCAL_RANK")
-    if rank is not None:
-        see_own_gpu(int(rank))
+    rank = see_own_gpu()
     try:
         compared = _check(options, torch.cuda.is_available())
     except (ValueError, SparrowError) as error:
@@ -277,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (arm,) = options.arms
         with joined() as ranks:
             row = measure(arm, compared, options, ranks)
-        if rank == "0":
+        if rank == 0:
             results.add(row)
         return 0
     done = {row["arm"] for row in results.rows}

@@ -9,7 +9,6 @@ packed shorter sequences.
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -206,9 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     args = parser.parse_args(words)
-    rank = os.environ.get("LOCAL_RANK")
-    if rank is not None:
-        see_own_gpu(int(rank))
+    rank = see_own_gpu()
     try:
         schedule = load_schedule(args.schedule, PAGE_SIZE)
     except ScheduleError as error:

@@ -4,7 +4,6 @@ In: the file's name. Out: a run in its `run_dir`. The loop is `sparrow_sglang.rl
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,10 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     if args.check:
         return _check_all(config, args)
-    rank = os.environ.get("LOCAL_RANK")
-    if rank is not None:
-        from sparrow_sglang.rl.ranks import see_own_gpu
+    # Late, as it imports torch.
+    from sparrow_sglang.rl.ranks import see_own_gpu
 
-        see_own_gpu(int(rank))
+    rank = see_own_gpu()
     train = _launch if rank is None and config.distributed.ranks != 1 else _train
     auto = config.engine.schedule == AUTO
     source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
@@ -130,6 +128,7 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from sparrow_sglang.rl.engines.processes import EngineDied
+    from sparrow_sglang.rl.ranks import local_rank
     from sparrow_sglang.rl.rollout import RolloutError
     from sparrow_sglang.rl.runs.run import RankFailed
     from sparrow_sglang.rl.runs.termination import Stopped
@@ -137,12 +136,12 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
 
     # Bars of a second each, in the middle of ours.
     logging.disable_progress_bar()
-    rank = os.environ.get("RANK") if "LOCAL_RANK" in os.environ else None
+    rank = local_rank()
 
     def end(why: str, code: int) -> int:
         if rank is None:
             return _say_where_it_stands(config, why, code)
-        if rank == "0" and code == 1:
+        if rank == 0 and code == 1:
             print(f"sparrow train: {why}", file=sys.stderr)
         return code
 
@@ -152,7 +151,7 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
         return end(f"error: {error}", 1)
     except Stopped as stop:
         return end("stopped", int(stop.code or 0))
-    if rank in (None, "0"):
+    if rank in (None, 0):
         print(f"trained: {folder / 'model' if folder else config.run_dir}")
     return 0
 

@@ -3,7 +3,6 @@ and a function for the only one.
 """
 
 import gc
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def steps(ranks: Any) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    see_own_gpu(int(os.environ["LOCAL_RANK"]))
+    see_own_gpu()
     import torch
 
     with joined() as ranks:

@@ -136,8 +136,16 @@ def test_each_rank_sees_a_gpu_of_those_that_are_visible(monkeypatch):
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
             if visible is not None:
                 monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-            see_own_gpu(rank)
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            assert see_own_gpu() == rank
             assert os.environ["CUDA_VISIBLE_DEVICES"] == seen[rank]
+
+
+def test_a_process_that_is_no_rank_sees_all_gpus(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert see_own_gpu() is None
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 def test_prompts_to_evaluate_are_expected_where_there_is_an_evaluation(
