@@ -34,6 +34,7 @@ SCORED_BY = {
 }
 
 _STAGES = ("step", "rollout", "logprobs", "mismatch", "update", "sync")
+_VERL_STAGES = ("step", "gen", "old_log_prob", "update_actor", "update_weights")
 
 Row = dict[str, Any]
 
@@ -105,6 +106,37 @@ def step_time_rows(run: Run) -> list[list[str]]:
     ]
 
 
+def verl_rows(run: Run) -> list[list[str]]:
+    """Cells of each run of `verl_runs`; means over its steps but the first."""
+    return [_verl_row(row) for row in run.rows if row["steps"] > 1]
+
+
+def _verl_row(row: Row) -> list[str]:
+    def after_the_first(metric: str) -> list[float]:
+        return [value for step, value in row["curves"].get(metric, []) if step > 1]
+
+    scores = after_the_first("critic/score/mean")
+    tenth = max(1, len(scores) // 10)
+    tail = after_the_first("sparrow/accept_p05")
+    return [
+        schedule_name(row["schedule"]),
+        str(row["seed"]),
+        str(row["steps"]),
+        f"{mean(scores[:tenth]):.3f} → {mean(scores[-tenth:]):.3f}",
+        number(mean(after_the_first("response_length/mean")), 0),
+        f"{mean(tail):.3f}, {min(tail):.3f}" if tail else "–",
+        *(
+            number(mean(values), digits) if (values := after_the_first(metric)) else "–"
+            for metric, digits in (("rollout_corr/kl", 4), ("rollout_corr/rollout_is_mean", 3))
+        ),
+        *(
+            number(row["seconds_per_step"].get(f"timing_s/{stage}", 0.0), 1)
+            for stage in _VERL_STAGES
+        ),
+        number(row["tokens_per_s"], 0),
+    ]
+
+
 def model_name(run: Run) -> str:
     return str(run.content["settings"]["model"]).rstrip("/").rpartition("/")[2]
 
@@ -123,6 +155,7 @@ def generate(root: Path = ROOT) -> str:
         return words
 
     distilled = load_runs(root, "trained_under")
+    curves = load_runs(root, "curves")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
     )
@@ -143,7 +176,10 @@ def generate(root: Path = ROOT) -> str:
         servers=load_runs(root, "bench_serving"),
         training=load_runs(root, "step_peak_gib"),
         step_times=load_runs(root, "trained_tokens"),
-        learning=load_runs(root, "curves"),
+        verl=[run for run in curves if "frameworks" in run.content],
+        verl_rows=verl_rows,
+        turns=load_runs(root, "turn_tokens"),
+        learning=[run for run in curves if "frameworks" not in run.content],
         slime=load_runs(root, "weight_versions"),
         distilled=distilled,
         # The cost is measured last, and missing in a result that was cut short.

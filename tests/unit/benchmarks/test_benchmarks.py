@@ -357,6 +357,42 @@ def test_table_of_slimes_loop(tmp_path: Path) -> None:
     assert "Run 1: 0.039 for the evaluation, 0.078 for sparse responses" in text
 
 
+def test_table_of_verls_runs(tmp_path: Path) -> None:
+    curves = {
+        "critic/score/mean": [[1, 0.1], [2, 0.2], [3, 0.4]],
+        "response_length/mean": [[1, 9.0], [2, 2000.0], [3, 2048.0]],
+        "sparrow/accept_p05": [[2, 0.9], [3, 0.88]],
+        "rollout_corr/kl": [[2, 0.01], [3, 0.02]],
+        "rollout_corr/rollout_is_mean": [[2, 0.99], [3, 1.0]],
+    }
+    seconds = {"step": 9.0, "gen": 5.0, "old_log_prob": 1.0, "update_actor": 2.0}
+    row = {"run": "a-seed0", "schedule": "a.json", "seed": 0, "steps": 3, "tokens_per_s": 1500.0}
+    row |= {"seconds_per_step": {f"timing_s/{k}": v for k, v in seconds.items()}, "curves": curves}
+    plain = {key: curves[key] for key in ("critic/score/mean", "response_length/mean")}
+    dense = row | {"schedule": "dense", "curves": plain}
+    never = {"schedule": "dense", "seed": 1, "steps": 0, "curves": {}, "seconds_per_step": {}}
+    settings = {"model": "smollm2-135m", "parallel": None}
+    fields = {"settings": settings, "frameworks": {"verl": "0.9.1"}, "command": "verl_runs.py r"}
+    save(tmp_path, "verl.json", [row, dense, never], **fields)
+    seconds_shown = "9.0 | 5.0 | 1.0 | 2.0 | 0.0 | 1,500 | 3 | H200 | 1 |"
+    assert lines(generate(tmp_path), "| smollm2") == [
+        "| smollm2-135m | a | 0 | 3 | 0.200 → 0.400 | 2,024 | 0.890, 0.880 | 0.0150 | 0.995 | "
+        + seconds_shown,
+        "| smollm2-135m | dense | 0 | 3 | 0.200 → 0.400 | 2,024 | – | – | – | " + seconds_shown,
+    ]
+
+
+def test_table_of_a_further_turn(tmp_path: Path) -> None:
+    sparse = {"model": "m", "backend": "sparrow", "schedule": "x/s.json", "turn_tokens": 1024}
+    sparse |= {"cached_tokens": 512.0, "prefilled_tokens": 1088.0, "generate_s": 4.0}
+    dense = sparse | {"backend": "fa3", "schedule": None, "prefill_s": 0.01}
+    save(tmp_path, "turns.json", [sparse | {"prefill_s": 0.1}, dense], command="turn_prefill.py")
+    assert lines(generate(tmp_path), "| m ") == [
+        "| m | s | 1,024 | 512 | 1,088 | 4.00 | 0.100 | 2.5% | H200 | 1 |",
+        "| m | fa3, dense | 1,024 | 512 | 1,088 | 4.00 | 0.010 | 0.2% | H200 | 1 |",
+    ]
+
+
 def test_tables_of_what_an_adapter_gains_and_costs(tmp_path: Path) -> None:
     def tails(*values: float) -> list[dict]:
         return [
