@@ -29,12 +29,18 @@ from sparrow_sglang.selection import SelectionRule
 class Arm:
     """One way to decode: `options` are the request's options for sparrow, `schedule` its effect.
 
-    A `switched` schedule must be made the active one first, as requests cannot ask for it.
+    A `switched` schedule must be made the active one first, as requests cannot ask for it. Steps
+    that read everything say nothing about a schedule and are left out, unless `every_step`.
     """
 
     schedule: BudgetSchedule
     options: dict[str, Any]
     switched: bool = False
+    every_step: bool = False
+
+    def measures(self, cached: int) -> bool:
+        """Whether the step that attends to `cached` tokens is measured."""
+        return self.every_step or bool(self.schedule.tokens_read(cached) < cached)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,14 @@ def fixed_arm(
     fields = BudgetSchedule.fixed(tokens, page_size).model_dump()
     fields |= {"selection": selection or SelectionRule(), "dense_layers": tuple(dense_layers)}
     return Arm(BudgetSchedule(**fields), {"kv_budget_tokens": tokens})
+
+
+def dense_arm(context: int, page_size: int) -> Arm:
+    """Dense decode of up to `context` tokens, a multiple of the page size.
+
+    Its rates are below 1 as far as decode and prefill round differently.
+    """
+    return Arm(BudgetSchedule.fixed(context, page_size), {"dense": True}, every_step=True)
 
 
 def schedule_arm(schedule: BudgetSchedule) -> Arm:
@@ -92,7 +106,7 @@ def units_of_work(
             room, repeats = min(room, len(prompt.response_ids)), 1
         steps = range(length + 1, length + room)
         for arm in arms:
-            if any(_is_sparse(arm.schedule, cached) for cached in steps):
+            if any(arm.measures(cached) for cached in steps):
                 units += [Unit(len(units) + i, prompt, arm, i, room) for i in range(repeats)]
     return units
 
@@ -173,8 +187,8 @@ def _measure_batch(target: Any, units: Sequence[Unit], progress: Progress) -> li
         rates = exact_rates(answer)
         # The step that gives the token after n others attends to n cached tokens.
         cached = len(unit.prompt.input_ids) + 1 + np.arange(len(rates))
-        sparse = np.array([_is_sparse(unit.arm.schedule, int(n)) for n in cached], dtype=bool)
-        measured.append(UnitTokens(unit.number, cached[sparse], rates[sparse]))
+        kept = np.array([unit.arm.measures(int(n)) for n in cached], dtype=bool)
+        measured.append(UnitTokens(unit.number, cached[kept], rates[kept]))
     return measured
 
 
@@ -207,7 +221,3 @@ def _request(unit: Unit, slot: int) -> dict[str, Any]:
             | (given.parameters if given else {}),
         },
     }
-
-
-def _is_sparse(schedule: BudgetSchedule, cached: int) -> bool:
-    return bool(schedule.tokens_read(cached) < cached)

@@ -30,6 +30,8 @@ _STARTED_AS = {
     "turn_prefill.py": "python -m sparrow_sglang.benchmarks.rollouts.turn_prefill",
     "step_times.py": "python -m sparrow_sglang.benchmarks.training.step_times",
     "verl_runs.py": "python -m sparrow_sglang.benchmarks.training.verl_runs",
+    "acceptance_distribution.py": "python -m"
+    " sparrow_sglang.benchmarks.rollouts.acceptance_distribution",
     "slime_runs.py": "python -m sparrow_sglang.benchmarks.training.slime_runs",
 }
 
