@@ -19,29 +19,28 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _commit() -> str:
-    """Commit of the working tree; SPARROW_COMMIT where the tree travels without its history."""
-    # Installed, this file may lie within another project's working tree.
-    if _git("ls-files", "--error-unmatch", Path(__file__).name) is not None:
-        commit = _git("describe", "--always", "--dirty", "--abbrev=12")
-        if commit is not None:
-            return commit
-    return os.environ.get("SPARROW_COMMIT", "unknown")
+def commit_of(file: Path) -> str | None:
+    """Commit of the working tree that tracks `file`; None without one, and without git."""
+    # A file that is installed or copied may lie within another project's working tree.
+    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
+        return None
+    return _git(file.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
-def _git(*words: str) -> str | None:
-    """What git says of this file's folder; None if it fails or is not there."""
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says in a folder; None if it fails or is not there."""
     try:
-        done = subprocess.run(
-            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
-        )
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions, commit and command of this process."""
+    """Device, versions, commit and command of this process.
+
+    The commit is SPARROW_COMMIT where the working tree travels without its history.
+    """
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
@@ -49,6 +48,6 @@ def provenance() -> dict[str, Any]:
         "device": device or platform.machine(),
         "python": platform.python_version(),
         "packages": {package: _installed(package) for package in _PACKAGES},
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__)) or os.environ.get("SPARROW_COMMIT", "unknown"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }

@@ -5,7 +5,7 @@ slime's rollout side imports, and with a checkout of slime.
 
 In: a checkout, a schedule and sizes. On servers of one GPU runs examples/slime/rollouts.py, which
 is slime's `train.py` with another trainer than Megatron. Out: what slime has sampled in each
-rollout and in the evaluation, as JSON, with device, versions and commit.
+rollout and in the evaluation, as JSON, with device, versions and commits, slime's among them.
 """
 
 import json
@@ -38,6 +38,7 @@ from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.client.scoring import score_dense
 from sparrow_sglang.command_line import count
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
+from sparrow_sglang.provenance import commit_of
 from sparrow_sglang.rl.metrics import acceptance_metrics
 
 DESCRIPTION = """\
@@ -230,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("recipe", type=Path, help="examples/slime")
     add("--slime", type=Path, required=True, help="folder with slime's train.py")
+    add("--slime-commit", help="of that folder, where it is not a git clone")
     add("--model", default=EMBEDDED_MODEL_NAME, help="folder (default: %(default)s)")
     add("--schedule", default="smollm2-135m-0.86", help="(default: %(default)s)")
     add("--servers", type=count, default=2, help="(default: %(default)s)")
@@ -246,11 +248,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not (options.slime / "train.py").is_file():
         parser.error(f"--slime {options.slime}: expected a checkout of slime, with train.py")
+    if (commit := commit_of(options.slime / "train.py") or options.slime_commit) is None:
+        parser.error(
+            f"--slime {options.slime}: is not a git clone; expected one, or --slime-commit, as the"
+            " result records slime's commit"
+        )
     prepare_out(parser, options.out)
     for name in ("recipe", "slime", "work"):
         setattr(options, name, getattr(options, name).resolve())
     packages = {name: version(name) for name in ("sglang", "sglang-router", "ray")}
-    results = Results(options.out, settings=settings(options), frameworks=packages)
+    frameworks = packages | {"slime": commit}
+    results = Results(options.out, settings=settings(options), frameworks=frameworks)
     try:
         run(options, model_folder(options.model), results)
     except ProcessFailed as error:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import subprocess
 from asyncio import run
 from pathlib import Path
 from statistics import fmean
@@ -77,6 +78,36 @@ def test_a_folder_that_is_no_checkout_is_refused(
     with pytest.raises(SystemExit):
         slime_runs.main([str(FOLDER), "--slime", str(tmp_path)])
     assert "expected a checkout of slime, with train.py" in capsys.readouterr().err
+
+
+def test_the_result_records_slimes_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slime, out = tmp_path / "slime", tmp_path / "out.json"
+    slime.mkdir()
+    (slime / "train.py").touch()
+    arguments = [str(FOLDER), "--slime", str(slime), "--out", str(out), "--model", str(tmp_path)]
+    monkeypatch.setattr(slime_runs, "version", lambda name: "1.0")
+    monkeypatch.setattr(slime_runs, "run", lambda *_: None)
+    monkeypatch.setattr(slime_runs, "model_folder", str)
+
+    def recorded(*more: str) -> str:
+        assert slime_runs.main([*arguments, *more]) == 0
+        commit: str = json.loads(out.read_text())["frameworks"]["slime"]
+        return commit
+
+    with pytest.raises(SystemExit):
+        slime_runs.main(arguments)
+    assert "is not a git clone" in capsys.readouterr().err and not out.exists()
+    assert recorded("--slime-commit", "624b824") == "624b824"
+    who = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    for words in (["init"], ["add", "train.py"], [*who, "commit", "-m", "c"], ["tag", "v1"]):
+        subprocess.run(["git", *words], cwd=slime, check=True, capture_output=True)
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=slime, text=True)
+    # Of the commit, not of a tag, whatever is said of it.
+    assert recorded("--slime-commit", "other") == head[:12]
+    (slime / "train.py").write_text("changed")
+    assert recorded() == f"{head[:12]}-dirty"
 
 
 def test_reward_is_the_share_of_words() -> None:
