@@ -13,7 +13,7 @@ from sparrow_sglang.benchmarks.steps import decode_step
 from sparrow_sglang.benchmarks.training import attention_times, train_memory
 from sparrow_sglang.planning.cost_model import Hardware
 from sparrow_sglang.planning.model_shape import ModelShape
-from sparrow_sglang.rl.ranks import joined
+from sparrow_sglang.rl.ranks import ALONE, joined
 from sparrow_sglang.schedule import BudgetSchedule
 
 TINY = {
@@ -65,6 +65,24 @@ def test_every_rank_has_a_sequence(tiny: argparse.Namespace, tmp_path: Path, ran
         # Of one GPU's peak, as each computes a sequence.
         assert found["peak_share"] == pytest.approx(flops / min(found["step_s"]) / 1e9)
         assert found["gather_s"] > 0 and len(found["adapter_step_s"]) == 2
+
+
+def test_packed_attention_is_timed_once_for_each_length(
+    tiny: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+
+    def times(shape: ModelShape, tokens: int) -> dict[str, float | None]:
+        timed.append(tokens)
+        return {"padded_s": tokens / 1e3, "varlen_s": None}
+
+    monkeypatch.setattr(train_memory, "attention_times", times)
+    monkeypatch.setattr(train_memory, "measure", lambda options, dtype, *_: {"dtype": dtype})
+    tiny.dtypes, tiny.tokens, tiny.out = ["float32", "bfloat16"], [100, 200], tmp_path / "out.json"
+    train_memory.measure_all(tiny, BudgetSchedule.fixed(48), ALONE)
+    assert timed == [100, 200]
+    rows = json.loads(tiny.out.read_text())["rows"]
+    assert [row["packed_attention"]["padded_s"] for row in rows] == [0.1, 0.2, 0.1, 0.2]
 
 
 def test_more_gpus_than_there_are_are_refused(
