@@ -88,6 +88,21 @@ def equal_cost_schedule(
     )
 
 
+def equal_cost_schedules(
+    options: argparse.Namespace, context: int
+) -> dict[int, list[BudgetSchedule]]:
+    """Schedules of both roundings, by page size. Raises `ScheduleError` on too small a budget."""
+    return {
+        page_size: [
+            equal_cost_schedule(
+                options.reference_budget, page_size, context, options.bin_tokens, rounding
+            )
+            for rounding in _ROUNDINGS
+        ]
+        for page_size in sorted({*options.page_sizes} - {PAGE_SIZE})
+    }
+
+
 def bytes_read(budget: int, page_size: int, cached: int, head_dim: int) -> int:
     """Bytes that a step reads per KV head of a sparse layer: K and V, and a landmark per page."""
     return _VALUE_BYTES * head_dim * (2 * budget + -(-cached // page_size))
@@ -259,17 +274,13 @@ def measure(options: argparse.Namespace, job: Job, results: Results) -> None:
     results.save(seconds=time.perf_counter() - start)
     reference = fixed[options.reference_budget].schedule
     others = []
-    for page_size in sorted({*options.page_sizes} - {PAGE_SIZE}):
-        arms, files = [], []
-        for rounding in _ROUNDINGS:
-            schedule = equal_cost_schedule(
-                options.reference_budget, page_size, job.context, job.bin_tokens, rounding
-            )
-            files.append(options.work / f"{schedule.name}.json")
-            schedule.save(files[-1])
-            arms.append(schedule_arm(schedule))
+    for page_size, schedules in equal_cost_schedules(options, job.context).items():
+        files = [options.work / f"{schedule.name}.json" for schedule in schedules]
+        for schedule, file in zip(schedules, files, strict=True):
+            schedule.save(file)
+        arms = [schedule_arm(schedule) for schedule in schedules]
         found |= measured(page_job(job, page_size, arms, files), names)
-        others += [(arm.schedule, found[arm.schedule.name]) for arm in arms]
+        others += [(each, found[each.name]) for each in schedules if each.name in found]
     if others and reference.name in found:
         results.add(
             *page_size_rows(
@@ -305,7 +316,7 @@ def _parser() -> OneLineParser:
         default=512,
         help=f"with pages of {PAGE_SIZE}, whose bytes other page sizes may read (default 512)",
     )
-    # With this width and number, the prompts are those of the shipped schedules of the demo model.
+    # As of the shipped schedules of the demo model.
     add("--bin-tokens", type=count, default=512, help="positions per bin (default 512)")
     add("--prompts-per-bin", type=count, default=24, help="of the built-in set (default 24)")
     add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate (default: built-in ones)")
@@ -333,6 +344,7 @@ def _require_sizes(parser: OneLineParser, options: argparse.Namespace, context: 
             f"--bin-tokens {options.bin_tokens}: expected a multiple of the page size"
             f" {max(options.page_sizes)}"
         )
+    equal_cost_schedules(options, context)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -119,7 +119,8 @@ class Bootstrap:
 
     def __init__(self, prompts: int, resamples: int = 1000, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
-        self._weights = draw.multinomial(prompts, [1 / prompts] * prompts, size=resamples)
+        weights = draw.multinomial(prompts, [1 / prompts] * prompts, size=resamples)
+        self._weights = weights.astype(np.int32)
 
     def mean(self, sample: Sample, values: NDArray[np.floating | np.bool_]) -> Estimate:
         """Mean of `values` [T] of the tokens."""
@@ -193,7 +194,7 @@ class Bootstrap:
         found = np.empty(len(self._weights))
         for start in range(0, len(found), rows):
             block = slice(start, start + rows)
-            below = np.cumsum(self._weights[block][:, prompts], axis=1)
+            below = np.cumsum(self._weights[block][:, prompts], axis=1, dtype=np.int32)
             rank = np.maximum(1, np.ceil(below[:, -1] * TAIL_PERCENTILE / 100))
             place = np.minimum((below < rank[:, None]).sum(axis=1), len(rates) - 1)
             found[block] = np.where(below[:, -1] > 0, rates[place], np.nan)

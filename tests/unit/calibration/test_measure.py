@@ -17,3 +17,11 @@ def test_a_given_response_is_decoded_once_and_to_its_end() -> None:
     arms = [calibration_measure.fixed_arm(64, 16)]
     (unit,) = calibration_measure.units_of_work([prompt], arms, 2, 30, 320)
     assert unit.new_tokens == 20
+
+
+def test_dense_decode_is_measured_at_every_step() -> None:
+    prompt = calibration_prompts.Prompt("p", tuple(range(3, 103)))
+    arm = calibration_measure.dense_arm(320, 16)
+    (unit,) = calibration_measure.units_of_work([prompt], [arm], 1, 30, 320)
+    assert unit.new_tokens == 30 and unit.arm.measures(101)
+    assert not calibration_measure.fixed_arm(320, 16).measures(101)
