@@ -102,6 +102,12 @@ def server_flags(model: Path, port: int, random_weights: bool, on_gpu: bool) -> 
     return flags if on_gpu else [*flags, "--dtype", "float32"]
 
 
+def with_modules(*folders: Path) -> dict[str, str]:
+    """This process's environment, with `folders` at the front of PYTHONPATH."""
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of a module returns in a fresh Python; None if that fails.
 

@@ -70,6 +70,15 @@ def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) 
     return results
 
 
+def whole_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file that is being written; a line without an end does not count.
+
+    Empty without a file.
+    """
+    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def load_runs(root: Path, key: str) -> list[Run]:
     """Result files under `root` whose rows have `key`, by path; sweeps of variants are left out.
 

@@ -46,7 +46,7 @@ from sparrow_sglang.benchmarks.processes import (
 )
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.rollouts.soak_load import Load, Traffic
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_shapes
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import CHAT_TEMPLATE, save_shapes
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
 
@@ -54,7 +54,6 @@ MEMORY_GB = 60.0
 SCHEDULES = ("fixed-512", "fixed-1024", "fixed-2048")
 RSS_GROWTH = 0.05
 GPU_GROWTH_MIB = 256.0
-_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 DESCRIPTION = """\
 Put servers under random load for some minutes and check what must hold: no crash, no leaked page,
@@ -162,7 +161,7 @@ def prepare_model(name: str, folder: Path) -> dict[str, Any]:
     source = MODELS / name if name in known_models() else Path(name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     save_shapes(folder, config)
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return config
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
 
 def save_shapes(folder: Path, config: Mapping[str, Any]) -> None:
     """Write what a server needs of a model with random weights: its config and a tokenizer."""

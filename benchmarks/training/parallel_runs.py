@@ -16,7 +16,8 @@ from typing import Any, TextIO
 
 import torch
 
-from sparrow_sglang.benchmarks.processes import ProcessFailed
+from sparrow_sglang.benchmarks.processes import ProcessFailed, with_modules
+from sparrow_sglang.benchmarks.result_files import whole_rows
 from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.run_folder import METRICS_FILE
@@ -44,9 +45,7 @@ class RunPlan:
 
     def rows(self) -> list[dict[str, Any]]:
         """Whole rows of the metrics so far."""
-        path = self.config.run_dir / METRICS_FILE
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-        return [current_names(json.loads(line)) for line in lines if line.endswith("\n")]
+        return [*map(current_names, whole_rows(self.config.run_dir / METRICS_FILE))]
 
     def is_complete(self) -> bool:
         """Whether the last evaluation, which follows the last step, is in the metrics."""
@@ -112,11 +111,10 @@ def _start(plan: RunPlan, gpu: str, modules: Sequence[Path]) -> _Run:
     file.write_text("".join(f"{line}\n" for line in toml_lines(plan.values)), "utf-8")
     log = open(plan.beside(".log"), "a", encoding="utf-8")
     command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(file), "--resume"]
-    # Judges are started with the same path.
-    paths = [*map(str, modules), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ours = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": gpu}
+    # Reward workers are started with the same path.
+    environment = with_modules(*modules) | {"CUDA_VISIBLE_DEVICES": gpu}
     print(f"runs: {plan.name} starts, {log.name}", flush=True)
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | ours)
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     return _Run(plan, gpu, process, log)
 
 

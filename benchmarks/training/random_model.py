@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparrow_sglang.benchmarks.options import MODELS, known_models
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import CHAT_TEMPLATE, save_word_tokenizer
 from sparrow_sglang.command_line import OneLineParser
-
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def save_random_model(shape: str, folder: Path) -> None:

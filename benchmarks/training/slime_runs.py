@@ -32,6 +32,7 @@ from sparrow_sglang.benchmarks.processes import (
     logged_process,
     server_flags,
     until_healthy,
+    with_modules,
 )
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.client.endpoint import connect
@@ -204,12 +205,11 @@ def run(options: Namespace, model: str, results: Results) -> None:
     (options.work / "sparrow.yaml").write_text(json.dumps(sampling))
     prompts = [sys.executable, str(options.recipe / "task.py")]
     subprocess.run([*prompts, str(options.work / "prompts.jsonl")], check=True)
-    paths = [str(options.recipe), str(options.slime), *filter(None, [os.environ.get("PYTHONPATH")])]
     log = options.work / "slime.txt"
     with sparse_servers(options, model) as urls:
         command = slime_command(options, model, urls)
-        ours = {"PYTHONPATH": os.pathsep.join(paths), "RAY_USAGE_STATS_ENABLED": "0"}
-        with logged_process(command, log, os.environ | ours) as process:
+        ours = with_modules(options.recipe, options.slime) | {"RAY_USAGE_STATS_ENABLED": "0"}
+        with logged_process(command, log, ours) as process:
             try:
                 process.wait(options.limit)
             except subprocess.TimeoutExpired:

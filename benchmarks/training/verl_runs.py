@@ -7,8 +7,6 @@ from the same start, in a process and on a GPU of its own; nothing of verl is ch
 verl's own log says of each run, as JSON, with device, versions and commit.
 """
 
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
-from sparrow_sglang.benchmarks.processes import log_end, logged_process
-from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.processes import log_end, logged_process, with_modules
+from sparrow_sglang.benchmarks.result_files import Results, whole_rows
 from sparrow_sglang.benchmarks.training.parallel_runs import visible_gpus
 from sparrow_sglang.command_line import count
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
@@ -94,10 +92,10 @@ class VerlRun:
 
     def environment(self, gpu: str, recipe: Path) -> dict[str, str]:
         """Of the trainer, which passes it on to its workers."""
+        ours = {"VERL_FILE_LOGGER_PATH": str(self._metrics)}
+        ours |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         # Modules that the recipe names, such as agent loops.
-        paths = [str(recipe.parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ours = {"PYTHONPATH": os.pathsep.join(paths), "VERL_FILE_LOGGER_PATH": str(self._metrics)}
-        return os.environ | ours | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+        return with_modules(recipe.parent.resolve()) | ours
 
     @property
     def _metrics(self) -> Path:
@@ -109,8 +107,7 @@ class VerlRun:
 
     def rows(self) -> list[dict[str, Any]]:
         """Step and metrics, of the lines that are whole."""
-        lines = self._metrics.read_text("utf-8").splitlines(True) if self._metrics.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return whole_rows(self._metrics)
 
 
 def result_of(run: VerlRun) -> dict[str, Any]:
