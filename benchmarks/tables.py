@@ -137,6 +137,14 @@ def _verl_row(row: Row) -> list[str]:
     ]
 
 
+def rates_of_budget(run: Run, budget: int | None) -> tuple[Row, Row, list[float]]:
+    """Of a run of `acceptance_distribution`: all tokens, correlations, each bin's KS distance."""
+    rows = [row for row in run.rows if row.get("budget_tokens") == budget]
+    of_kind = {row["kind"]: row for row in rows}
+    distances = [row["beta_ks"] for row in rows if row["kind"] == "bin" and row["beta_ks"]]
+    return of_kind["all tokens"], of_kind["correlation"], distances
+
+
 def model_name(run: Run) -> str:
     return str(run.content["settings"]["model"]).rstrip("/").rpartition("/")[2]
 
@@ -187,6 +195,8 @@ def generate(root: Path = ROOT) -> str:
         adapters=load_runs(root, "averaged"),
         selections=load_runs(root, "recall_ranked"),
         audits=load_runs(root, "served_s"),
+        distributions=load_runs(root, "histogram"),
+        rates_of_budget=rates_of_budget,
         rules=load_runs(root, "kv_tokens_read"),
         kernels=load_runs(root, "floor_us"),
     )

@@ -393,6 +393,47 @@ def test_table_of_a_further_turn(tmp_path: Path) -> None:
     ]
 
 
+def test_tables_of_acceptance_rates(tmp_path: Path) -> None:
+    def with_interval(**values: float) -> dict[str, float]:
+        ends = [(name, value, value - 0.01, value + 0.01) for name, value in values.items()]
+        return {
+            name + end: value
+            for name, *three in ends
+            for end, value in zip(("", "_low", "_high"), three, strict=True)
+        }
+
+    shares = {"share_above_0.999": 0.25, "share_above_0.99": 0.5, "mean": 0.9, "tail": 0.75}
+    every = {"kind": "all tokens", "budget_tokens": 1024, "tokens": 45000, "beta_ks": 0.05}
+    every |= {"histogram": [1, 2]} | with_interval(**shares)
+    correlation = {"kind": "correlation", "budget_tokens": 1024, "bins": 14}
+    correlation |= with_interval(tokens_r=-0.1, tails_r=-0.5)
+    bins = [{"kind": "bin", "budget_tokens": 1024, "beta_ks": ks} for ks in (0.07, 0.04, None)]
+    none = {"kind": "correlation", "budget_tokens": None, "bins": 16}
+    page = {"kind": "difference", "page_size": 32, "schedule": "page32-down", "bins": 14}
+    page |= {"bins_lower": 3, "bins_higher": 1} | with_interval(tail_difference=-0.02)
+    dense = every | {"budget_tokens": None, "beta_ks": None}
+    fields = {"settings": {"reference_budget": 512}, "model": "m"}
+    save(
+        tmp_path,
+        "rates.json",
+        [every, correlation, *bins, dense, none, page],
+        command="acceptance_distribution.py --seed 1",
+        **fields,
+    )
+    text = generate(tmp_path)
+    shown = (
+        "0.250 (0.240 to 0.260) | 0.500 (0.490 to 0.510) | 0.900 (0.890 to 0.910)"
+        " | 0.750 (0.740 to 0.760)"
+    )
+    assert lines(text, "| m ") == [
+        f"| m | 1,024 | 45,000 | {shown} | 0.050 | 0.040 to 0.070 | -0.100 (-0.110 to -0.090)"
+        " | -0.500 (-0.510 to -0.490) | H200 | 1 |",
+        f"| m | dense | 45,000 | {shown} | – | – | – | – | H200 | 1 |",
+        "| m | 512 | 32 | down | -0.020 (-0.030 to -0.010) | 3 | 1 | 14 | H200 | 1 |",
+    ]
+    assert "`python -m sparrow_sglang.benchmarks.rollouts.acceptance_distribution --seed 1`" in text
+
+
 def test_tables_of_what_an_adapter_gains_and_costs(tmp_path: Path) -> None:
     def tails(*values: float) -> list[dict]:
         return [

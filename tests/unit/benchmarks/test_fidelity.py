@@ -9,12 +9,13 @@ import pytest
 import summary
 
 from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT
-from sparrow_sglang.benchmarks.tables import learning_rows
+from sparrow_sglang.benchmarks.tables import learning_rows, rates_of_budget
 from sparrow_sglang.benchmarks.training.distill_result import AGGRESSIVE, GIVEN, gains
 from sparrow_sglang.report.result_files import Run
 
 H200 = ROOT / RESULTS / "h200"
 STUDY = ROOT / "examples/stability/results"
+DISTRIBUTION = H200 / "acceptance_distribution_smollm2-135m.json"
 
 
 def load(path: Path) -> Any:
@@ -67,7 +68,62 @@ def reached(result: dict[str, Any]) -> str:
 
 def test_there_are_nine_claims(rows: dict[int, str]) -> None:
     assert sorted(rows) == list(range(1, 10))
-    assert [row for row in rows if "not measured" in rows[row]] == [1, 3, 4, 6, 9]
+    unmeasured = [9] if DISTRIBUTION.exists() else [1, 3, 4, 6, 9]
+    assert [row for row in rows if "not measured" in rows[row]] == unmeasured
+
+
+def listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def signed(row: dict[str, Any], name: str) -> str:
+    """A value with its interval, negative ones with a minus sign."""
+    value, low, high = (f"{row[name + end]:.3f}" for end in ("", "_low", "_high"))
+    return f"{value} ({low} to {high})".replace("-", "−")
+
+
+@pytest.mark.skipif(not DISTRIBUTION.exists(), reason="not measured yet")
+def test_distribution_of_rates(rows: dict[int, str]) -> None:
+    run = Run(DISTRIBUTION.name, load(DISTRIBUTION))
+    budgets = sorted({row["budget_tokens"] for row in run.rows if row.get("budget_tokens")})
+    budgets = [budget for budget in budgets if budget in run.content["settings"]["budgets"]]
+    found = [rates_of_budget(run, budget) for budget in budgets]
+    dense, _, _ = rates_of_budget(run, None)
+    under = f"under {listed([f'{budget:,}' for budget in budgets])} tokens"
+
+    def shares(threshold: str) -> str:
+        return listed([f"{100 * every[f'share_above_{threshold}']:.1f} %" for every, _, _ in found])
+
+    assert_says(
+        rows[1],
+        f"{shares('0.999')} of the tokens above 0.999 {under}",
+        f"{shares('0.99')} above 0.99",
+        f"dense decode {100 * dense['share_above_0.999']:.1f} % above 0.999",
+    )
+    of_all = [f"{every['beta_ks']:.3f}" for every, _, _ in found]
+    distances = [distance for _, _, of_bins in found for distance in of_bins]
+    assert_says(
+        rows[3],
+        f"distance {listed(of_all)} {under}",
+        f"{min(distances):.3f} to {max(distances):.3f} by bin",
+        f"below 0.06 in {sum(distance < 0.06 for distance in distances)} of {len(distances)} bins",
+    )
+    _, correlation, _ = rates_of_budget(run, 512)
+    assert_says(
+        rows[4],
+        f"single tokens {signed(correlation, 'tokens_r')}",
+        f"tails of {correlation['bins']} bins {signed(correlation, 'tails_r')}",
+        f"their means {signed(correlation, 'means_r')}",
+    )
+    assert_says(
+        rows[6],
+        *(
+            f"pages of {row['page_size']}, rounded {row['schedule'].rpartition('-')[2]}:"
+            f" {signed(row, 'tail_difference')}"
+            for row in run.rows
+            if row["kind"] == "difference"
+        ),
+    )
 
 
 def test_tails_at_fixed_budgets(rows: dict[int, str]) -> None:
