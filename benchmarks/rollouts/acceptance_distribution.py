@@ -8,12 +8,11 @@ the tails by page size, as JSON. Every token's rate stays in the work folder.
 """
 
 import argparse
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
@@ -22,11 +21,16 @@ from sparrow_sglang.benchmarks.options import (
     settings,
 )
 from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.rollouts.page_sizes import (
+    equal_cost_schedules,
+    fields,
+    page_size_rows,
+    span,
+)
 from sparrow_sglang.benchmarks.rollouts.rate_statistics import (
     AGREEMENT,
     EDGES,
     Bootstrap,
-    Estimate,
     Sample,
     fit_beta,
     histogram,
@@ -45,7 +49,6 @@ from sparrow_sglang.calibration.prompts import UNSCORED
 from sparrow_sglang.command_line import OneLineParser, at_least, count
 from sparrow_sglang.hf_config import head_dim_of
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError
-from sparrow_sglang.planning.cost_model import equal_cost_budget
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule
 
@@ -58,54 +61,6 @@ EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.rollouts.acceptance_distribution --budgets 512 --page-sizes 16
 """
 RESPONSES = "sampled by the policy of each row, at temperature 1"
-_ROUNDINGS: tuple[Literal["down", "up"], ...] = ("down", "up")
-_VALUE_BYTES = 2
-
-
-def equal_cost_schedule(
-    reference: int,
-    page_size: int,
-    context: int,
-    bin_tokens: int,
-    rounding: Literal["down", "up"],
-) -> BudgetSchedule:
-    """Budgets that read at each bin's middle what `reference` tokens in pages of 16 read there.
-
-    A step reads K and V of its budget, and of every cached page a landmark, the size of one K.
-    Whole pages seldom come out, so budgets are rounded: down to cost at most the same, or up.
-    """
-    toward = math.floor if rounding == "down" else math.ceil
-    budgets = []
-    for index in range(-(-context // bin_tokens)):
-        middle = index * bin_tokens + bin_tokens // 2
-        equal = equal_cost_budget(reference, PAGE_SIZE, page_size, middle)
-        budgets.append(toward(equal / page_size) * page_size)
-    return BudgetSchedule(
-        name=f"page{page_size}-{rounding}",
-        page_size=page_size,
-        bin_tokens=bin_tokens,
-        budget_tokens=tuple(budgets),
-    )
-
-
-def equal_cost_schedules(
-    options: argparse.Namespace, context: int
-) -> dict[int, list[BudgetSchedule]]:
-    """Schedules of both roundings, by page size. Raises `ScheduleError` on too small a budget."""
-    return {
-        page_size: [
-            equal_cost_schedule(
-                options.reference_budget, page_size, context, options.bin_tokens, rounding
-            )
-            for rounding in _ROUNDINGS
-        ]
-        for page_size in sorted({*options.page_sizes} - {PAGE_SIZE})
-    }
-
-
-def bytes_read(budget: int, page_size: int, cached: int, head_dim: int) -> int:
-    """Bytes that a step reads per KV head of a sparse layer: K and V, and a landmark per page."""
-    return _VALUE_BYTES * head_dim * (2 * budget + -(-cached // page_size))
 
 
 def rate_row(sample: Sample, draws: Bootstrap) -> dict[str, Any]:
@@ -114,10 +69,10 @@ def rate_row(sample: Sample, draws: Bootstrap) -> dict[str, Any]:
     return {
         "tokens": len(sample),
         "prompts": len(set(sample.prompts.tolist())),
-        **_fields("share_above_0.999", draws.mean(sample, sample.rates > AGREEMENT)),
-        **_fields("share_above_0.99", draws.mean(sample, sample.rates > 0.99)),
-        **_fields("mean", draws.mean(sample, sample.rates)),
-        **_fields("tail", draws.tail(sample)),
+        **fields("share_above_0.999", draws.mean(sample, sample.rates > AGREEMENT)),
+        **fields("share_above_0.99", draws.mean(sample, sample.rates > 0.99)),
+        **fields("mean", draws.mean(sample, sample.rates)),
+        **fields("tail", draws.tail(sample)),
         "beta_a": fit and fit.a,
         "beta_b": fit and fit.b,
         "beta_ks": fit and fit.ks,
@@ -154,79 +109,12 @@ def budget_rows(
         "kind": "correlation",
         **name,
         "bins": len(whole),
-        **(_fields("tokens_r", of_tokens) if of_tokens else {}),
-        **(_fields("tails_r", of_bins[0]) if of_bins else {}),
-        **(_fields("means_r", of_bins[1]) if of_bins else {}),
+        **(fields("tokens_r", of_tokens) if of_tokens else {}),
+        **(fields("tails_r", of_bins[0]) if of_bins else {}),
+        **(fields("means_r", of_bins[1]) if of_bins else {}),
     }
     for index, inside in bins.items():
-        yield {"kind": "bin", **name, **_span(index, bin_tokens), **rate_row(inside, draws)}
-
-
-def page_size_rows(
-    reference: tuple[BudgetSchedule, Sample],
-    others: Sequence[tuple[BudgetSchedule, Sample]],
-    bin_tokens: int,
-    min_tokens: int,
-    head_dim: int,
-    draws: Bootstrap,
-) -> Iterator[dict[str, Any]]:
-    """Tails by bin of each schedule, then how those of `others` differ from the reference's.
-
-    Only bins that all schedules decode sparsely throughout, with `min_tokens` tokens of each. A
-    bin's `bytes_read` are those per KV head of a sparse layer at its middle.
-    """
-    arms = [reference, *others]
-    bins = [sample.bins(bin_tokens, schedule.page_size) for schedule, sample in arms]
-    shared = [
-        index
-        for index in sorted(set.intersection(*(set(each) for each in bins)))
-        if all(len(each[index]) >= min_tokens for each in bins)
-        and all(index * bin_tokens >= _budget(schedule, index, bin_tokens) for schedule, _ in arms)
-    ]
-    for (schedule, _), samples in zip(arms, bins, strict=True):
-        for index in shared:
-            middle = index * bin_tokens + bin_tokens // 2
-            budget = _budget(schedule, index, bin_tokens)
-            yield {
-                "kind": "page size",
-                "page_size": schedule.page_size,
-                "schedule": schedule.name,
-                **_span(index, bin_tokens),
-                "budget_tokens": budget,
-                "bytes_read": bytes_read(budget, schedule.page_size, middle, head_dim),
-                "tokens": len(samples[index]),
-                **_fields("tail", draws.tail(samples[index])),
-                **_fields("mean", draws.mean(samples[index], samples[index].rates)),
-            }
-    for (schedule, _), samples in zip(others, bins[1:], strict=True):
-        pairs = [(samples[index], bins[0][index]) for index in shared]
-        apart = [draws.tail_difference([pair]) for pair in pairs]
-        if pairs:
-            yield {
-                "kind": "difference",
-                "page_size": schedule.page_size,
-                "schedule": schedule.name,
-                "bins": len(shared),
-                "bins_lower": sum(each.high is not None and each.high < 0 for each in apart),
-                "bins_higher": sum(each.low is not None and each.low > 0 for each in apart),
-                **_fields("tail_difference", draws.tail_difference(pairs)),
-            }
-
-
-def _budget(schedule: BudgetSchedule, index: int, bin_tokens: int) -> int:
-    return schedule.kv_budget_tokens(index * bin_tokens + bin_tokens // 2)
-
-
-def _span(index: int, bin_tokens: int) -> dict[str, int]:
-    return {
-        "bin": index,
-        "first_position": index * bin_tokens,
-        "end_position": (index + 1) * bin_tokens,
-    }
-
-
-def _fields(name: str, estimate: Estimate) -> dict[str, float | None]:
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        yield {"kind": "bin", **name, **span(index, bin_tokens), **rate_row(inside, draws)}
 
 
 def page_job(job: Job, page_size: int, arms: Sequence[Arm], schedules: Sequence[Path]) -> Job:
@@ -274,7 +162,7 @@ def measure(options: argparse.Namespace, job: Job, results: Results) -> None:
     results.save(seconds=time.perf_counter() - start)
     reference = fixed[options.reference_budget].schedule
     others = []
-    for page_size, schedules in equal_cost_schedules(options, job.context).items():
+    for page_size, schedules in _others(options, job.context).items():
         files = [options.work / f"{schedule.name}.json" for schedule in schedules]
         for schedule, file in zip(schedules, files, strict=True):
             schedule.save(file)
@@ -330,6 +218,12 @@ def _parser() -> OneLineParser:
     return parser
 
 
+def _others(options: argparse.Namespace, context: int) -> dict[int, list[BudgetSchedule]]:
+    return equal_cost_schedules(
+        options.reference_budget, options.page_sizes, context, options.bin_tokens
+    )
+
+
 def _require_sizes(parser: OneLineParser, options: argparse.Namespace, context: int) -> None:
     """End with exit code 2 on sizes that cannot work together."""
     for budget in (*options.budgets, options.reference_budget):
@@ -344,7 +238,7 @@ def _require_sizes(parser: OneLineParser, options: argparse.Namespace, context: 
             f"--bin-tokens {options.bin_tokens}: expected a multiple of the page size"
             f" {max(options.page_sizes)}"
         )
-    equal_cost_schedules(options, context)
+    _others(options, context)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -354,9 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     recorded = settings(options)
     try:
         options.engine_args = engine_arguments(options.engine_args)
-        fields = {"page_size": PAGE_SIZE, "rule": PUBLISHED, "target": None}
+        published = {"page_size": PAGE_SIZE, "rule": PUBLISHED, "target": None}
         job = calibration_job(
-            argparse.Namespace(**vars(options) | fields | {"out": Path("schedule.json")})
+            argparse.Namespace(**vars(options) | published | {"out": Path("schedule.json")})
         )
         _require_sizes(parser, options, job.context)
         prepare_out(parser, options.out)

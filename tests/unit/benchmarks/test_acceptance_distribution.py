@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from sparrow_sglang.benchmarks.rollouts import acceptance_distribution
-from sparrow_sglang.benchmarks.rollouts.acceptance_distribution import (
+from sparrow_sglang.benchmarks.rollouts.acceptance_distribution import rate_row
+from sparrow_sglang.benchmarks.rollouts.page_sizes import (
     bytes_read,
     equal_cost_schedule,
     page_size_rows,
-    rate_row,
 )
 from sparrow_sglang.benchmarks.rollouts.rate_statistics import (
     EDGES,
