@@ -4,7 +4,7 @@ SGLang computes linear attention by Triton kernels. Without a GPU they are inter
 in a process of its own, which the first test starts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from engines import SCHEDULE, import_for_fork, random_prompt, save_tiny_model, start_engine
+from engines import (
+    SCHEDULE,
+    flush,
+    import_for_fork,
+    random_prompt,
+    save_tiny_model,
+    start_engine,
+)
 from kernel_step import INTERPRETED, require_passes_interpreted
 from oracle import ContractModel
 
@@ -159,6 +166,9 @@ def engine(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
         mamba_track_interval=64,
         # Otherwise states fill the memory of the machine.
         max_mamba_cache_size=64,
+        # Compiling graphs takes minutes; batches of three are decoded without one.
+        disable_prefill_cuda_graph=True,
+        cuda_graph_max_bs_decode=2,
     ) as engine:
         yield engine
 
@@ -180,11 +190,21 @@ def errors(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> 
     return (torch.tensor(values, dtype=torch.float64) - expected.squeeze(-1)).abs()
 
 
-def follows(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> bool:
-    """In bf16 by the median: that of transformers is 0.017 to 0.045 from float64 with such prompts,
-    some tokens 0.26, where sparse decode is 0.10 to 0.15 from dense decode."""
-    found = errors(oracle, prompt, answer)
-    return bool(found.median() < 0.08) if ON_GPU else bool(found.max() < FP32)
+@pytest.fixture
+def assert_follows(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """In bf16 by the median, which the report of the tests shows: that of transformers is 0.017 to
+    0.045 from float64 with such prompts, some tokens 0.26, where sparse decode is 0.10 to 0.15 from
+    dense decode."""
+
+    def check(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> None:
+        found = errors(oracle, prompt, answer)
+        record_property(f"median error after {len(prompt)} tokens", float(found.median()))
+        if ON_GPU:
+            assert found.median() < 0.08, found
+        else:
+            assert found.max() < FP32, found
+
+    return check
 
 
 @pytest.fixture(scope="module")
@@ -198,19 +218,21 @@ def dense_oracle(model: str) -> ContractModel:
 
 
 @needs_kernels
-def test_generation_follows_the_contract(engine, oracle, dense_oracle):
+def test_generation_follows_the_contract(engine, oracle, dense_oracle, assert_follows):
     """Prompts in chunks, and those that a chunk of the kernels just holds."""
     prompts = [random_prompt(length, length) for length in (1, 64, 190)]
     answers = generate(engine, prompts, 20)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert follows(oracle, prompt, answer), len(prompt)
+        assert_follows(oracle, prompt, answer)
     # Or else the test could not tell sparse decode from dense.
     near, far = (errors(each, prompts[-1], answers[-1]) for each in (oracle, dense_oracle))
     assert far.max() > 2 * near.median() + 50 * FP32
 
 
 @needs_kernels
-def test_no_state_that_sparse_decode_left_is_another_requests_prefix(engine, dense_oracle):
+def test_no_state_that_sparse_decode_left_is_another_requests_prefix(
+    engine, dense_oracle, assert_follows
+):
     """SGLang keeps one at 192 tokens; the second prompt has a page past its last chunk."""
     prompts = [random_prompt(11, 128), random_prompt(12, 150)]
     histories = [
@@ -220,29 +242,40 @@ def test_no_state_that_sparse_decode_left_is_another_requests_prefix(engine, den
     answers = generate(engine, histories, 8, {"dense": True})
     for history, second in zip(histories, answers, strict=True):
         assert second["meta_info"]["cached_tokens"] == 128
-        assert follows(dense_oracle, history, second)
+        assert_follows(dense_oracle, history, second)
     connect(engine).call_sparrow("landmarks")
+    if ON_GPU:
+        # The same prompts without a prefix are rounded alike; a wrong state would come on top.
+        flush(engine)
+        cold = generate(engine, histories, 8, {"dense": True})
+        warm_error, cold_error = (
+            torch.cat([errors(dense_oracle, *each) for each in zip(histories, found, strict=True)])
+            for found in (answers, cold)
+        )
+        assert warm_error.median() < cold_error.median() + 0.04
 
 
 @needs_kernels
-def test_a_prompt_whose_request_ended_at_its_prefill_leaves_nothing_wrong(engine, oracle):
+def test_a_prompt_whose_request_ended_at_its_prefill_leaves_nothing_wrong(
+    engine, oracle, assert_follows
+):
     prompt = random_prompt(14, 150)
     generate(engine, [prompt], 1)
     for _ in range(2):
         [answer] = generate(engine, [prompt], 8)
-        assert follows(oracle, prompt, answer)
+        assert_follows(oracle, prompt, answer)
     assert answer["meta_info"]["cached_tokens"] == 128
 
 
 @needs_kernels
-def test_every_request_may_be_dense_and_what_it_wrote_is_kept(engine, dense_oracle):
+def test_every_request_may_be_dense_and_what_it_wrote_is_kept(engine, dense_oracle, assert_follows):
     prompt = random_prompt(15, 100)
     [first] = generate(engine, [prompt], 30, {"dense": True})
-    assert follows(dense_oracle, prompt, first)
+    assert_follows(dense_oracle, prompt, first)
     ids = [token for _, token, _ in first["meta_info"]["output_token_logprobs"]]
     [second] = generate(engine, [prompt + ids], 8, {"dense": True})
     assert second["meta_info"]["cached_tokens"] == 128
-    assert follows(dense_oracle, prompt + ids, second)
+    assert_follows(dense_oracle, prompt + ids, second)
 
 
 @needs_kernels
