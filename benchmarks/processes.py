@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
@@ -113,22 +113,55 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
     Engines leave memory, signal handlers and a broken process behind.
     """
+    try:
+        [result] = yielded_in_new_process(_returned, function, *arguments)
+    except ProcessFailed:
+        return None
+    return result
+
+
+def yielded_in_new_process(
+    function: Callable[..., Iterator[Any]], *arguments: Any
+) -> Generator[Any, None, None]:
+    """What a generator function of a module yields in a fresh Python, each value once it is there.
+
+    Closing the iterator kills the process. Raises `ProcessFailed` if that ends before the function
+    has returned.
+    """
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function, arguments))
     process.start()
+    # Else a message that is cut off by the death of the process would be waited for.
+    sender.close()
     try:
-        connection.wait([receiver, process.sentinel])
-        result = receiver.recv() if receiver.poll() else None
+        while values := _received(receiver, process.sentinel):
+            yield from values
         process.join()
-        return result
     finally:
         process.kill()
         process.join()
 
 
-def _send(sender: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    sender.send(function(*arguments))
+def _received(receiver: "connection.Connection[Any, Any]", sentinel: int) -> list[Any]:
+    """The next message of a process."""
+    connection.wait([receiver, sentinel])
+    if receiver.poll():
+        with suppress(EOFError, OSError):
+            message: list[Any] = receiver.recv()
+            return message
+    raise ProcessFailed("the process ended before its function returned")
+
+
+def _send(sender: Any, function: Callable[..., Iterator[Any]], arguments: Sequence[Any]) -> None:
+    """A message for each value, and an empty one at the end."""
+    for value in function(*arguments):
+        sender.send([value])
+    sender.send([])
+
+
+def _returned(function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    yield function(*arguments)
 
 
 def until_healthy(servers: Sequence[Server], limit_s: float) -> Iterator[float]:

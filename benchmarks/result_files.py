@@ -66,6 +66,7 @@ def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) 
             " expected no file, or one to go on with; name another, or delete it"
         )
     results.rows = content["rows"]
+    print(f"{out}: has {len(results.rows)} rows, which are not measured again", flush=True)
     results.fields = {**fields, **{name: content[name] for name in measured}}
     return results
 

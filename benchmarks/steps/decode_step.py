@@ -7,14 +7,14 @@ cache, over the difference of their lengths, so that prefill and request handlin
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import random
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
@@ -27,8 +27,8 @@ from sparrow_sglang.benchmarks.options import (
     prepare_out,
     require_cuda,
 )
-from sparrow_sglang.benchmarks.processes import in_new_process
-from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.processes import ProcessFailed, yielded_in_new_process
+from sparrow_sglang.benchmarks.result_files import Results, resumed
 from sparrow_sglang.command_line import count
 from sparrow_sglang.planning.cost_model import step_costs
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
@@ -44,7 +44,8 @@ CONTEXT, LONGEST = 40960, 131072
 DESCRIPTION = """\
 Time one decode step of stock SGLang, dense and with sparrow, in the shapes of real models with
 random weights (nothing is downloaded). The floor is the bytes that a step must read over the copy
-bandwidth measured in the same run.
+bandwidth measured in the same run. A killed run goes on where it stopped when the command is
+repeated; one with other models, backends, schedules, cases, --tp or --ep adds its rows to --out.
 """
 EXAMPLES = """\
   sparrow bench step                                       Qwen3-1.7B, 16 sequences of 32K tokens
@@ -189,9 +190,16 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
 
 
 def run_engine(
-    options: argparse.Namespace, model: str, backend: str, schedule_name: str
-) -> list[dict[str, Any]]:
-    """Rows of all cases of one model and backend; a dense backend ignores the schedule."""
+    options: argparse.Namespace,
+    model: str,
+    backend: str,
+    schedule_name: str,
+    cases: Sequence[str],
+) -> Iterator[dict[str, Any]]:
+    """A row of each of `cases` of one model and backend; a dense backend ignores the schedule.
+
+    The engine is that of all cases of the options.
+    """
     bandwidth = copy_bandwidth()
     import sglang
     import torch
@@ -221,17 +229,17 @@ def run_engine(
         longer = {"max_position_embeddings": context}
         arguments["json_model_override_args"] = json.dumps(longer)
     arguments |= engine_arguments(options.engine_args)
-    rows = []
     with sglang.Engine(**arguments) as engine:
         pool = engine.get_server_info()["max_total_num_tokens"]
-        for case, lengths in zip(options.cases, batches, strict=True):
+        for case in cases:
+            lengths = batch_lengths(case)
             if sum(lengths) > pool:
                 # Some sequences would wait, and a step would be timed without them.
                 print(f"{model} {backend} {case}: left out, the KV pool holds {pool:,} tokens")
                 continue
             same_experts = routes_alike(model)
             bytes_read = step_bytes(shape, lengths, schedule, options.tp, same_experts)
-            row = {"model": model, "backend": backend, "case": case}
+            row: dict[str, Any] = {"model": model, "backend": backend, "case": case}
             row |= {"tp": options.tp, "ep": options.ep, "pool_tokens": pool}
             row |= {"kv_cache_dtype": kv_cache_dtype(options)}
             row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
@@ -244,8 +252,45 @@ def run_engine(
                 "tokens_per_s": len(lengths) / row["step_ms"] * 1e3,
             }
             print(f"{model} {backend} {case}: {row['step_ms']:.2f} ms a step", flush=True)
-            rows.append(row)
-    return rows
+            yield row
+
+
+def engines(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Model, backend and schedule of each engine."""
+    for model in options.models.split(","):
+        schedules = [name.replace("{model}", model) for name in options.schedules]
+        for backend in options.backends.split(","):
+            # The dense backends ignore the schedule.
+            for schedule in schedules if backend == "sparrow" else schedules[:1]:
+                yield model, backend, schedule
+
+
+def settings_of_rows(options: argparse.Namespace) -> dict[str, Any]:
+    """Options that all rows of a file share."""
+    return {
+        "repeats": options.repeats,
+        "memory_fraction": options.memory_fraction,
+        "engine_args": engine_arguments(options.engine_args),
+    }
+
+
+def missing_cases(
+    rows: Sequence[dict[str, Any]],
+    options: argparse.Namespace,
+    model: str,
+    backend: str,
+    schedule: str,
+) -> list[str]:
+    """Cases of an engine that have no row yet."""
+    engine = {
+        "model": model,
+        "backend": backend,
+        "schedule": schedule if backend == "sparrow" else None,
+        "tp": options.tp,
+        "ep": options.ep,
+    }
+    measured = {row["case"] for row in rows if engine.items() <= row.items()}
+    return [case for case in options.cases if case not in measured]
 
 
 def speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -330,25 +375,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     require_cuda(parser, largest_gb, "the largest case", options.tp)
     prepare_out(parser, options.out)
-    results = Results(options.out)
+    try:
+        results = resumed(options.out, {"settings": settings_of_rows(options)})
+    except ValueError as error:
+        parser.error(str(error))
     failed = False
-    for model, backend in itertools.product(options.models.split(","), options.backends.split(",")):
-        schedules = [name.replace("{model}", model) for name in options.schedules]
-        # The dense backends ignore the schedule.
-        for schedule in schedules if backend == "sparrow" else schedules[:1]:
-            rows = in_new_process(run_engine, options, model, backend, schedule)
-            if rows is None:
-                print(f"{model} {backend} {schedule}: failed, left out", flush=True)
-                failed = True
-                continue
-            results.add(*rows)
-            results.save(speedups=speedups(results.rows))
-    for row in results.fields.get("speedups", []):
+    for model, backend, schedule in engines(options):
+        missing = missing_cases(results.rows, options, model, backend, schedule)
+        if not missing:
+            continue
+        try:
+            _measure(results, options, model, backend, schedule, missing)
+        except ProcessFailed:
+            print(f"{model} {backend} {schedule}: failed, left out", flush=True)
+            failed = True
+    for row in speedups(results.rows):
         print(
             f"{row['model']:20} {row['schedule']:16} {row['case']:22} {row['dense_ms']:7.2f} ->"
             f" {row['sparse_ms']:6.2f} ms  {row['speedup']:5.2f}x  (floor {row['floor_ms']:.2f})"
         )
     return int(failed)
+
+
+def _measure(results: Results, *engine: Any) -> None:
+    """Add what `run_engine` measures; raises `ProcessFailed` if it fails."""
+    with closing(yielded_in_new_process(run_engine, *engine)) as rows:
+        for row in rows:
+            results.add(row)
+            results.save(speedups=speedups(results.rows))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,22 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import psutil
 import pytest
 from ports import free_port
 
 from sparrow_sglang.benchmarks import processes
-from sparrow_sglang.benchmarks.processes import ProcessFailed, in_new_process, running_server
+from sparrow_sglang.benchmarks.processes import (
+    ProcessFailed,
+    in_new_process,
+    running_server,
+    yielded_in_new_process,
+)
 
 SERVER = """
 import http.server, subprocess, sys, time
@@ -111,3 +118,33 @@ def test_a_function_in_a_new_process_returns_or_fails_alone() -> None:
     assert in_new_process(os.getpid) != os.getpid()
     assert in_new_process(os.path.join, 1) is None
     assert in_new_process(os.abort) is None
+
+
+def pid_then(wait_s: float, ends: str = "") -> Iterator[Any]:
+    """Yield the process id, then, `wait_s` seconds later, nothing more, or end as `ends` says."""
+    yield os.getpid()
+    time.sleep(wait_s)
+    if ends == "raises":
+        raise ValueError
+    if ends == "dies":
+        os.abort()
+
+
+def test_what_a_new_process_yields_comes_at_once() -> None:
+    values = yielded_in_new_process(pid_then, 600)
+    pid = next(values)
+    assert pid != os.getpid() and is_running(pid)
+    values.close()
+    assert not is_running(pid)
+
+
+def test_a_new_process_yields_all_values() -> None:
+    assert list(yielded_in_new_process(range, 3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ends", ["raises", "dies"])
+def test_a_process_that_fails_after_a_value_has_failed(ends: str) -> None:
+    values = yielded_in_new_process(pid_then, 0.1, ends)
+    assert next(values) > 0
+    with pytest.raises(ProcessFailed, match="ended before its function returned"):
+        next(values)

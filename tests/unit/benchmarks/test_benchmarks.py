@@ -568,33 +568,3 @@ def test_the_commands_in_the_help_are_accepted(
             cli.main(shlex.split(command)[1:])
         # The missing GPU is all that is wrong.
         assert "no CUDA device found" in capsys.readouterr().err, command
-
-
-def test_a_backend_that_fails_is_left_out_and_the_others_are_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    started: list[tuple[str, ...]] = []
-
-    def measure(
-        _: Any, options: Any, model: str, backend: str, schedule: str
-    ) -> list[dict[str, Any]] | None:
-        started.append((model, backend, schedule))
-        if schedule == "fixed-1024":
-            return None
-        return [row(backend, 4.0 if backend == "sparrow" else 8.0)]
-
-    monkeypatch.setattr(decode_step, "require_cuda", lambda *needs: None)
-    monkeypatch.setattr(decode_step, "in_new_process", measure)
-    out = tmp_path / "new" / "step.json"
-    words = ["--models", "qwen3-4b", "--schedules", "fixed-512", "fixed-1024", "--out", str(out)]
-    assert cli.main(["bench", "step", *words]) == 1
-    result = json.loads(out.read_text())
-    assert [each["backend"] for each in result["rows"]] == ["flashinfer", "sparrow"]
-    assert [each["speedup"] for each in result["speedups"]] == [2.0]
-    assert {"device", "packages", "commit", "command"} <= result.keys()
-    assert [path.name for path in out.parent.iterdir()] == ["step.json"]
-    assert started == [
-        ("qwen3-4b", "flashinfer", "fixed-512"),
-        ("qwen3-4b", "sparrow", "fixed-512"),
-        ("qwen3-4b", "sparrow", "fixed-1024"),
-    ]
