@@ -9,7 +9,7 @@ the tails by page size, as JSON. Every token's rate stays in the work folder.
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,7 @@ from sparrow_sglang.benchmarks.options import (
     settings,
 )
 from sparrow_sglang.benchmarks.result_files import Results
-from sparrow_sglang.benchmarks.rollouts.page_sizes import (
-    equal_cost_schedules,
-    fields,
-    page_size_rows,
-    span,
-)
+from sparrow_sglang.benchmarks.rollouts.page_sizes import equal_cost_schedules, page_size_rows
 from sparrow_sglang.benchmarks.rollouts.rate_statistics import (
     AGREEMENT,
     EDGES,
@@ -34,6 +29,7 @@ from sparrow_sglang.benchmarks.rollouts.rate_statistics import (
     Sample,
     fit_beta,
     histogram,
+    span,
 )
 from sparrow_sglang.calibration.engine import measure_missing
 from sparrow_sglang.calibration.job import PUBLISHED, Job, calibration_job, whole_pages
@@ -69,10 +65,10 @@ def rate_row(sample: Sample, draws: Bootstrap) -> dict[str, Any]:
     return {
         "tokens": len(sample),
         "prompts": len(set(sample.prompts.tolist())),
-        **fields("share_above_0.999", draws.mean(sample, sample.rates > AGREEMENT)),
-        **fields("share_above_0.99", draws.mean(sample, sample.rates > 0.99)),
-        **fields("mean", draws.mean(sample, sample.rates)),
-        **fields("tail", draws.tail(sample)),
+        **draws.mean(sample, sample.rates > AGREEMENT).fields("share_above_0.999"),
+        **draws.mean(sample, sample.rates > 0.99).fields("share_above_0.99"),
+        **draws.mean(sample, sample.rates).fields("mean"),
+        **draws.tail(sample).fields("tail"),
         "beta_a": fit and fit.a,
         "beta_b": fit and fit.b,
         "beta_ks": fit and fit.ks,
@@ -109,9 +105,9 @@ def budget_rows(
         "kind": "correlation",
         **name,
         "bins": len(whole),
-        **(fields("tokens_r", of_tokens) if of_tokens else {}),
-        **(fields("tails_r", of_bins[0]) if of_bins else {}),
-        **(fields("means_r", of_bins[1]) if of_bins else {}),
+        **(of_tokens.fields("tokens_r") if of_tokens else {}),
+        **(of_bins[0].fields("tails_r") if of_bins else {}),
+        **(of_bins[1].fields("means_r") if of_bins else {}),
     }
     for index, inside in bins.items():
         yield {"kind": "bin", **name, **span(index, bin_tokens), **rate_row(inside, draws)}
@@ -145,8 +141,17 @@ def measured(job: Job, names: Sequence[str]) -> dict[str, Sample]:
     return {name: Sample.of(tokens, names) for name, tokens in arms.items()}
 
 
-def measure(options: argparse.Namespace, job: Job, results: Results) -> None:
-    """All rows, written after each page size. Raises `CalibrationError` as `measure_missing`."""
+def measure(
+    options: argparse.Namespace,
+    job: Job,
+    larger_pages: Mapping[int, Sequence[BudgetSchedule]],
+    results: Results,
+) -> None:
+    """All rows, written after the budgets and at the end.
+
+    `larger_pages` are the schedules to compare with the reference budget, by page size. Raises
+    `CalibrationError` as `measure_missing`.
+    """
     start = time.perf_counter()
     names = list(dict.fromkeys(prompt.name for prompt in job.prompts))
     draws = Bootstrap(len(names))
@@ -162,7 +167,7 @@ def measure(options: argparse.Namespace, job: Job, results: Results) -> None:
     results.save(seconds=time.perf_counter() - start)
     reference = fixed[options.reference_budget].schedule
     others = []
-    for page_size, schedules in _others(options, job.context).items():
+    for page_size, schedules in larger_pages.items():
         files = [options.work / f"{schedule.name}.json" for schedule in schedules]
         for schedule, file in zip(schedules, files, strict=True):
             schedule.save(file)
@@ -218,12 +223,6 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def _others(options: argparse.Namespace, context: int) -> dict[int, list[BudgetSchedule]]:
-    return equal_cost_schedules(
-        options.reference_budget, options.page_sizes, context, options.bin_tokens
-    )
-
-
 def _require_sizes(parser: OneLineParser, options: argparse.Namespace, context: int) -> None:
     """End with exit code 2 on sizes that cannot work together."""
     for budget in (*options.budgets, options.reference_budget):
@@ -238,7 +237,6 @@ def _require_sizes(parser: OneLineParser, options: argparse.Namespace, context: 
             f"--bin-tokens {options.bin_tokens}: expected a multiple of the page size"
             f" {max(options.page_sizes)}"
         )
-    _others(options, context)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -253,6 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             argparse.Namespace(**vars(options) | published | {"out": Path("schedule.json")})
         )
         _require_sizes(parser, options, job.context)
+        larger_pages = equal_cost_schedules(
+            options.reference_budget, options.page_sizes, job.context, options.bin_tokens
+        )
         prepare_out(parser, options.out)
         options.work.mkdir(parents=True, exist_ok=True)
         results = Results(
@@ -265,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             context=job.context,
             edges=list(EDGES),
         )
-        measure(options, job, results)
+        measure(options, job, larger_pages, results)
     except (ModelError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
     return 0

@@ -6,29 +6,25 @@ many bytes, and rows that compare their tails. Pure arithmetic.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from sparrow_sglang.benchmarks.rollouts.rate_statistics import Bootstrap, Estimate, Sample
+from sparrow_sglang.benchmarks.rollouts.rate_statistics import Bootstrap, Sample, span
 from sparrow_sglang.planning.cost_model import equal_cost_budget
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 
-_ROUNDINGS: tuple[Literal["down", "up"], ...] = ("down", "up")
+_ROUNDINGS = {"down": math.floor, "up": math.ceil}
 _VALUE_BYTES = 2
 
 
 def equal_cost_schedule(
-    reference: int,
-    page_size: int,
-    context: int,
-    bin_tokens: int,
-    rounding: Literal["down", "up"],
+    reference: int, page_size: int, context: int, bin_tokens: int, rounding: str
 ) -> BudgetSchedule:
     """Budgets that read at each bin's middle what `reference` tokens in pages of 16 read there.
 
     A step reads K and V of its budget, and of every cached page a landmark, the size of one K.
     Whole pages seldom come out, so budgets are rounded: down to cost at most the same, or up.
     """
-    toward = math.floor if rounding == "down" else math.ceil
+    toward = _ROUNDINGS[rounding]
     budgets = []
     for index in range(-(-context // bin_tokens)):
         middle = index * bin_tokens + bin_tokens // 2
@@ -93,8 +89,8 @@ def page_size_rows(
                 "budget_tokens": budget,
                 "bytes_read": bytes_read(budget, schedule.page_size, middle, head_dim),
                 "tokens": len(samples[index]),
-                **fields("tail", draws.tail(samples[index])),
-                **fields("mean", draws.mean(samples[index], samples[index].rates)),
+                **draws.tail(samples[index]).fields("tail"),
+                **draws.mean(samples[index], samples[index].rates).fields("mean"),
             }
     for (schedule, _), samples in zip(others, bins[1:], strict=True):
         pairs = [(samples[index], bins[0][index]) for index in shared]
@@ -107,23 +103,9 @@ def page_size_rows(
                 "bins": len(shared),
                 "bins_lower": sum(each.high is not None and each.high < 0 for each in apart),
                 "bins_higher": sum(each.low is not None and each.low > 0 for each in apart),
-                **fields("tail_difference", draws.tail_difference(pairs)),
+                **draws.tail_difference(pairs).fields("tail_difference"),
             }
 
 
 def _budget(schedule: BudgetSchedule, index: int, bin_tokens: int) -> int:
     return schedule.kv_budget_tokens(index * bin_tokens + bin_tokens // 2)
-
-
-def span(index: int, bin_tokens: int) -> dict[str, int]:
-    """A bin's number and positions, as fields of a row."""
-    return {
-        "bin": index,
-        "first_position": index * bin_tokens,
-        "end_position": (index + 1) * bin_tokens,
-    }
-
-
-def fields(name: str, estimate: Estimate) -> dict[str, float | None]:
-    """An estimate and its interval, as fields of a row."""
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}

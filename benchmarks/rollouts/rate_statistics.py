@@ -39,6 +39,10 @@ class Estimate(NamedTuple):
     low: float | None
     high: float | None
 
+    def fields(self, name: str) -> dict[str, float | None]:
+        """As fields of a row."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 class BetaFit(NamedTuple):
     """Beta(a, b) scaled to [0, AGREEMENT], and its Kolmogorov-Smirnov distance to the tokens."""
@@ -89,6 +93,15 @@ class Sample:
         return {int(each): self.where(index == each) for each in np.unique(index)}
 
 
+def span(index: int, bin_tokens: int) -> dict[str, int]:
+    """A bin's number and positions, as fields of a row."""
+    return {
+        "bin": index,
+        "first_position": index * bin_tokens,
+        "end_position": (index + 1) * bin_tokens,
+    }
+
+
 def histogram(rates: NDArray[np.float64]) -> list[int]:
     """Number of rates in each cell of EDGES."""
     cells = np.clip(np.searchsorted(EDGES, rates, side="left") - 1, 0, None)
@@ -124,11 +137,11 @@ class Bootstrap:
 
     def mean(self, sample: Sample, values: NDArray[np.floating | np.bool_]) -> Estimate:
         """Mean of `values` [T] of the tokens."""
-        return self._estimate(sample, float(values.mean()), self._means(sample, values))
+        return _estimate([sample], float(values.mean()), self._means(sample, values))
 
     def tail(self, sample: Sample) -> Estimate:
         """5th percentile of the rates."""
-        return self._estimate(sample, tail(sample.rates), self._tails(sample))
+        return _estimate([sample], tail(sample.rates), self._tails(sample))
 
     def correlation(self, sample: Sample) -> Estimate | None:
         """Pearson's, of the tokens' positions and rates; None where one of them does not vary."""
@@ -141,7 +154,7 @@ class Bootstrap:
         if not np.isfinite(value):
             return None
         draws = _pearson_of_sums(of_prompts @ self._weights.T.astype(float))
-        return self._estimate(sample, float(value), draws)
+        return _estimate([sample], float(value), draws)
 
     def correlation_of_bins(
         self, bins: Sequence[Sample], positions: Sequence[float]
@@ -152,7 +165,6 @@ class Bootstrap:
         """
         if len(bins) < 3:
             return None
-        everything = _joined(bins)
         found = []
         for values, draws in (
             ([tail(each.rates) for each in bins], [self._tails(each) for each in bins]),
@@ -165,15 +177,15 @@ class Bootstrap:
             if not np.isfinite(value):
                 return None
             drawn = _pearson(np.array(positions), np.stack(draws, axis=1))
-            found.append(self._estimate(everything, float(value), drawn))
+            found.append(_estimate(bins, float(value), drawn))
         return found[0], found[1]
 
     def tail_difference(self, pairs: Sequence[tuple[Sample, Sample]]) -> Estimate:
         """Mean over bins of the first sample's tail less the second one's, of the same prompts."""
         values = [tail(first.rates) - tail(second.rates) for first, second in pairs]
         draws = [self._tails(first) - self._tails(second) for first, second in pairs]
-        everything = _joined([sample for pair in pairs for sample in pair])
-        return self._estimate(everything, float(np.mean(values)), np.mean(draws, axis=0))
+        samples = [sample for pair in pairs for sample in pair]
+        return _estimate(samples, float(np.mean(values)), np.mean(draws, axis=0))
 
     def _sums(self, sample: Sample, values: NDArray[np.floating | np.bool_]) -> Draws:
         """Sum over each prompt's tokens, [prompts]."""
@@ -200,22 +212,19 @@ class Bootstrap:
             found[block] = np.where(below[:, -1] > 0, rates[place], np.nan)
         return found
 
-    def _estimate(self, sample: Sample, value: float, draws: Draws) -> Estimate:
-        usable = draws[np.isfinite(draws)]
-        if np.unique(sample.prompts).size < 2 or not usable.size:
-            return Estimate(value, None, None)
-        low, high = map(float, np.percentile(usable, _CONFIDENCE_ENDS))
-        return Estimate(value, low, high)
-
 
 def tail(rates: NDArray[np.float64]) -> float:
     """5th percentile of rates [T]."""
     return float(np.percentile(rates, TAIL_PERCENTILE, method="inverted_cdf"))
 
 
-def _joined(samples: Sequence[Sample]) -> Sample:
-    columns = zip(*((each.cached, each.rates, each.prompts) for each in samples), strict=True)
-    return Sample(*(np.concatenate(column) for column in columns))
+def _estimate(samples: Sequence[Sample], value: float, draws: Draws) -> Estimate:
+    usable = draws[np.isfinite(draws)]
+    prompts = np.unique(np.concatenate([each.prompts for each in samples]))
+    if prompts.size < 2 or not usable.size:
+        return Estimate(value, None, None)
+    low, high = map(float, np.percentile(usable, _CONFIDENCE_ENDS))
+    return Estimate(value, low, high)
 
 
 def _pearson(x: NDArray[np.floating], y: Draws) -> Draws:
