@@ -26,7 +26,7 @@ class Results:
         self.fields = fields
         self.rows: list[dict[str, Any]] = []
         # Of what runs, whatever happens to the working tree meanwhile.
-        self._provenance = provenance()
+        self.provenance = provenance()
 
     def add(self, *rows: dict[str, Any]) -> None:
         """Write further rows, and print what of them is no list."""
@@ -43,14 +43,14 @@ class Results:
     def save(self, **fields: Any) -> None:
         """Write all rows, with further fields."""
         self.fields |= fields
-        write_json(self.out, self._provenance | self.fields | {"rows": self.rows})
+        write_json(self.out, self.provenance | self.fields | {"rows": self.rows})
 
 
 def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) -> Results:
     """The results in `out`, to go on with, or new ones.
 
     A run starts from `fields`; `measured` name further ones that it has written. Raises
-    `InputError` if `out` is of another run.
+    `InputError` if `out` is of another run, or of another device, commit or package.
     """
     results = Results(out, **fields)
     try:
@@ -58,17 +58,31 @@ def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) 
     except FileNotFoundError:
         return results
     except ValueError:
+        content = None
+    if not isinstance(content, dict):
         content = {}
+    expected = "expected no file, or one to go on with; name another, or delete it"
     differing = [name for name, value in fields.items() if content.get(name) != value]
     if differing:
         raise InputError(
             f"--out {out}: holds something else, or was measured with other {differing[0]}:"
-            " expected no file, or one to go on with; name another, or delete it"
+            f" {expected}"
         )
+    measured_by = _versions(content)
+    for name, now in _versions({**results.provenance, **fields}).items():
+        if (then := measured_by.get(name)) != now:
+            raise InputError(
+                f"--out {out}: was measured with {name} {then}, this run has {now}: {expected}"
+            )
     results.rows = content["rows"]
     print(f"{out}: has {len(results.rows)} rows, which are not measured again", flush=True)
     results.fields = {**fields, **{name: content[name] for name in measured}}
     return results
+
+
+def _versions(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rows of a file must share besides the settings."""
+    return {"device": content["device"], "commit": content["commit"], **content["packages"]}
 
 
 def whole_rows(path: Path) -> list[dict[str, Any]]:

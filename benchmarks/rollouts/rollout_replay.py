@@ -14,9 +14,10 @@ from sparrow_sglang.benchmarks.options import (
     engine_settings,
     prepare_out,
     require_cuda,
+    settings,
 )
 from sparrow_sglang.benchmarks.processes import in_new_process
-from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.result_files import resumed
 from sparrow_sglang.benchmarks.rollouts.lengths import GROUP, add_length_options, request_lengths
 from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
 from sparrow_sglang.benchmarks.steps.comparison import (
@@ -24,6 +25,7 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     Side,
     add_model_options,
     comparison,
+    missing_sides,
     require_context,
 )
 from sparrow_sglang.plugin.server_args import engine_arguments
@@ -35,7 +37,8 @@ DESCRIPTION = """\
 Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
 exactly as many tokens as its length says, until the last one is done. Reports tokens/s and how many
 tokens and sequences there were at each second. Weights are random (nothing is downloaded) unless
---model-path names a model.
+--model-path names a model. Sides that --out has already are left out, so that a killed run goes on
+when the command is repeated.
 """
 EXAMPLES = """\
   sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K
@@ -122,9 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not compared.has_weights:
         require_cuda(parser, MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
-    settings = {key: getattr(options, key) for key in ("mean_tokens", "max_tokens", "seed")}
-    results = Results(options.out, settings=settings | {"lengths": request_lengths(options)})
-    for side in compared.sides:
+    recorded = settings(options) | {"lengths": request_lengths(options)}
+    try:
+        results = resumed(options.out, {"settings": recorded})
+    except ValueError as error:
+        parser.error(str(error))
+    for side in missing_sides(compared, results.rows):
         row = in_new_process(run_side, compared, side, options)
         if row is None:
             print(f"{compared.model} {side.name}: failed, left out", flush=True)

@@ -21,12 +21,13 @@ from sparrow_sglang.benchmarks.options import (
     settings,
 )
 from sparrow_sglang.benchmarks.processes import in_new_process
-from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.result_files import resumed
 from sparrow_sglang.benchmarks.steps.comparison import (
     Comparison,
     Side,
     add_model_options,
     comparison,
+    missing_sides,
     require_context,
 )
 from sparrow_sglang.client.endpoint import connect
@@ -38,7 +39,8 @@ MEMORY_GB = 40.0
 DESCRIPTION = """\
 Time two turns of a batch of conversations in stock SGLang, sparse and dense: all generate a turn of
 so many tokens, then all prefill the next context, which is the last one, that turn and a message.
-Weights are random (nothing is downloaded) unless --model-path names a model.
+Weights are random (nothing is downloaded) unless --model-path names a model. Sides that --out has
+already are left out, so that a killed run goes on when the command is repeated.
 """
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.rollouts.turn_prefill --dense-backend fa3
@@ -155,8 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not compared.has_weights:
         require_cuda(parser, MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
-    results = Results(options.out, settings=settings(options))
-    for side in compared.sides:
+    try:
+        results = resumed(options.out, {"settings": settings(options)})
+    except ValueError as error:
+        parser.error(str(error))
+    for side in missing_sides(compared, results.rows):
         rows = in_new_process(run_side, compared, side, options)
         if rows is None:
             print(f"{compared.model} {side.name}: failed, left out", flush=True)

@@ -5,7 +5,7 @@ In: the parsed options. Out: a `Comparison`, or a `ValueError` that names the op
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,12 @@ def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
         config=config,
         sides=(Side(BACKEND, schedule), Side(dense, None)),
     )
+
+
+def missing_sides(compared: Comparison, rows: Sequence[Mapping[str, Any]]) -> list[Side]:
+    """Sides that have no row yet."""
+    measured = [(row["backend"], row["schedule"]) for row in rows]
+    return [side for side in compared.sides if (side.backend, side.schedule) not in measured]
 
 
 def require_context(context: int, prompt_tokens: int, new_tokens: int) -> None:

@@ -115,7 +115,9 @@ def test_a_further_turn_prefills_the_sparse_turn_again_and_a_dense_one_the_messa
     )
     assert turn_prefill.main(words.split()) == 0
     assert in_this_process == ["sparse", "dense"]
-    rows = json.loads((tmp_path / "turns.json").read_text())["rows"]
+    out = tmp_path / "turns.json"
+    content = json.loads(out.read_text())
+    rows = content["rows"]
     assert [row["turn_tokens"] for row in rows] == [40, 100, 40, 100]
     for row in rows:
         turn = row["turn_tokens"]
@@ -125,3 +127,10 @@ def test_a_further_turn_prefills_the_sparse_turn_again_and_a_dense_one_the_messa
         assert row["prefilled_tokens"] == 128 + turn + 10 - kept
         assert 0 < row["prefill_s"] == min(row["prefill_s_all"])
         assert row["generate_s"] > 0
+    # A side that has its rows already is not measured again.
+    out.write_text(json.dumps(content | {"rows": rows[:2]}))
+    assert turn_prefill.main(words.split()) == 0
+    assert in_this_process == ["sparse", "dense", "dense"]
+    again = json.loads(out.read_text())["rows"]
+    assert again[:2] == rows[:2] and [row["turn_tokens"] for row in again[2:]] == [40, 100]
+    assert {row["backend"] for row in again[2:]} == {"torch_native"}

@@ -13,21 +13,41 @@ from sparrow_sglang.benchmarks.steps.comparison import Side
 from sparrow_sglang.commands import cli
 
 
-def test_what_was_measured_survives_a_side_that_fails(
-    tiny_qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_measured_survives_a_side_that_fails_and_is_not_measured_again(
+    tiny_qwen3: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    row = {"model": "m", "backend": "sparrow", "schedule": "fixed-64", "tokens_per_s": 4.0}
-    row |= {"output_tokens": 8, "seconds": 2.0, "ended_s": [1.0, 2.0]}
+    fails = {"dense"}
+    started: list[str] = []
 
     def run_side(_: Any, compared: Any, side: Side, options: Any) -> dict[str, Any] | None:
-        return row if side.name == "sparse" else None
+        started.append(side.name)
+        if side.name in fails:
+            return None
+        row = {"model": "m", "backend": side.backend, "schedule": side.schedule}
+        return row | {"tokens_per_s": 4.0 if side.schedule else 2.0, "ended_s": [1.0, 2.0]}
 
     monkeypatch.setattr(rollout_replay, "in_new_process", run_side)
     out = tmp_path / "rollout.json"
-    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT, "--out", str(out)]
-    assert cli.main(["bench", "rollout", *words]) == 1
-    result = json.loads(out.read_text())
-    assert (result["rows"], result["compared"]) == ([row], None)
+    words = ["bench", "rollout", "--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT]
+    words += ["--out", str(out)]
+    assert cli.main(words) == 1
+    first = json.loads(out.read_text())
+    assert ([row["schedule"] for row in first["rows"]], first["compared"]) == (["fixed-64"], None)
+    fails.clear()
+    assert cli.main(words) == 0
+    second = json.loads(out.read_text())
+    assert [row["schedule"] for row in second["rows"]] == ["fixed-64", None]
+    assert second["rows"][:1] == first["rows"] and second["compared"]["speedup"] == 2.0
+    capsys.readouterr()
+    assert cli.main(words) == 0
+    assert "2.00x the dense tokens/s" in capsys.readouterr().out
+    assert started == ["sparse", "dense", "dense"]
+    for other in (["--seed", "1"], ["--prompt-tokens", "9"], ["--schedule", "fixed-96"]):
+        assert "was measured with other settings" in refusal([*words, *other], capsys)
+    assert json.loads(out.read_text()) | {"command": ""} == second | {"command": ""}
 
 
 @pytest.mark.parametrize(
