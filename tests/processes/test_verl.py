@@ -67,6 +67,8 @@ ON_CPU = (
     "trainer.v1.sampler.custom_sampler.name=DumpingSampler",
     "trainer.v1.sampler.sampler_kwargs.bin_tokens=64",
 )
+# As the recipe's models are, and as its fused log-probs need under FSDP2.
+TIED = {"tie_word_embeddings": True}
 pytestmark = [
     pytest.mark.skipif(
         find_spec("verl") is None, reason="verl is not installed: make test-frameworks"
@@ -142,7 +144,7 @@ class TestConfig:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model_of_words(tmp_path_factory.mktemp("words"))
+    return save_model_of_words(tmp_path_factory.mktemp("words"), **TIED)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +214,7 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two steps of the README's recipe on the CPU with a tiny model, by the benchmark's command."""
     folder = tmp_path_factory.mktemp("trained")
-    model = save_model_of_words(tmp_path_factory.mktemp("trained_words"))
+    model = save_model_of_words(tmp_path_factory.mktemp("trained_words"), **TIED)
     # verl pads, and names the end of a text; w0 is what the tokenizer takes foreign words for.
     config = Path(model, "tokenizer_config.json")
     names = {"pad_token": "w0", "eos_token": "w1"}

@@ -1,6 +1,7 @@
 """Tiny models that speak text, and LoRA adapters for them with what they merge to."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from engines import VOCAB_SIZE, save_tiny_model
@@ -10,9 +11,12 @@ from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenize
 RANK = 4
 
 
-def save_model_of_words(folder: Path) -> str:
-    """A tiny random checkpoint whose token 17 is the word `w17`, in chats too."""
-    save_tiny_model(folder, spread=0.15)
+def save_model_of_words(folder: Path, **overrides: Any) -> str:
+    """A tiny random checkpoint whose token 17 is the word `w17`, in chats too.
+
+    `overrides` are fields of its config.
+    """
+    save_tiny_model(folder, spread=0.15, **overrides)
     save_word_tokenizer(folder, VOCAB_SIZE)
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
