@@ -1,13 +1,14 @@
 """The study: where does reinforcement learning from sparse rollouts stay stable, and where not?
 
 A small Qwen3 model learns a task from random weights, is calibrated, and is then trained by GRPO
-from the same checkpoint under dense rollouts, calibrated schedules, a budget far too small, and
+from the same checkpoint under dense rollouts, calibrated schedules, fixed budgets, and
 DistillSparse. Stages: model, schedules, runs, distillation at fixed schedules, summary. Each is
-skipped if its result is there, so a study that was stopped goes on when the command is repeated.
-What to run is in study.toml.
+skipped if its result is there, and a run goes on from its last checkpoint, so a study that was
+stopped goes on when the command is repeated. What to run is in study.toml.
 
-  python examples/stability/study.py                    one GPU
-  python examples/stability/study.py --scale tiny       any machine, to see that it works
+  python examples/stability/study.py                         one GPU
+  python examples/stability/study.py --arms dense fixed-64   only the runs of these arms
+  python examples/stability/study.py --scale tiny            any machine, to see that it works
 
 The results folder in the output folder then holds summary.md and all metrics; `sparrow report`
 makes a page of it, with learning curves.
@@ -18,7 +19,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--scale", default="full", help="table of study.toml: full (default) or tiny")
     add("--out", type=Path, help="folder of all results; default runs/stability-SCALE")
+    add("--arms", nargs="+", metavar="ARM", help="arms to run; default: all of study.toml")
     add("--parallel", type=count, help="runs at a time on each GPU; default: that of study.toml")
     args = parser.parse_args(argv)
     exit_on_sigterm()
     try:
         settings = StudySettings.load(SETTINGS, args.scale)
         out = (args.out or Path("runs") / f"stability-{args.scale}").resolve()
-        study(settings, out, args.parallel or settings.parallel)
+        study(settings, out, args.parallel or settings.parallel, args.arms)
     except InputError as error:
         print(f"study: error: {error}", file=sys.stderr)
         return 2
@@ -68,11 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def study(settings: StudySettings, out: Path, parallel: int) -> None:
-    """All stages, into `out`.
+def study(
+    settings: StudySettings, out: Path, parallel: int, arms: Sequence[str] | None = None
+) -> None:
+    """All stages, into `out`; of the runs only those of `arms`, if given.
 
-    Raises `InputError` if `out` holds a study of other settings, or as the stages do.
+    Raises `InputError` if there is no such arm or `out` holds a study of other settings, or as the
+    stages do.
     """
+    for arm in arms or ():
+        if arm not in settings.arms:
+            raise InputError(f"--arms {arm}: expected some of {', '.join(settings.arms)}")
     results = out / "results"
     schedules = schedule_files(settings, results)
     # First of all, as a wrong setting of the runs must not be found after hours.
@@ -80,7 +88,8 @@ def study(settings: StudySettings, out: Path, parallel: int) -> None:
     _own(results / "settings.json", settings)
     model = make_model(settings, out)
     calibrate(settings, model, results)
-    run_all(plans, parallel, [Path(__file__).parent])
+    chosen = [plan for plan in plans if arms is None or plan.arm in arms]
+    run_all(chosen, parallel, [Path(__file__).parent])
     distil(settings, model, schedules, results)
     collect(plans, results)
     print(f"{results / 'summary.md'}; a page of it: sparrow report {results}")
@@ -162,30 +171,43 @@ def _run(what: str, module: Sequence[str], options: Mapping[str, Sequence[Any]])
 
 
 def collect(plans: Sequence[RunPlan], results: Path) -> None:
-    """Copy the metrics of all runs into `results`, and write what they come to."""
+    """Copy the metrics of all complete runs into `results`, and write what they come to."""
     folder = results / "metrics"
     folder.mkdir(exist_ok=True)
-    arms: dict[str, list[Path]] = {}
     for plan in plans:
-        copied = folder / f"{plan.name}.jsonl"
-        shutil.copyfile(plan.config.run_dir / METRICS_FILE, copied)
-        arms.setdefault(plan.arm, []).append(copied)
-    write_summary(results, arms)
+        if plan.is_complete():
+            shutil.copyfile(plan.config.run_dir / METRICS_FILE, folder / f"{plan.name}.jsonl")
+    write_summary(results)
 
 
 def _own(path: Path, settings: StudySettings) -> None:
-    """Note the settings of a study; those noted before may differ in seeds and `parallel` only."""
+    """Note the settings of a study.
+
+    They may differ from those noted before in seeds, `parallel` and further arms only.
+    """
     values = settings.model_dump(mode="json", exclude={"parallel"})
     values["train"] = current_names(values["train"])
     noted = json.loads(path.read_text("utf-8")) if path.exists() else values
     noted["train"] = current_names(noted["train"])
-    for key, value in values.items():
-        if key != "seeds" and noted.get(key) != value:
+    fixed, begun = (_without_seeds(of, noted["arms"]) for of in (values, noted))
+    for key, value in fixed.items():
+        before = begun.get(key)
+        if before != value:
             raise InputError(
                 f"{key}={value!r}: the study in {path.parents[1]} was begun with"
-                f" {noted.get(key)!r}; set it back, or use another --out"
+                f" {before!r}; set it back, or use another --out"
             )
     write_json(path, values)
+
+
+def _without_seeds(values: Mapping[str, Any], arms: Collection[str]) -> dict[str, Any]:
+    """Settings with `arms` only."""
+    kept = {
+        name: {key: value for key, value in arm.items() if key != "seeds"}
+        for name, arm in values["arms"].items()
+        if name in arms
+    }
+    return {key: value for key, value in values.items() if key != "seeds"} | {"arms": kept}
 
 
 if __name__ == "__main__":

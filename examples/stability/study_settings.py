@@ -91,6 +91,10 @@ class Arm(_Section):
     """Train an adapter and roll out with it."""
     attention_backend: str | None = None
     """Of dense rollouts, by SGLang's name; default: what SGLang takes there."""
+    correction: str | None = None
+    """`algorithm.correction` of its runs; default: that of `train`."""
+    seeds: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Some of the study's seeds; default: all of them."""
 
 
 class StudySettings(_Section):
@@ -125,6 +129,11 @@ class StudySettings(_Section):
             raise ValueError(
                 f"pretrain.evaluate_lines={lines}: expected at most walk.steps={self.walk.steps}"
             )
+        for name, arm in self.arms.items():
+            if others := set(arm.seeds or ()) - set(self.seeds):
+                raise ValueError(
+                    f"arms.{name}.seeds: {min(others)} is none of seeds={list(self.seeds)}"
+                )
         known = [f"{CALIBRATED}{target}" for target in self.calibration.targets]
         used = [(f"arms.{name}.schedule", arm.schedule) for name, arm in self.arms.items()]
         used += [
@@ -165,10 +174,12 @@ class StudySettings(_Section):
         """
         plans = []
         for seed, (arm, how) in itertools.product(self.seeds, self.arms.items()):
+            if how.seeds is not None and seed not in how.seeds:
+                continue
             server_args = dict(self.server_args)
             if how.attention_backend:
                 server_args["attention_backend"] = how.attention_backend
-            ours = {
+            ours: dict[str, Any] = {
                 "run_dir": str(runs / f"{arm}-seed{seed}"),
                 "seed": seed,
                 "model": {"path": str(model)},
@@ -183,6 +194,8 @@ class StudySettings(_Section):
                 },
                 "distill": {"enabled": how.distill},
             }
+            if how.correction:
+                ours["algorithm"] = {"correction": how.correction}
             values = merged(self.train, ours)
             config = TrainConfig.parse(values, f"study.toml, arm {arm}")
             plans.append(RunPlan(arm, seed, config, values))

@@ -15,8 +15,8 @@ WINDOW = 5
 FALL = 0.5
 """Share of the entropy at the beginning below which it has fallen. On the runs of
 examples/stability, with the sampled estimate rollout_corr/training_log_ppl in the entropy's place,
-this tells the three that collapsed, in their 10th or 11th step, from the nine others; it was chosen
-on these runs."""
+this tells the three under 64 tokens, in their 10th or 11th step, from the nine others; it was
+chosen on these runs."""
 
 
 def collapse_alarm(rows: Sequence[Mapping[str, float]]) -> bool | None:
