@@ -246,7 +246,8 @@ def with_weights(rule: SelectionRule, weights: Sequence[float]) -> SelectionRule
 
 def _tail(tokens: Sequence[Tokens]) -> BinTail:
     """Of all tokens together, with an interval over prompts."""
-    longest = max(int(each.cached.max()) for each in tokens)
+    # A generation that ended with its first token has none.
+    longest = max(int(each.cached.max()) for each in tokens if each.cached.size)
     statistics = TailStatistics(longest + 1)
     for each in tokens:
         statistics.add(each.prompt, each.cached, each.rates)

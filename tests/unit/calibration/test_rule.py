@@ -186,3 +186,12 @@ def test_settings_tell_rules_apart_without_their_pairs() -> None:
     assert rule_settings(one) != rule_settings(other)
     assert len(str(rule_settings(one)["landmark_pairs"])) == 64
     assert rule_settings(landmark_rule(16))["landmark_pairs"] == 16
+
+
+def test_a_response_that_ended_at_once_says_nothing_about_dense_layers() -> None:
+    """Its first token comes out of prefill, so that no step of it is measured."""
+    measured = [tokens("a", [0.9] * 100), tokens("b", [0.8] * 100)]
+    rule, kept, sensitivity = landmark_rule(16), [[1.0]] * 4, [0.1] * 4
+    expected = choose_rule(rule, kept, sensitivity, {(): measured})
+    with_empty = {(): [*measured, tokens("c", [])]}
+    assert choose_rule(rule, kept, sensitivity, with_empty) == expected
