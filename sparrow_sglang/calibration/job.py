@@ -275,7 +275,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """What the measurements depend on; a work folder belongs to one such set."""
     return {
-        "model": Path(model_path).name,
+        "model": _identity(args.model_path, model_path),
         "page_size": args.page_size,
         "context": context,
         "prompts": str(args.prompts or "built in"),
@@ -287,6 +287,11 @@ def settings_of(
         "seed": args.seed,
         "engine_args": args.engine_args,
     }
+
+
+def _identity(spec: str, path: str) -> str:
+    """What tells one model from another: checkpoints of a run are all in folders called `model`."""
+    return str(Path(path).resolve()) if Path(spec).is_dir() else Path(path).name
 
 
 def origin(job: Job) -> dict[str, Any]:
