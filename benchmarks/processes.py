@@ -32,7 +32,7 @@ class ProcessFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Server:
-    """A process that serves `url`, in a group of its own; its output goes to `log`."""
+    """A process that serves `url`, in a session of its own; its output goes to `log`."""
 
     process: "subprocess.Popen[bytes]"
     url: str
@@ -69,14 +69,15 @@ def logged_process(
     log: Path,
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
+    stop_s: float = STOP_S,
 ) -> "Iterator[subprocess.Popen[bytes]]":
     """Start `command`, in `env` and `folder` instead of ours if given; its output goes to `log`.
 
-    On leaving it is asked to end, and what is left of its process group after half a minute is
-    killed and waited for.
+    On leaving it is asked to end, and what is left of its session after `stop_s` seconds is killed
+    and waited for.
     """
     with log.open("w") as file:
-        # A group of its own: a server's workers must end with it, and not on our Ctrl-C alone.
+        # A session of its own: a server's workers must end with it, and not on our Ctrl-C alone.
         process = subprocess.Popen(
             command,
             stdout=file,
@@ -88,7 +89,7 @@ def logged_process(
     try:
         yield process
     finally:
-        stop(process)
+        stop(process, stop_s)
 
 
 def server_flags(model: Path, port: int, random_weights: bool, on_gpu: bool) -> list[str]:
@@ -185,30 +186,32 @@ def log_end(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
-def stop(process: "subprocess.Popen[Any]") -> None:
-    """Ask a process to end; kill what is left of its process group after half a minute.
+def stop(process: "subprocess.Popen[Any]", wait_s: float = STOP_S) -> None:
+    """Ask a process to end; kill what is left of its session after `wait_s` seconds.
 
-    Returns once the whole group has ended, at the latest 10 seconds after it was killed.
+    Returns once the whole session has ended, at the latest 10 seconds after it was killed.
     """
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        process.wait(wait_s)
     # Workers are not our children, and a killed one holds its memory and its port for a while.
     deadline = time.monotonic() + KILL_S
-    while _is_running(process.pid) and time.monotonic() < deadline:
+    while (left := _running_in(process.pid)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+    process.wait()
 
 
-def _is_running(group: int) -> bool:
-    """Whether a process group has a process that is more than a zombie."""
+def _running_in(session: int) -> list[int]:
+    """Processes of a session that are more than zombies, in whatever process group."""
+    running = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
+            if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                running.append(pid)
+    return running
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ verl's own log says of each run, as JSON, with device, versions and commit.
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, settings
 from sparrow_sglang.benchmarks.processes import log_end, logged_process, with_modules
-from sparrow_sglang.benchmarks.result_files import Results, whole_rows
+from sparrow_sglang.benchmarks.result_files import Results, resumed, whole_rows
 from sparrow_sglang.benchmarks.training.parallel_runs import visible_gpus
 from sparrow_sglang.command_line import count
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
@@ -29,7 +29,9 @@ from sparrow_sglang.rl.rollout import DENSE
 
 DESCRIPTION = """\
 Train with verl from the same start under several schedules and seeds, and write what verl says of
-the runs side by side. After --limit seconds, running ones are ended and no others started.
+the runs side by side. After --limit seconds, running ones are ended and no others started. Results
+are written while runs go on. When the command is repeated, runs that verl has completed are left
+out, and others begin anew.
 """
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.training.verl_runs examples/verl/words_grpo.yaml \\
@@ -51,6 +53,7 @@ CURVES = (
     "val-",
     "sparrow/",
 )
+WRITE_S = 30.0
 _LOOK_S = 1.0
 
 
@@ -105,6 +108,11 @@ class VerlRun:
     def log(self) -> Path:
         return self.folder / "log.txt"
 
+    def begin(self) -> None:
+        """Make the folder, without what another start has logged."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._metrics.unlink(missing_ok=True)
+
     def rows(self) -> list[dict[str, Any]]:
         """Step and metrics, of the lines that are whole."""
         return whole_rows(self._metrics)
@@ -137,46 +145,78 @@ def _means(curves: Mapping[str, list[list[float]]], prefix: str) -> Iterator[tup
             yield metric, float(np.mean(values))
 
 
+@dataclass(frozen=True)
+class Trainer:
+    """What all runs share; `overrides` are of all, `dense` of dense ones, as verl takes them."""
+
+    recipe: Path
+    model: str
+    overrides: Sequence[str] = ()
+    dense: Sequence[str] = ()
+
+    def started(self, run: VerlRun, gpu: str) -> AbstractContextManager["Popen[bytes]"]:
+        """The process of a run, until it is left: then it is killed."""
+        overrides = [*self.overrides, *(self.dense if run.is_dense else [])]
+        return logged_process(
+            run.command(self.recipe, self.model, overrides),
+            run.log,
+            run.environment(gpu, self.recipe),
+            self.recipe.parent,
+            stop_s=0,
+        )
+
+
 def run_all(
-    runs: Sequence[VerlRun],
-    recipe: Path,
-    model: str,
-    overrides: list[str],
-    dense: list[str],
-    limit_s: float,
-    parallel: int,
+    runs: Sequence[VerlRun], trainer: Trainer, limit_s: float, parallel: int, results: Results
 ) -> int:
     """Run `parallel` of them at a time, spread over the visible GPUs; how many have failed.
 
-    `overrides` are of all runs, `dense` of the dense ones, as verl's command line takes them. After
-    `limit_s` seconds in all, running ones are ended and no others started.
+    `results` are written whenever a run ends, every half minute, and before runs are killed: after
+    `limit_s` seconds in all running ones are, and no others started.
     """
     gpus = visible_gpus()
     started: list[tuple[VerlRun, Popen[bytes]]] = []
     end = time.monotonic() + limit_s
     for first in range(0, len(runs), parallel):
-        together: list[Popen[bytes]] = []
         with ExitStack() as processes:
             for index, run in enumerate(runs[first : first + parallel]):
-                run.folder.mkdir(parents=True, exist_ok=True)
-                process = processes.enter_context(
-                    logged_process(
-                        run.command(recipe, model, overrides + (dense if run.is_dense else [])),
-                        run.log,
-                        run.environment(gpus[index % len(gpus)], recipe),
-                        recipe.parent,
-                    )
-                )
-                together.append(process)
+                run.begin()
+                process = processes.enter_context(trainer.started(run, gpus[index % len(gpus)]))
                 started.append((run, process))
-            while time.monotonic() < end and any(process.poll() is None for process in together):
-                time.sleep(_LOOK_S)
+            try:
+                _watch(started, end, results)
+            finally:
+                write_rows(started, results)
         if time.monotonic() >= end:
             break
     failed = [(run, process) for run, process in started if process.returncode]
     for run, process in failed:
         print(f"{run.name}: ended with status {process.returncode}:\n{log_end(run.log)}")
     return len(failed) + len(runs) - len(started)
+
+
+def _watch(started: Sequence[tuple[VerlRun, "Popen[bytes]"]], end: float, results: Results) -> None:
+    """Write results until all processes have ended, or until the time `end`."""
+    running, written = started, time.monotonic()
+    while running and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+        before = running
+        running = [pair for pair in started if pair[1].poll() is None]
+        if len(running) < len(before) or time.monotonic() > written + WRITE_S:
+            write_rows(started, results)
+            written = time.monotonic()
+
+
+def write_rows(started: Sequence[tuple[VerlRun, "Popen[bytes]"]], results: Results) -> None:
+    """Write what verl has logged of these runs; a row of an earlier start with more steps stays."""
+    rows = {(row["schedule"], row["seed"]): row for row in results.rows}
+    for run, process in started:
+        row = result_of(run) | {"complete": process.poll() == 0}
+        earlier = rows.get((run.schedule, run.seed))
+        if earlier is None or row["steps"] >= earlier["steps"]:
+            rows[run.schedule, run.seed] = row
+    results.rows = [*rows.values()]
+    results.save()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,23 +247,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         for index, schedule in enumerate(args.schedules)
     ]
     packages = {name: version(name) for name in ("verl", "ray", "TransferQueue")}
-    results = Results(
-        args.out,
-        settings=settings(args) | {"recipe_text": args.recipe.read_text("utf-8")},
-        frameworks=packages,
-    )
+    recorded = settings(args) | {"recipe_text": args.recipe.read_text("utf-8")}
+    del recorded["limit"]
     try:
-        failed = run_all(
-            runs,
-            args.recipe,
-            model,
-            args.set,
-            args.dense_set,
-            args.limit,
-            args.parallel or len(runs),
-        )
-    finally:
-        results.add(*map(result_of, runs))
+        results = resumed(args.out, {"settings": recorded, "frameworks": packages})
+    except ValueError as error:
+        parser.error(str(error))
+    complete = [(row["schedule"], row["seed"]) for row in results.rows if row["complete"]]
+    trainer = Trainer(args.recipe, model, args.set, args.dense_set)
+    failed = run_all(
+        [run for run in runs if (run.schedule, run.seed) not in complete],
+        trainer,
+        args.limit,
+        args.parallel or len(runs),
+        results,
+    )
+    for row in results.rows:
+        print(f"{row['run']}: {row['steps']} steps, {row['tokens_per_s'] or 0:.0f} tokens/s")
     return int(failed > 0)
 
 

@@ -25,7 +25,7 @@ from sparrow_sglang.benchmarks.processes import (
 
 SERVER = """
 import http.server, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
 print("worker", worker.pid, flush=True)
 born = time.monotonic()
 
@@ -94,23 +94,30 @@ with running_server(command, "http://127.0.0.1:{port}", Path({str(log)!r})):
 def test_stopping_waits_for_workers_that_take_a_while_to_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill = os.killpg
+    kill = os.kill
+    killed: set[int] = set()
 
-    def kill_later(group: int, signum: int) -> None:
-        Timer(1, kill, (group, signum)).start()
+    def kill_later(pid: int, signum: int) -> None:
+        if signum != signal.SIGKILL:
+            kill(pid, signum)
+        elif pid not in killed:
+            killed.add(pid)
+            Timer(1, kill, (pid, signum)).start()
 
-    monkeypatch.setattr(os, "killpg", kill_later)
+    monkeypatch.setattr(os, "kill", kill_later)
     port, log = free_port(), tmp_path / "server.log"
     with running_server([sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}", log):
         worker = int(log.read_text().split()[1])
     assert not is_running(worker)
     # One that cannot be killed, as in a driver's call, is waited for in vain.
-    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    monkeypatch.setattr(
+        os, "kill", lambda pid, signum: signum == signal.SIGKILL or kill(pid, signum)
+    )
     monkeypatch.setattr(processes, "KILL_S", 0.1)
     with running_server([sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}", log):
         worker = int(log.read_text().split()[1])
     assert is_running(worker)
-    os.kill(worker, signal.SIGKILL)
+    kill(worker, signal.SIGKILL)
 
 
 def test_a_function_in_a_new_process_returns_or_fails_alone() -> None:

@@ -2,17 +2,29 @@
 
 import importlib.util
 import json
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+from sparrow_sglang.benchmarks import processes
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.training import verl_runs
-from sparrow_sglang.benchmarks.training.verl_runs import ENGINE, VerlRun, result_of, run_all
+from sparrow_sglang.benchmarks.training.verl_runs import (
+    ENGINE,
+    Trainer,
+    VerlRun,
+    result_of,
+    run_all,
+)
 
 FOLDER = Path(__file__).parents[3] / "examples" / "verl"
 
@@ -64,40 +76,178 @@ class TestCommand:
         # What the caller asks for goes before what the benchmark asks for.
         assert words[-1] == "x=1"
 
-    @pytest.mark.parametrize(("parallel", "most"), [(1, 1), (2, 2), (3, 3)])
-    def test_only_so_many_run_at_a_time(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: int, most: int
-    ) -> None:
-        alive: list[int] = []
-        seen: list[int] = []
-
-        @contextmanager
-        def process(*_: Any) -> Iterator[Any]:
-            alive.append(0)
-            seen.append(len(alive))
-            yield SimpleNamespace(returncode=0, poll=lambda: 0)
-            alive.pop()
-
-        monkeypatch.setattr(verl_runs, "logged_process", process)
-        runs = [VerlRun("dense", seed, tmp_path / str(seed)) for seed in range(3)]
-        assert run_all(runs, Path("words.yaml"), "model", [], [], 60, parallel) == 0
-        assert (len(seen), max(seen)) == (3, most)
-
-    def test_runs_that_the_limit_leaves_out_have_failed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        @contextmanager
-        def process(*_: Any) -> Iterator[Any]:
-            yield SimpleNamespace(returncode=0, poll=lambda: 0)
-
-        monkeypatch.setattr(verl_runs, "logged_process", process)
-        runs = [VerlRun("dense", seed, tmp_path / str(seed)) for seed in range(3)]
-        assert run_all(runs, Path("words.yaml"), "model", [], [], 0, 1) == 2
-
     def test_a_missing_recipe_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             verl_runs.main(["nowhere.yaml"])
         assert "recipe nowhere.yaml: no such file" in capsys.readouterr().err
+
+
+# Stands in for verl: logs `steps`, one each `pause` seconds, and ends if these are 3, else hangs.
+# It ignores SIGTERM. Its worker has a process group of its own, as Ray's have.
+TRAINER = """
+import json, os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
+print(worker.pid, flush=True)
+steps, pause = int(sys.argv[1]), float(sys.argv[2])
+with open(os.environ["VERL_FILE_LOGGER_PATH"], "wb", buffering=0) as log:
+    for step in range(1, steps + 1):
+        log.write(json.dumps({"step": step, "data": {"timing_s/step": 1.0}}).encode() + b"\\n")
+        time.sleep(pause)
+if steps < 3:
+    time.sleep(600)
+worker.kill()
+"""
+
+
+class Verl:
+    """The benchmark, whose runs are `TRAINER`s; `steps` and `pause_s` are by schedule."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out, self.work = folder / "out.json", folder / "work"
+        self.recipe = folder / "words.yaml"
+        self.recipe.write_text("trainer: {}")
+        self.steps = {"dense": 3, "fixed-64": 3}
+        self.pause_s = {"dense": 0.0, "fixed-64": 0.0}
+        self.started: list[str] = []
+        verl = self
+
+        def command(run: VerlRun, *_: Any) -> list[str]:
+            verl.started.append(run.name)
+            words = (verl.steps[run.schedule], verl.pause_s[run.schedule])
+            return [sys.executable, "-c", TRAINER, *map(str, words)]
+
+        monkeypatch.setattr(VerlRun, "command", command)
+        monkeypatch.setattr(verl_runs, "_LOOK_S", 0.05)
+        monkeypatch.setattr(verl_runs, "version", lambda package: "1")
+        monkeypatch.setattr(verl_runs, "model_folder", lambda name: name)
+        monkeypatch.setattr(verl_runs, "prepare_out", lambda parser, out: None)
+
+    def run(self, *words: str) -> int:
+        """Its exit code; `started` has what this call has started."""
+        self.started = []
+        usual = [str(self.recipe), "--schedules", "dense", "fixed-64", "--seeds", "0"]
+        usual += ["--out", str(self.out), "--work", str(self.work), *words]
+        return verl_runs.main(usual)
+
+    def rows(self) -> list[tuple[str, int, bool]]:
+        rows = json.loads(self.out.read_text())["rows"] if self.out.exists() else []
+        return [(row["run"], row["steps"], row["complete"]) for row in rows]
+
+    def wait_for(self, *rows: tuple[str, int, bool]) -> None:
+        """Until these are in the result; a test's own time limit ends it."""
+        while self.rows() != [*rows]:
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verl:
+    return Verl(tmp_path, monkeypatch)
+
+
+def test_runs_that_are_complete_are_not_repeated(
+    verl: Verl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verl.steps["fixed-64"] = 2
+    assert verl.run("--limit", "4") == 1
+    assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 2, False)]
+    # What has been measured stays until the run has got as far again.
+    verl.steps["fixed-64"] = 1
+    assert verl.run("--limit", "1") == 1
+    assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 2, False)]
+    verl.steps["fixed-64"] = 3
+    assert verl.run("--limit", "60") == 0
+    assert verl.started == ["fixed-64-seed0"]
+    assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 3, True)]
+    assert verl.run() == 0 and verl.started == []
+    verl.recipe.write_text("trainer: {total_epochs: 2}")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        verl.run()
+    assert "was measured with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3])
+def test_only_so_many_run_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: int
+) -> None:
+    alive: list[int] = []
+    seen: list[int] = []
+
+    @contextmanager
+    def process(*_: Any, **__: Any) -> Iterator[Any]:
+        alive.append(0)
+        seen.append(len(alive))
+        yield SimpleNamespace(returncode=0, poll=lambda: 0)
+        alive.pop()
+
+    monkeypatch.setattr(verl_runs, "logged_process", process)
+    monkeypatch.setattr(verl_runs, "_LOOK_S", 0.01)
+    runs = [VerlRun("dense", seed, tmp_path / str(seed)) for seed in range(3)]
+    results = Results(tmp_path / "out.json")
+    assert run_all(runs, Trainer(Path("words.yaml"), "model"), 60, parallel, results) == 0
+    assert (len(seen), max(seen)) == (3, parallel)
+
+
+def test_one_run_after_the_other_takes_what_time_is_left(verl: Verl) -> None:
+    verl.steps["dense"] = 2
+    assert verl.run("--parallel", "1", "--limit", "3") == 1
+    assert (verl.started, verl.rows()) == (["dense-seed0"], [("dense-seed0", 2, False)])
+    verl.steps["dense"] = 3
+    assert verl.run("--parallel", "1", "--limit", "60") == 0
+    assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 3, True)]
+
+
+def test_rows_of_another_start_in_the_same_folder_are_not_taken_for_this_ones(verl: Verl) -> None:
+    folder = verl.work / "0-0"
+    folder.mkdir(parents=True)
+    log(folder, {}, {}, {}, {})
+    verl.steps["dense"] = 0
+    assert verl.run("--limit", "1") == 1
+    assert verl.rows()[0] == ("dense-seed0", 0, False)
+
+
+@pytest.mark.timeout(60)
+def test_rows_are_written_while_runs_go_on_and_before_they_are_killed(
+    verl: Verl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verl.steps = {"dense": 2, "fixed-64": 3}
+    verl.pause_s["dense"] = 1.5
+    seen: list[Any] = []
+    alive: list[bool] = []
+    stop = processes.stop
+
+    def watched(process: Any, wait_s: float) -> None:
+        seen.append(verl.rows())
+        alive.append(process.poll() is None)
+        start = time.monotonic()
+        stop(process, wait_s)
+        # Neither waits for a process that does not end when it is asked to.
+        assert time.monotonic() - start < 5
+
+    monkeypatch.setattr(processes, "stop", watched)
+    done = threading.Thread(target=verl.run, args=("--limit", "6"))
+    done.start()
+    # A run has ended, long before the next half minute.
+    verl.wait_for(("dense-seed0", 1, False), ("fixed-64-seed0", 3, True))
+    done.join()
+    assert alive == [False, True]
+    assert seen[0] == [("dense-seed0", 2, False), ("fixed-64-seed0", 3, True)]
+    for index in range(2):
+        worker = int((verl.work / f"{index}-0" / "log.txt").read_text())
+        assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
+
+
+@pytest.mark.timeout(60)
+def test_rows_are_written_now_and_then(verl: Verl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_runs, "WRITE_S", 0.1)
+    verl.steps = {"dense": 2, "fixed-64": 2}
+    done = threading.Thread(target=verl.run, args=("--limit", "4"))
+    done.start()
+    verl.wait_for(("dense-seed0", 2, False), ("fixed-64-seed0", 2, False))
+    # Nothing has ended yet.
+    assert done.is_alive()
+    done.join()
 
 
 def test_slots_of_the_recipe_fit() -> None:
