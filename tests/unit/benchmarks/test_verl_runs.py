@@ -82,14 +82,17 @@ class TestCommand:
         assert "recipe nowhere.yaml: no such file" in capsys.readouterr().err
 
 
-# Stands in for verl: logs `steps`, one each `pause` seconds, and ends if these are 3, else hangs.
-# It ignores SIGTERM. Its worker has a process group of its own, as Ray's have.
+# Stands in for verl: logs `steps`, one each `pause` seconds, and ends if these are 3, else hangs;
+# with 0 of them before its log is opened. It ignores SIGTERM. Its worker has a process group of its
+# own, as Ray's have.
 TRAINER = """
 import json, os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
 print(worker.pid, flush=True)
 steps, pause = int(sys.argv[1]), float(sys.argv[2])
+while not steps:
+    time.sleep(600)
 with open(os.environ["VERL_FILE_LOGGER_PATH"], "wb", buffering=0) as log:
     for step in range(1, steps + 1):
         log.write(json.dumps({"step": step, "data": {"timing_s/step": 1.0}}).encode() + b"\\n")
@@ -242,12 +245,13 @@ def test_rows_are_written_while_runs_go_on_and_before_they_are_killed(
 def test_rows_are_written_now_and_then(verl: Verl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verl_runs, "WRITE_S", 0.1)
     verl.steps = {"dense": 2, "fixed-64": 2}
+    verl.pause_s = {"dense": 2.0, "fixed-64": 2.0}
     done = threading.Thread(target=verl.run, args=("--limit", "4"))
     done.start()
-    verl.wait_for(("dense-seed0", 2, False), ("fixed-64-seed0", 2, False))
     # Nothing has ended yet.
-    assert done.is_alive()
+    verl.wait_for(("dense-seed0", 1, False), ("fixed-64-seed0", 1, False))
     done.join()
+    assert verl.rows() == [("dense-seed0", 2, False), ("fixed-64-seed0", 2, False)]
 
 
 def test_slots_of_the_recipe_fit() -> None:
