@@ -152,7 +152,7 @@ def test_runs_that_are_complete_are_not_repeated(
     verl: Verl, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verl.steps["fixed-64"] = 2
-    assert verl.run("--limit", "4") == 1
+    assert verl.run("--limit", "12") == 1
     assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 2, False)]
     # What has been measured stays until the run has got as far again.
     verl.steps["fixed-64"] = 1
@@ -194,7 +194,7 @@ def test_only_so_many_run_at_a_time(
 
 def test_one_run_after_the_other_takes_what_time_is_left(verl: Verl) -> None:
     verl.steps["dense"] = 2
-    assert verl.run("--parallel", "1", "--limit", "3") == 1
+    assert verl.run("--parallel", "1", "--limit", "10") == 1
     assert (verl.started, verl.rows()) == (["dense-seed0"], [("dense-seed0", 2, False)])
     verl.steps["dense"] = 3
     assert verl.run("--parallel", "1", "--limit", "60") == 0
@@ -229,7 +229,7 @@ def test_rows_are_written_while_runs_go_on_and_before_they_are_killed(
         assert time.monotonic() - start < 5
 
     monkeypatch.setattr(processes, "stop", watched)
-    done = threading.Thread(target=verl.run, args=("--limit", "6"))
+    done = threading.Thread(target=verl.run, args=("--limit", "14"))
     done.start()
     # A run has ended, long before the next half minute.
     verl.wait_for(("dense-seed0", 1, False), ("fixed-64-seed0", 3, True))
@@ -246,7 +246,7 @@ def test_rows_are_written_now_and_then(verl: Verl, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(verl_runs, "WRITE_S", 0.1)
     verl.steps = {"dense": 2, "fixed-64": 2}
     verl.pause_s = {"dense": 2.0, "fixed-64": 2.0}
-    done = threading.Thread(target=verl.run, args=("--limit", "4"))
+    done = threading.Thread(target=verl.run, args=("--limit", "12"))
     done.start()
     # Nothing has ended yet.
     verl.wait_for(("dense-seed0", 1, False), ("fixed-64-seed0", 1, False))
