@@ -140,10 +140,13 @@ def row_of(name: object, samples: Sequence[Sample]) -> dict[str, Any]:
             rates += found
             start = len(sample["tokens"]) - sample["response_length"] + 1
             positions += range(start, start + len(found))
-    if rates:
-        tail = acceptance_metrics(np.array(rates), np.array(positions), BIN_TOKENS)
+    measured = ~np.isnan(rates)
+    if measured.any():
+        tail = acceptance_metrics(
+            np.array(rates)[measured], np.array(positions)[measured], BIN_TOKENS
+        )
         row |= {key.removeprefix("sparrow/"): value for key, value in tail.items()}
-        row |= {"recorded": recorded, "accept_tokens": len(rates)}
+        row |= {"recorded": recorded, "accept_tokens": int(measured.sum())}
     return row
 
 

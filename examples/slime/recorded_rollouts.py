@@ -3,7 +3,8 @@
 Goes in by `--custom-generate-function-path recorded_rollouts.generate`; evaluation is dense as by
 dense_evaluation.py. As long as a server has a free slot, a rollout is sent to it past the router,
 which drops `custom_params`, and its rates go to the sample's `metadata["sparrow_acceptance"]`: of
-all tokens of the response but the first. Reads of slime's `--custom-config-path`:
+all tokens of the response but the first, some of them NaN, as `exact_rates` gives them. Reads of
+slime's `--custom-config-path`:
 
     sparrow_slots: 8                      per server; servers need SPARROW_RECORD=<slots>x<tokens>
     sparrow_sampling: {ignore_eos: true}  further sampling parameters of SGLang for all requests

@@ -91,7 +91,7 @@ class RecordingClient:
     async def _rates(
         self, request_id: str, slot: int, prompt: Sequence[int], response: Sequence[int]
     ) -> list[float]:
-        """Acceptance rates of all tokens of the response but the first."""
+        """Acceptance rates of all tokens of the response but the first; NaN as in `exact_rates`."""
         # The same request goes to the same server again.
         name, server = await self._client._acquire_server(request_id)
         try:
@@ -157,8 +157,9 @@ class TailSampler(ReplayBuffer):
             rates += found
             # The first token of a response comes out of prefill, which is dense.
             positions += range(tag["prompt_len"] + 1, tag["prompt_len"] + 1 + len(found))
-        if not rates:
+        measured = ~np.isnan(rates)
+        if not measured.any():
             return {}
         bins = self.sampler_kwargs["bin_tokens"]
-        tail = acceptance_metrics(np.array(rates), np.array(positions), bins)
-        return tail | {"sparrow/accept_tokens": float(len(rates))}
+        tail = acceptance_metrics(np.array(rates)[measured], np.array(positions)[measured], bins)
+        return tail | {"sparrow/accept_tokens": float(measured.sum())}

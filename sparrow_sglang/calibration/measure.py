@@ -187,7 +187,7 @@ def _measure_batch(target: Any, units: Sequence[Unit], progress: Progress) -> li
         rates = exact_rates(answer)
         # The step that gives the token after n others attends to n cached tokens.
         cached = len(unit.prompt.input_ids) + 1 + np.arange(len(rates))
-        kept = np.array([unit.arm.measures(int(n)) for n in cached], dtype=bool)
+        kept = np.array([unit.arm.measures(int(n)) for n in cached], dtype=bool) & ~np.isnan(rates)
         measured.append(UnitTokens(unit.number, cached[kept], rates[kept]))
     return measured
 

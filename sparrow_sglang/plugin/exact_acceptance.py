@@ -14,6 +14,7 @@ graph, and slots x steps x hidden size numbers of memory.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,7 +76,8 @@ def comparing_request(
 
 def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
     """Acceptance rates of all response tokens but the first, [T - 1], from the answer to a
-    `comparing_request`. The first comes out of prefill.
+    `comparing_request`. The first comes out of prefill, and so does, after a retraction, a later
+    one, whose rate is NaN.
 
     Raises `ValueError` if the server does not record.
     """
@@ -99,16 +101,28 @@ class StepRecord:
         # Forward passes run in inference mode, other writers do not.
         with torch.inference_mode(False):
             self._states = torch.zeros(slots * steps + 1, hidden_size, dtype=dtype, device=device)
+            # Whether a state is that of the generation which records into its slot now.
+            self._recorded = torch.zeros(slots * steps + 1, dtype=torch.bool, device=device)
             self._rates = torch.zeros(slots, steps, device=device)
             self._places = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
 
-    def assign(self, rows: Sequence[int], places: Sequence[Place | None]) -> None:
-        """Which slot the requests in these rows of the token table record into, None for none."""
+    def assign(
+        self, rows: Sequence[int], places: Sequence[Place | None], sampled: Sequence[int]
+    ) -> None:
+        """Which slot the requests in these rows of the token table record into, None for none.
+
+        They are about to be prefilled, with the response tokens that each has `sampled`: none, or
+        those up to a retraction.
+        """
         import torch
 
         index = torch.tensor(rows, device=self._places.device)
         values = torch.tensor([place or (-1, -1) for place in places], device=self._places.device)
         self._places[index] = values
+        for place, step in zip(places, sampled, strict=True):
+            if place is not None:
+                start = place[0] * self._steps
+                self._recorded[start + min(step, self._steps) : start + self._steps] = False
 
     def keep(self, hidden: "torch.Tensor", rows: "torch.Tensor", lengths: "torch.Tensor") -> None:
         """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B].
@@ -119,8 +133,10 @@ class StepRecord:
 
         slot, prompt = self._places[rows.long()].unbind(-1)
         step = lengths - prompt
-        recorded = (slot >= 0) & (step >= 0) & (step < self._steps)
-        self._states[torch.where(recorded, slot * self._steps + step, self._nowhere)] = hidden
+        inside = (slot >= 0) & (step >= 0) & (step < self._steps)
+        index = torch.where(inside, slot * self._steps + step, self._nowhere)
+        self._states[index] = hidden
+        self._recorded.index_fill_(0, index, True)
 
     def compare(
         self,
@@ -128,23 +144,29 @@ class StepRecord:
         prefix: int,
         place: Place,
         logits: "Callable[[torch.Tensor], torch.Tensor]",
-    ) -> list[float]:
+    ) -> list[float | None]:
         """Rates of response tokens 1 to T - 1 of one request, of which these states were computed.
 
         `hidden` is [C, H], of the positions from `prefix` on; rates of earlier chunks are kept.
+        None, as JSON has no NaN, where no decode step was recorded.
         """
+        import torch
+
         slot, prompt = place
         end = prefix + len(hidden)
         last = min(end, prompt + self._steps - 1)
         for start in range(max(prefix, prompt), last, _ROWS):
             stop = min(start + _ROWS, last)
             # The state at position p gives the token after it, as the step with p + 1 cached does.
-            steps = slice(start + 1 - prompt, stop + 1 - prompt)
-            sparse = self._states[slot * self._steps + steps.start :][: stop - start]
+            step = start + 1 - prompt
+            first = slot * self._steps + step
+            kept = slice(first, first + stop - start)
             dense = hidden[start - prefix : stop - prefix]
-            self._rates[slot, steps] = acceptance_rate(logits(sparse), logits(dense))
-        rates: list[float] = self._rates[slot, 1 : max(1, end - prompt)].tolist()
-        return rates
+            found = acceptance_rate(logits(self._states[kept]), logits(dense))
+            found.masked_fill_(~self._recorded[kept], torch.nan)
+            self._rates[slot, step : step + len(found)] = found
+        rates = self._rates[slot, 1 : max(1, end - prompt)].tolist()
+        return [None if isnan(rate) else rate for rate in rates]
 
 
 def remember_places(
@@ -160,6 +182,7 @@ def remember_places(
     _the_record(model.hidden_size, model.dtype, batch.device).assign(
         [kv_of(req).req_pool_idx for req in batch.reqs],
         [_place(req, _RECORD) for req in batch.reqs],
+        [len(req.output_ids) for req in batch.reqs],
     )
     # By id, as the pass is run with a copy of `forward_batch`.
     places = {req.rid: _place(req, _COMPARE) for req in batch.reqs}
@@ -198,7 +221,7 @@ def keep_or_compare(
         def logits(states: "torch.Tensor") -> "torch.Tensor":
             return logits_of(processor, states, lm_head, metadata)
 
-        rates: list[list[float] | None] = []
+        rates: list[list[float | None] | None] = []
         start = 0
         lengths = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
         for rid, (prefix, count) in zip(batch.rids, lengths, strict=True):

@@ -1,5 +1,6 @@
 """Acceptance rates computed in the server, against transformers in float64 and the contract."""
 
+import itertools
 import os
 from contextlib import ExitStack
 
@@ -46,7 +47,6 @@ def measured(engine, prompts: list[list[int]], lengths: list[int], namespace: st
                 "input_ids": prompt,
                 "sampling_params": {
                     "max_new_tokens": length,
-                    "ignore_eos": True,
                     "custom_params": record_into(slot, len(prompt)),
                 },
             }
@@ -88,6 +88,38 @@ def test_a_slot_is_used_again(engine, sharp_llama) -> None:
     sparse, dense = ContractModel(sharp_llama, SCHEDULE), ContractModel(sharp_llama)
     p, q = (torch.exp(m.log_probs(prompt, response)) for m in (sparse, dense))
     np.testing.assert_allclose(rates, torch.minimum(p, q).sum(-1)[1:], atol=1e-4)
+
+
+def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
+    sharp_llama, server_args
+) -> None:
+    """Six requests of 60 + 100 tokens in a pool of 512: some are retracted and prefilled again."""
+    sparse, dense = ContractModel(sharp_llama, SCHEDULE), ContractModel(sharp_llama)
+    prompts, lengths = [random_prompt(20 + i, 60) for i in range(6)], [100] * 6
+    retractions = 0
+    with (
+        recording(SLOTS, 100),
+        start_engine(
+            sharp_llama, max_total_tokens=512, schedule_conservativeness=0.1, **server_args
+        ) as small,
+    ):
+        # Twice, so that a slot holds states of another generation.
+        for namespace in ("a", "b"):
+            for prompt, (response, rates) in zip(
+                prompts, measured(small, prompts, lengths, namespace), strict=True
+            ):
+                assert len(rates) == 99
+                prefilled = [0, *(1 + np.flatnonzero(np.isnan(rates))), 100]
+                expected = np.full(100, np.nan)
+                for start, end in itertools.pairwise(prefilled):
+                    before, after = prompt + response[:start], response[start:end]
+                    p, q = (torch.exp(m.log_probs(before, after)) for m in (sparse, dense))
+                    # The first of these tokens comes out of the prefill.
+                    expected[start + 1 : end] = torch.minimum(p, q).sum(-1)[1:]
+                np.testing.assert_allclose(rates, expected[1:], atol=1e-4)
+                retractions += len(prefilled) - 2
+    # Of 1,188 tokens.
+    assert 2 <= retractions <= 12
 
 
 def test_a_server_that_does_not_record_is_an_error(sharp_llama, server_args) -> None:

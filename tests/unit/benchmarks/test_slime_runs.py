@@ -32,11 +32,13 @@ def sample(length: int, reward: float, start: float, rates: list[float]) -> dict
 
 
 def test_row_of_a_rollout() -> None:
-    row = row_of(3, [sample(4, 0.5, 10.0, [0.5, 0.6, 0.9]), sample(6, 1.0, 11.0, [])])
-    assert (row["responses"], row["tokens"], row["lengths"]) == (2, 10, [4, 6])
+    # A token out of a prefill has no rate: the third of five after the first, at 513.
+    rates = [0.5, 0.6, math.nan, 0.9]
+    row = row_of(3, [sample(5, 0.5, 10.0, rates), sample(6, 1.0, 11.0, [])])
+    assert (row["responses"], row["tokens"], row["lengths"]) == (2, 11, [5, 6])
     assert (row["reward_mean"], row["rewards"]) == (0.75, [0.5, 1.0])
     # From the first request to the last answer, rewards aside.
-    assert (row["seconds"], row["tokens_per_s"]) == (3.0, pytest.approx(10 / 3))
+    assert (row["seconds"], row["tokens_per_s"]) == (3.0, pytest.approx(11 / 3))
     # The first token of a response, at 510, has no rate.
     assert (row["accept_p05_bin0"], row["accept_p05_bin1"]) == (0.5, 0.6)
     assert (row["recorded"], row["accept_tokens"], row["accept_p05"]) == (1, 3, 0.5)
