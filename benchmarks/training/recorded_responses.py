@@ -31,7 +31,7 @@ def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> l
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.to(device)
     torch.manual_seed(0)
-    sampled: dict[str, tuple[int, ...]] = {}
+    sampled: list[list[int]] = []
     at_once = SAMPLED_AT_ONCE[device]
     for first in range(0, len(waiting), at_once):
         group = waiting[first : first + at_once]
@@ -52,10 +52,10 @@ def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> l
             min_new_tokens=new_tokens,
             max_new_tokens=new_tokens,
         )
-        for prompt, response in zip(group, out[:, width:].tolist(), strict=True):
-            sampled[prompt.name] = tuple(response)
+        sampled += out[:, width:].tolist()
+    responses = iter(sampled)
     return [
-        replace(prompt, response_ids=prompt.response_ids or sampled[prompt.name])
+        prompt if prompt.response_ids else replace(prompt, response_ids=tuple(next(responses)))
         for prompt in prompts
     ]
 

@@ -70,7 +70,8 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
 def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     """Prompts of a JSONL file, one `{"prompt": text}`, `{"messages": [...]}` or
-    `{"input_ids": [...]}` a line; a `"response"`, text or token ids, is decoded along.
+    `{"input_ids": [...]}` a line; a `"response"`, text or token ids, is decoded along. Lines with
+    the same prompt share a name.
 
     Raises `CalibrationError`, naming the line, on an empty file, a line of another form and a
     prompt that leaves no room for a token in `context`.
@@ -83,6 +84,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
             f" ({getattr(error, 'strerror', None) or error}); expected a JSONL file of prompts"
         ) from None
     prompts = []
+    names: dict[tuple[int, ...], str] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -93,7 +95,8 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
                 f"{path}:{number}: the prompt has {len(ids)} tokens, which leaves no room in the"
                 f" model's context of {context}: expected at most {longest}"
             )
-        prompts.append(Prompt(f"{number}-{_digest(ids)[:8]}", tuple(ids), tuple(response)))
+        name = names.setdefault(tuple(ids), f"{number}-{_digest(ids)[:8]}")
+        prompts.append(Prompt(name, tuple(ids), tuple(response)))
     if not prompts:
         raise CalibrationError(
             f'--prompts {path}: holds no prompts; expected one per line, e.g. {{"prompt": "..."}}'

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -11,10 +12,9 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from sparrow_sglang.calibration import prompts as calibration_prompts
-from sparrow_sglang.calibration.choice import (
-    CalibrationError,
-)
+from sparrow_sglang.calibration.choice import CalibrationError, Tokens, bin_tails, is_filled
 from sparrow_sglang.calibration.prompts import builtin_prompts, read_prompts
+from sparrow_sglang.mismatch.tail import BinTail
 
 
 def words(text: str | list[dict[str, Any]]) -> list[int]:
@@ -33,6 +33,21 @@ def test_prompts_are_read_in_all_forms(tmp_path: Path) -> None:
     read = [(p.input_ids, p.response_ids) for p in read_prompts(path, words, 12)]
     sampled = [((98, 99), ()), ((100,), ()), ((7, 8, 9), ())]
     assert read == [*sampled, ((7,), (5, 6)), ((98,), (99, 100))]
+
+
+def test_lines_with_the_same_prompt_are_one_in_the_bootstrap(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "a", "response": "b c"}\n{"input_ids": [98]}\n')
+    cached, rates = np.full(100, 20), np.linspace(0, 1, 100)
+
+    def tail() -> BinTail:
+        found = [Tokens(prompt.name, cached, rates) for prompt in read_prompts(path, words, 12)]
+        return bin_tails(found, 64, 16)[0]
+
+    assert not is_filled(tail(), 100)
+    with path.open("a") as file:
+        file.write('{"prompt": "b"}\n')
+    assert is_filled(tail(), 100)
 
 
 @pytest.mark.parametrize(
