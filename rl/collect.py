@@ -8,12 +8,11 @@ way than the step needs, and those that it does not wait for are carried over to
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.rl.rollout import prompts_from
+from sparrow_sglang.rl.rollout import groups_under_way, prompts_from
 from sparrow_sglang.rl.runs.log import Clock
 from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.tasks.rewards import Scores, Scoring, without_truncated
@@ -211,9 +210,9 @@ def _under_way(run: Run, step: int) -> list[Group]:
     settings = run.config.rollout
     # A resumed run may have a lower limit.
     carried = [group.cut(settings.max_new_tokens) for group in run.progress.carried]
-    more = ceil(settings.prompts_per_step * settings.oversubscribe) - len(carried)
+    most = groups_under_way(settings.prompts_per_step, settings.oversubscribe)
     first = _first_number(run, step) + len(carried)
-    return [*carried, *_begun(run, _prompts_from(run, first, more))]
+    return [*carried, *_begun(run, _prompts_from(run, first, most - len(carried)))]
 
 
 def _first_number(run: Run, step: int) -> int:

@@ -7,7 +7,9 @@ In: responses as far as they are sampled, sampling parameters and SGLang's outpu
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,14 @@ def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -
     size = len(prompts)
     places = range(first, first + count)
     return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
+
+
+def groups_under_way(prompts_per_step: int, oversubscribe: float) -> int:
+    """How many groups partial rollouts sample at a time.
+
+    `oversubscribe` is what is written in decimal: as a binary number, 1.1 times 10 is above 11.
+    """
+    return ceil(prompts_per_step * Decimal(repr(oversubscribe)))
 
 
 @lru_cache(maxsize=4)

@@ -38,7 +38,7 @@ from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.config.overrides import with_overrides
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.ranks import ALONE, Ranks, joined, see_own_gpu
-from sparrow_sglang.rl.rollout import DENSE, Sampling
+from sparrow_sglang.rl.rollout import DENSE, Sampling, groups_under_way
 from sparrow_sglang.rl.runs.launch import launch
 from sparrow_sglang.rl.runs.run import open_run
 from sparrow_sglang.rl.runs.setup import check_ranks, prepare
@@ -99,7 +99,7 @@ def arm_config(
     lengths = request_lengths(options)
     groups = len(lengths) // GROUP
     under_way = options.oversubscribe if arm == "partial" else 1.0
-    running = ceil(groups * under_way / options.ranks) * GROUP
+    running = ceil(groups_under_way(groups, under_way) / options.ranks) * GROUP
     # The grammar backend would want an end-of-text token.
     server_args: dict[str, Any] = {"max_running_requests": running, "grammar_backend": "none"}
     if torch.cuda.is_available():

@@ -1,10 +1,12 @@
 """A step's groups: in the prompts' order whatever comes first, and those replaced that teach
 nothing."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from reward_groups import group
 from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.ranks import ALONE
-from sparrow_sglang.rl.rollout import prompts_from
+from sparrow_sglang.rl.rollout import groups_under_way, prompts_from
 from sparrow_sglang.rl.tasks.rewards import Scores
 from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Segment
 
@@ -250,6 +252,13 @@ def test_no_prompt_is_used_by_two_steps() -> None:
     assert sampled == order_of_data()[: len(sampled)] and len(sampled) == 12 + replaced
 
 
+def test_groups_under_way_are_those_of_the_number_as_it_is_written() -> None:
+    for count, hundredths in itertools.product(range(1, 130), range(100, 201)):
+        # In whole numbers; ceil(10 * 1.1) of floats is 12.
+        expected = -(-count * hundredths // 100)
+        assert groups_under_way(count, hundredths / 100) == expected
+
+
 @given(st.integers(1, 6), st.floats(1.01, 2.0), st.integers(1, 3), st.integers(0, 99))
 def test_groups_that_are_carried_over_are_trained_on_in_time(
     count: int, oversubscribe: float, staleness: int, seed: int
@@ -258,7 +267,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
     update = {"oversubscribe": oversubscribe, "max_staleness": staleness}
     rollout = run.config.rollout.model_copy(update=update)
     run.config = run.config.model_copy(update={"rollout": rollout})
-    most, trained = ceil(count * oversubscribe), []
+    most, trained = ceil(count * Fraction(str(oversubscribe))), []
     for step in range(6):
         run.actor.version, before = str(step), run.actor.tokens
         found = step_of(run, step)
