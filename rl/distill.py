@@ -19,6 +19,7 @@ from peft.tuners.lora import Linear
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.batch import TokenSequence
@@ -74,7 +75,7 @@ class SparseAdapter:
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
         """Put an adapter that changes nothing yet into the policy's model.
 
-        Raises `InputError` if the model has no module of a name in `target_modules`.
+        Raises `InputError` as `require_modules`.
         """
         self.scale = 1.0
         self._policy = policy
@@ -85,7 +86,7 @@ class SparseAdapter:
             target_modules=list(settings.target_modules),
             lora_dropout=0.0,
         )
-        _require_modules(policy.model, settings.target_modules)
+        require_modules(policy.model, settings.target_modules)
         with policy.frozen():
             inject_adapter_in_model(self._lora, policy.model, ADAPTER)
         self._layers: dict[str, Linear] = {
@@ -279,15 +280,24 @@ class SparseAdapter:
             layer.enable_adapters(on)
 
 
-def _require_modules(model: nn.Module, names: Sequence[str]) -> None:
-    """PEFT is content with one of the names that is there."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+def require_modules(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Raises `InputError` unless each of `target_modules` is in the model's layers.
+
+    PEFT is content with one that is there. An adapter of the vocabulary projection would learn
+    nothing, as log-probs are computed from its weight without calling it.
+    """
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
     for wanted in names:
         if not any(f".{name}".endswith(f".{wanted}") for name in linear):
             known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
             raise InputError(
-                f"distill.target_modules={list(names)}: the model has no module {wanted!r};"
-                f" expected some of {', '.join(known)}"
+                f"distill.target_modules={list(names)}: the model's layers have no module"
+                f" {wanted!r}; expected some of {', '.join(known)}"
             )
 
 

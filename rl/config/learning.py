@@ -101,7 +101,7 @@ class DistillConfig(Section):
     target_modules: TomlArray[tuple[str, ...]] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1
     )
-    """Names of the adapted projections."""
+    """Names of the adapted projections of the layers."""
     lr: PositiveFloat = 1e-3
     """Learning rate of the adapter's own AdamW (1e-3 raised the demo model's tails on an H200)."""
     sequences: PositiveInt = 32

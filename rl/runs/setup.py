@@ -155,6 +155,8 @@ def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)
     schedules = _schedules(config, model_config)
+    if config.distill.enabled:
+        _check_adapter(config.distill.target_modules, model_config)
     variables = config.task.chat_template_kwargs
     task = load_task(config.task, chat_render(tokenizer, **variables))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
@@ -294,6 +296,17 @@ def _check_temperature(temperature: float) -> None:
             " records log-probs at temperature 1 then; expected that variable unset, or temperature"
             " 1"
         )
+
+
+def _check_adapter(target_modules: Sequence[str], model_config: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sparrow_sglang.rl.distill import require_modules
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    require_modules(model, target_modules)
 
 
 def _check_context(config: TrainConfig, model_config: Any) -> None:

@@ -47,13 +47,15 @@ def test_divergences_equal_loops_over_the_tokens():
 
 
 def test_every_module_to_be_adapted_is_in_the_model(sharp_llama):
-    names = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
-    with pytest.raises(ValueError) as refused:
-        SparseAdapter(new_policy(sharp_llama), settings(target_modules=["q_proj", "x_proj"]))
-    assert str(refused.value) == (
-        "distill.target_modules=['q_proj', 'x_proj']: the model has no module 'x_proj'; expected"
-        f" some of {names}"
-    )
+    names = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    # Log-probs are computed from the weight of the vocabulary projection, past its adapter.
+    for wrong in ("x_proj", "lm_head"):
+        with pytest.raises(ValueError) as refused:
+            SparseAdapter(new_policy(sharp_llama), settings(target_modules=["q_proj", wrong]))
+        assert str(refused.value) == (
+            f"distill.target_modules=['q_proj', '{wrong}']: the model's layers have no module"
+            f" '{wrong}'; expected some of {names}"
+        )
     SparseAdapter(new_policy(sharp_llama), settings(target_modules=["self_attn.q_proj"]))
 
 

@@ -91,6 +91,11 @@ from sparrow_sglang.rl.tasks import TASKS, load_task
             "rollout = { max_new_tokens = 99 }\nevaluation = { max_new_tokens = 9999 }",
             "evaluation.max_new_tokens=9999 make",
         ),
+        (
+            'distill = { enabled = true, target_modules = ["lm_head"] }',
+            "distill.target_modules=['lm_head']: the model's layers have no module 'lm_head';"
+            " expected some of q_proj, k_proj, ",
+        ),
         ("rollout = { temperature = 0 }", "rollout.temperature=0 is not allowed: Input should be"),
     ],
 )
