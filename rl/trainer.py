@@ -58,7 +58,7 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
             if _is_due(run.progress.steps_taken, config.checkpoint.every_steps):
                 run.save()
         if config.evaluation.every_steps:
-            run.report(run.progress.steps_taken, evaluate(run))
+            run.log.write(run.progress.steps_taken, evaluate(run))
     return newest_checkpoint(config.run_dir)
 
 

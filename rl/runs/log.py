@@ -19,6 +19,8 @@ from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE, RESPONSES_FILE
 
 WANDB_ID_FILE = "wandb_id"
 
+_Rows = list[Mapping[str, float]]
+
 _STAGES = {
     "rollout": "rollout",
     "reward": "reward",
@@ -59,17 +61,22 @@ class Clock:
 class RunLog:
     """Writes one row of metrics per step, from `first` on.
 
-    Rows of `first` and later, which a killed run wrote after its last checkpoint, are dropped.
+    Rows of `first` and later, which a killed run wrote after its last checkpoint, are dropped. An
+    evaluation of the weights that the run goes on from stays, until they are evaluated again.
     """
 
     def __init__(self, config: TrainConfig, first: int) -> None:
         """Raises `InputError` if something asked for is not installed."""
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
-        self._rows = _drop_rows(self._path, first)
+        self._rows, dropped = _drop_rows(self._path, first)
         _drop_rows(self._path.with_name(EVENTS_FILE), first)
         _drop_rows(self._path.with_name(RESPONSES_FILE), first)
         self._file = open(self._path, "a", encoding="utf-8")
+        self._size = self._path.stat().st_size
+        self._evaluated = _evaluation(first, dropped)
+        if self._evaluated:
+            self._write_row(first, self._evaluated)
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
         self._wandb = _wandb(config, first) if config.logging.wandb_project else None
         self._progress = Progress(config.steps, "step", first)
@@ -111,9 +118,13 @@ class RunLog:
             self._rows.append(metrics)
             alarm = collapse_alarm(self._rows)
             metrics = dict(metrics) | ({} if alarm is None else {ALARM: float(alarm)})
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._evaluated:
+            # Now the row of the same step is complete.
+            self._file.truncate(self._size)
+            if not any(name.startswith("eval/") for name in metrics):
+                metrics = {**self._evaluated, **metrics}
+            self._evaluated = {}
+        self._write_row(step, metrics)
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -124,6 +135,11 @@ class RunLog:
             self.say(step_line(step, self._steps, metrics))
             self._progress.advance()
             self._progress.where = ""
+
+    def _write_row(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Leave the terminal and all files as they are."""
@@ -194,19 +210,32 @@ def check_logging(logging: LoggingConfig) -> None:
         )
 
 
-def _drop_rows(path: Path, first: int) -> list[Mapping[str, float]]:
-    """The rows of earlier steps, which are the only ones in the file afterwards."""
+def _drop_rows(path: Path, first: int) -> tuple[_Rows, _Rows]:
+    """Rows of earlier steps, which are the only ones in the file afterwards, and the others."""
+    kept: list[str] = []
+    rows: _Rows = []
+    dropped: _Rows = []
     if not path.exists():
-        return []
-    kept, rows = [], []
+        return rows, dropped
     for line in path.read_text("utf-8").splitlines(keepends=True):
         # The last row of a killed run may be cut.
         row = json.loads(line) if line.endswith("\n") else None
         if row is not None and row["step"] < first:
             kept.append(line)
             rows.append(row)
+        elif row is not None:
+            dropped.append(row)
     write_text(path, "".join(kept))
-    return rows
+    return rows, dropped
+
+
+def _evaluation(step: int, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of an evaluation after `step` steps, if there is one in these rows.
+
+    None before the first step: without a checkpoint a run may start again with another model.
+    """
+    found = [row for row in rows if row["step"] == step > 0]
+    return {k: value for row in found for k, value in row.items() if k.startswith("eval/")}
 
 
 def _tensorboard(config: TrainConfig, first: int) -> Any:

@@ -66,6 +66,20 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
     events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload()
     logged = [event.value for event in events.Scalars("critic/score/mean")]
     np.testing.assert_allclose(logged, [row["critic/score/mean"] for row in steps], rtol=1e-6)
+    state = json.loads((folder / "state.json").read_text())
+    assert state["metrics"]["critic/score/mean"] == steps[-1]["critic/score/mean"]
+
+
+def test_a_finished_run_goes_on_and_keeps_its_last_evaluation(byte_model, tmp_path):
+    config = settings(byte_model, tmp_path / "run", "dense", steps=1)
+    trainer.train(config)
+    *_, last = rows(config.run_dir)
+    assert last.keys() >= {"eval/pass_rate"} and "critic/score/mean" not in last
+    trainer.train(config.model_copy(update={"steps": 2}), resume=True)
+    _, step, ended = rows(config.run_dir)
+    assert [row["step"] for row in (step, ended)] == [1, 2]
+    assert "critic/score/mean" in step and step.items() >= last.items()
+    assert "eval/pass_rate" in ended
 
 
 def test_shorter_steps_learn_as_much(byte_model, tmp_path):

@@ -15,7 +15,7 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.response_rows import measured_tails, response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
-from sparrow_sglang.run_folder import RESPONSES_FILE
+from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE
 
 
 def config(run_dir: Path, **logging: Any) -> TrainConfig:
@@ -75,6 +75,35 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / RESPONSES_FILE).read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [row["text"][0] for row in rows] == ["0"] * 4 + ["2"] * 6
+
+
+def test_a_resumed_run_keeps_what_its_weights_were_evaluated_at(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+
+    def written() -> list[dict[str, float]]:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def begin(first: int) -> RunLog:
+        log = RunLog(config(tmp_path), first)
+        log.close()
+        return RunLog(config(tmp_path), first)
+
+    ended = [{"step": 0, "loss": 0.5}, {"step": 1, "loss": 0.4}, {"step": 2, "eval/pass_rate": 0.7}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in ended))
+    # Also of a start that was killed before its first step.
+    log = begin(2)
+    assert written() == ended
+    log.write(2, {"loss": 0.3})
+    log.write(3, {"loss": 0.2, "eval/pass_rate": 0.8})
+    log.close()
+    last = {"step": 2, "eval/pass_rate": 0.7, "loss": 0.3}
+    assert written() == [*ended[:2], last, {"step": 3, "eval/pass_rate": 0.8, "loss": 0.2}]
+    # A killed run has taken step 2 already, and evaluates once more.
+    log = begin(2)
+    assert written() == ended
+    log.write(2, {"loss": 0.3, "eval/pass_rate": 0.6})
+    log.close()
+    assert written() == [*ended[:2], {"step": 2, "loss": 0.3, "eval/pass_rate": 0.6}]
 
 
 def test_a_resumed_run_goes_on_at_weights_and_biases(
