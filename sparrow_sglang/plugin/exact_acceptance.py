@@ -79,11 +79,14 @@ def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
     `comparing_request`. The first comes out of prefill, and so does, after a retraction, a later
     one, whose rate is NaN.
 
-    Raises `ValueError` if the server does not record.
+    Raises `ValueError` if the server does not record, or not into so many slots.
     """
     rates = answer["meta_info"].get(_RATES)
     if not rates or rates[0] is None:
-        raise ValueError("the server records nothing: expected one started within `recording`")
+        raise ValueError(
+            "the server records nothing into this slot: expected one started within `recording`,"
+            " with as many slots"
+        )
     return np.array(rates[0], dtype=np.float64)
 
 
@@ -241,12 +244,23 @@ def _records() -> bool:
 def _the_record(hidden_size: int, dtype: Any, device: Any) -> StepRecord:
     state = require_scheduler_state()
     if state.record is None:
-        slots, steps = map(int, os.environ[_VARIABLE].split("x"))
+        slots, steps = _size()
         rows = state.budgets.tensors.options.shape[0]
         state.record = StepRecord(slots, steps, rows, hidden_size, dtype, device)
     return state.record
 
 
 def _place(request: Any, key: str) -> Place | None:
+    """None also where a client gives no place that this server has, which must not end it."""
     given = (request.sampling_params.custom_params or {}).get(key)
-    return None if given is None else (int(given[0]), int(given[1]))
+    if not isinstance(given, (list, tuple)) or [type(number) for number in given] != [int, int]:
+        return None
+    slot, prompt = given
+    inside = 0 <= slot < _size()[0] and 0 < prompt <= len(request.origin_input_ids)
+    return (slot, prompt) if inside else None
+
+
+def _size() -> tuple[int, int]:
+    """Slots and steps."""
+    slots, steps = map(int, os.environ[_VARIABLE].split("x"))
+    return slots, steps

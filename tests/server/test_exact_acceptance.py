@@ -122,6 +122,18 @@ def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
     assert 2 <= retractions <= 12
 
 
+def test_a_slot_that_the_server_does_not_have_is_an_error_of_its_reader(engine) -> None:
+    with pytest.raises(ValueError, match="records nothing"):
+        measured(engine, [random_prompt(i, 70) for i in range(SLOTS + 1)], [4] * 7, "d")
+    for place in ([-1, 70], [0, 2**70], [0], "0", [0.5, 70], [None, 70], 3):
+        parameters = {"max_new_tokens": 2, "custom_params": {"sparrow_record": place}}
+        request = {"input_ids": random_prompt(1, 70), "sampling_params": parameters}
+        [answer] = connect(engine).generate([request])
+        assert len(answer["output_ids"]) == 2
+    [(_, rates)] = measured(engine, [random_prompt(1, 70)], [4], "e")
+    assert len(rates) == 3 and not np.isnan(rates).any()
+
+
 def test_a_server_that_does_not_record_is_an_error(sharp_llama, server_args) -> None:
     assert "SPARROW_RECORD" not in os.environ
     with start_engine(sharp_llama, **server_args) as engine:
