@@ -64,7 +64,9 @@ class Environment:
             [*turn, dict(message)], tokenize=False, add_generation_prompt=True, **self.variables
         )
         following = text.rpartition(_MARK)[2]
-        if last in tokenizer.all_special_ids:
-            # The turn has its end already, where the template ends turns by the same token.
-            following = following.removeprefix(tokenizer.decode([last]))
+        end = tokenizer.added_tokens_decoder.get(last)
+        if end is not None and end.special:
+            # The turn has its end already, where the template ends turns by the same token. It
+            # need not be one that the tokenizer knows by a role, as in `all_special_ids`.
+            following = following.removeprefix(end.content)
         return tuple(tokenizer(following, add_special_tokens=False).input_ids)

@@ -1,10 +1,11 @@
 """Tasks of several turns: what follows a turn, token by token, and the calculator."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.config import TaskConfig
@@ -44,6 +45,26 @@ def test_the_next_turn_sees_what_the_template_would_render(tokenizer) -> None:
     whole = chat_render(tokenizer)([QUESTION, {"role": "assistant", "content": said}, TOOL])
     assert more.prompt_ids + more.response_ids == whole
     assert (more.finished, more.turns, more.segments) == (False, (said, ""), rollout.segments)
+
+
+def test_a_turn_is_ended_once_by_a_token_without_a_role(tokenizer) -> None:
+    """As <end_of_turn> of Gemma is, or <|eot_id|> of the first Llama 3."""
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens([AddedToken("<|turn|>", special=True)])
+    end = other.convert_tokens_to_ids("<|turn|>")
+    other.chat_template = other.chat_template.replace("<|im_end|>", "<|turn|>")
+    open_turn = turn_of(other, "6", ended=False)
+    rollout = replace(
+        open_turn,
+        response_ids=(*open_turn.response_ids, end),
+        logprobs=np.append(open_turn.logprobs, 0),
+        finish_reason="stop",
+        segments=(),
+    )
+    environment = Environment({"test": lambda prompt, turns: TOOL})
+    more = environment.answered(rollout, prompt_of(rollout), other, 100)
+    said = {"role": "assistant", "content": "6"}
+    assert more.prompt_ids + more.response_ids == chat_render(other)([QUESTION, said, TOOL])
 
 
 def test_a_response_ends_where_nothing_follows(tokenizer, caplog) -> None:
