@@ -2,10 +2,11 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 import yaml
 
 from sparrow_sglang.benchmarks import processes
-from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.benchmarks.result_files import Results, whole_rows
 from sparrow_sglang.benchmarks.training import verl_runs
 from sparrow_sglang.benchmarks.training.verl_runs import (
     ENGINE,
@@ -33,6 +34,17 @@ def log(folder: Path, *steps: dict[str, Any]) -> VerlRun:
     lines = [json.dumps({"step": step, "data": data}) for step, data in enumerate(steps)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return VerlRun("dense", 0, folder)
+
+
+def logged(folder: Path) -> int:
+    """Steps that a run in this folder has logged."""
+    return len(whole_rows(folder / "metrics.jsonl"))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """A test's own time limit ends it."""
+    while not condition():
+        time.sleep(0.01)
 
 
 class TestResult:
@@ -82,21 +94,23 @@ class TestCommand:
         assert "recipe nowhere.yaml: no such file" in capsys.readouterr().err
 
 
-# Stands in for verl: logs `steps`, one each `pause` seconds, and ends if these are 3, else hangs;
-# with 0 of them before its log is opened. It ignores SIGTERM. Its worker has a process group of its
-# own, as Ray's have.
+LIMIT_S = 3600
+# Stands in for verl: logs so many steps, the last once the file `gate` is there, and ends if there
+# are 3, else hangs; with 0 of them before its log is opened. It ignores SIGTERM. Its worker has a
+# process group of its own, as Ray's have.
 TRAINER = """
 import json, os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
+worker = subprocess.Popen(["sleep", "600"], process_group=0)
 print(worker.pid, flush=True)
-steps, pause = int(sys.argv[1]), float(sys.argv[2])
+steps, gate = int(sys.argv[1]), sys.argv[2]
 while not steps:
     time.sleep(600)
 with open(os.environ["VERL_FILE_LOGGER_PATH"], "wb", buffering=0) as log:
     for step in range(1, steps + 1):
+        while step == steps and not os.path.exists(gate):
+            time.sleep(0.01)
         log.write(json.dumps({"step": step, "data": {"timing_s/step": 1.0}}).encode() + b"\\n")
-        time.sleep(pause)
 if steps < 3:
     time.sleep(600)
 worker.kill()
@@ -104,43 +118,77 @@ worker.kill()
 
 
 class Verl:
-    """The benchmark, whose runs are `TRAINER`s; `steps` and `pause_s` are by schedule."""
+    """The benchmark, whose runs are `TRAINER`s; `steps` are by schedule.
+
+    Its limit is over as soon as runs hang and all others have ended.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.out, self.work = folder / "out.json", folder / "work"
+        self.out, self.work, self.gates = folder / "out.json", folder / "work", folder / "gates"
         self.recipe = folder / "words.yaml"
         self.recipe.write_text("trainer: {}")
+        self.gates.mkdir()
         self.steps = {"dense": 3, "fixed-64": 3}
-        self.pause_s = {"dense": 0.0, "fixed-64": 0.0}
         self.started: list[str] = []
+        self.passed_s = 0
+        self.running: list[tuple[Path, int, subprocess.Popen[bytes]]] = []
+        for schedule in self.steps:
+            self.let_go(schedule)
         verl = self
 
         def command(run: VerlRun, *_: Any) -> list[str]:
             verl.started.append(run.name)
-            words = (verl.steps[run.schedule], verl.pause_s[run.schedule])
+            words = (verl.steps[run.schedule], verl.gates / run.schedule)
             return [sys.executable, "-c", TRAINER, *map(str, words)]
 
+        @contextmanager
+        def logged_process(command: list[str], log: Path, *rest: Any, **more: Any) -> Iterator[Any]:
+            with processes.logged_process(command, log, *rest, **more) as process:
+                verl.running.append((log, int(command[3]), process))
+                yield process
+                verl.running.pop()
+
+        clock = SimpleNamespace(monotonic=self.now, sleep=time.sleep)
         monkeypatch.setattr(VerlRun, "command", command)
-        monkeypatch.setattr(verl_runs, "_LOOK_S", 0.05)
+        monkeypatch.setattr(verl_runs, "logged_process", logged_process)
+        monkeypatch.setattr(verl_runs, "time", clock)
+        monkeypatch.setattr(verl_runs, "_LOOK_S", 0.02)
         monkeypatch.setattr(verl_runs, "version", lambda package: "1")
         monkeypatch.setattr(verl_runs, "model_folder", lambda name: name)
         monkeypatch.setattr(verl_runs, "prepare_out", lambda parser, out: None)
 
+    def hold(self, schedule: str) -> None:
+        """Have runs under this schedule wait before their last step."""
+        (self.gates / schedule).unlink()
+
+    def let_go(self, schedule: str) -> None:
+        (self.gates / schedule).touch()
+
+    def now(self) -> float:
+        """What the benchmark's clock shows."""
+        hanging = [process for _, steps, process in self.running if steps < 3]
+        done = all(
+            log.read_text() and logged(log.parent) == steps and (steps < 3 or process.poll() == 0)
+            for log, steps, process in self.running
+        )
+        if hanging and done:
+            self.passed_s = LIMIT_S
+        return time.monotonic() + self.passed_s
+
     def run(self, *words: str) -> int:
         """Its exit code; `started` has what this call has started."""
-        self.started = []
+        self.started, self.passed_s = [], 0
         usual = [str(self.recipe), "--schedules", "dense", "fixed-64", "--seeds", "0"]
-        usual += ["--out", str(self.out), "--work", str(self.work), *words]
-        return verl_runs.main(usual)
+        usual += ["--limit", str(LIMIT_S), "--out", str(self.out), "--work", str(self.work)]
+        return verl_runs.main([*usual, *words])
 
     def rows(self) -> list[tuple[str, int, bool]]:
         rows = json.loads(self.out.read_text())["rows"] if self.out.exists() else []
         return [(row["run"], row["steps"], row["complete"]) for row in rows]
 
     def wait_for(self, *rows: tuple[str, int, bool]) -> None:
-        """Until these are in the result; a test's own time limit ends it."""
-        while self.rows() != [*rows]:
-            time.sleep(0.02)
+        """Until these are in the result."""
+        wait_until(lambda: self.rows() == [*rows])
 
 
 @pytest.fixture
@@ -152,14 +200,14 @@ def test_runs_that_are_complete_are_not_repeated(
     verl: Verl, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verl.steps["fixed-64"] = 2
-    assert verl.run("--limit", "12") == 1
+    assert verl.run() == 1
     assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 2, False)]
     # What has been measured stays until the run has got as far again.
     verl.steps["fixed-64"] = 1
-    assert verl.run("--limit", "1") == 1
+    assert verl.run() == 1
     assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 2, False)]
     verl.steps["fixed-64"] = 3
-    assert verl.run("--limit", "60") == 0
+    assert verl.run() == 0
     assert verl.started == ["fixed-64-seed0"]
     assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 3, True)]
     assert verl.run() == 0 and verl.started == []
@@ -194,10 +242,10 @@ def test_only_so_many_run_at_a_time(
 
 def test_one_run_after_the_other_takes_what_time_is_left(verl: Verl) -> None:
     verl.steps["dense"] = 2
-    assert verl.run("--parallel", "1", "--limit", "10") == 1
+    assert verl.run("--parallel", "1") == 1
     assert (verl.started, verl.rows()) == (["dense-seed0"], [("dense-seed0", 2, False)])
     verl.steps["dense"] = 3
-    assert verl.run("--parallel", "1", "--limit", "60") == 0
+    assert verl.run("--parallel", "1") == 0
     assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 3, True)]
 
 
@@ -206,7 +254,7 @@ def test_rows_of_another_start_in_the_same_folder_are_not_taken_for_this_ones(ve
     folder.mkdir(parents=True)
     log(folder, {}, {}, {}, {})
     verl.steps["dense"] = 0
-    assert verl.run("--limit", "1") == 1
+    assert verl.run() == 1
     assert verl.rows()[0] == ("dense-seed0", 0, False)
 
 
@@ -215,7 +263,8 @@ def test_rows_are_written_while_runs_go_on_and_before_they_are_killed(
     verl: Verl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verl.steps = {"dense": 2, "fixed-64": 3}
-    verl.pause_s["dense"] = 1.5
+    for schedule in verl.steps:
+        verl.hold(schedule)
     seen: list[Any] = []
     alive: list[bool] = []
     stop = processes.stop
@@ -229,10 +278,13 @@ def test_rows_are_written_while_runs_go_on_and_before_they_are_killed(
         assert time.monotonic() - start < 5
 
     monkeypatch.setattr(processes, "stop", watched)
-    done = threading.Thread(target=verl.run, args=("--limit", "14"))
+    done = threading.Thread(target=verl.run)
     done.start()
+    wait_until(lambda: logged(verl.work / "0-0") == 1)
+    verl.let_go("fixed-64")
     # A run has ended, long before the next half minute.
     verl.wait_for(("dense-seed0", 1, False), ("fixed-64-seed0", 3, True))
+    verl.let_go("dense")
     done.join()
     assert alive == [False, True]
     assert seen[0] == [("dense-seed0", 2, False), ("fixed-64-seed0", 3, True)]
@@ -245,11 +297,14 @@ def test_rows_are_written_while_runs_go_on_and_before_they_are_killed(
 def test_rows_are_written_now_and_then(verl: Verl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verl_runs, "WRITE_S", 0.1)
     verl.steps = {"dense": 2, "fixed-64": 2}
-    verl.pause_s = {"dense": 2.0, "fixed-64": 2.0}
-    done = threading.Thread(target=verl.run, args=("--limit", "12"))
+    for schedule in verl.steps:
+        verl.hold(schedule)
+    done = threading.Thread(target=verl.run)
     done.start()
     # Nothing has ended yet.
     verl.wait_for(("dense-seed0", 1, False), ("fixed-64-seed0", 1, False))
+    for schedule in verl.steps:
+        verl.let_go(schedule)
     done.join()
     assert verl.rows() == [("dense-seed0", 2, False), ("fixed-64-seed0", 2, False)]
 
