@@ -12,26 +12,18 @@ from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
     benchmark_parser,
     engine_settings,
-    prepare_out,
-    require_cuda,
-    settings,
 )
-from sparrow_sglang.benchmarks.processes import in_new_process
-from sparrow_sglang.benchmarks.result_files import resumed
 from sparrow_sglang.benchmarks.rollouts.lengths import GROUP, add_length_options, request_lengths
 from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
 from sparrow_sglang.benchmarks.steps.comparison import (
     Comparison,
     Side,
     add_model_options,
-    comparison,
-    missing_sides,
-    require_context,
+    checked_comparison,
+    measure_missing_sides,
 )
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZE
-
-MEMORY_GB = 40.0
 
 DESCRIPTION = """\
 Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
@@ -60,7 +52,7 @@ def engine_defaults(
     return arguments | {"dtype": "float32", "max_total_tokens": room}
 
 
-def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> dict[str, Any]:
+def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Start an engine for one side, warm it up, and replay the requests of the options."""
     import sglang
     import torch
@@ -73,12 +65,8 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> d
         warm_up = make_requests([32] * GROUP, options.prompt_tokens, vocab_size, options.seed + 1)
         replay(engine, warm_up)
         measured = replay(engine, requests)
-    return {
-        "model": compared.model,
-        "backend": side.backend,
-        "schedule": side.schedule,
-        **measured,
-    }
+    row = {"model": compared.model, "backend": side.backend, "schedule": side.schedule}
+    return [row | measured]
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
@@ -101,42 +89,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
-    arguments = engine_arguments(options.engine_args)
-    compared = comparison(options, on_gpu)
-    require_context(
-        arguments.get("context_length") or compared.config["max_position_embeddings"],
-        options.prompt_tokens,
-        max(request_lengths(options)),
-    )
-    return compared
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
-    import torch
-
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        compared = _check(options, torch.cuda.is_available())
+        lengths = request_lengths(options)
     except ValueError as error:
         parser.error(str(error))
-    if not compared.has_weights:
-        require_cuda(parser, MEMORY_GB, "weights and KV cache")
-    prepare_out(parser, options.out)
-    recorded = settings(options) | {"lengths": request_lengths(options)}
-    try:
-        results = resumed(options.out, {"settings": recorded})
-    except ValueError as error:
-        parser.error(str(error))
-    for side in missing_sides(compared, results.rows):
-        row = in_new_process(run_side, compared, side, options)
-        if row is None:
-            print(f"{compared.model} {side.name}: failed, left out", flush=True)
-            return 1
-        results.add(row)
-        results.save(compared=compare(results.rows))
+    compared, results = checked_comparison(parser, options, max(lengths), {"lengths": lengths})
+    complete = measure_missing_sides(compared, results, run_side, options)
+    results.save(compared=compare(results.rows))
+    if not complete:
+        return 1
     if speed := compare(results.rows):
         print(f"{compared.model}: {speed['speedup']:.2f}x the dense tokens/s")
     return 0

@@ -23,6 +23,7 @@ from sparrow_sglang.benchmarks.processes import (
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_shapes
 from sparrow_sglang.benchmarks.steps.comparison import (
+    ENGINE_MEMORY_GB,
     Comparison,
     Side,
     add_model_options,
@@ -30,8 +31,6 @@ from sparrow_sglang.benchmarks.steps.comparison import (
     require_context,
 )
 from sparrow_sglang.command_line import count
-
-MEMORY_GB = 40.0
 
 DESCRIPTION = """\
 Run SGLang's bench_serving against a sparse and a dense server in turn, with the same random
@@ -183,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if not compared.has_weights:
-        require_cuda(parser, MEMORY_GB, "weights and KV cache")
+        require_cuda(parser, ENGINE_MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
     results = Results(options.out)
     for side in compared.sides:

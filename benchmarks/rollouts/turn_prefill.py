@@ -16,25 +16,17 @@ from sparrow_sglang.benchmarks.options import (
     add_engine_arguments,
     benchmark_parser,
     engine_settings,
-    prepare_out,
-    require_cuda,
-    settings,
 )
-from sparrow_sglang.benchmarks.processes import in_new_process
-from sparrow_sglang.benchmarks.result_files import resumed
 from sparrow_sglang.benchmarks.steps.comparison import (
     Comparison,
     Side,
     add_model_options,
-    comparison,
-    missing_sides,
-    require_context,
+    checked_comparison,
+    measure_missing_sides,
 )
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
 from sparrow_sglang.plugin.server_args import engine_arguments
-
-MEMORY_GB = 40.0
 
 DESCRIPTION = """\
 Time two turns of a batch of conversations in stock SGLang, sparse and dense: all generate a turn of
@@ -120,8 +112,6 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
-    import torch
-
     parser = benchmark_parser("rollouts.turn_prefill", DESCRIPTION, EXAMPLES, "turn-prefill.json")
     add_model_options(parser)
     parser.add_argument("--sequences", type=count, default=16, help="(default: %(default)s)")
@@ -144,30 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of prompts (default: %(default)s)")
     add_engine_arguments(parser)
     options = parser.parse_args(argv)
-    try:
-        compared = comparison(options, torch.cuda.is_available())
-        require_context(
-            engine_arguments(options.engine_args).get("context_length")
-            or compared.config["max_position_embeddings"],
-            options.prompt_tokens,
-            max(options.turn_tokens) + options.message_tokens,
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    if not compared.has_weights:
-        require_cuda(parser, MEMORY_GB, "weights and KV cache")
-    prepare_out(parser, options.out)
-    try:
-        results = resumed(options.out, {"settings": settings(options)})
-    except ValueError as error:
-        parser.error(str(error))
-    for side in missing_sides(compared, results.rows):
-        rows = in_new_process(run_side, compared, side, options)
-        if rows is None:
-            print(f"{compared.model} {side.name}: failed, left out", flush=True)
-            return 1
-        results.add(*rows)
-    return 0
+    new_tokens = max(options.turn_tokens) + options.message_tokens
+    compared, results = checked_comparison(parser, options, new_tokens, {})
+    return int(not measure_missing_sides(compared, results, run_side, options))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,32 @@
-"""What `sparrow bench rollout` and `serving` share: the model and the two sides to compare.
+"""What measurements of a sparse and a dense side share: the model, the sides, and going on.
 
-In: the parsed options. Out: a `Comparison`, or a `ValueError` that names the option.
+In: the parsed options. Out: a `Comparison`, or a `ValueError` that names the option; then the rows
+of each side, from a process of its own.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.benchmarks.options import MODELS, known_models
+from sparrow_sglang.benchmarks.options import (
+    MODELS,
+    known_models,
+    prepare_out,
+    require_cuda,
+    settings,
+)
+from sparrow_sglang.benchmarks.processes import in_new_process
+from sparrow_sglang.benchmarks.result_files import Results, resumed
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZE
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+
+ENGINE_MEMORY_GB = 40.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,57 @@ def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
         config=config,
         sides=(Side(BACKEND, schedule), Side(dense, None)),
     )
+
+
+def checked_comparison(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    new_tokens: int,
+    recorded: Mapping[str, Any],
+) -> tuple[Comparison, Results]:
+    """What the options of an engine's benchmark ask for, and the results in `--out` to go on with.
+
+    `new_tokens` follow `--prompt-tokens` in the longest sequence; `recorded` are settings besides
+    the options. What cannot be measured is refused in one line, before anything is.
+    """
+    import torch
+
+    try:
+        compared = comparison(options, torch.cuda.is_available())
+        require_context(
+            engine_arguments(options.engine_args).get("context_length")
+            or compared.config["max_position_embeddings"],
+            options.prompt_tokens,
+            new_tokens,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if not compared.has_weights:
+        require_cuda(parser, ENGINE_MEMORY_GB, "weights and KV cache")
+    prepare_out(parser, options.out)
+    try:
+        return compared, resumed(options.out, {"settings": {**settings(options), **recorded}})
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def measure_missing_sides(
+    compared: Comparison,
+    results: Results,
+    run_side: Callable[[Comparison, Side, argparse.Namespace], list[dict[str, Any]]],
+    options: argparse.Namespace,
+) -> bool:
+    """Add the rows of sides that have none yet, each from a process of its own.
+
+    Ends at the first side that fails; whether none has.
+    """
+    for side in missing_sides(compared, results.rows):
+        rows = in_new_process(run_side, compared, side, options)
+        if rows is None:
+            print(f"{compared.model} {side.name}: failed, left out", flush=True)
+            return False
+        results.add(*rows)
+    return True
 
 
 def missing_sides(compared: Comparison, rows: Sequence[Mapping[str, Any]]) -> list[Side]:

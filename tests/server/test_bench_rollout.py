@@ -10,8 +10,9 @@ from engines import start_engine
 from small_benchmarks import ROLLOUT
 
 from sparrow_sglang.benchmarks.result_files import RESULTS
-from sparrow_sglang.benchmarks.rollouts import rollout_replay, turn_prefill
+from sparrow_sglang.benchmarks.rollouts import turn_prefill
 from sparrow_sglang.benchmarks.rollouts.requests import Request, make_requests, replay
+from sparrow_sglang.benchmarks.steps import comparison
 from sparrow_sglang.benchmarks.steps.comparison import Side
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.commands import cli
@@ -73,8 +74,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def engine(model_path: str, **arguments: Any) -> Any:
         return start_engine(model_path, **arguments)
 
-    for benchmark in (rollout_replay, turn_prefill):
-        monkeypatch.setattr(benchmark, "in_new_process", run)
+    monkeypatch.setattr(comparison, "in_new_process", run)
     monkeypatch.setattr("sglang.Engine", engine)
     return sides
 

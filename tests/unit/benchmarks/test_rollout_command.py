@@ -8,7 +8,7 @@ import pytest
 from command_lines import refusal
 from small_benchmarks import ROLLOUT
 
-from sparrow_sglang.benchmarks.rollouts import rollout_replay
+from sparrow_sglang.benchmarks.steps import comparison
 from sparrow_sglang.benchmarks.steps.comparison import Side
 from sparrow_sglang.commands import cli
 
@@ -22,14 +22,15 @@ def test_what_was_measured_survives_a_side_that_fails_and_is_not_measured_again(
     fails = {"dense"}
     started: list[str] = []
 
-    def run_side(_: Any, compared: Any, side: Side, options: Any) -> dict[str, Any] | None:
+    def run_side(_: Any, compared: Any, side: Side, options: Any) -> list[dict[str, Any]] | None:
         started.append(side.name)
         if side.name in fails:
             return None
         row = {"model": "m", "backend": side.backend, "schedule": side.schedule}
-        return row | {"tokens_per_s": 4.0 if side.schedule else 2.0, "ended_s": [1.0, 2.0]}
+        measured = {"tokens_per_s": 4.0 if side.schedule else 2.0, "ended_s": [1.0, 2.0]}
+        return [row | measured]
 
-    monkeypatch.setattr(rollout_replay, "in_new_process", run_side)
+    monkeypatch.setattr(comparison, "in_new_process", run_side)
     out = tmp_path / "rollout.json"
     words = ["bench", "rollout", "--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT]
     words += ["--out", str(out)]
@@ -75,6 +76,6 @@ def test_nonsense_is_refused_in_one_line_before_an_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(rollout_replay, "in_new_process", None)
+    monkeypatch.setattr(comparison, "in_new_process", None)
     usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT]
     assert message in refusal(["bench", "rollout", *usual, *words], capsys)
