@@ -48,6 +48,14 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sampler]:
     return opened
 
 
+@pytest.fixture
+def stand_ins(engines: list[Sampler], monkeypatch: pytest.MonkeyPatch) -> list[Sampler]:
+    """Engines, and rewards without workers."""
+    monkeypatch.setattr(RewardPool, "score", lambda pool, groups: scores_of(groups, pool.reward))
+    monkeypatch.setattr(RewardPool, "scoring", lambda pool: AtOnce(pool.reward))
+    return engines
+
+
 def settings(model: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
     return {
         "run_dir": str(run_dir),
@@ -82,7 +90,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]) -> Non
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 def test_a_run_is_at_one_temperature(
-    model: str, tmp_path: Path, engines: list[Sampler], temperature: float
+    model: str, tmp_path: Path, stand_ins: list[Sampler], temperature: float
 ) -> None:
     config = settings(model, tmp_path / "run")
     config["rollout"] |= {"temperature": temperature}
@@ -93,14 +101,14 @@ def test_a_run_is_at_one_temperature(
         assert row["sparrow/ess_token"] == pytest.approx(1, abs=1e-6)
         # ... and is trained at it: its log-probs are those that it was scored with.
         assert row["actor/ppo_kl"] == pytest.approx(0, abs=1e-5)
-    (engine,) = engines
+    (engine,) = stand_ins
     expected = float(np.mean(engine.entropies))
     assert rows(tmp_path / "run")[-1]["actor/entropy"] == pytest.approx(expected, rel=1e-4)
     assert engine.arguments["dtype"] == "float32"
 
 
 def test_a_gradient_that_is_not_finite_costs_its_step_only(
-    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, lambda step: step == 1)
     config = settings(model, tmp_path / "run", algorithm={"mini_batches": 1})
@@ -119,7 +127,7 @@ def test_a_gradient_that_is_not_finite_costs_its_step_only(
 def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
     model: str,
     tmp_path: Path,
-    engines: list[Sampler],
+    stand_ins: list[Sampler],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -144,7 +152,7 @@ def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
 
 
 def test_a_tempered_run_needs_tempered_logprobs(
-    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "true")
     config = settings(model, tmp_path / "run")
@@ -159,7 +167,7 @@ def test_a_tempered_run_needs_tempered_logprobs(
 def test_progress_in_a_file_counts_responses_and_says_what_is_known(
     model: str,
     tmp_path: Path,
-    engines: list[Sampler],
+    stand_ins: list[Sampler],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = settings(model, tmp_path / "run", steps=1, evaluation={"every_steps": 1, "prompts": 2})
@@ -177,7 +185,7 @@ def test_progress_in_a_file_counts_responses_and_says_what_is_known(
 def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
     model: str,
     tmp_path: Path,
-    engines: list[Sampler],
+    stand_ins: list[Sampler],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,7 +235,7 @@ def test_rewards_while_rolling_out_change_nothing_but_the_time(
 
 
 def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
-    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was never stopped, to the bit: prompts, samples, weights."""
 
@@ -249,7 +257,7 @@ def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
 
 
 def test_the_updates_own_log_probs_make_the_same_run(
-    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a pass before it, of which only responses outside the loss still need one."""
 
@@ -284,7 +292,7 @@ def test_the_updates_own_log_probs_make_the_same_run(
 
 
 def test_a_kl_term_begins_at_none_and_a_resumed_run_has_the_same_reference(
-    model: str, tmp_path: Path, engines: list[Sampler]
+    model: str, tmp_path: Path, stand_ins: list[Sampler]
 ) -> None:
     config = settings(model, tmp_path / "run", steps=2, algorithm={"kl_coefficient": 0.1})
     config["optimizer"] |= {"lr": 1e-2, "warmup_steps": 2}
@@ -298,7 +306,7 @@ def test_a_kl_term_begins_at_none_and_a_resumed_run_has_the_same_reference(
 
 
 def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(
-    model: str, tmp_path: Path, engines: list[Sampler], monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
 
