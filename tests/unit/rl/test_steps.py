@@ -32,7 +32,7 @@ from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"))
+    return ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"), num_hidden_layers=2)
 
 
 @pytest.fixture
