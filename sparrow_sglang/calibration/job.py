@@ -280,7 +280,7 @@ def settings_of(
         "context": context,
         "prompts": str(args.prompts or "built in"),
         "prompts_sha256": prompts_digest(prompts),
-        "num_prompts": len(prompts),
+        "num_prompts": len({prompt.name for prompt in prompts}),
         "samples": args.samples,
         "new_tokens": args.new_tokens,
         "temperature": 1.0,

@@ -70,7 +70,8 @@ def write_schedules(job: Job) -> Iterator[str]:
             yield f"{path} (target {target})\n{describe(schedule)}\n"
         picture = job.out.with_suffix(".png")
         picture.parent.mkdir(parents=True, exist_ok=True)
-        title = f"{job.model}, page size {job.page_size}, {len(job.prompts)} prompts"
+        prompts = job.settings["num_prompts"]
+        title = f"{job.model}, page size {job.page_size}, {prompts} prompts"
         plot(picture, tails, schedules, job.bin_tokens, min_tokens, title)
     yield str(picture)
     if failures:

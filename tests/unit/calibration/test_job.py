@@ -15,7 +15,7 @@ from sparrow_sglang.commands import calibrate
 def test_every_sequence_is_short_enough_to_be_scored(tiny_llama: str, tmp_path: Path) -> None:
     """SGLang takes inputs of at most context - 7 tokens."""
     prompts = tmp_path / "p.jsonl"
-    rows = [{"input_ids": list(range(length))} for length in (100, 200, 245, 247)]
+    rows = [{"input_ids": list(range(length))} for length in (100, 200, 245, 247, 247)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     parser = argparse.ArgumentParser()
     calibrate.add_parser(parser.add_subparsers())
@@ -25,7 +25,9 @@ def test_every_sequence_is_short_enough_to_be_scored(tiny_llama: str, tmp_path: 
     args.engine_args = {"context_length": 256}
     job = calibration_job(args)
     lengths = [len(unit.prompt.input_ids) + unit.new_tokens for unit in job.units]
-    assert lengths == [150, 249, 249, 249]
+    assert lengths == [150, 249, 249, 249, 249]
+    # The last line is a sample of the one before.
+    assert job.settings["num_prompts"] == 4
 
 
 def test_measurements_of_another_checkpoint_are_refused(tiny_llama: str, tmp_path: Path) -> None:
