@@ -77,7 +77,7 @@ def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -
 def groups_under_way(prompts_per_step: int, oversubscribe: float) -> int:
     """How many groups partial rollouts sample at a time.
 
-    `oversubscribe` is what is written in decimal: as a binary number, 1.1 times 10 is above 11.
+    `oversubscribe` is what is written in decimal: in binary, 50 times 1.1 is above 55.
     """
     return ceil(prompts_per_step * Decimal(repr(oversubscribe)))
 

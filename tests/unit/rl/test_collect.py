@@ -254,7 +254,7 @@ def test_no_prompt_is_used_by_two_steps() -> None:
 
 def test_groups_under_way_are_those_of_the_number_as_it_is_written() -> None:
     for count, hundredths in itertools.product(range(1, 130), range(100, 201)):
-        # In whole numbers; ceil(10 * 1.1) of floats is 12.
+        # In whole numbers; ceil(50 * 1.1) of floats is 56.
         expected = -(-count * hundredths // 100)
         assert groups_under_way(count, hundredths / 100) == expected
 
