@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Importing torch and SGLang makes millions of objects, which would be gone through again and again.
 gc.set_threshold(100_000)
 
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,17 @@ def sigterm_restored() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What this package warns of."""
+    logger = logging.getLogger("sparrow_sglang")
+    logger.addHandler(caplog.handler)
+    # Engines set the level of the root logger, for good.
+    caplog.set_level(logging.WARNING, logger.name)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture

@@ -183,13 +183,6 @@ def generate(engine: Any, prompts: list[list[int]], tokens: int, option: Any = N
     return answers
 
 
-def errors(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> torch.Tensor:
-    """Distance of each token's log-prob from the oracle's, [new tokens]."""
-    values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
-    expected = oracle.log_probs(prompt, list(ids)).gather(-1, torch.tensor(ids)[:, None])
-    return (torch.tensor(values, dtype=torch.float64) - expected.squeeze(-1)).abs()
-
-
 @pytest.fixture
 def assert_follows(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     """In bf16 by the median, which the report of the tests shows: that of transformers is 0.017 to
@@ -197,7 +190,7 @@ def assert_follows(record_property: Callable[[str, object], None]) -> Callable[.
     dense decode."""
 
     def check(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> None:
-        found = errors(oracle, prompt, answer)
+        found = oracle.errors(prompt, answer)
         record_property(f"median error after {len(prompt)} tokens", float(found.median()))
         if ON_GPU:
             assert found.median() < 0.08, found
@@ -225,7 +218,7 @@ def test_generation_follows_the_contract(engine, oracle, dense_oracle, assert_fo
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_follows(oracle, prompt, answer)
     # Or else the test could not tell sparse decode from dense.
-    near, far = (errors(each, prompts[-1], answers[-1]) for each in (oracle, dense_oracle))
+    near, far = (each.errors(prompts[-1], answers[-1]) for each in (oracle, dense_oracle))
     assert far.max() > 2 * near.median() + 50 * FP32
 
 
@@ -249,7 +242,7 @@ def test_no_state_that_sparse_decode_left_is_another_requests_prefix(
         flush(engine)
         cold = generate(engine, histories, 8, {"dense": True})
         warm_error, cold_error = (
-            torch.cat([errors(dense_oracle, *each) for each in zip(histories, found, strict=True)])
+            torch.cat([dense_oracle.errors(*each) for each in zip(histories, found, strict=True)])
             for found in (answers, cold)
         )
         assert warm_error.median() < cold_error.median() + 0.04

@@ -46,16 +46,9 @@ def test_generation_follows_the_contract(kind, head_dim, graphs, schedule_file, 
         )
     oracles = ContractModel(model, SCHEDULE), ContractModel(model)
     near, far = (
-        torch.stack([_errors(oracle, *pair) for pair in zip(prompts, outputs, strict=True)])
+        torch.stack([oracle.errors(*pair) for pair in zip(prompts, outputs, strict=True)])
         for oracle in oracles
     )
     assert float(near.median()) < 0.05
     # Or else the test could not tell sparse decode from dense.
     assert float(far[1:].median()) > 2 * float(near[1:].median())
-
-
-def _errors(oracle: ContractModel, prompt: list[int], output: dict) -> torch.Tensor:
-    """Distance of each token's log-prob from the oracle's, [new tokens]."""
-    values, ids, _ = zip(*output["meta_info"]["output_token_logprobs"], strict=True)
-    expected = oracle.log_probs(prompt, list(ids)).gather(-1, torch.tensor(ids)[:, None])
-    return (torch.tensor(values, dtype=torch.float64) - expected.squeeze(-1)).abs()

@@ -32,16 +32,6 @@ def arguments(schedule_file) -> dict:
     }
 
 
-@pytest.fixture
-def warnings(caplog):
-    logger = logging.getLogger("sparrow_sglang")
-    logger.addHandler(caplog.handler)
-    # Engines set the level of the root logger, for good.
-    caplog.set_level(logging.WARNING, logger.name)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
 def gauges(url: str) -> dict[str, float]:
     """`name{labels}` without the process id -> value, of this package's gauges."""
     lines = httpx.get(f"{url}/metrics/", follow_redirects=True).text.splitlines()

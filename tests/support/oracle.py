@@ -5,6 +5,8 @@ for every later position, but for layers with a sliding window, which attend to 
 throughout. It shares nothing with the backend but the checkpoint.
 """
 
+from typing import Any
+
 import torch
 from contract import budget_pages, decode_one, layer_budget
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -114,3 +116,9 @@ class ContractModel:
         self._prompt_len = len(prompt)
         logits = self._model(torch.tensor([prompt + response[:-1]])).logits[0]
         return logits[len(prompt) - 1 :].log_softmax(-1)
+
+    def errors(self, prompt: list[int], answer: dict[str, Any]) -> torch.Tensor:
+        """Distance of the log-prob of each token that an engine has answered, [new tokens]."""
+        values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
+        expected = self.log_probs(prompt, list(ids)).gather(-1, torch.tensor(ids)[:, None])
+        return (torch.tensor(values, dtype=torch.float64) - expected.squeeze(-1)).abs()

@@ -1,6 +1,5 @@
 """What an audit reports of scored requests, and the rows that it searches for top-k lists."""
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,6 @@ from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
-
-
-@pytest.fixture
-def warnings(caplog):
-    logger = logging.getLogger("sparrow_sglang")
-    logger.addHandler(caplog.handler)
-    # Engines set the level of the root logger, for good.
-    caplog.set_level(logging.WARNING, logger.name)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def token_rows(request: str, alpha: float, tokens: int = 100, first: int = 0) -> TokenRows:
