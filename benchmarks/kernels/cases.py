@@ -238,16 +238,17 @@ class DecodeCase:
         sets = range(shape.sets(shape.decode_bytes(pools)))
         self.q = [shape.queries() for _ in sets]
         limit = len(pools.k) // PAGE_SIZE - 1
-        table = shape.page_table(pools, 0, limit)
+        # Other pages in each set, as those of one small batch may fit in the L2 cache.
+        tables = [shape.page_table(pools, which, limit) for which in sets]
         self.counts = shape.kept(self.seq_lens)
-        self.page_ids = [self._kept(table) for _ in sets]
+        self.page_ids = [self._kept(table) for table in tables]
         self.out = torch.empty_like(self.q[0])
         self.launch_shape = decode_launch(
             shape.batch,
             NUM_KV_HEADS,
             HEAD_DIM,
             shape.budget_pages * PAGE_SIZE,
-            table.device,
+            self.seq_lens.device,
             pools.k.itemsize,
         )
 

@@ -40,7 +40,10 @@ EXAMPLES = """\
 
 
 def run_round(engine: Any, options: argparse.Namespace, rate: float, seed: int) -> dict[str, Any]:
-    """Serve the load once at an audit rate."""
+    """Serve the load once at an audit rate.
+
+    Raises `RuntimeError` if re-scores are not done in time, as they would slow the next round down.
+    """
     auditor = engine.tokenizer_manager.sparrow.auditor
     auditor.rate = rate
     before = dict(auditor.report.requests)
@@ -65,6 +68,8 @@ def run_round(engine: Any, options: argparse.Namespace, rate: float, seed: int) 
     if rate:
         endpoint.call_sparrow("audit", wait_s=_SETTLE_S)
     seconds = time.perf_counter() - start
+    if seconds - served_s >= _SETTLE_S:
+        raise RuntimeError(f"re-scores were not done {_SETTLE_S:.0f} s after the last answer")
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     return {
         "rate": rate,

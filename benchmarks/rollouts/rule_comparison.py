@@ -149,7 +149,7 @@ def run_side_by_side(options: argparse.Namespace, texts: Path) -> None:
     lanes = [[*RULES]] if len(gpus) < len(RULES) else [[rule] for rule in RULES]
     waiting = [
         [
-            (rule, command)
+            (rule, command, files)
             for rule in lane
             for command, files in zip(
                 commands(options, rule, texts), outputs(options, rule), strict=True
@@ -164,15 +164,17 @@ def run_side_by_side(options: argparse.Namespace, texts: Path) -> None:
             for gpu, lane in zip(gpus, waiting, strict=False):
                 if not lane:
                     continue
-                rule, words = lane.pop(0)
+                rule, words, files = lane.pop(0)
                 log = options.work / f"{rule}-{len(lane)}-left.log"
                 command = [sys.executable, "-m", "sparrow_sglang.commands.cli", *words]
                 env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-                running.append((stack.enter_context(logged_process(command, log, env)), log))
-            for process, log in running:
+                process = stack.enter_context(logged_process(command, log, env))
+                running.append((process, log, files))
+            for process, log, files in running:
                 status = process.wait()
                 allowed = (0, 1) if "--check" in process.args else (0,)
-                if status not in allowed:
+                # A check that fails for another reason than its verdict ends with 1, too.
+                if status not in allowed or not all(file.exists() for file in files):
                     raise ProcessFailed(f"status {status}; {log}:\n{log_end(log)}")
 
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,10 @@ class Soaked:
         await self.load.run(clients, seconds)
         checking.cancel()
         # A check that has paused the server lets it go on first.
-        await asyncio.gather(checking, return_exceptions=True)
+        (ended,) = await asyncio.gather(checking, return_exceptions=True)
+        if isinstance(ended, Exception):
+            problem = f"checks ended early: {type(ended).__name__} {str(ended)[:300]}"
+            self.load.problems.append(problem)
 
     async def _check(self, every_s: float) -> None:
         draw = random.Random(self.seed)
@@ -128,8 +131,12 @@ class Soaked:
 def resident_mib(server: Server) -> float:
     """Memory of the server's processes, with what they share counted once each."""
     process = psutil.Process(server.process.pid)
-    family = [process, *process.children(recursive=True)]
-    return float(sum(member.memory_info().rss for member in family) / 2**20)
+    total = process.memory_info().rss
+    for child in process.children(recursive=True):
+        # It may have ended since.
+        with suppress(psutil.NoSuchProcess):
+            total += child.memory_info().rss
+    return float(total / 2**20)
 
 
 def gpu_mib() -> float:
@@ -303,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.model in known_models():
         require_cuda(parser, MEMORY_GB, "weights and KV cache")
     prepare_out(parser, options.out)
+    results = Results(options.out, settings=settings(options))
     with tempfile.TemporaryDirectory() as temporary:
         try:
             rows = soak(options, Path(temporary))
@@ -311,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for log in sorted(options.out.parent.glob(f"{options.out.stem}.server*.log")):
                 print(f"{log}:\n{log_end(log)}", file=sys.stderr)
             return 1
-    Results(options.out, settings=settings(options)).add(*rows)
+    results.add(*rows)
     problems = [problem for row in rows for problem in row["problems"]]
     print(f"{len(problems)} problems", *problems, sep="\n  ")
     return int(bool(problems))

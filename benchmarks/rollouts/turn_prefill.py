@@ -27,6 +27,7 @@ from sparrow_sglang.benchmarks.steps.comparison import (
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
 from sparrow_sglang.plugin.server_args import engine_arguments
+from sparrow_sglang.schedule import PAGE_SIZE
 
 DESCRIPTION = """\
 Time two turns of a batch of conversations in stock SGLang, sparse and dense: all generate a turn of
@@ -73,7 +74,11 @@ def _timed(
 
 
 def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start an engine for one side; a row for each length of a turn."""
+    """Start an engine for one side; a row for each length of a turn.
+
+    Raises `ValueError` if its KV pool does not hold all conversations: some would wait, or lose
+    what was cached, and the seconds would contain that.
+    """
     import sglang
 
     defaults = engine_settings(compared.path, compared.has_weights, side.backend, side.schedule)
@@ -84,7 +89,12 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> l
         return draw.choices(range(compared.config["vocab_size"]), k=number)
 
     rows = []
+    longest = options.prompt_tokens + max(options.turn_tokens) + options.message_tokens
+    needed = options.sequences * (longest + 2 * PAGE_SIZE)
     with sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
+        pool = engine.get_server_info()["max_total_num_tokens"]
+        if pool < needed:
+            raise ValueError(f"the KV pool holds {pool:,} tokens: expected {needed:,} or more")
         for turn_tokens in options.turn_tokens:
             measured = [
                 two_turns(
@@ -102,6 +112,7 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> l
                     "model": compared.model,
                     "backend": side.backend,
                     "schedule": side.schedule,
+                    "pool_tokens": pool,
                     "turn_tokens": turn_tokens,
                     **fastest,
                     "prefill_s_all": [each["prefill_s"] for each in measured],

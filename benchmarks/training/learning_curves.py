@@ -136,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         plans = plan_runs(args.config, args.schedules, args.seeds, args.work, args.partial)
+        for plan in plans:
+            plan.require_same_settings()
     except InputError as error:
         parser.error(str(error))
     prepare_out(parser, args.out)

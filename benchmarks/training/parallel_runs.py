@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from sparrow_sglang.benchmarks.processes import ProcessFailed, with_modules
 from sparrow_sglang.benchmarks.result_files import whole_rows
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.run_folder import METRICS_FILE
@@ -47,10 +49,28 @@ class RunPlan:
         """Whole rows of the metrics so far."""
         return [*map(current_names, whole_rows(self.config.run_dir / METRICS_FILE))]
 
+    def toml(self) -> str:
+        """The configuration as the run's file has it."""
+        return "".join(f"{line}\n" for line in toml_lines(self.values))
+
     def is_complete(self) -> bool:
         """Whether the last evaluation, which follows the last step, is in the metrics."""
         rows = self.rows()
         return bool(rows) and rows[-1]["step"] == self.config.steps
+
+    def require_same_settings(self) -> None:
+        """Raise `InputError` if the run is complete, but was made with other settings.
+
+        Those of a run that goes on are checked by `sparrow train`.
+        """
+        file = self.beside(".toml")
+        if not file.exists() or not self.is_complete():
+            return
+        if _settings(file.read_text("utf-8")) != _settings(self.toml()):
+            raise InputError(
+                f"run {self.name}: {self.config.run_dir} is complete with other settings, those of"
+                f" {file}; name another folder, or delete it"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +87,11 @@ def run_all(plans: Sequence[RunPlan], parallel: int, modules: Sequence[Path] = (
     """Train until all runs are complete, at most `parallel` at a time on each visible GPU.
 
     Without a GPU as many in all. `modules` are folders of tasks that are no part of the package.
-    Raises `ProcessFailed` as soon as one fails; the others are asked to write a checkpoint and end.
+    Raises `InputError` as `require_same_settings`, and `ProcessFailed` as soon as one fails; the
+    others are asked to write a checkpoint and end.
     """
+    for plan in plans:
+        plan.require_same_settings()
     waiting = [plan for plan in plans if not plan.is_complete()]
     print(f"runs: {len(plans) - len(waiting)} of {len(plans)} are complete", flush=True)
     free = parallel * visible_gpus()
@@ -108,7 +131,7 @@ def _start(plan: RunPlan, gpu: str, modules: Sequence[Path]) -> _Run:
     folder = plan.config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     file = plan.beside(".toml")
-    file.write_text("".join(f"{line}\n" for line in toml_lines(plan.values)), "utf-8")
+    file.write_text(plan.toml(), "utf-8")
     log = open(plan.beside(".log"), "a", encoding="utf-8")
     command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(file), "--resume"]
     # Reward workers are started with the same path.
@@ -116,6 +139,11 @@ def _start(plan: RunPlan, gpu: str, modules: Sequence[Path]) -> _Run:
     print(f"runs: {plan.name} starts, {log.name}", flush=True)
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     return _Run(plan, gpu, process, log)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """Those of a run's file, wherever the run lies."""
+    return {key: value for key, value in tomllib.loads(text).items() if key != "run_dir"}
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

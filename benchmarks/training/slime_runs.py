@@ -10,11 +10,12 @@ rollout and in the evaluation, as JSON, with device, versions and commits, slime
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,13 @@ def _difference(
 
 
 def run(options: Namespace, model: str, results: Results) -> None:
-    """Serve, let slime run and write what it left. Raises `ProcessFailed`."""
+    """Serve, let slime run and write what it left, also when it fails or this process is ended.
+
+    Raises `ProcessFailed`.
+    """
     options.work.mkdir(parents=True, exist_ok=True)
+    # Else those of another start would be taken for this one's.
+    shutil.rmtree(options.work / "details", ignore_errors=True)
     sampling = {"sparrow_slots": options.slots, "sparrow_sampling": {"ignore_eos": True}}
     # JSON is YAML.
     (options.work / "sparrow.yaml").write_text(json.dumps(sampling))
@@ -212,15 +218,15 @@ def run(options: Namespace, model: str, results: Results) -> None:
     with sparse_servers(options, model) as urls:
         command = slime_command(options, model, urls)
         ours = with_modules(options.recipe, options.slime) | {"RAY_USAGE_STATS_ENABLED": "0"}
-        with logged_process(command, log, ours) as process:
-            try:
-                process.wait(options.limit)
-            except subprocess.TimeoutExpired:
-                pass
-            said = log_end(log)
-        for rollout in range(options.rollouts):
-            if (options.work / f"details/rollout_data/{rollout}.pt").exists():
-                results.add(row_of(rollout, samples_of(options, rollout)))
+        try:
+            with logged_process(command, log, ours) as process:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(options.limit)
+                said = log_end(log)
+        finally:
+            for rollout in range(options.rollouts):
+                if (options.work / f"details/rollout_data/{rollout}.pt").exists():
+                    results.add(row_of(rollout, samples_of(options, rollout)))
         if process.returncode:
             raise ProcessFailed(f"slime ended with status {process.returncode}:\n{said}")
         name = f"eval_{options.rollouts - 1}"

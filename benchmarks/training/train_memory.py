@@ -93,7 +93,8 @@ def measure(
     """Seconds and peak bytes of training steps, of scoring, and of as many adapter steps.
 
     All come after one to warm up. It makes the optimizer's state, so its peak is the one of the
-    first step. Of several ranks all must ask; the peaks are the largest.
+    first step. Tokens per second are those of the fastest step. Of several ranks all must ask; the
+    peaks are the largest.
     """
     policy = DensePolicy(
         new_model(MODELS / options.model, dtype, device),
@@ -171,10 +172,10 @@ def measure_all(options: argparse.Namespace, schedule: BudgetSchedule, ranks: Ra
     for dtype, tokens in product(options.dtypes, options.tokens):
         gc.collect()
         torch.cuda.empty_cache()
-        row = measure(options, dtype, tokens, schedule, "cuda", ranks)
-        # In 16 bits, whatever the weights are.
+        # In 16 bits, whatever the weights are. Before the steps, which are lost if it fails.
         if tokens not in packed:
             packed[tokens] = attention_times(model_shape(options.model), tokens)
+        row = measure(options, dtype, tokens, schedule, "cuda", ranks)
         row["packed_attention"] = packed[tokens]
         if results is not None:
             results.add(row)

@@ -189,7 +189,8 @@ def run_all(
                 write_rows(started, results)
         if time.monotonic() >= end:
             break
-    failed = [(run, process) for run, process in started if process.returncode]
+    # A trainer that ends well without a step has trained nothing.
+    failed = [(run, process) for run, process in started if process.returncode or not run.rows()]
     for run, process in failed:
         print(f"{run.name}: ended with status {process.returncode}:\n{log_end(run.log)}")
     return len(failed) + len(runs) - len(started)
@@ -211,7 +212,8 @@ def write_rows(started: Sequence[tuple[VerlRun, "Popen[bytes]"]], results: Resul
     """Write what verl has logged of these runs; a row of an earlier start with more steps stays."""
     rows = {(row["schedule"], row["seed"]): row for row in results.rows}
     for run, process in started:
-        row = result_of(run) | {"complete": process.poll() == 0}
+        row = result_of(run)
+        row["complete"] = process.poll() == 0 and row["steps"] > 0
         earlier = rows.get((run.schedule, run.seed))
         if earlier is None or row["steps"] >= earlier["steps"]:
             rows[run.schedule, run.seed] = row

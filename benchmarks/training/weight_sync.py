@@ -144,7 +144,7 @@ def run(options: argparse.Namespace, model: str, transfer: str, folder: Path) ->
 
 
 def measured(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the metrics of a run's steps; the first sync, which connects, is in the maximum only."""
+    """Medians over all steps of a run, and its first sync, which connects."""
     sync = [row["timing_s/sync"] for row in rows]
     return {
         "steps": len(rows),

@@ -12,6 +12,7 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.result_files import RESULTS
 from sparrow_sglang.benchmarks.tables import generate
 from sparrow_sglang.benchmarks.training import learning_curves, parallel_runs
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
 
 CONFIG = Path(__file__).parents[3] / "examples" / "story_curves.toml"
@@ -96,6 +97,22 @@ def test_sigterm_writes_what_the_runs_have_measured_so_far(
     assert capsys.readouterr().err == "stopped; repeat the command to go on\n"
     (row,) = json.loads(out.read_text())["rows"]
     assert row["curves"]["eval/pass_rate"] == [[0, 0.25]]
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(plans, tmp_path, capsys) -> None:
+    plan, out = plans[0], tmp_path / "o.json"
+    plan.config.run_dir.mkdir()
+    (plan.config.run_dir / "metrics.jsonl").write_text('{"step": 40, "eval/pass_rate": 0.25}\n')
+    toml = plan.beside(".toml")
+    # Wherever the run lay.
+    toml.write_text(plan.toml().replace(str(plan.config.run_dir), "elsewhere"))
+    parallel_runs.run_all([plan], 1)
+    toml.write_text(plan.toml().replace("seed = 0", "seed = 1"))
+    with pytest.raises(InputError, match="is complete with other settings"):
+        parallel_runs.run_all([plan], 1)
+    with pytest.raises(SystemExit):
+        learning_curves.main([str(CONFIG), "--work", str(tmp_path), "--out", str(out)])
+    assert "run dense-seed0: " in capsys.readouterr().err and not out.exists()
 
 
 def test_runs_are_spread_over_the_gpus(plans, tmp_path, monkeypatch) -> None:

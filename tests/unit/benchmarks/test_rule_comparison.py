@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sparrow_sglang.benchmarks import figures, tables
+from sparrow_sglang.benchmarks.processes import ProcessFailed
 from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT
 from sparrow_sglang.benchmarks.rollouts import rule_comparison
 from sparrow_sglang.benchmarks.rollouts.rule_comparison import rule_rows
@@ -216,11 +217,17 @@ def test_what_a_work_folder_has_is_not_measured_again(tmp_path: Path, monkeypatc
     @contextmanager
     def logged(command: Sequence[str], *_: Any) -> Iterator[Any]:
         run.append(command)
-        yield SimpleNamespace(args=command, wait=lambda: 0)
+        if len(run) == 2:
+            done[-1][0].write_text("{}")
+        # What both a check that misses its target and one that fails end with.
+        yield SimpleNamespace(args=command, wait=lambda: 1)
 
     monkeypatch.setattr(rule_comparison, "logged_process", logged)
+    monkeypatch.setattr(rule_comparison, "log_end", lambda log: "no memory")
+    with pytest.raises(ProcessFailed, match="(?s)status 1; .*no memory"):
+        rule_comparison.run_side_by_side(options, tmp_path / "texts.jsonl")
     rule_comparison.run_side_by_side(options, tmp_path / "texts.jsonl")
-    assert [command[command.index("--out") + 1] for command in run] == [str(done[-1][0])]
+    assert [command[command.index("--out") + 1] for command in run] == [str(done[-1][0])] * 2
 
 
 def test_a_work_folder_is_not_gone_on_with_under_other_options(tmp_path: Path) -> None:

@@ -5,13 +5,18 @@ import json
 import math
 import subprocess
 from asyncio import run
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from sparrow_sglang.benchmarks.processes import ProcessFailed
+from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.training import slime_runs
 from sparrow_sglang.benchmarks.training.slime_runs import row_of
 
@@ -72,6 +77,33 @@ def test_the_recipes_figures_are_those_of_the_run() -> None:
     ):
         assert words in page
     assert min(bins) > 0.86
+
+
+def test_rollouts_are_written_when_slime_fails_but_none_of_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps = tmp_path / "details" / "rollout_data"
+
+    def dump(rollout: int) -> None:
+        dumps.mkdir(parents=True, exist_ok=True)
+        torch.save({"samples": [sample(5, 0.5, 10.0, [])]}, dumps / f"{rollout}.pt")
+
+    @contextmanager
+    def slime(command: Any, log: Path, *_: Any) -> Iterator[Any]:
+        dump(0)
+        log.write_text("out of memory")
+        yield SimpleNamespace(wait=lambda limit: None, returncode=1)
+
+    dump(1)
+    monkeypatch.setattr(slime_runs, "logged_process", slime)
+    monkeypatch.setattr(slime_runs, "sparse_servers", lambda *_: nullcontext(["http://x:1"]))
+    monkeypatch.setattr(slime_runs, "slime_command", lambda *_: [])
+    options = SimpleNamespace(work=tmp_path, slots=1, recipe=FOLDER, slime=tmp_path)
+    options.rollouts, options.limit = 2, 1
+    results = Results(tmp_path / "out.json")
+    with pytest.raises(ProcessFailed, match="(?s)status 1:.*out of memory"):
+        slime_runs.run(options, "model", results)  # type: ignore[arg-type]
+    assert [row["rollout"] for row in results.rows] == ["0"]
 
 
 def test_a_folder_that_is_no_checkout_is_refused(

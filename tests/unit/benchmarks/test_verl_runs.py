@@ -226,7 +226,8 @@ def test_only_so_many_run_at_a_time(
     seen: list[int] = []
 
     @contextmanager
-    def process(*_: Any, **__: Any) -> Iterator[Any]:
+    def process(command: Any, file: Path, *_: Any, **__: Any) -> Iterator[Any]:
+        log(file.parent, {}, {})
         alive.append(0)
         seen.append(len(alive))
         yield SimpleNamespace(returncode=0, poll=lambda: 0)
@@ -238,6 +239,22 @@ def test_only_so_many_run_at_a_time(
     results = Results(tmp_path / "out.json")
     assert run_all(runs, Trainer(Path("words.yaml"), "model"), 60, parallel, results) == 0
     assert (len(seen), max(seen)) == (3, parallel)
+
+
+def test_a_trainer_that_ends_well_without_a_step_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def process(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(returncode=0, poll=lambda: 0)
+
+    monkeypatch.setattr(verl_runs, "logged_process", process)
+    monkeypatch.setattr(verl_runs, "_LOOK_S", 0.01)
+    run, results = VerlRun("dense", 0, tmp_path / "run"), Results(tmp_path / "out.json")
+    run.begin()
+    run.log.write_text("nothing to do")
+    assert run_all([run], Trainer(Path("words.yaml"), "model"), 60, 1, results) == 1
+    assert [row["complete"] for row in results.rows] == [False]
 
 
 def test_one_run_after_the_other_takes_what_time_is_left(verl: Verl) -> None:
