@@ -93,13 +93,15 @@ def decode_one(
     rule: object = PUBLISHED,
     layer: int = 0,
     logit_sinks: np.ndarray | None = None,
+    known: dict[tuple[int, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, list]:
     """One request's decode step.
 
     Args:
         q: [Hq, D]; keys, values: [L, Hkv, D], all float64; `store` rounds a landmark [D] the way
         the KV dtype does; `rule` has the fields of a schedule's selection, `layer` is one of the
-        model's; logit_sinks: [Hq].
+        model's; logit_sinks: [Hq]; `known` keeps landmarks of full pages by KV head and page from
+        one step of a request and layer to the next.
 
     Returns:
         Output [Hq, D] and the list of kept logical pages per KV head.
@@ -109,6 +111,7 @@ def decode_one(
     group = num_q_heads // num_kv_heads
     pages = -(-length // page_size)
     out = np.zeros((num_q_heads, values.shape[-1]))
+    known = {} if known is None else known
     kept_by_head = []
     for head in range(num_kv_heads):
         queries = [q[head * group + member] for member in range(group)]
@@ -119,7 +122,9 @@ def decode_one(
         for page in range(pages):
             page_keys = keys[page * page_size : (page + 1) * page_size, head]
             full = len(page_keys) == page_size
-            marks = landmarks_of(page_keys, rule, channels, store) if full else []
+            if full and (head, page) not in known:
+                known[head, page] = landmarks_of(page_keys, rule, channels, store)
+            marks = known[head, page] if full else []
             products = [float(query @ mark) for query in queries for mark in marks]
             scores.append(max(products) if full else float("nan"))
         kept = choose_pages(scores, pages, budget, sinks, recents)

@@ -7,6 +7,7 @@ throughout. It shares nothing with the backend but the checkpoint.
 
 from typing import Any
 
+import numpy as np
 import torch
 from contract import budget_pages, decode_one, layer_budget
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -86,6 +87,7 @@ class ContractModel:
         schedule = self._schedule
         dense_layers = () if schedule is None else schedule.dense_layers
         if schedule is not None and window is None and module.layer_idx not in dense_layers:
+            landmarks: dict[tuple[int, int], np.ndarray] = {}
             for position in range(self._prompt_len, total):
                 length = position + 1
                 budget = budget_pages(
@@ -106,6 +108,7 @@ class ContractModel:
                     rule=schedule.selection,
                     layer=module.layer_idx,
                     logit_sinks=None if s_aux is None else s_aux.double().numpy(),
+                    known=landmarks,
                 )
                 out[position] = torch.from_numpy(row)
         return out[None], None
