@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
-TOKENS = 12
+TOKENS = 8
 
 
 class Sampler:

@@ -347,7 +347,7 @@ def test_each_held_out_set_has_a_pass_rate_and_each_task_its_reward(
     config["rollout"] |= {"max_prompt_tokens": 400}
     trainer.train(TrainConfig.parse(config))
     last = rows(tmp_path / "run")[-1]
-    # Twelve tokens hold no story of 60 words.
+    # So few tokens hold no story of 60 words.
     assert last["eval/tale/pass_rate"] == 0 < last["eval/letters/pass_rate"]
     assert last["eval/pass_rate"] == last["eval/letters/pass_rate"] / 2
     answers = json_lines(tmp_path / "run" / "responses.jsonl")
