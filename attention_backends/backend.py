@@ -22,7 +22,6 @@ from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernel_limits import (
     SINK_BACKEND,
     dense_backend,
-    stock_dense_decode,
 )
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
@@ -172,8 +171,9 @@ class SparrowAttnBackend(AttentionBackend):
         landmarks: of each sparse layer, indexed by physical page: a prefix-cache hit has the
             landmarks of its pages in place, and a page that is freed and used again gets new ones
             before it is scored.
-        stock_decode: decode steps are planned for the stock backend, too: it serves layers with a
-            sliding window, dense layers or, on a CPU, steps within their budgets.
+        stock_decode: decode steps are planned for the stock backend, too: it serves the layers of a
+            model with windows that are not sparse or, on a CPU, all such layers and steps within
+            their budgets.
         kv_heads: which of the model's KV heads this rank has.
         pair_variances: counts prefill passes in, while a calibration measures.
         decode_guard: notices decode steps that SGLang computes past this backend.
@@ -205,11 +205,8 @@ class SparrowAttnBackend(AttentionBackend):
             }
         on_cuda = model_runner.device == "cuda"
         self.dense: AttentionBackend = _dense(model_runner, pool.head_dim)
-        has_dense_layers = len(self.landmarks) < len(held)
         has_windows = bool(window_layers(model_runner.model_config.hf_config))
-        self.stock_decode = not on_cuda or (
-            has_windows or (has_dense_layers and stock_dense_decode())
-        )
+        self.stock_decode = not on_cuda or has_windows
         self._plan_guard = PlanGuard(model_runner.device)
         self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token

@@ -4,7 +4,6 @@ In: SGLang's ServerArgs and ModelConfig, a schedule. Out: one sentence per probl
 no such limits.
 """
 
-import os
 from typing import TYPE_CHECKING
 
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
@@ -31,14 +30,6 @@ SINK_BACKEND = "triton"
 def dense_backend(head_dim: int, sinks: bool = False) -> str:
     """SGLang's attention backend for dense passes on a GPU."""
     return "flashinfer" if head_dim in FLASHINFER_HEAD_DIMS and not sinks else SINK_BACKEND
-
-
-def stock_dense_decode() -> bool:
-    """Whether dense layers decode by `dense_backend` on a GPU, or by the kernel of the sparse ones.
-
-    The environment variable SPARROW_DENSE_DECODE (stock or kernel) is for comparing the two.
-    """
-    return os.environ.get("SPARROW_DENSE_DECODE", "stock") != "kernel"
 
 
 def max_context(page_size: int) -> int:
