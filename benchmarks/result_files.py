@@ -49,8 +49,9 @@ class Results:
 def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) -> Results:
     """The results in `out`, to go on with, or new ones.
 
-    A run starts from `fields`; `measured` name further ones that it has written. Raises
-    `InputError` if `out` is of another run, or of another device, commit or package.
+    A run starts from `fields`; `measured` name further ones that it has written. Other commands that
+    have written rows stay in the file. Raises `InputError` if `out` is of another run, or of another
+    device, commit or package.
     """
     results = Results(out, **fields)
     try:
@@ -77,6 +78,9 @@ def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) 
     results.rows = content["rows"]
     print(f"{out}: has {len(results.rows)} rows, which are not measured again", flush=True)
     results.fields = {**fields, **{name: content[name] for name in measured}}
+    commands = [*content.get("earlier_commands", []), content["command"]]
+    if earlier := [each for each in commands if each != results.provenance["command"]]:
+        results.fields["earlier_commands"] = earlier
     return results
 
 

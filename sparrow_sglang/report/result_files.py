@@ -68,13 +68,14 @@ class Run:
 
     @property
     def source(self) -> str:
-        """Device, versions, commit, file and command."""
+        """Device, versions, commit, file and commands."""
         packages = self.content["packages"]
         versions = [f"{name} {packages[key]}" for key, name in _PACKAGES.items() if packages[key]]
+        commands = [*self.content.get("earlier_commands", []), self.content["command"]]
         return (
             f"{self.content['device']}, {', '.join(versions)}, commit"
             f" `{self.content['commit']}`, [results]({self.path}):"
-            f" `{rerun_command(self.content['command'])}`"
+            f" {', '.join(f'`{rerun_command(each)}`' for each in commands)}"
         )
 
 

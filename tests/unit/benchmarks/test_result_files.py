@@ -29,6 +29,18 @@ def test_a_run_goes_on_with_rows_and_fields(out: Path) -> None:
     assert (content["settings"], content["before"]) == ({"seed": 1}, 0.5)
 
 
+def test_every_command_that_has_measured_rows_is_kept(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = json.loads(out.read_text())["command"]
+    for argv in (["bench", "--cases", "c"], ["bench", "--cases", "c"], ["bench", "--cases", "d"]):
+        monkeypatch.setattr("sys.argv", argv)
+        resumed(out, FIELDS).add({"case": argv[-1]})
+    content = json.loads(out.read_text())
+    assert content["command"] == "bench --cases d"
+    assert content["earlier_commands"] == [first, "bench --cases c"]
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
