@@ -1,6 +1,6 @@
 # make demo    sparse against dense decode on a long prompt, on this machine
 # make test    the tests
-# make unit    what needs neither engine nor server, in a minute
+# make unit    what needs neither engine nor server, in a minute or two
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
 # make lint    ruff and mypy
