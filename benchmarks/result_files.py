@@ -49,9 +49,9 @@ class Results:
 def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) -> Results:
     """The results in `out`, to go on with, or new ones.
 
-    A run starts from `fields`; `measured` name further ones that it has written. Other commands that
-    have written rows stay in the file. Raises `InputError` if `out` is of another run, or of another
-    device, commit or package.
+    A run starts from `fields`; `measured` name further ones that it has written. Other commands
+    that have written rows stay in the file. Raises `InputError` if `out` is of another run, or of
+    another device, commit or package.
     """
     results = Results(out, **fields)
     try:
