@@ -134,3 +134,14 @@ def test_a_further_turn_prefills_the_sparse_turn_again_and_a_dense_one_the_messa
     again = json.loads(out.read_text())["rows"]
     assert again[:2] == rows[:2] and [row["turn_tokens"] for row in again[2:]] == [40, 100]
     assert {row["backend"] for row in again[2:]} == {"torch_native"}
+
+
+def test_conversations_that_the_kv_pool_does_not_hold_are_not_timed(
+    tiny_qwen3: str, tmp_path: Path, in_this_process: list[str]
+) -> None:
+    words = f"--model-path {tiny_qwen3} --schedule fixed-64 --sequences 2 --prompt-tokens 128"
+    words += f" --turn-tokens 40 --message-tokens 10 --out {tmp_path / 'turns.json'}"
+    # Two of 128 + 40 + 10 tokens, with two pages to spare each.
+    with pytest.raises(ValueError, match="holds 400 tokens: expected 420 or more"):
+        turn_prefill.main([*words.split(), "--engine-args", '{"max_total_tokens": 400}'])
+    assert in_this_process == ["sparse"]
