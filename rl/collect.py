@@ -166,7 +166,10 @@ class _Replacing:
 
 
 def _collect_first_finished(run: Run, step: int, clock: Clock) -> Collected:
-    """The first groups to be finished, and those that would be too stale in the next step."""
+    """The first groups to be finished, and those that would be too stale in the next step.
+
+    Only these are scored: what else is finished meanwhile is in a step that trains on it.
+    """
     settings = run.config.rollout
     count = settings.prompts_per_step
     groups = dict(enumerate(_under_way(run, step)))
@@ -176,21 +179,27 @@ def _collect_first_finished(run: Run, step: int, clock: Clock) -> Collected:
         if step - _oldest(group, step) >= settings.max_staleness
     }
     with run.reward_workers.scoring() as scoring:
-        numbers = {place: scoring.add(group) for place, group in groups.items() if group.finished}
+        numbers: dict[int, int] = {}
+
+        def take(place: int, group: Group) -> None:
+            groups[place] = group
+            # Those that are due have their places in any case.
+            if group.finished and len(due | numbers.keys() | {place}) <= count:
+                numbers[place] = scoring.add(group)
 
         def enough() -> bool:
-            return len(numbers) >= count and due <= numbers.keys()
+            return len(numbers) == count
 
+        for place, group in tuple(groups.items()):
+            take(place, group)
         with clock("rollout"):
             finished = run.log.responses("rollout", count * settings.samples_per_prompt)
-            asked = [place for place in groups if place not in numbers]
+            asked = [place for place, group in groups.items() if not group.finished]
             begun = [groups[place] for place in asked]
             for position, group in run.actor.stream(begun, finished, enough=enough):
-                groups[asked[position]] = group
-                if group.finished:
-                    numbers[asked[position]] = scoring.add(group)
+                take(asked[position], group)
             run.actor.release()
-        chosen = sorted(sorted(numbers, key=lambda place: (place not in due, place))[:count])
+        chosen = sorted(numbers)
         with clock("reward"):
             scores = scoring.scores([numbers[place] for place in chosen])
     kept = [groups[place] for place in chosen]

@@ -32,14 +32,15 @@ class Lagging:
     """Scoring in which the rewards of a group are known once it has been asked for them `lag`
     times."""
 
-    def __init__(self, reward: Callable[[Group], list[float]], lag: int) -> None:
-        self._reward, self._lag = reward, lag
+    def __init__(self, reward: Callable[[Group], list[float]], lag: int, scored: list[str]) -> None:
+        self._reward, self._lag, self._scored = reward, lag, scored
         self._groups: list[Group] = []
         self._asked: dict[int, int] = {}
         self._known = 0
 
     def add(self, group: Group) -> int:
         self._groups.append(group)
+        self._scored.append(group.prompt.id)
         return len(self._groups) - 1
 
     def rewards(self, number: int) -> Any:
@@ -57,13 +58,14 @@ class Lagging:
 class Workers:
     def __init__(self, reward: Callable[[Group], list[float]], lag: int) -> None:
         self._reward, self._lag = reward, lag
+        self.scored: list[str] = []
 
     def score(self, groups: Sequence[Group]) -> Scores:
         return Scores(tuple(np.array(self._reward(group)) for group in groups))
 
     @contextmanager
     def scoring(self) -> Iterator[Lagging]:
-        yield Lagging(self._reward, self._lag)
+        yield Lagging(self._reward, self._lag, self.scored)
 
 
 class Actor:
@@ -291,6 +293,8 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         assert found.metrics["sparrow/stale_token_fraction"] == pytest.approx(stale)
         assert found.metrics["sparrow/carried_tokens"] == sum(g.tokens for g in found.carried)
         trained += names(found)
+        # A reward may be costly, and its errors are counted.
+        assert sorted(run.reward_workers.scored) == sorted(trained)
         run.progress.carried = found.carried
         # None is lost, none is used twice, and each was the next in the order of the data.
         under_way = trained + [group.prompt.id for group in found.carried]
