@@ -54,6 +54,11 @@ class Ladder:
         """The active one."""
         return self._schedules[self._rung] if self._schedules else None
 
+    @property
+    def schedules(self) -> dict[str, BudgetSchedule]:
+        """All of them, by name."""
+        return {schedule.name: schedule for schedule in self._schedules}
+
     def observe(self, rates: NDArray[np.float64], positions: NDArray[np.int64]) -> Move | None:
         """Take note of a step's acceptance rates [N] at sequence positions [N]; the move, if any.
 

@@ -4,7 +4,7 @@
 are quantities that verl does not have. All functions are pure and return plain floats by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow_sglang.mismatch.acceptance import mean_acceptance_from_samples
 from sparrow_sglang.mismatch.tail import BIN_TOKENS, TAIL_PERCENTILE
+from sparrow_sglang.rl.rollout import DENSE
 from sparrow_sglang.rl.types import Group, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -152,25 +153,31 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
     }
 
 
-def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> dict[str, float]:
+def kv_metrics(
+    rollouts: Sequence[Rollout], schedules: Mapping[str, BudgetSchedule]
+) -> dict[str, float]:
     """KV tokens that a sparse layer reads for a generated token, and those cached: means.
 
     Counted by pages, and over decode steps; the first token of a segment comes out of prefill.
-    Under no schedule everything is read.
+    Each segment was decoded under one of `schedules`, by name, or densely. Those under another one,
+    of an earlier start of the run, are left out.
     """
-    cached = np.concatenate(
-        [
-            len(rollout.prompt_ids) + np.arange(segment.start + 1, segment.end)
-            for rollout in rollouts
-            for segment in rollout.segments
-        ]
-    )
-    if not cached.size:
+    cached: list[NDArray[np.int64]] = []
+    read: list[NDArray[np.int64]] = []
+    for rollout in rollouts:
+        for segment in rollout.segments:
+            lengths = len(rollout.prompt_ids) + np.arange(segment.start + 1, segment.end)
+            if segment.schedule == DENSE:
+                cached.append(lengths)
+                read.append(lengths)
+            elif segment.schedule in schedules:
+                cached.append(lengths)
+                read.append(schedules[segment.schedule].tokens_read(lengths))
+    if not sum(map(len, cached)):
         return {}
-    read = cached if schedule is None else schedule.tokens_read(cached)
     return {
-        "sparrow/kv_tokens_read": float(read.mean()),
-        "sparrow/kv_tokens_cached": float(cached.mean()),
+        "sparrow/kv_tokens_read": float(np.concatenate(read).mean()),
+        "sparrow/kv_tokens_cached": float(np.concatenate(cached).mean()),
     }
 
 

@@ -87,7 +87,7 @@ def train_step(run: Run, step: int) -> None:
     if run.reference is not None:
         with clock("reference"):
             reference = run.reference.logprobs(batch, config.rollout.temperature)
-    read = kv_metrics(batch.rollouts, actor.schedule) | prefill_metrics(batch.rollouts)
+    read = kv_metrics(batch.rollouts, actor.ladder.schedules) | prefill_metrics(batch.rollouts)
     with clock("mismatch"):
         rates, positions = actor.acceptance(batch)
     lr = learning_rate(config.optimizer, step, config.steps)

@@ -15,7 +15,7 @@ from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.metrics import kv_metrics
-from sparrow_sglang.rl.rollout import prompts_from
+from sparrow_sglang.rl.rollout import DENSE, prompts_from
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
@@ -92,13 +92,27 @@ def test_masked_responses_are_in_no_loss_and_keep_their_place():
 def test_kv_tokens_read_are_the_schedules():
     schedule = BudgetSchedule.fixed(64)
     long = Rollout("0", 0, (1,) * 60, (2,) * 40, np.zeros(40, np.float32), "stop", "0", "s", "")
-    metrics = kv_metrics([long], schedule)
+    metrics = kv_metrics([long], {"s": schedule})
     lengths = range(61, 100)
     # 4 pages of 16, of which the last is filled up to the length.
     read = [length if length <= 64 else 48 + (length - 1) % 16 + 1 for length in lengths]
     assert metrics["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
     assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(lengths))
-    assert kv_metrics([long], None)["sparrow/kv_tokens_read"] == pytest.approx(np.mean(lengths))
+    dense = replace(long, schedule=DENSE, segments=())
+    assert kv_metrics([dense], {})["sparrow/kv_tokens_read"] == pytest.approx(np.mean(lengths))
+
+
+def test_kv_tokens_read_are_those_of_the_schedule_that_a_segment_was_decoded_under():
+    segments = tuple(Segment(i * 11, i * 11 + 11, str(i), name) for i, name in enumerate("abc"))
+    one = replace(rollout("0", 0, 160, 33), segments=segments)
+    schedules = {"a": BudgetSchedule.fixed(64), "b": BudgetSchedule.fixed(48)}
+    metrics = kv_metrics([one], schedules)
+    # Ten steps each, of which the last page is filled up; nobody knows "c", of an earlier start.
+    first, second = range(161, 171), range(172, 182)
+    read = [48 + (n - 1) % 16 + 1 for n in first] + [32 + (n - 1) % 16 + 1 for n in second]
+    assert metrics["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
+    assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(np.mean([*first, *second]))
+    assert kv_metrics([one], {}) == {}
 
 
 def test_each_segment_has_a_dense_prefill_of_its_own():
@@ -108,7 +122,7 @@ def test_each_segment_has_a_dense_prefill_of_its_own():
     assert [(len(context), len(ids)) for context, ids in flat.segments] == [(60, 30), (90, 10)] * 2
     assert [ids for _, ids in flat.segments[:2]] == [one.response_ids[:30], one.response_ids[30:]]
     # The first token of each comes out of prefill.
-    metrics = kv_metrics([one], None)
+    metrics = kv_metrics([one], {"s": BudgetSchedule.fixed(64)})
     assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(
         np.mean([*range(61, 90), *range(91, 100)])
     )

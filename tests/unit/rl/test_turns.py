@@ -13,6 +13,7 @@ from sparrow_sglang.rl.metrics import kv_metrics, prefill_metrics
 from sparrow_sglang.rl.tasks import calculator, chat_render, load_task
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
+from sparrow_sglang.schedule import BudgetSchedule
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,8 @@ def test_given_tokens_are_context_and_nothing_else() -> None:
     with pytest.raises(ValueError, match="35 sampled tokens"):
         replace(rollout, logprobs=np.zeros(45))
     cached = [*range(61, 80), *range(81, 90), *range(101, 105)]
-    assert kv_metrics([rollout], None)["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(cached))
+    metrics = kv_metrics([rollout], {"s": BudgetSchedule.fixed(64)})
+    assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(cached))
     assert prefill_metrics([rollout]) == {
         "sparrow/turns": 2.0,
         "sparrow/continued_cached_tokens": 32.0,
