@@ -130,7 +130,7 @@ class RunLog:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         if self._wandb is not None:
-            self._wandb.log(dict(metrics), step=step)
+            self._wandb.log({"step": step, **metrics})
         if "timing_s/step" in metrics:
             self.say(step_line(step, self._steps, metrics))
             self._progress.advance()
@@ -250,7 +250,7 @@ def _wandb(config: TrainConfig, first: int) -> Any:
     path = config.run_dir / WANDB_ID_FILE
     if not first or not path.exists():
         write_text(path, uuid.uuid4().hex)
-    return wandb.init(
+    run = wandb.init(
         id=path.read_text("utf-8"),
         resume="allow",
         project=config.logging.wandb_project,
@@ -258,3 +258,7 @@ def _wandb(config: TrainConfig, first: int) -> Any:
         dir=config.run_dir,
         config=config.model_dump(mode="json"),
     )
+    # Rows by its own step are ignored where that has been before, as at a resume.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

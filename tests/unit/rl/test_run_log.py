@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_at_weights_and_biases(
 
     def init(*, id: str, resume: str, **more: Any) -> SimpleNamespace:
         begun.append((id, resume))
-        return SimpleNamespace(log=print, finish=lambda: None)
+        return SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for first in (0, 3, 7, 0):
@@ -122,3 +122,38 @@ def test_a_resumed_run_goes_on_at_weights_and_biases(
     # A run that starts anew is another one.
     assert ids[0] == ids[1] == ids[2] != ids[3]
     assert {resume for _, resume in begun} == {"allow"}
+
+
+def test_a_row_of_a_step_that_weights_and_biases_has_got_before_reaches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own counter of rows does not go back, and goes on where a run is resumed."""
+    shown: list[dict[str, float]] = []
+    axes: dict[str, str] = {}
+
+    def log(row: dict[str, float], step: int | None = None) -> None:
+        if step is None or step >= len(shown):
+            shown.append(row)
+
+    def init(**more: Any) -> SimpleNamespace:
+        def define(name: str, step_metric: str = "") -> None:
+            axes[name] = step_metric
+
+        return SimpleNamespace(log=log, define_metric=define, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for first in (0, 1):
+        log_of_start = RunLog(config(tmp_path, wandb_project="x"), first)
+        if not first:
+            log_of_start.write(0, {"loss": 0.5})
+            # After the last step, whose weights the next start goes on from.
+            log_of_start.write(1, {"eval/pass_rate": 0.7})
+        else:
+            log_of_start.write(1, {"loss": 0.4})
+        log_of_start.close()
+    assert shown == [
+        {"step": 0, "loss": 0.5},
+        {"step": 1, "eval/pass_rate": 0.7},
+        {"step": 1, "loss": 0.4, "eval/pass_rate": 0.7},
+    ]
+    assert axes["*"] == "step"
