@@ -152,11 +152,13 @@ def prompts_for(options: argparse.Namespace, model_path: str) -> tuple[list[Prom
 def given_prompts(
     options: argparse.Namespace, tokenize: Tokenize
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """As `prompts_for`, of a file: the first ones held out, the others as often as it takes."""
-    found = [
-        Prompt(each.name, "given", each.input_ids)
-        for each in read_prompts(options.prompts, tokenize, options.context)
-    ]
+    """As `prompts_for`, of a file: the first ones held out, the others as often as it takes.
+
+    Lines that repeat a prompt are left out.
+    """
+    given = read_prompts(options.prompts, tokenize, options.context)
+    ids = {each.name: each.input_ids for each in given}
+    found = [Prompt(name, "given", input_ids) for name, input_ids in ids.items()]
     longest = max(len(prompt.input_ids) for prompt in found)
     if longest + options.new_tokens + NEEDED_ROOM > options.context:
         raise CalibrationError(

@@ -63,20 +63,23 @@ def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> l
 def prompts_for(
     options: argparse.Namespace, folder: str, wanted: int, wanted_by: str
 ) -> list[Prompt]:
-    """Held-out responses first, then `wanted` ones to train on.
+    """Held-out responses first, then `wanted` ones to train on, to other prompts.
 
     Raises `CalibrationError` if there are too few; `wanted_by` are the options that ask for these.
     """
     tokenize = tokenizer_of(folder)
     if options.prompts:
         found = read_prompts(options.prompts, tokenize, options.context)
-        if len(found) < options.heldout + wanted:
+        heldout = found[: options.heldout]
+        names = {prompt.name for prompt in heldout}
+        given = heldout + [prompt for prompt in found if prompt.name not in names]
+        if len(given) < options.heldout + wanted:
             raise CalibrationError(
-                f"--prompts {options.prompts}: has {len(found)} prompts; expected"
+                f"--prompts {options.prompts}: has {len(given)} prompts; expected"
                 f" {options.heldout + wanted} or more, for --heldout {options.heldout} and"
-                f" {wanted_by}"
+                f" {wanted_by}, besides lines that repeat a held-out prompt"
             )
-        return with_responses(found[: options.heldout + wanted], folder, options.new_tokens)
+        return with_responses(given[: options.heldout + wanted], folder, options.new_tokens)
 
     def draw(part: Literal["check", "calibration"], number: int) -> list[Prompt]:
         # The longer half, as the shortest have no room for a question.

@@ -97,7 +97,9 @@ def test_refusals_are_one_line_before_anything_starts(model, tmp_path, capsys, a
 
 def test_given_prompts_are_held_out_or_trained_on(model, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"input_ids": [i + 3] * 30}) + "\n" for i in range(7)))
+    # The first ones are there twice, which must not be trained on.
+    numbers = (*range(7), 0, 1)
+    file.write_text("".join(json.dumps({"input_ids": [i + 3] * 30}) + "\n" for i in numbers))
     words = ["--model", model, "--prompts", str(file), "--out", str(tmp_path / "x.json")]
     sizes = ["--context", "100", "--new-tokens", "60", "--steps", "1", "3", "--responses", "2"]
     options = distill_gain._parser().parse_args([*words, *sizes, "--heldout", "3"])

@@ -1,5 +1,6 @@
 """The comparison of adapters on recorded responses: its losses, what it skips, what it refuses."""
 
+import argparse
 import json
 
 import numpy as np
@@ -12,7 +13,12 @@ from scipy.special import rel_entr, softmax
 
 from sparrow_sglang.benchmarks import tables
 from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT
-from sparrow_sglang.benchmarks.training import adapter_steps, distill_settings
+from sparrow_sglang.benchmarks.training import (
+    adapter_steps,
+    distill_settings,
+    recorded_responses,
+)
+from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 
@@ -97,6 +103,22 @@ def test_a_run_goes_on_with_the_settings_that_are_missing(tmp_path, capsys):
             distill_settings.main(wrong)
         line = capsys.readouterr().err.splitlines()[-1]
         assert named in line
+
+
+def test_no_response_to_a_heldout_prompt_is_trained_on(tmp_path):
+    save_model_of_bytes(tmp_path)
+    model = save_tiny_model(tmp_path)
+    file = tmp_path / "prompts.jsonl"
+    # Two responses to each of five prompts, those to a prompt far apart.
+    rows = [{"input_ids": [3 + i % 5] * 9, "response": [40 + i, 50]} for i in range(10)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = argparse.Namespace(prompts=file, heldout=2, context=100, new_tokens=4)
+    found = recorded_responses.prompts_for(options, model, 6, "--steps 6")
+    assert [(p.input_ids[0], p.response_ids[0] - 40) for p in found] == [
+        (3, 0), (4, 1), (5, 2), (6, 3), (7, 4), (5, 7), (6, 8), (7, 9),
+    ]  # fmt: skip
+    with pytest.raises(CalibrationError, match="has 8 prompts; expected 9 or more"):
+        recorded_responses.prompts_for(options, model, 7, "--steps 7")
 
 
 def test_the_figures_in_the_documentation_are_the_results():
