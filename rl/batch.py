@@ -21,7 +21,7 @@ def sampled_tokens(sequence: TokenSequence) -> int:
 
 def evenly(number: int, count: int) -> list[int]:
     """At most `count` of the indices below `number`, at equal distances from 0 on."""
-    return sorted({index * number // count for index in range(count)})
+    return sorted({index * number // count for index in range(count if number else 0)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,22 +78,31 @@ class Batch:
         return replace(self, advantages=self.advantages * tokens, in_loss=self.in_loss & whole)
 
     def spread(self, count: int) -> "Batch":
-        """At most `count` of the rollouts, evenly spread over the batch."""
+        """At most `count` of the rollouts, evenly spread over the batch; none that was retracted,
+        as its sparse actor's distribution cannot be computed."""
         return self._only(self.spread_indices(count))
 
     def without_spread(self, count: int) -> "Batch":
-        """The rollouts that `spread(count)` leaves out; all of them if it leaves out none."""
+        """The rollouts that `spread(count)` leaves out; all of them if it leaves out none.
+
+        None of them was retracted in either case.
+        """
         taken = set(self.spread_indices(count))
-        left = [index for index in range(len(self.rollouts)) if index not in taken]
-        return self._only(left) if left else self
+        left = [index for index in self._computable if index not in taken]
+        return self._only(left or self._computable)
 
     def spread_indices(self, count: int) -> list[int]:
         """Which rollouts `spread(count)` takes."""
-        return evenly(len(self.rollouts), count)
+        computable = self._computable
+        return [computable[place] for place in evenly(len(computable), count)]
+
+    @property
+    def _computable(self) -> list[int]:
+        return [index for index, rollout in enumerate(self.rollouts) if not rollout.retracted]
 
     def _only(self, chosen: list[int]) -> "Batch":
         tokens = torch.arange(len(self.advantages)).split(self.lengths)
-        where = torch.cat([tokens[i] for i in chosen])
+        where = torch.cat([torch.empty(0, dtype=torch.int64), *(tokens[i] for i in chosen)])
         return Batch(
             tuple(self.rollouts[i] for i in chosen),
             self.rollout_logprobs[where],

@@ -137,7 +137,8 @@ def acceptance_metrics(
 def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> dict[str, float]:
     """Rewards and response lengths of a batch, under verl's names; rewards are [n] per group.
 
-    `response_length/clip_ratio` is the share of responses that were cut at the length limit.
+    `response_length/clip_ratio` is the share of responses that were cut at the length limit,
+    `sparrow/retracted_fraction` that of those of which the engine retracted a request.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = np.concatenate([np.asarray(group, np.float64) for group in rewards])
@@ -150,6 +151,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/clip_ratio": float(cut.mean()),
+        "sparrow/retracted_fraction": float(np.mean([rollout.retracted for rollout in rollouts])),
     }
 
 

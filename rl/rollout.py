@@ -141,7 +141,10 @@ def continued(
         raise RolloutError(f"rollout {rollout.prompt_id!r}/{rollout.sample}: {problem}")
     ids = (*rollout.response_ids, *(token for _, token, *_ in recorded))
     logprobs = np.array([logprob for logprob, *_ in recorded], dtype=np.float32)
-    segment = Segment(before, len(ids), weight_version, schedule, meta.get("cached_tokens", 0))
+    # Only a retracted request can have tokens and be aborted in SGLang's queue, which counts none.
+    retracted = bool(meta.get("num_retractions", finish["type"] == ABORTED))
+    cached = meta.get("cached_tokens", 0)
+    segment = Segment(before, len(ids), weight_version, schedule, cached, retracted)
     longer = replace(
         rollout,
         response_ids=ids,

@@ -129,10 +129,9 @@ class SparseActor:
 
         Of the actor as it is, adapter included; none for dense rollouts.
         """
-        count = self._config.mismatch.sequences
-        if self.schedule is None or count == 0:
+        sequences = batch.spread(self._config.mismatch.sequences).segments
+        if self.schedule is None or not sequences:
             return np.empty(0), np.empty(0, np.int64)
-        sequences = batch.spread(count).segments
         adapted = self.adapter.delivered if self.adapter else nullcontext
         temperature = self._config.rollout.temperature
         rates = self._policy.acceptance(sequences, self.schedule, adapted, temperature)
@@ -146,6 +145,8 @@ class SparseActor:
             return {}
         measured = self._config.mismatch.sequences
         chosen = batch.without_spread(measured).spread(self._config.distill.sequences)
+        if not chosen.rollouts:
+            return {}
         term = PolicyTerm(
             chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
         )

@@ -41,7 +41,8 @@ class Segment:
 
     All that precedes `start`, the prompt included, was prefilled for it, densely, but for `cached`
     tokens out of the prefix cache; what follows was decoded under `schedule` from the weights
-    `weight_version`.
+    `weight_version`. Where the engine has `retracted` the request, some of these tokens were
+    prefilled later on, too; it does not say how many.
     """
 
     start: int
@@ -49,6 +50,7 @@ class Segment:
     weight_version: str
     schedule: str
     cached: int = 0
+    retracted: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,11 @@ class Rollout:
     @property
     def finished(self) -> bool:
         return self.finish_reason != ABORTED
+
+    @property
+    def retracted(self) -> bool:
+        """Whether it is not known what the engine prefilled, and what it decoded."""
+        return any(segment.retracted for segment in self.segments)
 
     @property
     def turns(self) -> tuple[str, ...]:

@@ -160,6 +160,28 @@ def test_sparse_rollouts_record_the_sparse_law(sparse_engine, sharp_llama, model
     assert error(model, groups) > 10 * FP32
 
 
+def test_retracted_responses_are_those_that_the_sparse_law_from_their_prompt_is_not(
+    sharp_llama, tmp_path
+) -> None:
+    """Eight requests of 160 tokens and more in a pool of 512: some are prefilled again."""
+    SCHEDULE.save(tmp_path / "test.json")
+    engines.import_for_fork()
+    arguments = SERVER_ARGS | {"max_total_tokens": 512, "schedule_conservativeness": 0.1}
+    small = LocalEngine(sharp_llama, str(tmp_path / "test.json"), **arguments)
+    try:
+        groups = small.generate(PROMPTS[:1], 8, Sampling(max_new_tokens=100))
+    finally:
+        small.close()
+    oracle = ContractModel(sharp_llama, SCHEDULE)
+    off = {True: [0.0], False: [0.0]}
+    for rollout in groups[0].rollouts:
+        ids = list(rollout.response_ids)
+        picked = oracle.log_probs(list(rollout.prompt_ids), ids)[range(len(ids)), ids].numpy()
+        off[rollout.retracted].append(float(np.abs(rollout.logprobs - picked).max()))
+    assert max(off[False]) < FP32 and max(off[True]) > 10 * FP32
+    assert len(off[False]) > 1
+
+
 def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, model, tmp_path):
     """Each part by the weights and the length of the dense prefill that it was sampled with."""
     changed = scaled(model)

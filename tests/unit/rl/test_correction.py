@@ -12,7 +12,7 @@ import torch
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.metrics import acceptance_metrics, mismatch_metrics, rollout_metrics
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
 # Two responses, of ratios dense / rollout 1/2, 4 and 3, 1/10, 1, 6.
 RATIOS = [0.5, 4.0, 3.0, 0.1, 1.0, 6.0]
@@ -197,8 +197,8 @@ def test_tail_of_exact_acceptance_rates_by_bin() -> None:
 
 def test_rollout_metrics() -> None:
     def rollout(sample: int, tokens: int, reason: str) -> Rollout:
-        ids = tuple(range(tokens))
-        return Rollout("p", sample, (1,), ids, np.zeros(tokens), reason, "0", "dense", "")
+        ids, segments = tuple(range(tokens)), (Segment(0, tokens, "0", "s", 0, sample > 0),)
+        return Rollout("p", sample, (1,), ids, np.zeros(tokens), reason, "0", "s", "", segments)
 
     group = Group(Prompt("p", "t", (1,)), (rollout(0, 3, "stop"), rollout(1, 8, "length")))
     metrics = rollout_metrics([group, group], [[0.0, 1.0], [1.0, 1.0]])
@@ -206,6 +206,7 @@ def test_rollout_metrics() -> None:
     assert metrics["response_length/mean"] == 5.5
     assert metrics["response_length/max"] == 8.0
     assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["sparrow/retracted_fraction"] == 0.5
 
 
 def test_refusals() -> None:

@@ -1,6 +1,7 @@
 """DistillSparse: divergences against float64 loops, and what an adapter step moves."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,17 +15,20 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.rl import distill
 from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.config import AlgorithmConfig, ModelConfig, OptimizerConfig
+from sparrow_sglang.rl.config import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import (
     PolicyTerm,
     SparseAdapter,
     exact_kl,
     top_k_kl,
 )
+from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.rl.runs.response_rows import measured_tails
+from sparrow_sglang.rl.sparse_actor import SparseActor
+from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
 
 def test_divergences_equal_loops_over_the_tokens():
@@ -258,6 +262,38 @@ def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
     torch.testing.assert_close(part.rollout_logprobs, torch.tensor([0, -0.1, -0.2, -1, -3, -3.1]))
     assert part.group.tolist() == chosen and part.in_loss.tolist() == [True, False, False]
     assert batch.spread(9).sequences == batch.sequences
+
+
+def test_retracted_responses_are_in_no_part_of_a_batch():
+    def batch(retracted: set[int]) -> Batch:
+        groups = []
+        for index in range(6):
+            segments = (Segment(0, 2, "0", "fixed-48", 0, index in retracted),)
+            one = Rollout(
+                f"{index}", 0, (index,), (9, 9), np.zeros(2), "stop", "0", "s", "", segments
+            )
+            groups.append(Group(Prompt(f"{index}", "test", (index,)), (one,)))
+        return Batch.of(groups, Advantages((np.zeros(1),) * 6, (True,) * 6))
+
+    def names(part: Batch) -> list[int]:
+        return [rollout.prompt_ids[0] for rollout in part.rollouts]
+
+    part = batch({0, 3})
+    assert names(part.spread(2)) == [1, 4] and part.spread_indices(2) == [1, 4]
+    assert names(part.without_spread(2)) == [2, 5]
+    assert names(part.without_spread(9)) == names(part.spread(9)) == [1, 2, 4, 5]
+    # What is learnt from is the whole batch nevertheless.
+    assert len(part.sequences) == 6
+    everything = batch(set(range(6)))
+    assert everything.spread(2).segments == everything.without_spread(2).segments == []
+    # Then nothing is measured, and the adapter stays as it is.
+    config = TrainConfig.parse({"run_dir": "unused", "task": {"name": "story"}})
+    nothing: Any = object()
+    ladder = Ladder([SCHEDULE], config.ladder)
+    actor = SparseActor(config, nothing, nothing, nothing, ladder)
+    rates, positions = actor.acceptance(everything)
+    assert rates.size == positions.size == 0 and actor.distill(everything) == {}
+    assert measured_tails(everything, rates, config.mismatch.sequences) == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

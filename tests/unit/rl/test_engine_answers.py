@@ -74,9 +74,17 @@ def test_an_aborted_response_goes_on_without_its_last_token() -> None:
     rollout = continued(rollout, last, sampling, "5", "sparse", str)
     assert (rollout.response_ids, rollout.finish_reason) == ((5, 6, 8, 9), "stop")
     assert rollout.text == "(5, 6, 8)"
-    assert rollout.segments == (Segment(0, 2, "3", "dense"), Segment(2, 4, "5", "sparse"))
+    # An abort that counts no retractions is one in the queue, where these tokens cannot have come.
+    before, after = Segment(0, 2, "3", "dense", retracted=True), Segment(2, 4, "5", "sparse")
+    assert rollout.segments == (before, after)
     prompt = PROMPTS[0].input_ids
     assert rollout.split() == [(prompt, (5, 6)), ((*prompt, 5, 6), (8, 9))]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_retracted_response_is_known_as_such(count) -> None:
+    sampling = Sampling(max_new_tokens=2)
+    assert taken(begun(), answer([5, 6], num_retractions=count), sampling).retracted == (count > 0)
 
 
 def test_requests_leave_no_truncation_to_the_checkpoint() -> None:
