@@ -25,7 +25,7 @@ TRAINING := tests/unit/rl
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-unit test-rest test-frameworks test-sglang test-versions soak fuzz lint setup clean
+.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-unit test-gpu test-processes test-frameworks test-sglang test-versions soak fuzz lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -33,7 +33,7 @@ demo: $(STAMP)
 # Five processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
 # ever for a worker that a failing engine has taken along.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j 5 test-engine test-training test-server test-unit test-rest
+	@$(MAKE) --no-print-directory -j 6 test-engine test-training test-server test-processes test-unit test-gpu
 
 test-engine: $(STAMP)
 	$(BIN)/python -m pytest tests/engine --ignore=tests/engine/rl $(PYTEST_FLAGS)
@@ -53,11 +53,15 @@ unit-training: $(STAMP)
 unit-rest: $(STAMP)
 	$(BIN)/python -m pytest -q tests/unit $(TRAINING:%=--ignore=%) $(PYTEST_FLAGS)
 
-test-unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit $(PYTEST_FLAGS)
+test-processes: $(STAMP)
+	$(BIN)/python -m pytest tests/processes $(PYTEST_FLAGS)
 
-test-rest: $(STAMP)
-	$(BIN)/python -m pytest tests/processes tests/gpu $(PYTEST_FLAGS)
+# These two only compute, so they leave the processor to tests that also wait for processes.
+test-unit: $(STAMP)
+	nice -n 15 $(BIN)/python -m pytest tests/unit $(PYTEST_FLAGS)
+
+test-gpu: $(STAMP)
+	nice -n 15 $(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
 
 # In environments of their own, as verl and slime bring other versions of what we use.
 test-frameworks: $(STAMP)
