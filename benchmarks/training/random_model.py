@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparrow_sglang.benchmarks.options import MODELS, known_models
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import CHAT_TEMPLATE, save_word_tokenizer
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_chat_tokenizer
 from sparrow_sglang.command_line import OneLineParser
 
 
@@ -18,19 +18,14 @@ def save_random_model(shape: str, folder: Path) -> None:
     No token ends a text, so that every response is as long as asked for.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(MODELS / shape, eos_token_id=None, bos_token_id=None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    save_word_tokenizer(folder, config.vocab_size)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    # Trainers pad, and name the end of a text.
-    tokenizer.pad_token, tokenizer.eos_token = "w0", "w1"
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    save_chat_tokenizer(folder, config.vocab_size)
     # Which else would take them from the tokenizer.
     generation = {"eos_token_id": None, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation))

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import save_model_of_words, words
-from engines import random_prompt, unused_model_files
+from engines import VOCAB_SIZE, random_prompt, save_tiny_model, unused_model_files
 from oracle import ContractModel
 
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_chat_tokenizer
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -202,6 +203,7 @@ class TestRolloutServer:
 class Trained:
     """A run of verl's trainer: the benchmark's row of it, and the batches that it trained on."""
 
+    model: str
     row: dict[str, Any]
     batches: list[list[dict[str, Any]]]
     folder: Path
@@ -214,11 +216,10 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two steps of the README's recipe on the CPU with a tiny model, by the benchmark's command."""
     folder = tmp_path_factory.mktemp("trained")
-    model = save_model_of_words(tmp_path_factory.mktemp("trained_words"), **TIED)
-    # verl pads, and names the end of a text; w0 is what the tokenizer takes foreign words for.
-    config = Path(model, "tokenizer_config.json")
-    names = {"pad_token": "w0", "eos_token": "w1"}
-    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    # verl asks more of the tokenizers of this kind than of others.
+    model = tmp_path_factory.mktemp("trained_model")
+    save_tiny_model(model, kind="qwen3", spread=0.15, **TIED)
+    save_chat_tokenizer(model, VOCAB_SIZE)
     data = [sys.executable, "task.py", str(folder / "data")]
     subprocess.run(data, cwd=FOLDER, check=True, timeout=LIMIT_S)
     out, dump = folder / "out.json", folder / "dump.jsonl"
@@ -227,7 +228,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         "sparrow_sglang.benchmarks.training.verl_runs",
         str(FOLDER / "words_grpo.yaml"),
     ]
-    command += ["--model", model, "--schedules", "fixed-64", "--seeds", "0", "--out", str(out)]
+    command += ["--model", str(model), "--schedules", "fixed-64", "--seeds", "0", "--out", str(out)]
     command += ["--work", str(folder / "runs"), "--limit", str(LIMIT_S - 100), "--set"]
     command += [f"data.train_files={folder}/data/train.parquet"]
     command += [f"data.val_files={folder}/data/test.parquet", *ON_CPU]
@@ -247,7 +248,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     [row] = json.loads(out.read_text())["rows"]
-    return Trained(row, [json.loads(line) for line in dump.read_text().splitlines()], folder)
+    batches = [json.loads(line) for line in dump.read_text().splitlines()]
+    return Trained(str(model), row, batches, folder)
 
 
 class TestTrainer:
@@ -263,15 +265,16 @@ class TestTrainer:
     def test_the_correction_sees_sparse_rollouts(self, trained: Trained) -> None:
         """Of dense rollouts of the same weights, every ratio would be 1 up to rounding."""
         assert all(value > 0.01 for value in trained.curve("rollout_corr/rollout_is_std"))
-        assert all(value > 0.01 for value in trained.curve("rollout_corr/kl"))
+        # Never negative, as the mean of log-ratios of few tokens may be.
+        assert all(value > 1e-3 for value in trained.curve("rollout_corr/k3_kl"))
 
-    def test_rates_are_those_of_the_contract(self, trained: Trained, model: str) -> None:
+    def test_rates_are_those_of_the_contract(self, trained: Trained) -> None:
         """Exact rates of the first batch, which the checkpoint's weights have sampled."""
         recorded = [row for row in trained.batches[0] if row["rates"]]
         assert len(recorded) == 2
         for row in recorded:
             sparse, dense = (
-                ContractModel(model, schedule).log_probs(row["prompt"], row["response"])
+                ContractModel(trained.model, schedule).log_probs(row["prompt"], row["response"])
                 for schedule in (BudgetSchedule.fixed(64), None)
             )
             expected = acceptance_rate(sparse, dense)[1:]

@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
+import pytest
+
+from sparrow_sglang.benchmarks.rollouts.word_tokenizer import (
+    save_chat_tokenizer,
+    save_word_tokenizer,
+)
 
 
 def test_any_token_ids_survive_the_way_to_text_and_back(tmp_path: Path) -> None:
@@ -13,3 +18,21 @@ def test_any_token_ids_survive_the_way_to_text_and_back(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.num_special_tokens_to_add()) == (3000, 0)
     ids = [0, 2999, 17, 17, *range(0, 3000, 7)]
     assert tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=True)) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("\n", [2]), ("<|im_end|>", [3]), ("w4 foreign\nw299<|im_end|>", [4, 0, 2, 299, 3])],
+)
+def test_a_chat_tokenizer_has_line_breaks_and_ends_of_turns(
+    tmp_path: Path, text: str, ids: list[int]
+) -> None:
+    from transformers import AutoTokenizer
+
+    save_chat_tokenizer(tmp_path, 300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 300
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
+    chat = [{"role": "user", "content": "w7 w8"}]
+    assert tokenizer.apply_chat_template(chat, return_dict=False) == [7, 8]
