@@ -13,6 +13,8 @@ from sparrow_sglang.benchmarks.steps import decode_step
 from sparrow_sglang.benchmarks.training import attention_times, train_memory
 from sparrow_sglang.planning.cost_model import Hardware
 from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.rl.config.data import RolloutConfig
+from sparrow_sglang.rl.config.learning import DistillConfig
 from sparrow_sglang.rl.ranks import ALONE, joined
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -104,3 +106,21 @@ def test_packs_are_of_like_lengths_and_padding_attends_within_them() -> None:
     first, end = sum(lengths[:3]), sum(lengths[:4])
     scores = query[0, 1, end - 1] @ key[0, 1, first:end].T / 2
     torch.testing.assert_close(out[0, end - 1, 1], scores.softmax(0) @ value[0, 1, first:end])
+
+
+def test_the_docs_say_what_an_adapter_step_costs() -> None:
+    root = Path(__file__).parents[3]
+    result = root / "benchmarks" / "results" / "h200" / "train_memory_qwen3-1.7b.json"
+    ratios: dict[int, list[float]] = {8192: [], 32768: []}
+    for row in json.loads(result.read_text())["rows"]:
+        steps = zip(row["adapter_step_s"], row["step_s"], strict=True)
+        ratios[row["tokens"]] += [adapter / update for adapter, update in steps]
+    rollout = RolloutConfig(max_new_tokens=16)
+    share = DistillConfig().sequences / (rollout.prompts_per_step * rollout.samples_per_prompt)
+    short, long = ratios.values()
+    page = " ".join((root / "docs" / "training.md").read_text().split())
+    assert (
+        f"takes {min(short):.1f} to {max(short):.1f} dense updates of the same responses at 8,192"
+        f" tokens, and {min(long):.1f} to {max(long):.1f} at 32,768" in page
+    )
+    assert f"at most {max(short) * share:.2f} and {max(long) * share:.2f} of the step's" in page
