@@ -153,7 +153,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def less_to_compile() -> Iterator[None]:
+    """What takes minutes on a GPU before the first token, and is not what these tests are about."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ON_GPU:
+            # Else prompts run in kernels for Hopper, of ten files that take a minute or more each.
+            patch.setenv("SGLANG_FLASHINFER_USE_PAGED", "1")
+            # Else torch compiles the sum over a token's experts, again for other small batches.
+            patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(
+    model: str, less_to_compile: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     schedule = tmp_path_factory.mktemp("schedule") / "test.json"
     SCHEDULE.save(schedule)
     with start_engine(
