@@ -5,8 +5,8 @@
 
 In: a version on the package index, and some of the rooms `engine` and `server`; both by default.
 With --failed only those tests run again that failed in the last report of a room; the result says
-which and at what commit. Or files of `pytest tests/gpu -o junit_family=xunit1 --junitxml=FILE` from a machine
-with a GPU, which name the version themselves.
+which and at what commit. Or files of `pytest tests/gpu -o junit_family=xunit1 --junitxml=FILE` from
+a machine with a GPU, which name the version themselves.
 Out: build/sglang-VERSION with the environment and pytest's reports, and what was counted in
 benchmarks/results/sglang_versions/VERSION.json, which the table of docs/versions.md is made of.
 """
