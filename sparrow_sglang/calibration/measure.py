@@ -19,7 +19,7 @@ from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.plugin.exact_acceptance import comparing_request, exact_rates, record_into
+from sparrow_sglang.client.exact_rates import comparing_request, exact_rates, record_into
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule

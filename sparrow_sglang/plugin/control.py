@@ -18,6 +18,7 @@ from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
 from sparrow_sglang.plugin.pair_calls import pairs
 from sparrow_sglang.plugin.refusals import uses_sparrow
+from sparrow_sglang.plugin.request_state import ATTRIBUTE
 from sparrow_sglang.plugin.routes import add_routes
 from sparrow_sglang.plugin.scheduler_calls import (
     ControlError,
@@ -30,7 +31,6 @@ from sparrow_sglang.plugin.scheduler_calls import (
 from sparrow_sglang.plugin.server_args import FIELD, resolve_schedules
 from sparrow_sglang.plugin.server_log import announce, describe
 from sparrow_sglang.plugin.state import (
-    ATTRIBUTE,
     ServerState,
     require_scheduler_state,
     require_server_state,

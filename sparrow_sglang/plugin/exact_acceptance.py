@@ -4,25 +4,19 @@ The rate of a token needs both whole distributions. Lists of the likeliest token
 enough for a model that is sure of itself; where a model spreads its probability over thousands of
 tokens, the bounds say nothing. So the server keeps the last hidden state of every decode step of a
 generation, prefills the same tokens again, densely, and compares what the output layer makes of
-both. Only the rates leave the device.
+both. Only the rates leave the device. `client/exact_rates.py` has the requests for it.
 
-A server records if it is started within `recording`; requests name the slot that they record into
-or are compared with. Costs one copy of [batch, hidden size] per decode step, captured in its CUDA
-graph, and slots x steps x hidden size numbers of memory.
+Costs one copy of [batch, hidden size] per decode step, captured in its CUDA graph, and slots x
+steps x hidden size numbers of memory.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from math import isnan
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from sparrow_sglang.environment import exported
-from sparrow_sglang.mismatch.acceptance import acceptance_rate
+from sparrow_sglang.client.exact_rates import COMPARE, RATES, RECORD, VARIABLE
 from sparrow_sglang.plugin.state import PROCESS, require_scheduler_state
+from sparrow_sglang.plugin.step_record import Place, StepRecord
 from sparrow_sglang.sglang_versions import kv_of, logits_of
 
 if TYPE_CHECKING:
@@ -30,146 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-_VARIABLE = "SPARROW_RECORD"
-_RECORD = "sparrow_record"
-_COMPARE = "sparrow_compare"
-_RATES = "sparrow_acceptance"
-_ROWS = 256
-
-Place = tuple[int, int]
-"""Slot, and the number of prompt tokens before the response."""
-
-
-def recording(slots: int, steps: int) -> AbstractContextManager[None]:
-    """Engines started meanwhile record up to `steps` decode steps of `slots` generations."""
-    return exported(_VARIABLE, f"{slots}x{steps}")
-
-
-def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:
-    """`custom_params` of a generation whose steps are to be kept in `slot`."""
-    return {_RECORD: [slot, prompt_tokens]}
-
-
-def comparing_request(
-    slot: int, prompt: Sequence[int], response: Sequence[int], namespace: str
-) -> dict[str, Any]:
-    """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads.
-
-    It must follow the generation that recorded into `slot`, before another does. `namespace` must
-    be one in which no sparse decode has written KV.
-    """
-    return {
-        "input_ids": [int(token) for token in (*prompt, *response)],
-        "sampling_params": {
-            # One token, as SGLang hands on what a forward pass says about a request with its token.
-            "max_new_tokens": 1,
-            "custom_params": {_COMPARE: [slot, len(prompt)]},
-        },
-        # Or a cached prefix might hold tokens of the response, which are to be computed.
-        "return_logprob": True,
-        "logprob_start_len": len(prompt) - 1,
-        "extra_key": namespace,
-        "log_metrics": False,
-    }
-
-
-def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Acceptance rates of all response tokens but the first, [T - 1], from the answer to a
-    `comparing_request`. The first comes out of prefill, and so does, after a retraction, a later
-    one, whose rate is NaN.
-
-    Raises `ValueError` if the server does not record, or not into so many slots.
-    """
-    rates = answer["meta_info"].get(_RATES)
-    if not rates or rates[0] is None:
-        raise ValueError(
-            "the server records nothing into this slot: expected one started within `recording`,"
-            " with as many slots"
-        )
-    return np.array(rates[0], dtype=np.float64)
-
-
-class StepRecord:
-    """Last hidden states of decode steps, by slot and step; lives in a scheduler."""
-
-    def __init__(
-        self, slots: int, steps: int, rows: int, hidden_size: int, dtype: Any, device: Any
-    ) -> None:
-        """`rows` is the size of SGLang's token table."""
-        import torch
-
-        self._steps = steps
-        self._nowhere = slots * steps
-        # Forward passes run in inference mode, other writers do not.
-        with torch.inference_mode(False):
-            self._states = torch.zeros(slots * steps + 1, hidden_size, dtype=dtype, device=device)
-            # Whether a state is that of the generation which records into its slot now.
-            self._recorded = torch.zeros(slots * steps + 1, dtype=torch.bool, device=device)
-            self._rates = torch.zeros(slots, steps, device=device)
-            self._places = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
-
-    def assign(
-        self, rows: Sequence[int], places: Sequence[Place | None], sampled: Sequence[int]
-    ) -> None:
-        """Which slot the requests in these rows of the token table record into, None for none.
-
-        They are about to be prefilled, with the response tokens that each has `sampled`: none, or
-        those up to a retraction.
-        """
-        import torch
-
-        index = torch.tensor(rows, device=self._places.device)
-        values = torch.tensor([place or (-1, -1) for place in places], device=self._places.device)
-        self._places[index] = values
-        for place, step in zip(places, sampled, strict=True):
-            if place is not None:
-                start = place[0] * self._steps
-                self._recorded[start + min(step, self._steps) : start + self._steps] = False
-
-    def keep(self, hidden: "torch.Tensor", rows: "torch.Tensor", lengths: "torch.Tensor") -> None:
-        """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B].
-
-        Reads and writes at fixed addresses, so that it can be part of a CUDA graph.
-        """
-        import torch
-
-        slot, prompt = self._places[rows.long()].unbind(-1)
-        step = lengths - prompt
-        inside = (slot >= 0) & (step >= 0) & (step < self._steps)
-        index = torch.where(inside, slot * self._steps + step, self._nowhere)
-        self._states[index] = hidden
-        self._recorded.index_fill_(0, index, True)
-
-    def compare(
-        self,
-        hidden: "torch.Tensor",
-        prefix: int,
-        place: Place,
-        logits: "Callable[[torch.Tensor], torch.Tensor]",
-    ) -> list[float | None]:
-        """Rates of response tokens 1 to T - 1 of one request, of which these states were computed.
-
-        `hidden` is [C, H], of the positions from `prefix` on; rates of earlier chunks are kept.
-        None, as JSON has no NaN, where no decode step was recorded.
-        """
-        import torch
-
-        slot, prompt = place
-        end = prefix + len(hidden)
-        last = min(end, prompt + self._steps - 1)
-        for start in range(max(prefix, prompt), last, _ROWS):
-            stop = min(start + _ROWS, last)
-            # The state at position p gives the token after it, as the step with p + 1 cached does.
-            step = start + 1 - prompt
-            first = slot * self._steps + step
-            kept = slice(first, first + stop - start)
-            dense = hidden[start - prefix : stop - prefix]
-            found = acceptance_rate(logits(self._states[kept]), logits(dense))
-            found.masked_fill_(~self._recorded[kept], torch.nan)
-            self._rates[slot, step : step + len(found)] = found
-        rates = self._rates[slot, 1 : max(1, end - prompt)].tolist()
-        return [None if isnan(rate) else rate for rate in rates]
 
 
 def remember_places(
@@ -184,11 +38,11 @@ def remember_places(
     model = batch.model_config
     _the_record(model.hidden_size, model.dtype, batch.device).assign(
         [kv_of(req).req_pool_idx for req in batch.reqs],
-        [_place(req, _RECORD) for req in batch.reqs],
+        [_place(req, RECORD) for req in batch.reqs],
         [len(req.output_ids) for req in batch.reqs],
     )
     # By id, as the pass is run with a copy of `forward_batch`.
-    places = {req.rid: _place(req, _COMPARE) for req in batch.reqs}
+    places = {req.rid: _place(req, COMPARE) for req in batch.reqs}
     require_scheduler_state().compared = {
         rid: place for rid, place in places.items() if place is not None
     }
@@ -232,13 +86,13 @@ def keep_or_compare(
             part = hidden_states[start : start + count]
             rates.append(record.compare(part, prefix, place, logits) if place else None)
             start += count
-        output.customized_info = {**(output.customized_info or {}), _RATES: rates}
+        output.customized_info = {**(output.customized_info or {}), RATES: rates}
     return output
 
 
 def _records() -> bool:
     # An environment may reach engines of other attention backends, too.
-    return _VARIABLE in os.environ and PROCESS.scheduler is not None
+    return VARIABLE in os.environ and PROCESS.scheduler is not None
 
 
 def _the_record(hidden_size: int, dtype: Any, device: Any) -> StepRecord:
@@ -262,5 +116,5 @@ def _place(request: Any, key: str) -> Place | None:
 
 def _size() -> tuple[int, int]:
     """Slots and steps."""
-    slots, steps = map(int, os.environ[_VARIABLE].split("x"))
+    slots, steps = map(int, os.environ[VARIABLE].split("x"))
     return slots, steps

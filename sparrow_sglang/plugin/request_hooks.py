@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.plugin.state import ATTRIBUTE, RequestState, request_state, server_state
+from sparrow_sglang.plugin.request_state import ATTRIBUTE, RequestState, request_state
+from sparrow_sglang.plugin.state import server_state
 from sparrow_sglang.requests import KEY, RequestError, RequestOption
 from sparrow_sglang.sglang_versions import weight_metadata
 

@@ -1,4 +1,4 @@
-"""Everything that this package keeps in a process of SGLang; no other module has state of its own.
+"""What this package keeps in a process of SGLang, but for single requests (`request_state.py`).
 
 SGLang runs a launching process, whose TokenizerManager sees every request, and schedulers.
 """
@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.plugin.request_state import ATTRIBUTE
 from sparrow_sglang.requests import RequestError, RequestOption
 
 if TYPE_CHECKING:
@@ -17,11 +18,8 @@ if TYPE_CHECKING:
 
     from sparrow_sglang.attention_backends.metadata import BudgetTable
     from sparrow_sglang.plugin.audit.auditor import Auditor
-    from sparrow_sglang.plugin.exact_acceptance import Place, StepRecord
-    from sparrow_sglang.plugin.hooks import Hook
-
-ATTRIBUTE = "sparrow"
-"""Set on SGLang's objects: `ServerState` of a TokenizerManager, `RequestState` of a request."""
+    from sparrow_sglang.plugin.hook import Hook
+    from sparrow_sglang.plugin.step_record import Place, StepRecord
 
 
 @dataclass
@@ -45,19 +43,6 @@ class ServerState:
         self.loaded = loaded
         if self.auditor is not None:
             self.auditor.follow(loaded.active)
-
-
-@dataclass
-class RequestState:
-    """What the launching process keeps for one `GenerateReqInput`, and for its copies.
-
-    Attributes:
-        option: what it asked for; of a batch, each part has its own.
-        reports: `meta_info` of the finished answers that carry a report, by their index.
-    """
-
-    option: RequestOption | None = None
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -116,15 +101,6 @@ PROCESS = ProcessState()
 def server_state(manager: Any) -> ServerState | None:
     """The state of a TokenizerManager's server, None if that decodes by another backend."""
     state: ServerState | None = getattr(manager, ATTRIBUTE, None)
-    return state
-
-
-def request_state(request: Any) -> RequestState:
-    """The state of a `GenerateReqInput`, made where there is none yet."""
-    state: RequestState | None = getattr(request, ATTRIBUTE, None)
-    if state is None:
-        state = RequestState()
-        setattr(request, ATTRIBUTE, state)
     return state
 
 

@@ -1,0 +1,71 @@
+"""Exact acceptance rates of a generation, from a server that computes them.
+
+A server records if it is started within `recording`: it keeps the last hidden state of every decode
+step of some generations (`plugin/exact_acceptance.py` says why and at what cost). A generation says
+with `record_into` which slot it is kept in. The answer to a `comparing_request` holds its rates.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow_sglang.environment import exported
+
+VARIABLE = "SPARROW_RECORD"
+"""Environment variable of a server that records: <slots>x<steps>."""
+RECORD, COMPARE = "sparrow_record", "sparrow_compare"
+"""Names in `custom_params`; each has a slot and the number of prompt tokens."""
+RATES = "sparrow_acceptance"
+"""Name in an answer's `meta_info`."""
+
+
+def recording(slots: int, steps: int) -> AbstractContextManager[None]:
+    """Engines started meanwhile record up to `steps` decode steps of `slots` generations."""
+    return exported(VARIABLE, f"{slots}x{steps}")
+
+
+def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:
+    """`custom_params` of a generation whose steps are to be kept in `slot`."""
+    return {RECORD: [slot, prompt_tokens]}
+
+
+def comparing_request(
+    slot: int, prompt: Sequence[int], response: Sequence[int], namespace: str
+) -> dict[str, Any]:
+    """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads.
+
+    It must follow the generation that recorded into `slot`, before another does. `namespace` must
+    be one in which no sparse decode has written KV.
+    """
+    return {
+        "input_ids": [int(token) for token in (*prompt, *response)],
+        "sampling_params": {
+            # One token, as SGLang hands on what a forward pass says about a request with its token.
+            "max_new_tokens": 1,
+            "custom_params": {COMPARE: [slot, len(prompt)]},
+        },
+        # Or a cached prefix might hold tokens of the response, which are to be computed.
+        "return_logprob": True,
+        "logprob_start_len": len(prompt) - 1,
+        "extra_key": namespace,
+        "log_metrics": False,
+    }
+
+
+def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Acceptance rates of all response tokens but the first, [T - 1], from the answer to a
+    `comparing_request`. The first comes out of prefill, and so does, after a retraction, a later
+    one, whose rate is NaN.
+
+    Raises `ValueError` if the server does not record, or not into so many slots.
+    """
+    rates = answer["meta_info"].get(RATES)
+    if not rates or rates[0] is None:
+        raise ValueError(
+            "the server records nothing into this slot: expected one started within `recording`,"
+            " with as many slots"
+        )
+    return np.array(rates[0], dtype=np.float64)

@@ -1,0 +1,19 @@
+"""One row of the table of hooks."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Hook(NamedTuple):
+    """One hook into SGLang.
+
+    Attributes:
+        kind: name of a HookType.
+        parameters: names of the target's first parameters that `function` reads, self left out;
+            "a|b" where versions of SGLang differ, "*a" for one that may have any place.
+    """
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    parameters: str = ""
