@@ -196,8 +196,6 @@ def soak(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     model.mkdir()
     config = prepare_model(options.model, model)
     environment = {
-        # Idle connections are closed otherwise, sometimes just as a request arrives on one.
-        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
         "SGLANG_TEST_RETRACT": "true" if options.retract_steps else "false",
         "SGLANG_TEST_RETRACT_INTERVAL": str(options.retract_steps or 3),
     }
