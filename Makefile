@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# Five processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
+# Six processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
 # ever for a worker that a failing engine has taken along.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j 6 test-engine test-training test-server test-processes test-unit test-gpu

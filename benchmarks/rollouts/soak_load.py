@@ -88,7 +88,8 @@ class Load:
 
     async def run(self, clients: int, seconds: float) -> None:
         """Send requests from `clients` clients at a time for `seconds`."""
-        # A connection for each request: the server closes idle ones, and one may arrive just then.
+        # A connection for each request: the server closes idle connections, sometimes just as a
+        # request arrives on one.
         limits = httpx.Limits(max_connections=clients + 50, max_keepalive_connections=0)
         async with httpx.AsyncClient(
             base_url=self.url, timeout=self.traffic.timeout_s, limits=limits

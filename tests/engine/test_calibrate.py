@@ -61,7 +61,8 @@ def command(model: str, prompts: Path, *more: str) -> list[str]:
 
 
 BUDGETS = ["--bin-tokens", "64", "--budgets", "64", "96", "128", "160"]
-FEW_BUDGETS = ["--bin-tokens", "64", "--budgets", "96", "160", "--new-tokens", "64"]
+# Of rules, for which each layer is measured besides.
+FEWER_TOKENS = ["--bin-tokens", "64", "--budgets", "96", "160", "--new-tokens", "64"]
 TARGETS = ("0.75", "0.82", "0.88")
 
 
@@ -322,7 +323,7 @@ def test_a_rule_is_measured_with_its_schedule(
     shape = {"vocab_size": 32, "max_position_embeddings": 320, "head_dim": 32}
     model = save_tiny_model(tmp_path / "wide", spread=0.12, **shape)
     prompts = write_prompts(tmp_path / "p.jsonl", 0)
-    words = command(model, prompts, *FEW_BUDGETS)
+    words = command(model, prompts, *FEWER_TOKENS)
     words += ["--rule", "calibrated", "--target", "0.75", "--out", str(tmp_path / "m.json")]
     assert cli.main(words) == 0
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")
@@ -346,7 +347,7 @@ def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> N
     """Every other layer has one; the others share the budget."""
     shape = {"vocab_size": 32, "max_position_embeddings": 320}
     model = save_tiny_model(tmp_path / "windows", "gemma3", spread=0.12, **shape)
-    words = command(model, write_prompts(tmp_path / "p.jsonl", 0), *FEW_BUDGETS)
+    words = command(model, write_prompts(tmp_path / "p.jsonl", 0), *FEWER_TOKENS)
     words += ["--rule", "calibrated", "--target", "0.5", "--out", str(tmp_path / "m.json")]
     assert cli.main(words) == 0
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")
