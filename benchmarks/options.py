@@ -51,6 +51,8 @@ def engine_settings(
         "model_path": str(model),
         "load_format": "auto" if has_weights else "dummy",
         "skip_tokenizer_init": True,
+        # Prompts are token ids. For a model of images, SGLang would look for an image processor.
+        "enable_multimodal": False,
         "attention_backend": backend,
         "page_size": PAGE_SIZE,
         "log_level": "error",

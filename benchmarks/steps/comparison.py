@@ -20,6 +20,7 @@ from sparrow_sglang.benchmarks.options import (
 )
 from sparrow_sglang.benchmarks.processes import in_new_process
 from sparrow_sglang.benchmarks.result_files import Results, resumed
+from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
@@ -45,7 +46,8 @@ class Side:
 class Comparison:
     """A model in `path`, with random weights unless `has_weights`, and the sides to measure.
 
-    The sparse side comes first: what it refuses should not cost a dense measurement.
+    `config` is that of the language model. The sparse side comes first: what it refuses should not
+    cost a dense measurement.
     """
 
     model: str
@@ -107,7 +109,7 @@ def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
         model=options.model if options.model_path is None else path.name,
         path=path,
         has_weights=options.model_path is not None,
-        config=config,
+        config=text_config(config),
         sides=(Side(BACKEND, schedule), Side(dense, None)),
     )
 

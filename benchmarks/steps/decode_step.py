@@ -30,6 +30,7 @@ from sparrow_sglang.benchmarks.options import (
 from sparrow_sglang.benchmarks.processes import ProcessFailed, yielded_in_new_process
 from sparrow_sglang.benchmarks.result_files import Results, resumed
 from sparrow_sglang.command_line import count
+from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning.cost_model import step_costs
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.plugin.server_args import engine_arguments
@@ -223,7 +224,7 @@ def run_engine(
         "tp_size": options.tp,
         "ep_size": options.ep,
     }
-    if context > model_config(model)["max_position_embeddings"]:
+    if context > text_config(model_config(model))["max_position_embeddings"]:
         # With random weights positions mean nothing, so a step takes as long as that of a model
         # with longer ones.
         longer = {"max_position_embeddings": context}

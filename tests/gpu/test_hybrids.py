@@ -124,7 +124,7 @@ def interpretable() -> Iterator[None]:
         return
     torch.set_num_threads(1)
     import_for_fork()
-    from sglang.kernels.ops.attention.fla import utils
+    from sglang.kernels.ops.attention.fla import layernorm_gated, utils
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -134,6 +134,8 @@ def interpretable() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "custom_device_ctx", lambda index: nullcontext())
+        patch.setattr(layernorm_gated, "_get_sm_count", lambda device: 1)
+        patch.setattr(layernorm_gated, "device_context", lambda device: nullcontext())
         patch.setattr(gdn_triton, "chunk_gated_delta_rule", gated_delta_rule)
         decode = "fused_recurrent_gated_delta_rule_packed_decode"
         patch.setattr(gdn_triton, decode, gated_delta_step)
@@ -146,10 +148,10 @@ def interpretable() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("qwen3_next")
-    return save_tiny_model(folder, "qwen3_next", **HEADS, **SHAPES)
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_tiny_model(folder, request.param, **HEADS, **SHAPES)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +185,8 @@ def engine(
         # Compiling graphs takes minutes; batches of three are decoded without one.
         disable_prefill_cuda_graph=True,
         cuda_graph_max_bs_decode=2,
+        # Of Qwen3.5, whose folder would have to hold an image processor.
+        enable_multimodal=False,
     ) as engine:
         yield engine
 

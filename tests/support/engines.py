@@ -93,18 +93,20 @@ GPT_OSS = {
     "pad_token_id": 0,
 }
 # Layers 1 and 3 have full attention, the others linear; heads are rotated in a quarter.
-QWEN3_NEXT = {
+QWEN3_5 = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     # What SGLang goes by instead.
     "full_attention_interval": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+}
+QWEN3_NEXT = QWEN3_5 | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
 }
 
 
@@ -272,14 +274,27 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=10)
 
 
+def _qwen3_5_config(**fields: Any) -> Any:
+    """Of a language model and, as Qwen3.5 has one, a vision model that is as small as it may be."""
+    import transformers
+
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1}
+    vision |= {"out_hidden_size": fields["hidden_size"], "num_position_embeddings": 4}
+    tied = fields["tie_word_embeddings"]
+    return transformers.Qwen3_5Config(
+        text_config=fields, vision_config=vision, tie_word_embeddings=tied
+    )
+
+
 def save_tiny_model(
     folder: Path, kind: str = "llama", seed: int = 0, spread: float = 0.05, **overrides: Any
 ) -> str:
     """Write a random float32 checkpoint of four layers, nine query and three KV heads.
 
     Args:
-        kind: "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss" or "qwen3_next"; every other layer
-            of gemma3 and gpt_oss has a sliding window, of qwen3_next linear attention.
+        kind: "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "qwen3_next" or "qwen3_5"; every
+            other layer of gemma3 and gpt_oss has a sliding window, of the last two linear
+            attention.
         spread: standard deviation of the weights; from about 0.15 on, attention is sharp enough
             that it matters which pages are read.
         overrides: fields of the Hugging Face config.
@@ -293,6 +308,7 @@ def save_tiny_model(
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+        "qwen3_5": (_qwen3_5_config, transformers.Qwen3_5ForConditionalGeneration),
     }[kind]
     fields = {
         "vocab_size": VOCAB_SIZE,
@@ -310,7 +326,8 @@ def save_tiny_model(
         "eos_token_id": None,
         "dtype": "float32",
     }
-    fields |= {"gemma3": GEMMA3, "gpt_oss": GPT_OSS, "qwen3_next": QWEN3_NEXT}.get(kind, {})
+    own = {"gemma3": GEMMA3, "gpt_oss": GPT_OSS, "qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5}
+    fields |= own.get(kind, {})
     torch.manual_seed(seed)
     fields |= overrides
     model = model_class(config_class(**fields))
