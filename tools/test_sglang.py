@@ -194,11 +194,13 @@ def write_page() -> None:
 def count_reports(files: Sequence[Path]) -> None:
     """Write what reports from machines with a GPU hold, each test as it ended in the last of them.
 
-    All reports of one version must be of one device and the same packages; commits may differ.
+    Counts of other test files stay, if they are of the same device and packages. All reports of one
+    version must be of one device and the same packages; commits may differ.
     """
     found: dict[str, tuple[dict[str, str], dict[str, tuple[str, ElementTree.Element]]]] = {}
     for file in files:
-        properties = ElementTree.parse(file).iter("property")
+        # Not those of single tests.
+        properties = ElementTree.parse(file).iterfind(".//testsuite/properties/property")
         where = {each.get("name", ""): each.get("value", "") for each in properties}
         commit = where.pop("commit")
         before, last = found.setdefault(where["sglang"], (where, {}))
@@ -206,27 +208,44 @@ def count_reports(files: Sequence[Path]) -> None:
             sys.exit(f"{file}: of {where}: expected {before}, as the reports before it")
         last |= {node_id(case): (commit, case) for case in cases_of(file)}
     for version, (where, last) in found.items():
-        cases = [case for _, case in last.values()]
-        by_module: dict[str, list[ElementTree.Element]] = {}
-        for case in cases:
-            by_module.setdefault(_module(case), []).append(case)
         file = RESULTS / f"{version}.json"
-        packages = {"packages": {name: where[name] for name in PACKAGES}}
-        nothing = packages | {"sglang": version, "rooms": {}, "entry_points": []}
+        packages = {name: where[name] for name in PACKAGES}
+        nothing = {"packages": packages, "sglang": version, "rooms": {}, "entry_points": []}
         result = json.loads(file.read_text()) if file.exists() else nothing
-        result["rooms"][GPU] = counted(cases) | {
-            "commits": dict(Counter(commit for commit, _ in last.values())),
-            "machine": where["device"],
-            "files": {module: counted(by_module[module]) for module in sorted(by_module)},
-            "failed_tests": [
-                f"{_module(case)}.py::{case.get('name')}"
-                for case in cases
-                if outcome(case) == "failed"
-            ],
-            **packages,
-        }
+        machine = {"machine": where["device"], "packages": packages}
+        before = result["rooms"].get(GPU, {})
+        if any(before.get(key) != value for key, value in machine.items()):
+            before = {}
+        result["rooms"][GPU] = counted_by_module(before, last) | machine
         file.write_text(json.dumps(result, indent=2) + "\n")
     write_page()
+
+
+def counted_by_module(before: dict, last: dict[str, tuple[str, ElementTree.Element]]) -> dict:
+    """How the tests of `last`, each with its commit, have ended, and those of `before` in others of
+    the test files."""
+    by_module: dict[str, list[tuple[str, ElementTree.Element]]] = {}
+    for commit, case in last.values():
+        by_module.setdefault(_module(case), []).append((commit, case))
+    modules = before.get("files", {}) | {
+        module: counted([case for _, case in ended])
+        | {"commits": sorted({commit for commit, _ in ended})}
+        for module, ended in by_module.items()
+    }
+    failed = [
+        test for test in before.get("failed_tests", []) if test.partition(".py")[0] not in by_module
+    ]
+    failed += [
+        f"{_module(case)}.py::{case.get('name')}"
+        for _, case in last.values()
+        if outcome(case) == "failed"
+    ]
+    return {
+        **{kind: sum(counts[kind] for counts in modules.values()) for kind in KINDS},
+        "commits": sorted({commit for counts in modules.values() for commit in counts["commits"]}),
+        "files": dict(sorted(modules.items())),
+        "failed_tests": failed,
+    }
 
 
 def main(version: str, rooms: Sequence[str], only_failed: bool) -> int:

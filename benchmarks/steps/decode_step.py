@@ -208,7 +208,7 @@ def run_engine(
     torch.cuda.empty_cache()
     shape = model_shape(model, kv_cache_dtype(options))
     batches = [batch_lengths(case) for case in options.cases]
-    largest_batch = max(map(len, batches))
+    batch_sizes = sorted({len(lengths) for lengths in batches})
     # SGLang takes the last positions of a context for no request.
     context = max(CONTEXT, *(max(lengths) + SHORT for lengths in batches))
     schedule = None
@@ -219,8 +219,9 @@ def run_engine(
     arguments |= {
         "context_length": context,
         "mem_fraction_static": options.memory_fraction,
-        "cuda_graph_max_bs_decode": largest_batch,
-        "max_running_requests": largest_batch,
+        # Each takes SGLang up to eight seconds to capture, and no other batch is timed.
+        "cuda_graph_bs_decode": batch_sizes,
+        "max_running_requests": batch_sizes[-1],
         "tp_size": options.tp,
         "ep_size": options.ep,
     }

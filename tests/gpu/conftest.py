@@ -1,5 +1,6 @@
 """What a report of these tests carries, to be counted by tools/test_sglang.py."""
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -15,3 +16,12 @@ def device_versions_and_commit(record_testsuite_property: Callable[[str, object]
         record_testsuite_property(name, where[name])
     for package, version in where["packages"].items():
         record_testsuite_property(package, version)
+
+
+def pytest_sessionstart() -> None:
+    """A time limit ends a run by SIGTERM: pytest then reports the tests that have ended."""
+
+    def end(*_: object) -> None:
+        pytest.exit("terminated", returncode=128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)

@@ -84,6 +84,8 @@ def start(model: str, **arguments: Any) -> LocalEngine:
             "max_running_requests": 16,
             "cuda_graph_max_bs_decode": 8,
             "disable_prefill_cuda_graph": True,
+            # SGLang's default for experts, which FlashInfer compiles for minutes.
+            "enforce_disable_flashinfer_allreduce_fusion": True,
             "chunked_prefill_size": 128,
             "random_seed": 0,
         }

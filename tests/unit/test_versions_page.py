@@ -54,7 +54,8 @@ def test_reports_of_gpu_tests_are_counted_by_how_each_test_ended_last(
     # pytest writes a test that was interrupted without a name, and without an outcome.
     first = case.format("a", "") + case.format("b", "<failure />") + '<testcase time="0.003" />'
     second = case.format("b", "") + case.format("c", "<skipped />")
-    second += case.replace("test_step", "test_train").format("d[x]", "<failure />")
+    noted = '<properties><property name="median error" value="0.1" /></properties>'
+    second += case.replace("test_step", "test_train").format("d[x]", f"<failure />{noted}")
     files = []
     for commit, cases in (("0123abc", first), ("4567def", second)):
         files.append(tmp_path / f"{commit}.xml")
@@ -63,14 +64,43 @@ def test_reports_of_gpu_tests_are_counted_by_how_each_test_ended_last(
     counts = json.loads((tool.RESULTS / "0.5.16.json").read_text())["rooms"]["gpu"]
     assert {kind: counts[kind] for kind in tool.KINDS} == {"passed": 2, "failed": 1, "skipped": 1}
     assert counts["files"] == {
-        "test_step": {"passed": 2, "failed": 0, "skipped": 1},
-        "test_train": {"passed": 0, "failed": 1, "skipped": 0},
+        "test_step": {"passed": 2, "failed": 0, "skipped": 1, "commits": ["0123abc", "4567def"]},
+        "test_train": {"passed": 0, "failed": 1, "skipped": 0, "commits": ["4567def"]},
     }
     assert counts["failed_tests"] == ["test_train.py::d[x]"]
-    assert counts["commits"] == {"0123abc": 1, "4567def": 3}
+    assert counts["commits"] == ["0123abc", "4567def"]
     (line,) = (line for line in tool.PAGE.read_text().splitlines() if line.startswith("| 0.5.16"))
     assert "| 2 passed, 1 failed, 1 skipped, on Some GPU |" in line
     assert line.endswith("| `0123abc`, `4567def` |")
+
+
+def test_reports_of_another_run_replace_the_counts_of_their_files_only(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "page.md")
+    tool.RESULTS.mkdir()
+    tool.PAGE.write_text(f"before\n{tool.HEAD}\n\nafter\n")
+    report = tmp_path / "report.xml"
+
+    def count(device: str, commit: str, **files: str) -> dict:
+        cases = "".join(
+            f'<testcase classname="tests.gpu.{name}" name="a">{outcome}</testcase>'
+            for name, outcome in files.items()
+        )
+        text = REPORT.format(version="0.5.16", commit=commit, cases=cases)
+        report.write_text(text.replace("Some GPU", device))
+        tool.count_reports([report])
+        return json.loads((tool.RESULTS / "0.5.16.json").read_text())["rooms"]["gpu"]
+
+    count("A", "0123abc", test_step="<failure />", test_train="<failure />")
+    counts = count("A", "4567def", test_step="")
+    assert {kind: counts[kind] for kind in tool.KINDS} == {"passed": 1, "failed": 1, "skipped": 0}
+    assert counts["failed_tests"] == ["test_train.py::a"]
+    assert counts["commits"] == ["0123abc", "4567def"]
+    assert counts["files"]["test_step"]["commits"] == ["4567def"]
+    # Counts of two machines are not added up.
+    assert count("B", "4567def", test_step="")["files"].keys() == {"test_step"}
 
 
 def test_a_version_that_no_entry_point_reached_says_so(tool: ModuleType) -> None:
