@@ -1,5 +1,6 @@
 """What a report of these tests carries, to be counted by tools/test_sglang.py."""
 
+import os
 import signal
 from collections.abc import Callable
 
@@ -25,3 +26,5 @@ def pytest_sessionstart() -> None:
         pytest.exit("terminated", returncode=128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
+    # Engines are forked from this process, and end at once.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
