@@ -1,8 +1,9 @@
 """SGLang attention backend `sparrow`: dense prefill and extend, sparse decode.
 
 A pass runs in two steps, as SGLang's interface has it: `init_forward_metadata*` plans from lengths
-that the host knows, then `forward_extend` or `forward_decode` runs once per layer. Whatever is
-dense is handed to the stock backend of the device, which writes its own KV.
+that the host knows, then `forward_extend` or `forward_decode` runs once per layer. The stock
+backend of the device computes prefill and writes its KV. It also decodes dense layers on a CPU and
+in models with windows; elsewhere the sparse kernels decode them over all pages.
 """
 
 from types import TracebackType
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
 class PlanGuard:
     """Waits until FlashInfer's previous plan has been copied to the GPU, before the next is made.
 
-    FlashInfer writes a plan to pinned memory of its wrapper and has it copied to the device behind
-    whatever runs there. SGLang plans a step while the one before runs, and where another process
-    has the device for a while, that copy has not begun when the next plan is written over it.
+    FlashInfer writes a plan to pinned memory of its wrapper and enqueues the copy to the device
+    behind the work already there. SGLang plans a step while the previous one runs. If another
+    process occupies the device meanwhile, the copy may not have begun when the next plan
+    overwrites that memory.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -67,15 +69,16 @@ class PlanGuard:
 
 
 def _whole_pool(pool: "KVCache") -> "MHATokenToKVPool":
-    """What holds the layers that keep the whole KV: SGLang may give windows a pool of their own,
-    and keep the states of linear attention beside it."""
+    """The pool of the layers that keep the KV of all tokens: SGLang may give windows a pool of
+    their own, and keep the states of linear attention beside it."""
     whole: MHATokenToKVPool = getattr(pool, "full_kv_pool", pool)
     return whole
 
 
 def _held_layers(pool: "KVCache") -> list[int]:
-    """Numbers in the model of the layers whose KV this process has."""
-    # Of windows as well, or of the layers beside those with linear attention.
+    """Indices in the model of the layers whose KV this process holds."""
+    # A pool with windows has the first mapping, of all its layers; a pool beside linear attention
+    # has the second, of the other layers.
     for mapping in ("layers_mapping", "full_attention_layer_id_mapping"):
         if hasattr(pool, mapping):
             return list(getattr(pool, mapping))
@@ -83,7 +86,7 @@ def _held_layers(pool: "KVCache") -> list[int]:
 
 
 def sparrow_backend(runner: "ModelRunner") -> "SparrowAttnBackend":
-    """The backend of a runner; beside linear attention it is one side of SGLang's hybrid one."""
+    """The runner's `sparrow` backend, taken out of SGLang's hybrid one beside linear attention."""
     backend = runner.attn_backend
     return cast("SparrowAttnBackend", getattr(backend, "full_attn_backend", backend))
 
@@ -91,8 +94,8 @@ def sparrow_backend(runner: "ModelRunner") -> "SparrowAttnBackend":
 def _kv_heads(model_runner: "ModelRunner") -> range:
     """Which of the model's KV heads this rank has.
 
-    As SGLang's QKVParallelLinear splits them: equally many on each rank, or one of them on several
-    ranks where there are more ranks than KV heads (0.5.17).
+    This follows SGLang's QKVParallelLinear (0.5.17): each rank has the same number of heads, or
+    several ranks share a head where there are more ranks than KV heads.
     """
     parallel, count = get_parallel(), model_runner.token_to_kv_pool.head_num
     total = model_runner.model_config.get_total_num_kv_heads()
@@ -109,16 +112,16 @@ def _has_kv_scales(model: torch.nn.Module) -> bool:
 
 
 def _kv_scales(layer: "RadixAttention") -> tuple[float, float]:
-    """What the layer's keys and values in the pool are to be multiplied by.
+    """Factors by which the layer's keys and values in the pool are to be multiplied.
 
-    None on the layer unless its checkpoint names scales of an FP8 cache; with another cache, scales
-    other than 1 are refused.
+    The layer's scales are None unless its checkpoint has scales for an FP8 cache; with another
+    cache, scales other than 1 are refused.
     """
     return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
 
 
 def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> None:
-    """Arguments of an attention call that the sparse kernels know nothing of."""
+    """Raise `ValueError` for arguments of an attention call that the sparse kernels do not take."""
     given = sorted(name for name, value in arguments.items() if value is not None)
     if given:
         raise ValueError(
@@ -128,18 +131,18 @@ def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> Non
 
 
 def _dense(model_runner: "ModelRunner", head_dim: int) -> AttentionBackend:
-    """The stock backend of the device, mended where a model gets another result than it defines.
+    """The stock backend of the device, corrected where its result is not what the model defines.
 
-    On a CPU, with the attention sinks that it lacks. What is said of SGLang's code holds for 0.5.17
-    to 0.5.23.
+    On a CPU, `TorchDenseBackend` adds the attention sinks that the stock backend lacks. The
+    comments on SGLang's code hold for 0.5.17 to 0.5.23.
     """
     if model_runner.device == "cuda":
         stock = dense_backend(head_dim, model_runner.model_config.has_attention_sinks)
         dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         has_windows = bool(window_layers(model_runner.model_config.hf_config))
         if stock == "flashinfer" and (has_windows or _has_kv_scales(model_runner.model)):
-            # From the pool. Else new tokens without a prefix would attend past their window, and
-            # those with one to their prefix without its scales.
+            # Read KV from the pool. Otherwise new tokens without a prefix would attend past their
+            # window, and new tokens with a prefix would read the prefix without its scales.
             dense.use_paged = True
         if stock == SINK_BACKEND and has_windows:
             # Prefill attends to the latest `sliding_window_size` tokens and to the new one, decode
@@ -154,7 +157,7 @@ def _dense(model_runner: "ModelRunner", head_dim: int) -> AttentionBackend:
 def _side_by_side(q: torch.Tensor) -> torch.Tensor:
     """Queries [B, Hq, D] with the heads of a row next to each other, as the kernels read them.
 
-    Most models hand over a view of such rows, which is taken as it is; Gemma 3 a transposed one.
+    Most models pass a view of such rows, which is not copied; Gemma 3 passes a transposed one.
     """
     return q if q.stride(1) == q.shape[2] else q.contiguous()
 
@@ -175,8 +178,8 @@ class SparrowAttnBackend(AttentionBackend):
             model with windows that are not sparse or, on a CPU, all such layers and steps within
             their budgets.
         kv_heads: which of the model's KV heads this rank has.
-        pair_variances: counts prefill passes in, while a calibration measures.
-        decode_guard: notices decode steps that SGLang computes past this backend.
+        pair_variances: sums over prefill passes while a calibration measures; otherwise None.
+        decode_guard: notices decode steps that SGLang computes without this backend.
     """
 
     def __init__(self, model_runner: "ModelRunner", loaded: LoadedSchedules) -> None:
@@ -190,7 +193,7 @@ class SparrowAttnBackend(AttentionBackend):
         rule = schedule.selection
         self.kv_heads = _kv_heads(model_runner)
         self.pair_variances: PairVariances | None = None
-        # Outside of the region below, as what lies there is empty when it is resumed.
+        # Allocated outside of the region below, whose memory loses its content when it is released.
         held = _held_layers(both_pools)
         pairs = {
             layer_id: kept_pairs(rule, layer_id, self.kv_heads, pool.head_dim, pool.device)
@@ -279,7 +282,7 @@ class SparrowAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if layer.layer_id in self.landmarks:
-            # From the pool and not from `k`: some models write their KV fused with RoPE.
+            # Keys come from the pool and not from `k`: some models write their KV fused with RoPE.
             k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             self.sparse.update_landmarks(k_buffer, self.landmarks[layer.layer_id])
             if self.pair_variances is not None:

@@ -18,13 +18,13 @@ from sparrow_sglang.schedule import BudgetSchedule
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
-# Rows where nothing is captured; a larger batch runs in slices.
+# Rows of the buffers where no graph is captured; a larger batch runs in slices.
 EAGER_ROWS = 256
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What the size of the buffers follows from.
+    """The numbers from which the size of the buffers follows.
 
     Attributes:
         num_q_heads: query heads on this rank.
@@ -78,7 +78,7 @@ class DecodeShape:
         attn_tp_size: int,
         kv_dtype: torch.dtype,
     ) -> "DecodeShape":
-        """The shape for a model of which `attn_tp_size` ranks share the heads."""
+        """The shape for a model whose heads are split over `attn_tp_size` ranks."""
         return cls.of(
             schedule,
             model_config.num_attention_heads // attn_tp_size,

@@ -1,4 +1,4 @@
-"""Refuses to go on where SGLang decodes past the attention backend, and so densely.
+"""Raises an error where SGLang decodes without the attention backend, and therefore densely.
 
 In: decode batches as SGLang makes them, and what the backend does for them. Out: an error at the
 latest in the third decode step that the backend has not served. Costs a few integers per step.
@@ -8,7 +8,7 @@ from sparrow_sglang.errors import SparrowError
 
 LIMIT = 2
 """Steps that may be begun before one of them must have been served. SGLang prepares a step while
-the one before runs, so one is not enough."""
+the previous one runs, so a limit of 1 would be too low."""
 
 
 class DecodeGuard:

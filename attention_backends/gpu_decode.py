@@ -1,7 +1,7 @@
 """Sparse decode of one layer on a CUDA device, by `kernels`.
 
-In buffers allocated once, so that a step can be captured in a CUDA graph and never waits for the
-device.
+Its buffers are allocated once, so that a step can be captured in a CUDA graph and never waits for
+the device.
 """
 
 import torch
@@ -16,7 +16,7 @@ from sparrow_sglang.attention_backends.metadata import BudgetTable
 class TritonPagedDecode:
     """The sparse decode step on a CUDA device, by `kernels`.
 
-    What depends on lengths is read by the kernels themselves, so the host prepares nothing but a
+    The kernels themselves read everything that depends on lengths, so the host prepares only a
     snapshot of the page table, and one captured graph serves every length.
 
     Args:
@@ -57,7 +57,7 @@ class TritonPagedDecode:
                 f"decode buffers for {max_batch} requests: a CUDA graph was captured with smaller"
                 " ones already"
             )
-        # Freed first, so that both never exist at a time.
+        # Free the old buffers first, so that both sets are never allocated at the same time.
         self._buffers = None
         self._buffers = DecodeBuffers(
             self._shape,
@@ -96,7 +96,7 @@ class TritonPagedDecode:
                 f" announced at most {buffers.rows}"
             )
         self._captured |= captured
-        # Always the same addresses: a captured graph reads them at every replay.
+        # The addresses must not change: a captured graph reads them at every replay.
         self._pages, self._counts = buffers.page_table[:batch], buffers.counts[:, :batch]
         if batch > buffers.rows:
             self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
@@ -114,7 +114,7 @@ class TritonPagedDecode:
         )
 
     def _reserved(self, batch: int) -> DecodeBuffers:
-        """The buffers; a step before any were asked for, such as a warm-up, gets its own."""
+        """The buffers, allocated for `batch` if none were reserved yet, as in a warm-up."""
         if self._buffers is None:
             self.reserve(min(batch, EAGER_ROWS))
         assert self._buffers is not None
@@ -218,7 +218,7 @@ class TritonPagedDecode:
 
 
 def _for_kernels(landmarks: Landmarks) -> torch.Tensor | Int4Codes:
-    """The same memory as the kernels take it."""
+    """The landmarks in the form that the kernels take, sharing their memory."""
     if isinstance(landmarks, Int4Landmarks):
         assert landmarks.pairs is not None, "the backend allocates landmarks with their pairs"
         return Int4Codes(landmarks.codes, landmarks.scales, landmarks.pairs)

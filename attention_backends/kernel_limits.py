@@ -1,4 +1,4 @@
-"""What the GPU kernels cannot serve, for refusing a server before it loads a model.
+"""Limits of the GPU kernels, checked so that a server is refused before it loads a model.
 
 In: SGLang's ServerArgs and ModelConfig, a schedule. Out: one sentence per problem. The CPU path has
 no such limits.
@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-# As in `attention_backends.kernels.checks`, which stands by itself.
+# These are the limits of `attention_backends.kernels.checks`, repeated because it stands by itself.
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 MAX_PAGES = 32767
 INT4_LANDMARKS = (1, 2, 4, 8)
 PAIRS_MULTIPLE = 8
 FP8_CAPABILITY = (8, 9)
-# What FlashInfer's prefill computes rightly, of HEAD_DIMS. It takes 80 and 96 without a word, but
-# loads 64 columns at a time and leaves the others out (github.com/flashinfer-ai/flashinfer, 4299).
+# Those of HEAD_DIMS that FlashInfer's prefill computes correctly. It accepts 80 and 96 silently,
+# but loads 64 columns at a time and leaves the others out (github.com/flashinfer-ai/flashinfer,
+# 4299).
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
-# What dense passes run in otherwise: also with attention sinks, which FlashInfer's does not take.
+# Dense passes with other head dimensions run in this backend, as do those with attention sinks,
+# which FlashInfer's backend does not take.
 SINK_BACKEND = "triton"
 
 
@@ -38,7 +40,7 @@ def max_context(page_size: int) -> int:
 
 
 def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
-    """What a GPU could not serve of this model with these arguments, page size included."""
+    """Reasons why a GPU cannot serve this model with these arguments, page size included."""
     model = "model " + " ".join(model_config.hf_config.architectures or ["of unknown kind"])
     other = "choose another --attention-backend for it"
     page_size = server_args.page_size
@@ -82,7 +84,7 @@ def fp8_problems(capability: tuple[int, int]) -> list[str]:
 
 
 def rule_problems(schedule: BudgetSchedule) -> list[str]:
-    """What a GPU could not serve of a schedule's selection rule."""
+    """Reasons why a GPU cannot serve a schedule's selection rule."""
     rule, page_size = schedule.selection, schedule.page_size
     if rule.is_published_form(page_size):
         return []
@@ -111,7 +113,7 @@ def rule_problems(schedule: BudgetSchedule) -> list[str]:
 
 
 def describe_fit(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
-    """What the kernels would serve, in one line, where `kernel_problems` finds nothing."""
+    """One line on what the kernels will serve, for a model without `kernel_problems`."""
     head_dim, page_size = model_config.head_dim, server_args.page_size
     dense = dense_backend(head_dim, model_config.has_attention_sinks)
     return (

@@ -32,7 +32,7 @@ def live_pages(scheduler: "Scheduler") -> torch.Tensor:
 def check_landmarks(scheduler: "Scheduler") -> None:
     """Raise RuntimeError naming the first page whose landmarks are not those of its keys.
 
-    For an idle or paused server, by `Endpoint.call_sparrow("landmarks")`.
+    It is run on an idle or paused server, through `Endpoint.call_sparrow("landmarks")`.
     """
     from sparrow_sglang.attention_backends.backend import sparrow_backend
 

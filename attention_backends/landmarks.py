@@ -12,7 +12,7 @@ import torch
 from sparrow_sglang.selection import SelectionRule
 
 FP8 = torch.float8_e4m3fn
-"""The one dtype of a KV pool that goes with scales: a key is k_scale times what the pool holds."""
+"""The only dtype of a KV pool that has scales: a key is k_scale times what the pool holds."""
 
 _FP16_EPS = torch.finfo(torch.float16).eps
 _FP32_ERROR = 1e-6
@@ -65,7 +65,7 @@ class Int4Landmarks:
 
     @classmethod
     def of(cls, means: torch.Tensor, pairs: torch.Tensor | None = None) -> "Int4Landmarks":
-        """`means` [pages, Hkv, M, C] in fp32, rounded half to even.
+        """Quantize `means` [pages, Hkv, M, C] in fp32; codes are rounded half to even.
 
         The scale, max |mean| / 7, is rounded to fp16 first. A code is 0 where the scale is 0.
         """
@@ -93,7 +93,7 @@ class Int4Landmarks:
 
     def rounding(self) -> torch.Tensor:
         """How far the values of the same pages may lie apart if sums run in another order."""
-        # A code may be the next one, and the largest shows a scale one unit of fp16 away.
+        # A code may be off by one, and the scale by one unit of fp16, multiplied by the code.
         return self.scales.float()[..., None] * (1 + 8 * _FP16_EPS) + _FP32_ERROR
 
 
@@ -103,9 +103,9 @@ Landmarks = MeanLandmarks | Int4Landmarks
 def landmark_dtype(kv_dtype: torch.dtype) -> torch.dtype:
     """Dtype of mean landmarks: that of the KV pool, or bfloat16 where the pool is FP8.
 
-    An FP8 number has three bits after its first; a mean rounded to so few would tie with those of
-    other pages. The pool's scale is left out of landmarks: it is the same for all pages of a layer,
-    so that it changes no choice.
+    An FP8 number has three mantissa bits; a mean rounded to so few would tie with those of other
+    pages. Landmarks leave out the pool's scale: it is the same for all pages of a layer, so it does
+    not change which pages are selected.
     """
     return torch.bfloat16 if kv_dtype == FP8 else kv_dtype
 
@@ -117,12 +117,12 @@ def kept_pairs(
     head_dim: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Rotary pairs that landmarks of a layer keep of its KV `heads`, ascending, [Hkv, C/2] int64.
+    """Rotary pairs that a layer's landmarks keep for its KV `heads`, ascending, [Hkv, C/2] int64.
 
     `layer` may be None where the rule keeps the same pairs in all layers.
     """
     pairs = rule.pairs_of(layer, heads.stop, head_dim)[heads.start : heads.stop]
-    # A trainer asks in every layer, and need not wait for so little.
+    # A trainer calls this in every layer and must not wait for so small a copy.
     return torch.from_numpy(pairs).to(device, non_blocking=True)
 
 

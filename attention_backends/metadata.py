@@ -16,13 +16,14 @@ _DEFAULT = (0, NO_CAP)
 class BudgetTable:
     """The loaded schedules and what requests ask for, as tensors on the device.
 
-    Budgets follow from them without the host, and they keep their addresses, so a captured step
-    needs no new capture when a schedule is switched. Slot 0 of the tables is the active schedule,
-    the next ones are the loaded schedules in order, and the last one keeps everything.
+    The device computes budgets from these tensors without the host, and the tensors keep their
+    addresses, so a captured step needs no new capture when a schedule is switched. Slot 0 of the
+    tables is the active schedule, the next ones are the loaded schedules in order, and the last one
+    keeps all pages.
 
     Args:
         loaded: the schedules.
-        num_requests: rows of SGLang's token table; a request is known by its row in it.
+        num_requests: rows of SGLang's token table; a request is identified by its row in it.
         device: where the tensors live.
 
     Attributes:
@@ -43,12 +44,13 @@ class BudgetTable:
                 NUM_SLOTS, loaded.weighted_layers or 1, dtype=torch.float32, device=device
             ),
         )
-        # Of the rows that ask for something. Most ask for nothing, and cost the device nothing.
+        # Slot and cap of each row that differs from the default. Most rows do not, and need no copy
+        # to the device.
         self._asking: dict[int, tuple[int, int]] = {}
         self.load(loaded)
 
     def load(self, loaded: LoadedSchedules) -> None:
-        """Hold `loaded` from now on; no request may be running, and this waits for the device."""
+        """Replace the schedules by `loaded`, with no request running, and wait for the device."""
         table = torch.full((NUM_SLOTS, MAX_BINS), NO_CAP, dtype=torch.int32)
         bin_pages = torch.ones(NUM_SLOTS, dtype=torch.int32)
         weights = torch.ones(self.tensors.weights.shape)
@@ -64,12 +66,12 @@ class BudgetTable:
         self.tensors.bin_pages.copy_(bin_pages)
         self.tensors.weights.copy_(weights)
         if self.tensors.table.is_cuda:
-            # Steps run on another stream.
+            # Steps run on another stream and must see the new tables.
             torch.cuda.synchronize(self.tensors.table.device)
         self.loaded = loaded
 
     def set_options(self, rows: Sequence[int], options: Sequence[RequestOption]) -> None:
-        """What the requests in these rows of the token table ask for, from the next step on."""
+        """Set the options of the requests in these rows of the token table for the next steps."""
         changed = {}
         for row, option in zip(rows, options, strict=True):
             slot_and_cap = self._slot_and_cap(option)

@@ -1,7 +1,7 @@
 """Sparse decode of one layer: update landmarks, select pages, attend to them.
 
-The interface, and `TorchPagedDecode`, which runs `reference` and serves the CPU. On a GPU
-`gpu_decode` takes its place.
+This module defines the interface, and `TorchPagedDecode`, which runs `reference` and serves the
+CPU. On a GPU `gpu_decode` takes its place.
 """
 
 from typing import Protocol
@@ -17,14 +17,14 @@ class PagedDecode(Protocol):
     """Plans once per pass from what SGLang knows of its requests, then runs once per layer.
 
     Attributes:
-        within_budget: no request of the planned decode step exceeds its budget, so that stock
-            dense decode gives the same and may be used instead.
+        within_budget: no request of the planned decode step exceeds its budget, so stock dense
+            decode gives the same output and may be used instead.
     """
 
     within_budget: bool
 
     def reserve(self, max_batch: int) -> None:
-        """Be ready for captured batches of up to `max_batch` requests; before the first capture."""
+        """Prepare for captured batches of up to `max_batch` requests, before the first capture."""
 
     def plan_extend(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
@@ -73,10 +73,10 @@ class PagedDecode(Protocol):
             q: [B, Hq, D].
             k_buffer: [num_slots, Hkv, D].
             v_buffer: [num_slots, Hkv, D].
-            landmarks: those of the layer; that of the page which this token filled is added.
-            layer_id: index of the layer in the model, which its share of the budget goes by.
+            landmarks: those of the layer; if this token filled a page, its landmarks are written.
+            layer_id: index of the layer in the model, which determines its share of the budget.
             sm_scale: factor of the logits, the scale of FP8 keys included.
-            v_scale: that of FP8 values.
+            v_scale: scale of FP8 values.
             sinks: [Hq], one logit a query head as `reference.sparse_decode` takes it, or None.
 
         Returns:

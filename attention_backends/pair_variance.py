@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 LATEST = 256
-"""Queries of a request that count in a pass, the latest ones: those that decode resembles."""
+"""How many of a request's latest queries count in a pass: queries of decode resemble these."""
 
 
 def pair_variances(q: torch.Tensor, keys: torch.Tensor, landmark_tokens: int) -> torch.Tensor:
@@ -24,7 +24,7 @@ def pair_variances(q: torch.Tensor, keys: torch.Tensor, landmark_tokens: int) ->
     Args:
         q: [n, Hq, D], queries of one sequence after RoPE; Hq is a multiple of Hkv.
         keys: [T, Hkv, D], its keys; each landmark is the mean of `landmark_tokens` of them, and
-            what is left over has none.
+            the keys left over have none.
 
     Returns:
         [Hkv, D/2] in fp64, summed over the query heads of a group, too.
@@ -64,12 +64,12 @@ class PairVariances:
     def add(
         self, layer_id: int, q: torch.Tensor, k_buffer: torch.Tensor, batch: "ForwardBatch"
     ) -> None:
-        """Count a prefill pass in: `q` [tokens, Hq, D] of its requests one after the other."""
+        """Add a prefill pass, with `q` [tokens, Hq, D] of its requests one after the other."""
         end = 0
         lengths = zip(batch.extend_seq_lens_cpu, batch.seq_lens_cpu.tolist(), strict=True)
         for row, (count, cached) in enumerate(lengths):
             end += count
-            # Fewer do not differ.
+            # Fewer than two landmarks have no variance.
             if cached < 2 * self._landmark_tokens:
                 continue
             slots = self._req_to_token[batch.req_pool_indices[row], :cached].long()

@@ -28,11 +28,11 @@ def page_landmarks(
         k_pages: [P, page_size, Hkv, D], the keys as they stand in the KV pool; of an FP8 pool
             without its scale, see `landmark_dtype`.
         rule: how many landmarks a page has, and their bits.
-        pairs: [Hkv, C/2] int64, the rotary pairs that landmarks of the layer keep, as of
-            `kept_pairs`; None for those of a rule that keeps the same in all layers.
+        pairs: [Hkv, C/2] int64, the rotary pairs that landmarks of the layer keep, from
+            `kept_pairs`; may be None if the rule keeps the same pairs in all layers.
 
     Returns:
-        Those of the P pages; means are taken in fp32, and rounded once.
+        Landmarks of the P pages; means are taken in fp32, and rounded once.
     """
     landmarks_per_page = rule.landmarks_per_page(k_pages.shape[1])
     groups = k_pages.unflatten(1, (landmarks_per_page, -1))
@@ -49,7 +49,8 @@ def stored_channels(vectors: torch.Tensor, pairs: torch.Tensor | None) -> torch.
     """The channels [..., Hkv, N, C] of keys or queries [..., Hkv, N, D] that landmarks keep.
 
     Pair i of the D/2 rotary pairs is (i, i + D/2), as in GPT-NeoX. The first members of `pairs`
-    [Hkv, C/2] come first, then their second members; all of them are the D channels as they are.
+    [Hkv, C/2] come first, then their second members; if all pairs are kept, `vectors` are returned
+    unchanged.
     """
     half = vectors.shape[-1] // 2
     if pairs is None or pairs.shape[-1] == half:
@@ -76,8 +77,9 @@ def score_pages(
 ) -> torch.Tensor:
     """Score every page by query · landmark in fp32: the largest product that the page gives.
 
-    Of its landmarks, and under "best_head" of the query heads that share a KV head; a product that
-    is not a number does not count. Under "mean_query" the query is the mean of these heads.
+    The maximum is over the page's landmarks, and under "best_head" also over the query heads that
+    share a KV head; a product that is not a number does not count. Under "mean_query" the query is
+    the mean of these heads.
 
     Args:
         q: [B, Hq, D], queries after RoPE; Hq is a multiple of Hkv.
@@ -153,8 +155,8 @@ def kept_pages(
 ) -> torch.Tensor:
     """The choice of `select_pages` as a mask, bool [B, Hkv, N], without waiting for the device.
 
-    `most_selected` is at least the largest of num_selected; only so many pages of a row are put in
-    order, as a trainer asks for every position of a sequence.
+    `most_selected` is at least the largest of num_selected; only that many pages of a row are
+    sorted, because a trainer calls this for every position of a sequence.
     """
     rank_key = _rank_key(scores, num_pages, sink_pages, recent_pages)
     best = rank_key.topk(most_selected, dim=-1).values
@@ -168,7 +170,7 @@ def kept_pages(
 def _rank_key(
     scores: torch.Tensor, num_pages: torch.Tensor, sink_pages: int, recent_pages: int
 ) -> torch.Tensor:
-    """What pages [B, Hkv, N] are kept by, the greater first, and among equals the lower index."""
+    """Sort key of pages [B, Hkv, N]: the greatest are kept, and among equals the lower index."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     held = position < num_pages[:, None]
     always = held & ((position < sink_pages) | (position >= num_pages[:, None] - recent_pages))
@@ -202,7 +204,7 @@ def sparse_decode(
         seq_lens: [B], cached tokens, the current one included.
         page_size: tokens a page.
         sm_scale: factor of the logits, the scale of FP8 keys included.
-        v_scale: that of FP8 values, a factor of the output.
+        v_scale: scale of FP8 values, a factor of the output.
         sinks: [Hq], a learned logit of each query head that joins its softmax as one more token
             with a value of 0 (gpt-oss); sm_scale does not apply to it. None for plain attention.
 
@@ -216,7 +218,8 @@ def sparse_decode(
     rows = (slot * num_kv_heads + head).flatten()
 
     def gather(buffer: torch.Tensor) -> torch.Tensor:
-        # On a CPU, whole rows by one index take a third of the time of pages by two.
+        # On a CPU, gathering whole rows by one index takes a third of the time of gathering pages
+        # by two indices.
         kept = buffer.view(-1, buffer.shape[-1]).index_select(0, rows)
         return kept.view(batch, num_kv_heads, width * page_size, -1)
 

@@ -1,5 +1,5 @@
-"""SGLang's dense attention in plain torch, with what its own lacks: attention sinks, and a KV pool
-for windows.
+"""SGLang's dense attention in plain torch, with two things that SGLang's version lacks: attention
+sinks, and a KV pool for windows.
 
 In: what SGLang hands an attention backend on a machine without an accelerator. Out: outputs of
 dense attention over the whole KV or a sliding window. Other calls go to SGLang's code.
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class TorchDenseBackend(TorchNativeAttnBackend):
-    """`torch_native` of SGLang 0.5.17, which takes no sinks, and reads windows by wrong slots where
-    they have a pool of their own."""
+    """`torch_native` of SGLang, corrected: in 0.5.17 it takes no sinks, and reads wrong slots where
+    windows have a KV pool of their own."""
 
     def forward_extend(
         self,
@@ -79,7 +79,7 @@ class TorchDenseBackend(TorchNativeAttnBackend):
         ):
             slots = self.req_to_token_pool.req_to_token[request, :length].long()
             if self._translates(layer):
-                # Slots of tokens that no window reaches any more are 0, and masked.
+                # Tokens that no window reaches any more translate to slot 0, and are masked.
                 slots = pool.translate_loc_from_full_to_swa(slots)
             outputs.append(
                 causal_attention(rows, keys[slots], values[slots], sinks, layer.scaling, window)

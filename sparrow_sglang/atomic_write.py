@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 DRAFT_PREFIX = ".draft-"
-# Of the rotary pairs in a schedule there are thousands. Strings of JSON hold no line breaks.
+# Lists of integers at this depth, such as the thousands of rotary pairs in a schedule. JSON strings
+# hold no line breaks, so the pattern matches none of them.
 _DEEP_NUMBERS = re.compile(r"\[\n {5}\d+(,\n {5}\d+)*\n {4}\]")
 
 
@@ -23,8 +24,9 @@ _DEEP_NUMBERS = re.compile(r"\[\n {5}\d+(,\n {5}\d+)*\n {4}\]")
 def replacing(target: Path) -> Iterator[Path]:
     """A path for the block to write a file or a folder to, which then takes the place of `target`.
 
-    The folder of `target` is made if needed. If the block or the renaming raises, `target` is as it
-    was and the draft is gone. Several processes may write the same target; the last one stays.
+    The folder of `target` is made if needed. If the block raises, `target` is as it was and the
+    draft is gone. A folder that is replaced is deleted just before the renaming. Several processes
+    may write the same target; the last one stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder:
@@ -51,7 +53,7 @@ def write_text(target: Path, content: str) -> None:
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Write a value as indented JSON, deep lists of whole numbers on a line each.
+    """Write a value as indented JSON, with each deep list of integers on one line.
 
     Raises `OSError`.
     """

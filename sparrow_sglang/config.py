@@ -22,7 +22,7 @@ from sparrow_sglang.validation import first_problem
 CONFIG_VARIABLE = "SPARROW_CONFIG"
 SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"
 SOURCE_VARIABLE = "SPARROW_SCHEDULE_SOURCE"
-"""Set by commands that pass a schedule on to an engine: where they have it from."""
+"""Set by commands that pass a schedule on to an engine: the source that they took it from."""
 AUTO = "auto"
 MODEL_DEFAULT = "the model's default"
 
@@ -50,11 +50,12 @@ class SparrowConfig(BaseModel):
 
     @classmethod
     def resolve(cls, server_args_value: str | None, hf_config: Any) -> "tuple[SparrowConfig, str]":
-        """The settings that apply and their source, the first of these that names a schedule.
+        """The settings that apply and their source, the first one that names a schedule.
 
-        The ServerArgs field; `{"sparrow": {...}}` in `json_model_override_args`, which SGLang puts
-        on the model's config; SPARROW_CONFIG (a path, or the JSON object itself); SPARROW_SCHEDULE;
-        the default. Every source is validated, also one that is not used.
+        The sources, in order: the ServerArgs field; `{"sparrow": {...}}` in
+        `json_model_override_args`, which SGLang puts on the model's config; SPARROW_CONFIG (a path,
+        or the JSON object itself); SPARROW_SCHEDULE; the default. Every source is validated, even
+        if it is not used.
 
         Raises:
             ConfigError: a source cannot be read, or holds an unknown key or a wrong value.
@@ -94,7 +95,7 @@ class SparrowConfig(BaseModel):
 
 
 def schedule_from(source: str) -> AbstractContextManager[None]:
-    """Have engines that are started meanwhile name `source` as that of their schedule."""
+    """Within, engines that are started report `source` as the source of their schedule."""
     return exported(SOURCE_VARIABLE, source)
 
 
@@ -107,7 +108,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path}{relative_note(path)}: cannot be read ({error.strerror}); expected a TOML file"
         ) from None
     except (ValueError, RecursionError) as error:
-        # Besides its own, tomllib raises those on long numbers and deep arrays.
+        # Besides TOMLDecodeError, tomllib raises these on long numbers and deep arrays.
         raise InputError(f"{path}: not TOML ({cut(str(error))}); expected a TOML file") from None
 
 

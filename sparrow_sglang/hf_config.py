@@ -48,9 +48,9 @@ def num_kv_heads_of(hf_config: Any) -> int:
 def layer_types_of(hf_config: Any) -> tuple[str, ...]:
     """The kind of each layer's attention, such as "full_attention"; empty if the config names none.
 
-    transformers names one for each layer, so a model whose layers all keep the whole KV may have
-    either. Of models with linear attention SGLang's configs know only that every n-th layer has
-    full attention (0.5.17).
+    transformers names a kind for each layer, so for a model whose layers all keep the whole KV the
+    result may be empty or not. For models with linear attention, SGLang's own configs say only that
+    every n-th layer has full attention (0.5.17).
     """
     text = text_config(hf_config)
     interval = config_value(text, "full_attention_interval")

@@ -1,4 +1,4 @@
-"""JSON that comes from outside: reading it, what of it can be sent on, and how errors quote it.
+"""JSON that comes from outside: reading it, whether it can be sent on, and how errors quote it.
 
 Imports neither torch nor SGLang.
 """
@@ -64,8 +64,8 @@ def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
 def require_portable(value: Any, depth: int = 0) -> None:
     """Raise `JsonError` unless every JSON reader and SGLang's messages can carry `value`.
 
-    Python's own reader takes NaN and Infinity, whole numbers of any size, halves of UTF-16 pairs,
-    and a thousand nested lists.
+    Python's own reader also accepts NaN and Infinity, whole numbers of any size, unpaired UTF-16
+    surrogates, and a thousand nested lists.
     """
     if depth > MAX_DEPTH:
         raise JsonError(f"nested more than {MAX_DEPTH} deep: expected at most {MAX_DEPTH}")

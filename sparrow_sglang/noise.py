@@ -1,7 +1,7 @@
-"""What libraries say at every start and our commands leave out, as it is known to be harmless.
+"""Messages that libraries write at every start and our commands suppress as known to be harmless.
 
-Asked for once, in the command's own process; every process that it starts and that imports SGLang
-does the same. What is not listed here is still said.
+A command calls `leave_out` once, in its own process; every process that it starts and that imports
+SGLang does the same. Messages that are not listed here still appear.
 """
 
 import logging
@@ -18,7 +18,7 @@ VARIABLE = "SPARROW_LEAVE_OUT_NOISE"
 
 
 class _Harmless(NamedTuple):
-    """A message by its beginning, a regular expression, and why nobody misses it."""
+    """A message by its source and its beginning, a regular expression, and why nobody needs it."""
 
     source: str
     beginning: str
@@ -101,10 +101,10 @@ _FILTERS = tuple((source, _LeaveOut(beginning)) for source, beginning, _ in _LOG
 
 
 def leave_out() -> None:
-    """Do so in this process and in those that it starts from now on."""
+    """Suppress these messages in this process and in those that it starts from now on."""
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = "1"
-        # The process that tracks semaphores imports nothing of ours.
+        # The process that tracks semaphores does not import this package, but reads this variable.
         given = os.environ.get("PYTHONWARNINGS")
         tracker = "ignore:resource_tracker:UserWarning"
         os.environ["PYTHONWARNINGS"] = f"{given},{tracker}" if given else tracker
@@ -117,8 +117,8 @@ def leave_out() -> None:
 def leave_out_if_asked() -> None:
     """`leave_out` in a process that a command of ours has started.
 
-    Ctrl-C on a terminal reaches all of them. They leave it to the command, which ends them; each
-    would end with a traceback otherwise.
+    Ctrl-C on a terminal reaches the command and all processes that it has started. These ignore it,
+    and the command ends them; otherwise each would end with a traceback.
     """
     if VARIABLE not in os.environ:
         return

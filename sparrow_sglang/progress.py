@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 COUNT_EVERY_S = 5.0
-"""Seconds between two lines that count on, in a file."""
+"""Least seconds between two lines of a counter in a file."""
 
 
 class Progress:
@@ -20,9 +20,9 @@ class Progress:
     """
 
     def __init__(self, total: int, unit: str, initial: int = 0) -> None:
-        # tqdm's own lock is for other processes, too: with "spawn", which SGLang sets, a semaphore
-        # that a helper process keeps track of. SGLang's engine kills that process with its own when
-        # it shuts down, and Python then ends with a traceback.
+        # tqdm's own lock also works across processes: with "spawn", which SGLang sets, it is a
+        # semaphore that a helper process tracks. SGLang's engine kills that process with its own
+        # when it shuts down, and Python then ends with a traceback.
         tqdm.set_lock(threading.RLock())
         self._plain = not sys.stderr.isatty()
         self._bar: tqdm[Any] = tqdm(
@@ -57,7 +57,7 @@ class Progress:
         self._bar.update(units)
 
     def say(self, line: str) -> None:
-        """A line of results."""
+        """Print a line of results."""
         if self._plain:
             print(line, flush=True)
         else:

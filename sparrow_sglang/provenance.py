@@ -1,4 +1,4 @@
-"""What results of measurements and of training carry, to be traced to what produced them."""
+"""Provenance of the results of measurements and training: device, versions, commit, command."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ def commit_of(file: Path) -> str | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git says in a folder; None if it fails or is not there."""
+    """What git prints in a folder; None if git fails or is not installed."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
     except OSError:

@@ -1,6 +1,7 @@
 """Names of earlier pre-releases that files still hold, and what they are called today.
 
-They are read until 0.2: in a configuration with a notice, in what a run has written without one.
+Old names are read until 0.2: with a notice in a configuration, without one in the files that a run
+has written.
 """
 
 import logging
@@ -17,7 +18,7 @@ RENAMED = {
 
 
 def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with the keys of today; those of nested mappings stay."""
+    """`values` with the keys of today; keys of nested mappings are not changed."""
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 

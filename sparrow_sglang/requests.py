@@ -1,4 +1,4 @@
-"""What a single request may ask of sparse decode, and what it is told that its steps read.
+"""What a single request may ask of sparse decode, and the report of what its steps read.
 
 `sampling_params["custom_params"]["sparrow"]` of `Engine.generate` and of `/generate`; with the
 OpenAI client `extra_body={"custom_params": {"sparrow": ...}}`, in chat and text completions. Its
@@ -40,7 +40,7 @@ class KvUsage:
     Under layer weights that is the mean over the sparse layers.
     The first token comes out of prefill, so T tokens take T - 1 decode steps. Layers of the
     schedule's `dense_layers` read all that is cached. A retraction, of which `meta_info` counts
-    `num_retractions`, replaces one decode step by a prefill, which this leaves out of account.
+    `num_retractions`, replaces one decode step by a prefill, which this ignores.
 
     Attributes:
         schedule: name of the schedule that the request was decoded by; None if densely.
@@ -69,7 +69,7 @@ class RequestOption:
     Attributes:
         schedule: None to read everything in every layer.
         kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included;
-            layer weights multiply what is left of the budget.
+            layer weights multiply the budget after this bound.
         report: say in the answer what was read and cached.
     """
 

@@ -164,7 +164,7 @@ class BudgetSchedule(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_published_rule(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the published rule, which files of earlier versions say nothing of."""
+        """Leave out the published rule, as files of earlier versions do."""
         fields: dict[str, Any] = handler(self)
         if self.selection == SelectionRule():
             fields.pop("selection", None)
@@ -299,8 +299,8 @@ class BudgetSchedule(BaseModel):
     def calibration(self, hf_config: Any) -> str:
         """Whether the budgets were calibrated for this model, in a few words on one line.
 
-        `hf_config` is the model's Hugging Face config, an object or a mapping. A schedule without
-        `model_match` is taken at its word.
+        `hf_config` is the model's Hugging Face config, an object or a mapping. A calibrated
+        schedule without `model_match` counts as calibrated for any model.
         """
         if not self.calibrated:
             return "NOT calibrated"
@@ -341,7 +341,7 @@ class BudgetSchedule(BaseModel):
             raise ScheduleError(f"{cut(str(path))}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON that `from_json` reads back equal; replaces `path` in one step."""
+        """Write JSON from which `from_json` reads an equal schedule; replaces `path` atomically."""
         write_json(Path(path), self.model_dump(mode="json"))
 
 

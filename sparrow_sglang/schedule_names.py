@@ -17,7 +17,7 @@ from sparrow_sglang.validation import nearest_first
 
 PREFERRED_TAIL_TARGET = 0.86
 FIXED_NAME = re.compile(r"fixed-([0-9]+)")
-# Of the shipped schedules, where a name is none of them.
+# How many shipped schedules an error about an unknown name lists.
 _NAMED = 8
 
 

@@ -46,7 +46,7 @@ _OfHead = Annotated[tuple[_Pair, ...], Field(min_length=1)]
 _OfLayer = Annotated[tuple[_OfHead, ...], Field(min_length=1)]
 _PairLists = Annotated[tuple[_OfLayer, ...], Field(min_length=1)]
 _PairCount = Annotated[StrictInt, Field(ge=1, le=_MOST)]
-# By kind, so that an error names the place within the lists.
+# The union is discriminated by kind, so that an error names the place within the lists.
 _Pairs = Annotated[
     Annotated[_PairCount, Tag("count")] | Annotated[_PairLists, Tag("lists")],
     Discriminator(lambda given: "lists" if isinstance(given, list | tuple) else "count"),
@@ -54,7 +54,7 @@ _Pairs = Annotated[
 
 
 class SelectionRule(BaseModel):
-    """What landmarks are kept of a page, how they are scored, and how layers share the budget.
+    """Which landmarks a page has, how they are scored, and how layers share the budget.
 
     The default is the published rule: one landmark per page, the mean of its keys in the dtype of
     the KV cache, scored by the mean query of a KV head's group, with the same budget in each layer.
@@ -63,12 +63,12 @@ class SelectionRule(BaseModel):
     Attributes:
         landmark_tokens: tokens per landmark, a divisor of the page size; None for a whole page. A
             page scores as its best landmark does.
-        landmark_bits: 16 for the dtype of the KV cache; 4 for int4 codes with an fp16 scale per
-            landmark.
-        landmark_pairs: rotary pairs that a landmark keeps: how many, those that turn slowest; or
-            which, as ascending indices of pairs by layer of the model and KV head, equally many of
-            each; None for all. Pair i of a head of D dimensions is (i, i + D/2), and a larger i
-            turns more slowly.
+        landmark_bits: 16 for the dtype of the KV cache (bf16 with an FP8 cache); 4 for int4 codes
+            with an fp16 scale per landmark.
+        landmark_pairs: rotary pairs that a landmark keeps. A number keeps that many of the pairs
+            that rotate slowest; lists hold ascending indices of pairs by layer of the model and KV
+            head, equally many for each; None keeps all. Pair i of a head of D dimensions is
+            (i, i + D/2), and a larger i rotates more slowly.
         group_score: "mean_query" scores by the mean of the query heads that share a KV head,
             "best_head" takes the largest score that any of them gives.
         layer_weights: one per layer of the model: layer l reads
@@ -111,7 +111,7 @@ class SelectionRule(BaseModel):
         return self
 
     def __str__(self) -> str:
-        """The rule in a few words, such as a log line has."""
+        """The rule in a few words, as for a log line."""
         if self == SelectionRule():
             return "published selection rule"
         tokens = "whole pages" if self.landmark_tokens is None else f"{self.landmark_tokens} tokens"
@@ -185,8 +185,8 @@ class SelectionRule(BaseModel):
             )
 
     def landmark_bytes(self, page_size: int, head_dim: int, mean_itemsize: int) -> int:
-        """Memory of the landmarks of one page and KV head, where a number of a mean that is stored
-        as such takes `mean_itemsize` bytes."""
+        """Bytes of the landmarks of one page and KV head; a number of a landmark that is not int4
+        takes `mean_itemsize` bytes."""
         channels = 2 * self.pairs_kept(head_dim)
         per_landmark = channels * mean_itemsize
         if self.landmark_bits == 4:
@@ -206,7 +206,7 @@ class SelectionRule(BaseModel):
 def weighted_pages(budget_pages: NDArray[np.int64], weight: float, least: int) -> NDArray[np.int64]:
     """Pages that a layer of this weight may read where the schedule has `budget_pages`.
 
-    The weight is rounded to fp32, as it lies on the device; the product is exact.
+    The weight is rounded to fp32, as it is stored on the device; the product is exact.
     """
     share = np.floor(np.float64(np.float32(weight)) * budget_pages + 0.5)
     return np.maximum(share, least).astype(np.int64)

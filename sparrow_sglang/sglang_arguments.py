@@ -60,14 +60,14 @@ def resolved(server_args: "ServerArgs") -> "ServerArgs":
 
 
 def resolve(server_args: "ServerArgs") -> None:
-    """Have SGLang decide on what the user left open, and check; until 0.5.17 it has already."""
+    """Have SGLang decide on what the user left open, and check; until 0.5.17 `__init__` does it."""
     record: Any = server_args
     if hasattr(record, "resolve_once"):
         record.resolve_once()
 
 
 def is_resolved(server_args: "ServerArgs") -> bool:
-    """Whether SGLang has been through `server_args` in this or in the launching process."""
+    """Whether SGLang has resolved `server_args` in this or in the launching process."""
     return getattr(server_args, "_resolution_finished", False)
 
 
@@ -107,7 +107,7 @@ def server_argument_names() -> frozenset[str]:
     for problem in version_problems():
         raise RuntimeError(problem)
     folder = Path(package.origin).with_name("srt")
-    # From 0.5.20 on one class per namespace of the configuration.
+    # From 0.5.20 on there is one class per namespace of the configuration.
     names = {
         item.target.id
         for path in (folder / "server_args.py", *folder.glob("arg_groups/fields/*.py"))
@@ -187,7 +187,7 @@ def _add_dataclass_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
         original(self, *args, **kwargs)
 
     cls.__init__ = __init__
-    # Memoised per class, and may have been asked before.
+    # These functions cache a result per class and may have been called before.
     for memoised in ("namespace_of", "resolvable_fields"):
         if hasattr(arg_utils, memoised):
             getattr(arg_utils, memoised).cache_clear()
@@ -209,7 +209,7 @@ def rows_of_graphs(server_args: "ServerArgs", requests: int) -> int:
     except ImportError:
         # Until 0.5.16 the padding is decided on while graphs are captured.
         return server_args.cuda_graph_config.decode.max_bs
-    # Until 0.5.18 it reads the arguments, too.
+    # Until 0.5.18 the function also takes the server's arguments.
     if len(inspect.signature(get_cuda_graph_max_batch_size).parameters) == 2:
         rows: int = get_cuda_graph_max_batch_size(server_args, requests)
     else:

@@ -1,4 +1,4 @@
-"""Which SGLang is installed, and whether it can be run with: whole, alone, and not too old.
+"""Which SGLang is installed, and whether it is usable: complete, installed once, not too old.
 
 Versions nobody has tried are not refused here: `sparrow_sglang.plugin.registration` probes what the
 hooks need of them. SGLang is not imported.
@@ -11,9 +11,9 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 SUPPORTED = ("0.5.15.post1", "0.5.16", "0.5.17", "0.5.20", "0.5.23")
-"""Those that the engine and server tests are run on; see docs/versions.md."""
+"""The versions that the engine and server tests are run on; see docs/versions.md."""
 LOCKED = "0.5.17"
-"""The one that the README installs, and that measurements were made with."""
+"""The version that the README installs, and that measurements were made with."""
 INSTALL = f"pip install sglang=={LOCKED}, or another of {', '.join(SUPPORTED)}"
 
 UNKNOWN = "of an unknown version"
@@ -26,7 +26,7 @@ def installed_version() -> str:
 
 
 def version_problems() -> list[str]:
-    """One sentence if SGLang is missing, not whole, there twice, or older than those supported."""
+    """One sentence if SGLang is missing, incomplete, installed twice, or older than supported."""
     package = find_spec("sglang")
     installed = _installed()
     if package is None or package.origin is None:
@@ -47,7 +47,7 @@ def version_problems() -> list[str]:
     if known is None:
         return [f"SGLang {installed_version()} in {folder}: expected one that pip knows; {INSTALL}"]
     own = Path(str(installed[0].locate_file("sglang/__init__.py")))
-    # An installation that can be edited has no package where its metadata is.
+    # An editable installation has no package beside its metadata.
     if own.is_file() and own.resolve().parent != folder.resolve():
         return [f"SGLang is on the path twice, in {folder} and {own.parent}: keep one"]
     if known < Version(SUPPORTED[0]):
@@ -56,7 +56,7 @@ def version_problems() -> list[str]:
 
 
 def import_problem(error: ImportError) -> str:
-    """What to say of an SGLang of which a part, or a package that it needs, is missing."""
+    """The message for an SGLang that lacks a part of itself or a package that it needs."""
     return f"SGLang {installed_version()} cannot be imported ({error}); {INSTALL}"
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def without_insertion(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Keyword arguments of `release_kv_cache` that keep a request's KV out of the prefix tree.
 
-    None if `arguments`, those of the call, keep it out already. From 0.5.22 on the call must say.
+    None if `arguments`, those of the call, keep it out already. From 0.5.22 on the call must have
+    the argument.
     """
     name = "checkpoint" if "checkpoint" in arguments else "is_insert"
     if not arguments.get(name, True):
@@ -42,7 +43,7 @@ _MOVED: dict[str, str | None] = {
         "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding"
     ),
     "sglang.srt.distributed.bootstrap._init_cpu_threads_env": None,
-    # Models whose windows have a pool of their own are refused there.
+    # In 0.5.15, models whose windows have a pool of their own are refused.
     "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__": None,
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": None,
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -99,7 +100,8 @@ def weight_update_session(manager: Any, step: str) -> Any:
 def request_of(fields: Mapping[str, Any]) -> Any:
     """SGLang's `GenerateReqInput` of `fields`.
 
-    Left out are those that change only how top log-probs are written, where it lacks them (0.5.16).
+    Fields that change only how top log-probs are written are left out where SGLang lacks them
+    (0.5.16).
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -129,7 +131,7 @@ def adapter_request(
         serialized = MultiprocessingSerializer.serialize(dict(tensors), output_str=True)
         fields["serialized_tensors"] = serialized
     else:
-        # Until 0.5.16 all ranks read one copy, but memory that is shared can be received once.
+        # Until 0.5.16 all ranks read one copy, but shared memory can be received only once.
         copies = pickle.dumps({key: tensor.cpu() for key, tensor in tensors.items()})
         fields["serialized_tensors"] = base64.b64encode(copies).decode()
     return LoadLoRAAdapterFromTensorsReqInput(**fields)
@@ -139,13 +141,13 @@ def logits_of(processor: Any, states: Any, lm_head: Any, metadata: Any) -> Any:
     """Logits [T, vocab] of hidden states [T, hidden], which no later call overwrites."""
     arguments: dict[str, Any] = {}
     if "use_logits_buffer" in inspect.signature(processor._get_logits).parameters:
-        # From 0.5.16 on they would lie in a buffer that the decode step uses, too.
+        # From 0.5.16 on the logits would lie in a buffer that the decode step uses, too.
         arguments["use_logits_buffer"] = False
     return processor._get_logits(states, lm_head, metadata, **arguments)
 
 
 def kv_of(req: Any) -> Any:
-    """What holds `req_pool_idx`, `kv_committed_len` and `cache_protected_len` of a request."""
+    """The object with `req_pool_idx`, `kv_committed_len` and `cache_protected_len` of a request."""
     kv = getattr(req, "kv", None)
     return kv if hasattr(kv, "kv_committed_len") else req
 
@@ -165,7 +167,7 @@ def cacheable_tokens(req: Any) -> int:
 
 
 def cache_prefilled(req: Any, tree_cache: Any) -> None:
-    """Put what was prefilled of a request that is being released into the prefix tree."""
+    """Put the prefilled tokens of a request that is being released into the prefix tree."""
     if hasattr(tree_cache, "checkpoint"):
         if not req.skip_radix_cache_insert:
             tree_cache.checkpoint(req, up_to=prefilled_tokens(req))
@@ -176,8 +178,8 @@ def cache_prefilled(req: Any, tree_cache: Any) -> None:
 
 
 def ranks(process: Any) -> Any:
-    """What holds `tp_rank`, `pp_rank`, `dp_rank` and those of attention: of a scheduler, a runner
-    or a KV cache configurator."""
+    """The object with `tp_rank`, `pp_rank`, `dp_rank` and the ranks of attention, of a scheduler, a
+    runner or a KV cache configurator."""
     if hasattr(process, "ps"):
         return process.ps
     if hasattr(process, "tp_rank"):
@@ -188,15 +190,15 @@ def ranks(process: Any) -> Any:
 
 
 def layer_range(configurator: Any) -> range:
-    """Numbers of the layers whose KV is in this process."""
+    """Indices of the layers whose KV is in this process."""
     info = getattr(configurator, "layer_info", configurator)
     return range(info.start_layer, info.end_layer)
 
 
 def hybrid_config(model_config: "ModelConfig") -> Any:
-    """Of a model in which some layers keep a state instead of KV, the config that says which.
+    """The config that says which layers of a model keep a state instead of KV.
 
-    None of other models.
+    None for models without such layers.
     """
     try:
         from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -217,7 +219,7 @@ def report_config(manager: Any, **fields: Any) -> None:
     source, record = "sparrow", manager.server_args
     if hasattr(manager, "record_config_updates"):
         manager.record_config_updates(source, **fields)
-        # The engine reads the arguments, which are sealed but for what has been decided on.
+        # The engine reads the arguments, of which only the list of decisions can still change.
         decided = [entry for entry in record._resolved_overrides or () if entry[0] != source]
         record._resolved_overrides = [*decided, (source, fields)]
     elif hasattr(record, "override"):
@@ -228,9 +230,9 @@ def report_config(manager: Any, **fields: Any) -> None:
 
 
 def weight_metadata(meta_info: Mapping[str, Any]) -> dict[str, Any]:
-    """What SGLang's completions say of the weights, of a request's `meta_info`.
+    """What SGLang's completions say about the weights' version, from a request's `meta_info`.
 
-    From 0.5.20 on also which tokens are of which version.
+    From 0.5.20 on this also says which tokens come from which version.
     """
     names = ("weight_version", "weight_versions")
     return {"weight_version": None} | {name: meta_info[name] for name in names if name in meta_info}

@@ -21,7 +21,7 @@ def nearest_first(word: str, known: Iterable[str], cutoff: float = 0.0) -> list[
 
 
 def unknown_key(key: object, known: Iterable[str]) -> str:
-    """What to say of a key that is none of `known`."""
+    """The message for a key that is none of `known`."""
     names = nearest_first(str(key), known)
     return (
         f"unknown key {quoted(key, 60)}: did you mean {names[0]!r}? Known keys: {', '.join(names)}"
@@ -52,7 +52,7 @@ def first_problem(
         return f"[{section}] {words}" if section else words
     words = (expected or {}).get(str(loc[0]), "") if loc else ""
     if words:
-        # Below the field pydantic also names branches of unions.
+        # Below the field, pydantic's `loc` also names branches of unions, which are left out.
         loc = (loc[0], *(part for part in loc[1:] if isinstance(part, int)))
     key = _dotted((prefix, *loc))
     if kind == "missing" and isinstance(loc[-1], int):

@@ -1,6 +1,6 @@
 """Attention of one KV head over a range of paged tokens, as device functions for `decode`.
 
-In: queries of a group, the KV pool, page ids. Out: their outputs and log-sum-exps.
+In: the queries of a group, the KV pool, page ids. Out: the queries' outputs and log-sum-exps.
 """
 
 import triton
@@ -14,15 +14,16 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _as_operand(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """`values` in DTYPE, fp16 for FP8 ones, which are converted before the tensor cores' layout.
+    """`values` in DTYPE; FP8 ones become fp16 before they take the layout of the tensor cores.
 
     A register of that layout holds numbers of neighbouring tokens, which lie in different rows of
-    shared memory. FP8 numbers are gathered byte by byte; 16-bit numbers are transposed by the load.
+    shared memory. FP8 numbers would be gathered byte by byte; for 16-bit numbers the load itself
+    transposes.
     """
     if values.dtype != tl.float8e4nv or INTERPRETED:
         return values.to(DTYPE)
     else:
-        # Declared impure, or the compiler would move the change of layout in front of it.
+        # Declared impure, or the compiler would move the layout conversion before it.
         return tl.inline_asm_elementwise(
             "{.reg .b16 low, high; mov.b32 {low, high}, $2;"
             " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}",
@@ -66,7 +67,7 @@ def attend(
         page = tl.load(pages + token // PAGE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         at = slot[:, None] * ROW + columns[None, :]
-        # The tensor cores take both operands in one dtype, into which FP8 numbers fit.
+        # The tensor cores take both operands in one dtype; it holds every FP8 number exactly.
         keys = tl.load(k_head + at, mask=read, other=0.0).to(queries.dtype)
         logits = tl.dot(queries, tl.trans(keys)) * scale
         logits = tl.where(inside[None, :], logits, float("-inf"))
@@ -84,13 +85,13 @@ def attend(
 
 @triton.jit
 def half_queries(queries: tl.tensor, scale: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """fp16 queries [rows, D] of any range, and the factors [rows, 1] of their logits.
+    """The queries [rows, D], of any range, in fp16, and the factors [rows, 1] of their logits.
 
-    One instruction makes two fp16 numbers of FP8 ones, bf16 takes three. A row is divided by the
-    power of two below its largest number, so that rounding spares all but far smaller ones.
+    One instruction converts two FP8 numbers to fp16; bf16 takes three. A row is divided by the
+    power of two below its largest number, so that only far smaller numbers are rounded.
     """
     largest = tl.max(tl.abs(queries.to(tl.float32)), axis=1)
-    # The exponents of zero and of denormal rows have no inverse, those of the largest rows neither.
+    # The exponents of zero, of denormal and of the largest rows have no inverse.
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
     down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     up = (exponent << 23).to(tl.float32, bitcast=True)

@@ -20,7 +20,7 @@ PAIRS_MULTIPLE = 8
 FLOAT_DTYPES = (torch.bfloat16, torch.float16)
 KV_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 INDEX_DTYPES = (torch.int32, torch.int64)
-# What an H200 or H100 has; used where the tensors are on the CPU (Triton's interpreter).
+# SMs of an H200 or H100; used where the tensors are on the CPU (Triton's interpreter).
 INTERPRETER_SM_COUNT = 132
 
 

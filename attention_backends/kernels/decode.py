@@ -1,6 +1,6 @@
-"""Attention of one query token per request over its selected pages: split-KV, no plan.
+"""Attention of one query token per request over its selected pages: split-KV, no host-side plan.
 
-In: queries, the KV pool, page ids and counts from `select`. Out: [bs, Hq, D]. The split of the
+In: queries, the KV pool, counts, and page ids from `select`. Out: [bs, Hq, D]. The split of the
 work depends on numbers that the kernel reads itself, so a captured launch serves every length.
 """
 
@@ -22,6 +22,7 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     group_size,
 )
 from sparrow_sglang.attention_backends.kernels.decode_launch import (
+    SPLIT_PADS,
     DecodeLaunch,
     DecodeScratch,
     check_scratch,
@@ -32,10 +33,10 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _split_tokens(kept: tl.tensor, SPLITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+def _split_tokens(kept: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """Tokens a split: an even share of this row, in whole tiles. Rows differ in length, so each
     row is cut by its own count; a fixed share would leave SMs idle on short rows."""
-    return tl.cdiv(tl.cdiv(kept, SPLITS), BLOCK) * BLOCK
+    return tl.cdiv(tl.cdiv(kept, splits), BLOCK) * BLOCK
 
 
 @triton.jit
@@ -62,17 +63,17 @@ def _merge_splits(
     out_row: tl.tensor,
     pair: tl.tensor,
     active: tl.tensor,
+    splits: tl.tensor,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
 ) -> None:
     """Combine the splits of one (request, KV head), one query head after the other."""
     columns = head_columns(D)
     split = tl.arange(0, SPLITS_PAD)
     for member in tl.static_range(GROUP):
-        part = (pair.to(tl.int64) * GROUP + member) * SPLITS + split
-        # .cg: other SMs wrote them.
+        part = (pair.to(tl.int64) * GROUP + member) * splits + split
+        # .cg reads from L2, because other SMs wrote these numbers.
         lse = tl.load(
             partial_lse + part, mask=split < active, other=float("-inf"), cache_modifier=".cg"
         )
@@ -87,7 +88,8 @@ def _merge_splits(
         store_head(out_row + member * D, columns, merged, D)
 
 
-@triton.jit
+# `splits` differs by batch size. If it were a constant, a kernel would be compiled for each value.
+@triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     q: tl.tensor,
     k_buffer: tl.tensor,
@@ -106,11 +108,11 @@ def _decode_kernel(
     ids_row_stride: tl.tensor,
     ids_head_stride: tl.tensor,
     out_stride: tl.tensor,
+    splits: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
     MMA_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -125,7 +127,7 @@ def _decode_kernel(
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
     kept = _kept_tokens(counts, seq_lens, row, PAGE, EVERY_PAGE)
-    share = _split_tokens(kept, SPLITS, BLOCK)
+    share = _split_tokens(kept, splits, BLOCK)
     first = split * share
     # A row without tokens still has one program, which writes zeros.
     if (first < kept) | (split == 0):
@@ -140,12 +142,12 @@ def _decode_kernel(
             operand, factor = queries, scale
         sink = tl.full((MMA_ROWS,), float("-inf"), tl.float32)
         if SINKS:
-            # With the first tokens; the other splits merge with them.
+            # Only split 0 includes the sinks; the merge combines it with the other splits.
             mine = (member < GROUP) & (split == 0)
             loaded = tl.load(sinks + head * GROUP + member, mask=mine, other=float("-inf"))
             sink = loaded.to(tl.float32) * 1.4426950408889634  # log2(e)
         if AFTER_SELECT:
-            # All that is read so far was written before the selection started.
+            # Everything read up to here was written before the selection kernel started.
             gdc_wait()
         pages = page_ids + row * ids_row_stride + head * ids_head_stride
         end = tl.minimum(first + share, kept)
@@ -172,18 +174,18 @@ def _decode_kernel(
             own = member[:, None] * D + columns[None, :]
             tl.store(out_row + own, result.to(out.dtype.element_ty), mask=used)
         else:
-            part = (pair.to(tl.int64) * GROUP + member) * SPLITS + split
+            part = (pair.to(tl.int64) * GROUP + member) * splits + split
             tl.store(partial_lse + part, lse, mask=member < GROUP)
             tl.store(partial_out + part[:, None] * D + columns[None, :], result, mask=used)
-            # Every thread's part must be out before this program reports it.
+            # Every thread must have stored its part before this program reports its arrival.
             tl.debug_barrier()
             active = tl.cdiv(kept, share)
             arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
             if arrived == active - 1:
-                # Zero again for the next launch, or the next replay of a graph.
+                # Reset the counter for the next launch, or the next replay of a graph.
                 tl.store(arrivals + pair, 0)
                 _merge_splits(
-                    partial_out, partial_lse, out_row, pair, active, GROUP, D, SPLITS, SPLITS_PAD
+                    partial_out, partial_lse, out_row, pair, active, splits, GROUP, D, SPLITS_PAD
                 )
 
 
@@ -233,11 +235,11 @@ def sparse_decode(
         k_buffer, v_buffer: [num_slots, Hkv, D], contiguous, in q's dtype or both in FP8 (e4m3).
         page_ids: [bs, Hkv, K] int32, physical pages in ascending logical order; the head axis may
             be expanded.
-        counts: [bs] int32, entries of page_ids that count; None for all pages of a row.
+        counts: [bs] int32, how many entries of page_ids are valid; None for all pages of a row.
         seq_lens: [bs] int32 or int64, the current token included.
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
         sm_scale: factor of the logits, the scale of FP8 keys included.
-        v_scale: that of FP8 values, a factor of the output.
+        v_scale: scale of FP8 values, a factor of the output.
         sinks: [Hq], one more logit of each query head, with a value of 0; None for none.
         after_select: the launch before this one is `select_pages` with `dependents`, which wrote
             page_ids; this one may start before it ends.
@@ -272,12 +274,12 @@ def sparse_decode(
         page_ids.stride(0),
         page_ids.stride(1),
         out.stride(0),
+        launch.splits,
         HEADS=num_kv_heads,
         GROUP=group,
         D=head_dim,
         PAGE=page_size,
-        SPLITS=launch.splits,
-        SPLITS_PAD=triton.next_power_of_2(launch.splits),
+        SPLITS_PAD=next(pad for pad in SPLIT_PADS if launch.splits <= pad),
         MMA_ROWS=MAX_GROUP,
         BLOCK=launch.block_tokens,
         STAGES=launch.stages,
@@ -285,6 +287,6 @@ def sparse_decode(
         SINKS=sinks is not None,
         AFTER_SELECT=after_select,
         num_warps=launch.num_warps,
-        # Not an argument in Triton's interpreter.
+        # Triton's interpreter does not take this argument.
         **({"launch_pdl": True} if after_select else {}),
     )

@@ -6,15 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def head_columns(D: tl.constexpr) -> tl.tensor:
-    """Columns of a tile that holds a head, those of D and the padding behind them."""
-    # Not triton.next_power_of_2, for which SGLang puts a function that kernels cannot call.
+    """Columns of a tile that holds a head: D of them, and the padding behind them."""
+    # Not triton.next_power_of_2, which SGLang replaces by a function that kernels cannot call.
     width: tl.constexpr = D if D & (D - 1) == 0 else 128
     return tl.arange(0, width)
 
 
 @triton.jit
 def head_mask(rows: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """The elements of a tile that exist: `rows` [N, 1], in the columns below D.
+    """Mask of the elements of a tile that exist: `rows` [N, 1], in the columns below D.
 
     `rows` alone where there is no padding, so that powers of two cost no comparison.
     """
@@ -26,7 +26,7 @@ def head_mask(rows: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def store_head(target: tl.tensor, columns: tl.tensor, values: tl.tensor, D: tl.constexpr) -> None:
-    """Write the D columns of a head to `target`, in the dtype that lies there."""
+    """Write the D columns of a head to `target`, in the dtype of `target`."""
     values = values.to(target.dtype.element_ty)
     if columns.shape[0] == D:
         tl.store(target + columns, values)

@@ -83,7 +83,7 @@ def store_int4_landmarks(
 
 @triton.jit
 def _nibble(mean: tl.tensor, divisor: tl.tensor) -> tl.tensor:
-    """8 + code in int32; a code is 0 where a mean over its scale is not a number."""
+    """8 + code in int32; a code is 0 where the scale is 0 or mean / scale is not a number."""
     ratio = tl.div_rn(mean, tl.broadcast_to(divisor, mean.shape))
     ratio = tl.where((ratio == ratio) & (divisor != 0.0), ratio, 0.0)
     ratio = tl.minimum(tl.maximum(ratio, -7.0), 7.0)
@@ -108,7 +108,7 @@ def update_landmark_of_last_page(
 ) -> None:
     """Write the landmarks of the page that the current token filled, if it filled one.
 
-    That page is the most recent one: kept, and not scored in this step.
+    That page is the most recent one, which this step keeps without scoring it.
     """
     if (seq_len > 0) & (seq_len % PAGE == 0):
         page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)

@@ -1,8 +1,8 @@
-"""What the kernels of a step read of its requests: physical pages, and how many of them to keep.
+"""Snapshot of a step's requests for its kernels: physical pages, and how many of them to keep.
 
 In: SGLang's `req_to_token` and the budget tables. Out: a page table [bs, max_pages] and counts
-[layers, bs]. It runs before a captured graph is replayed, because SGLang may write `req_to_token`
-again while the graph still runs.
+[layers, bs]. The snapshot is taken before a captured graph is replayed, because SGLang may write
+`req_to_token` again while the graph still runs.
 """
 
 from typing import NamedTuple
@@ -79,7 +79,7 @@ def _snapshot_kernel(
                 layer = tl.arange(0, LAYERS_PAD)
                 real = layer < NUM_LAYERS
                 weight = tl.load(weights + schedule * NUM_LAYERS + layer, mask=real, other=0.0)
-                # fp64 holds the product exactly, and a budget without a cap times any weight.
+                # fp64 holds the product exactly, also that of any weight and a budget of NO_CAP.
                 share = tl.floor(weight.to(tl.float64) * budget.to(tl.float64) + 0.5)
                 share = tl.minimum(tl.maximum(share, least_pages), held)
                 tl.store(counts + layer * counts_stride + row, share.to(tl.int32), mask=real)
@@ -110,7 +110,7 @@ def snapshot_page_table(
         seq_lens: [bs] int32 or int64.
         page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
         page_size: 16, 32 or 64.
-        budgets: with `counts`; None where no page will be selected, as in a prefill.
+        budgets: given together with `counts`; None where no page will be selected, as in a prefill.
         counts: [layers, bs] int32, as many layers as in `budgets.weights`; written: min(pages held,
             budget of the length, cap of the request), weighted where there are several layers.
         least_pages: sinks and recent pages, which no weight goes below.

@@ -91,11 +91,11 @@ def _score_query(
 
 @triton.jit
 def _unpack(codes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """As int8 the lower four bits of each byte, 8 + code, and the upper ones as 16 * code."""
+    """Both codes of each byte in int8: the lower four bits as 8 + code, the upper as 16 * code."""
     if INTERPRETED:
         return (codes & 15).to(tl.int8), ((codes & 240) ^ 128).to(tl.int8, bitcast=True)
     else:
-        # Four bytes at once; the compiler would take them apart and put them together again.
+        # This unpacks four bytes at once; the compiler would split them and pack them again.
         return tl.inline_asm_elementwise(
             "and.b32 $0, $2, 0x0F0F0F0F; lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;",
             "=r,=r,r",
@@ -129,11 +129,11 @@ def score_int4_pages(
 ) -> None:
     """Write the keys of pages [first, end), each of which has LANDMARKS int4 landmarks.
 
-    Codes stay whole numbers: turning 4 bits into a float costs more than loading them. A query
+    Codes stay integers: converting 4 bits to a float costs more than loading them. A query
     becomes a fixed-point number of 31 bits, or 27 in second members, at the exponent of its largest
-    channel, in four int8 digits. The sums of codes by digits are exact; fp32 takes part when they
-    are put together. A query that is not finite makes a product that is not a number, and counts
-    for no page.
+    channel, in four int8 digits. The sums of codes times digits are exact; fp32 is used only to
+    combine them. A query that is not finite makes a product that is not a number, and counts for
+    no page.
     """
     # Columns 4h to 4h + 3 hold the digits of query h; tensor cores take 8 columns or more.
     COLUMNS: tl.constexpr = 4 * GROUP_PAD if BEST_HEAD and GROUP_PAD > 1 else 8
@@ -149,22 +149,22 @@ def score_int4_pages(
     query = _score_query(q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS)
     largest = tl.max(tl.abs(query), 0)
     finite = (tl.max((query != query).to(tl.int32), axis=0) == 0) & (largest < float("inf"))
-    # 2**exponent in fp32 is (127 + exponent) << 23; below 30 the digits would not be normal.
+    # 2**exponent in fp32 is (127 + exponent) << 23; below 30 the digits' units would be denormal.
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 30)
     to_fixed = ((283 - exponent) << 23).to(tl.float32, bitcast=True)
     # Codes of second members are 16 times as large.
     share = tl.where(member == 0, 1.0, 1.0 / 16)
     fixed = (query * to_fixed[None, :] * share[:, None]).to(tl.int32)
-    # The signed base-256 digit at each column's place: with 128 added to the three lower digits,
-    # the bytes of a sum of digits are these digits.
+    # The signed base-256 digit at each column's place: once 0x808080 is added, each of the three
+    # lower bytes is its digit plus 128, and the highest byte is its digit in two's complement.
     place = (tl.arange(0, COLUMNS) % 4)[None, :]
     byte = ((fixed + 0x808080) >> (8 * place)) & 255
     digits = tl.where(place < 3, byte, byte ^ 128) - 128
-    # Four bits of first members hold 8 + code.
+    # First members are stored as 8 + code; starting at this offset cancels the 8.
     offset = -8 * tl.sum(tl.where(member[:, None] == 0, digits, 0), axis=0)
     digits = digits.to(tl.int8)
     start_value = tl.zeros((ROWS, COLUMNS), tl.int32) + offset[None, :]
-    # Two neighbouring digits are put together as whole numbers.
+    # Sums of two neighbouring digits are combined as integers, so only even columns need a unit.
     unit = ((exponent - 29 + 8 * (tl.arange(0, COLUMNS) % 4)) << 23).to(tl.float32, bitcast=True)
     unit = tl.where(finite, unit, float("nan"))
     unit, _ = tl.split(tl.reshape(unit, (COLUMNS // 2, 2)))
@@ -178,10 +178,10 @@ def score_int4_pages(
         if PAIRS == WIDTH:
             tile = tl.load(at)
         else:
-            # What padding columns hold meets digits of 0.
+            # Padding columns may hold anything: their digits are 0.
             tile = tl.load(at, mask=pair[None, None, :] < PAIRS)
         scale = tl.load(scales + row)
-        # Landmarks of a page in rows BLOCK apart, which the same thread holds.
+        # Landmarks of a page are BLOCK rows apart, so that the same thread holds them.
         tile = tl.reshape(tl.permute(tile, (1, 0, 2)), (ROWS, WIDTH))
         scale = tl.reshape(tl.permute(scale, (1, 0)), (ROWS,)).to(tl.float32)
         first_codes, second_codes = _unpack(tile)

@@ -43,7 +43,8 @@ _MMA_COLUMNS = 16
 _SHORT_ROW = 512
 
 
-@triton.jit
+# `splits` differs by batch size. If it were a constant, a kernel would be compiled for each value.
+@triton.jit(do_not_specialize=["splits"])
 def _select_kernel(
     q: tl.tensor,
     k_buffer: tl.tensor,
@@ -60,6 +61,7 @@ def _select_kernel(
     table_stride: tl.tensor,
     keys_stride: tl.tensor,
     width: tl.tensor,
+    splits: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -72,7 +74,6 @@ def _select_kernel(
     BEST_HEAD: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     MMA_COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     RADIX: tl.constexpr,
@@ -80,17 +81,17 @@ def _select_kernel(
     CHUNK: tl.constexpr,
     DEPENDENTS: tl.constexpr,
 ) -> None:
-    """Program (row · HEADS + head, split) scores its share; the last one of a row selects.
+    """Program (row · HEADS + head, split) scores its share; the last split to finish selects.
 
-    PAIRS: rotary pairs of int4 landmarks in `landmarks` and `scales`, those that `pairs` names; 0
-    where `landmarks` are means of whole pages.
+    PAIRS: number of rotary pairs that the int4 landmarks in `landmarks` and `scales` keep, listed
+    in `pairs`; 0 where `landmarks` are means of whole pages.
     """
     pair = tl.program_id(0)
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
-    # The loads in front of the first landmark are what a small batch waits for: they are issued
-    # together, before any branch.
+    # A small batch mostly waits for the loads before the first landmark: they are issued together,
+    # before any branch.
     num_selected = tl.load(counts + row)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     q_group = q + row * q_stride + head * GROUP * D
@@ -131,7 +132,7 @@ def _select_kernel(
                 tl.store(selected + index, page, mask=index < num_pages)
     else:
         middle = num_pages - SINKS - RECENTS
-        share = tl.cdiv(tl.cdiv(middle, SPLITS), BLOCK) * BLOCK
+        share = tl.cdiv(tl.cdiv(middle, splits), BLOCK) * BLOCK
         active = tl.cdiv(middle, share)
         if split < active:
             first = SINKS + split * share
@@ -167,15 +168,16 @@ def _select_kernel(
             if DEPENDENTS:
                 # Attention starts up while the last programs select, and waits for them.
                 gdc_launch_dependents()
-            # Every thread's keys must be out before this program reports them or reads them back.
+            # Every thread must have stored its keys before this program reports its arrival or
+            # reads them back.
             tl.debug_barrier()
-            last = True
-            if SPLITS > 1:
+            last = active == 1
+            if active > 1:
                 arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
                 last = arrived == active - 1
             if last:
-                if SPLITS > 1:
-                    # Zero again for the next launch, or the next replay of a graph.
+                if active > 1:
+                    # Reset the counter for the next launch, or the next replay of a graph.
                     tl.store(arrivals + pair, 0)
                 if num_pages <= SHORT_ROW:
                     store_selected(
@@ -251,8 +253,8 @@ def select_pages(
         page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
             row's count are left as they are.
         recent_pages: at least 1: the page being written is never scored.
-        best_head: a page scores by the best of the group's heads, which takes int4 landmarks;
-            otherwise by their mean.
+        best_head: score a page by the best of the group's heads, which needs int4 landmarks;
+            otherwise by the mean of their queries.
         dependents: the next launch of the stream is `sparse_decode` with `after_select`, and
             `checks.dependent_launch` allows it.
     """
@@ -291,6 +293,7 @@ def select_pages(
         page_table.stride(0),
         scratch.keys.stride(0),
         page_ids.shape[2],
+        launch.splits,
         HEADS=num_kv_heads,
         GROUP=group,
         D=head_dim,
@@ -303,7 +306,6 @@ def select_pages(
         BEST_HEAD=best_head,
         GROUP_PAD=triton.next_power_of_2(group),
         MMA_COLUMNS=_MMA_COLUMNS,
-        SPLITS=launch.splits,
         BLOCK=launch.block_pages,
         STAGES=launch.stages,
         RADIX=launch.radix,

@@ -9,12 +9,13 @@ from sparrow_sglang.attention_backends.kernels.checks import MAX_PAGES, sm_count
 
 # Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
 _PROGRAMS_PER_SM = 2
-# int4 landmarks of a tile, by the largest head dimension that registers hold so many of. Of eight a
-# page a tile has twice as many, as in fewer pages they would be compared across warps.
+# int4 landmarks of a tile, by the largest head dimension for which registers hold that many. With
+# eight landmarks a page a tile has twice as many: in a tile of fewer pages, the landmarks of a page
+# would be compared across warps.
 _INT4_TILES = {128: 256, 256: 64}
 _PER_PAGE = 4
-# Triton shares them between a tile and the page ids in front of it: with fewer than five, a tile is
-# asked for only when the one before has been scored.
+# Triton divides the stages between a tile and the page ids loaded before it: with fewer than five,
+# the load of a tile is issued only when the previous tile has been scored.
 _INT4_STAGES = 5
 
 
@@ -28,7 +29,7 @@ class SelectScratch(NamedTuple):
 class SelectLaunch(NamedTuple):
     """Launch shape, fixed at capture.
 
-    splits: programs that score one (request, KV head); block_pages: landmarks a tile;
+    splits: programs that score one (request, KV head); block_pages: pages a tile;
     radix: thresholds tried in one pass of the search; stages: landmark tiles in flight.
     """
 

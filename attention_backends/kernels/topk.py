@@ -25,7 +25,7 @@ def order_keys(scores: tl.tensor) -> tl.tensor:
 @triton.jit
 def _load_keys(keys: tl.tensor, index: tl.tensor, first: tl.tensor, end: tl.tensor) -> tl.tensor:
     """uint32 keys of the scored pages [first, end); 0, below every key, elsewhere."""
-    # .cg: another SM may have written them.
+    # .cg reads from L2, because another SM may have written the keys.
     bits = tl.load(
         keys + index, mask=(index >= first) & (index < end), other=0, cache_modifier=".cg"
     )

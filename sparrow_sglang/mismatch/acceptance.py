@@ -44,7 +44,7 @@ def acceptance_rate(
 
     Both logits are [T, V] on one device, of any floating dtype; the result is fp32 [T] in [0, 1].
     Computes in fp32 over blocks of at most 1,024 positions by `vocab_chunk` tokens, so that no
-    further [T, V] tensor comes into being. Logits of -inf count as probability 0. No gradient.
+    further [T, V] tensor is allocated. Logits of -inf count as probability 0. No gradient.
     Raises `ValueError` on shapes that differ, a temperature of 0 or below, and logits with NaN.
     """
     import torch
@@ -95,7 +95,7 @@ def acceptance_bounds(
 
     Ids and natural log-probs are [T, k]; k may differ between the sides. Each list must hold the k
     *most likely* tokens: a sampled token appended to it would make the upper bound wrong. Both
-    sides at the sampling temperature and untruncated.
+    sides must be at the sampling temperature and untruncated.
 
     The lower bound counts the tokens in both lists. For the upper bound, let rest be the mass
     outside a list and floor its smallest listed probability, which no unlisted token exceeds. A
@@ -131,7 +131,7 @@ def mean_acceptance_from_samples(
     Log-probs [T] of the sampled tokens on both sides; the tokens must have been drawn from
     p_sparse itself, without top-p or top-k truncation. One token's ratio is not its acceptance
     rate, and the ratios' 5th percentile is not the tail percentile (it lies far below), so none is
-    returned. The standard error takes tokens as independent. Raises `ValueError` on no tokens.
+    returned. The standard error treats tokens as independent. Raises `ValueError` on no tokens.
     """
     sparse = np.asarray(sparse_logprobs, dtype=np.float64)
     dense = np.asarray(dense_logprobs, dtype=np.float64)

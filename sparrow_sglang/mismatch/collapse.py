@@ -1,7 +1,7 @@
-"""Whether a run collapses: its entropy falls while its tail rises.
+"""Whether a run collapses: its entropy falls while its tail percentile rises.
 
-A policy that repeats itself is one on which sparse and dense decode agree. Its tail rises to 1 and
-looks healthy; its entropy tells that it is not.
+Sparse and dense decode agree on a policy that repeats itself. Its tail percentile rises to 1 and
+looks healthy, although its falling entropy shows that it is not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,18 @@ ALARM = "sparrow/collapse_alarm"
 WINDOW = 5
 """Steps at the beginning of a run, and the latest ones, whose means are compared."""
 FALL = 0.5
-"""Share of the entropy at the beginning below which it has fallen. On the runs of
+"""The entropy has fallen when it is below this share of its value at the beginning. On the runs of
 examples/stability, with the sampled estimate rollout_corr/training_log_ppl in the entropy's place,
-this tells the three under 64 tokens, in their 10th or 11th step, from the nine others; it was
-chosen on these runs."""
+this separates the three runs under 64 tokens, in their 10th or 11th step, from the nine others; it
+was chosen on these runs."""
 
 
 def collapse_alarm(rows: Sequence[Mapping[str, float]]) -> bool | None:
-    """Whether the last of a run's rows, in order from its first, is one of a collapse.
+    """Whether the last of a run's rows, in order from its first, shows a collapse.
 
-    That is so if the mean entropy of the latest `WINDOW` steps is below `FALL` times that of the
-    first `WINDOW` steps, and their mean tail above that of the first ones. Rows without both
-    metrics are left out. None before there are two windows.
+    It does if the mean entropy of the latest `WINDOW` steps is below `FALL` times that of the
+    first `WINDOW` steps, and their mean tail percentile is above that of the first ones. Rows
+    without both metrics are left out. None before there are two windows.
     """
     known = [row for row in rows if ENTROPY in row and TAIL in row]
     if len(known) < 2 * WINDOW:

@@ -22,7 +22,7 @@ _GROUPS = 64
 class BinTail:
     """Acceptance rate of the tokens at positions first_position <= x < end_position.
 
-    `tail` is the percentile, `tail_low` to `tail_high` its confidence interval, the same for
+    `tail` is the percentile and `tail_low` to `tail_high` its confidence interval, likewise for
     `mean`; the intervals are None where the tokens come from fewer than two groups of requests.
     """
 

@@ -10,14 +10,13 @@ attention multiplies q.k and p.v, 4 * H_q * d * n * c = 2 * r * D * c FLOPs, and
 bytes; the sum over a generation from L_in to L_in + L_out cached tokens is the printed term. A
 landmark is half of D wide, hence L_out^2 / (2p) in the scoring terms.
 
-Of a mixture of experts P counts what one token is multiplied with.
+For a mixture of experts, P counts the weights that one token is multiplied with.
 
-What the printed formulas leave out: reading the weights (free in the limit of a large batch), the
-layers that stay dense, and L < B; layers with a sliding window or linear attention are not counted
-in D here. They read
-a prompt's KV once for all N samples. Their scoring terms for the prompt carry neither r nor 1/p, so
-the prompt is charged at the price of reading its whole KV. `step_costs` counts the step of this
-backend instead, without these simplifications.
+The printed formulas leave out reading the weights (free in the limit of a large batch), the layers
+that stay dense, and L < B; layers with a sliding window or linear attention are not counted in D
+here. The formulas read a prompt's KV once for all N samples. Their scoring terms for the prompt
+have neither r nor 1/p, so the prompt is charged the cost of reading its whole KV. `step_costs`
+counts the step of this backend instead, without these simplifications.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +31,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 Array = NDArray[np.float64]
 
-# Of weights, of landmarks that are means, and in the paper's formulas of KV.
+# For weights, for landmarks that are means and, in the paper's formulas, for KV.
 _BYTES_PER_VALUE = 2
 
 
@@ -46,7 +45,7 @@ class Hardware:
 
     @property
     def intensity(self) -> float:
-        """I: FLOPs that pass in the time of one byte."""
+        """I: FLOPs that the GPU computes in the time of reading one byte."""
         return self.flops_per_s / self.bytes_per_s
 
 
@@ -59,7 +58,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs and bytes; `eflops` weighs a byte with the FLOPs that would pass meanwhile."""
+    """FLOPs and bytes; `eflops` counts a byte as the FLOPs computed in the time of reading it."""
 
     flops: float
     bytes: float
@@ -122,9 +121,9 @@ def paper_speedup(
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Per decoded token, by cause; each field is an array over lengths, or its sum.
+    """Costs per decoded token, by cause; each field is an array over lengths, or its sum.
 
-    State is that of linear attention, read and written; its arithmetic counts as attention.
+    State bytes are those of linear attention, read and written; its arithmetic counts as attention.
     """
 
     weight_bytes: Array
@@ -268,7 +267,7 @@ def page_cost(
     is the cheaper one. It is a statement about quality. At equal tokens each choice of whole
     larger pages is also a choice of 16-token pages, so the best such choice covers at least as
     much attention; and more of the budget is left to choose. How much smaller a budget therefore
-    holds the same tail has to be measured; whether that pays, `equal_cost_budget` says.
+    holds the same tail percentile has to be measured; `equal_cost_budget` says whether that pays.
     """
     d, r = shape.kv_width, shape.gqa_ratio
     return PageCost(

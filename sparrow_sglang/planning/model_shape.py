@@ -49,7 +49,7 @@ class Experts:
     shared_size: int = 0
 
     def expected(self, batch: float) -> float:
-        """Experts of a layer that a step of `batch` tokens reads, if each choice is as likely.
+        """Experts of a layer that a step of `batch` tokens reads, if all are equally likely.
 
         One token leaves an expert out with probability 1 - k / E, so E (1 - (1 - k / E)^batch) of
         E are read. Real routers are less even and read fewer.
@@ -94,26 +94,26 @@ class LinearAttention:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def weights(self, hidden_size: int) -> int:
-        """Of one layer: projections of queries, keys, values, gates and outputs; convolution."""
+        """Weights of a layer: projections of queries, keys, values, gates, outputs; convolution."""
         values = self.value_heads * self.value_dim
         inputs = self._convolved + values + 2 * self.value_heads
         return hidden_size * (inputs + values) + self._convolved * self.conv_tokens
 
     @property
     def state_bytes(self) -> int:
-        """What one sequence keeps in one layer, whatever its length."""
+        """Bytes that one sequence keeps in one layer, whatever its length."""
         state = self.value_heads * self.key_dim * self.value_dim
         inputs = self._convolved * (self.conv_tokens - 1)
         return _STATE_ITEMSIZE * state + _CONVOLUTION_ITEMSIZE * inputs
 
     @property
     def moved_bytes(self) -> int:
-        """What a step reads and writes of one sequence's states."""
+        """Bytes that a step reads and writes of one sequence's states, in all layers."""
         return 2 * len(self.layers) * self.state_bytes
 
     @property
     def state_flops(self) -> int:
-        """Of one token in all layers: decay, both products with the state, and its change."""
+        """FLOPs of one token in all layers: decay, both products with the state, and its change."""
         return 7 * len(self.layers) * self.value_heads * self.key_dim * self.value_dim
 
 
@@ -191,9 +191,9 @@ class ModelShape:
     def on_rank(self, ranks: int) -> "ModelShape":
         """The part of each layer that one of `ranks` tensor-parallel ranks holds.
 
-        Whole experts shared out among expert-parallel ranks are as many weights. KV heads are
-        repeated where there are more ranks than heads, as SGLang does. Raises `InputError` unless
-        heads and widths can be split.
+        Distributing whole experts over expert-parallel ranks gives the same number of weights. KV
+        heads are repeated where there are more ranks than heads, as SGLang does. Raises
+        `InputError` unless heads and widths can be split.
         """
         kv_heads, ragged = divmod(self.num_kv_heads, ranks)
         if ragged and ranks % self.num_kv_heads:
@@ -237,7 +237,7 @@ class ModelShape:
     def weights_read(self, batch: float) -> float:
         """Weights that a step of `batch` tokens reads, of experts those expected to be chosen.
 
-        All that are multiplied with any token for `batch=math.inf`.
+        With `batch=math.inf` these are all weights that any token is multiplied with.
         """
         if self.experts is None:
             return self._shared

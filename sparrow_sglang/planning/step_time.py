@@ -15,7 +15,7 @@ from sparrow_sglang.planning.cost_model import StepCosts
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.schedule import PAGE_SIZE
 
-# Of schedules that say nothing else.
+# The dense layers of schedules that do not set them.
 _DENSE_LAYERS = {0, 1}
 
 
@@ -83,7 +83,7 @@ def fit_step_time(steps: Sequence[MeasuredStep]) -> StepTimeFit:
             f"{len(steps)} measured steps hold {np.unique(sizes).size} different sizes: expected at"
             " least two (another length or batch), or bandwidth and constant cannot be told apart"
         )
-    # Centred, as bytes near 1e10 beside a column of ones would cost half of the digits.
+    # The sizes are centred: bytes near 1e10 beside a column of ones would cost half of the digits.
     centre = sizes.mean()
     slope = float((sizes - centre) @ times / ((sizes - centre) ** 2).sum())
     if slope <= 0:
@@ -109,7 +109,8 @@ def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
     budget = min(_positive(row, "budget_tokens"), cached)
     dense_layers = int(row.get("dense_layers", len(_DENSE_LAYERS - set(shape.partial_layers))))
     sparse_layers = whole - dense_layers
-    # Steps that read everything do not score; the three kept pages per sequence never do.
+    # Steps that read everything score no pages; the three pages that each sequence always keeps are
+    # never scored.
     pages = cached / row.get("page_size", PAGE_SIZE) - 3 * batch if budget < cached else 0.0
     kv = per_layer * (dense_layers * cached + sparse_layers * budget)
     return weights + kv + per_layer / 2 * sparse_layers * max(0.0, pages)

@@ -211,7 +211,7 @@ def _speedup_cells(
 
 
 def _step_model_costs(plan: Plan, lengths: Sequence[int]) -> list[StepCosts]:
-    """Of generations of these lengths, dense and sparse."""
+    """Costs of generations of these lengths, dense and sparse."""
     return [
         rollout_costs(plan.shape, plan.prompt_tokens, lengths, plan.batch, schedule)
         for schedule in (None, plan.schedule)

@@ -3,13 +3,14 @@
 In: a model's shapes and what a training run sets. Out: bytes by cause, and the peaks of an update
 and of an adapter step. Imports neither torch nor SGLang.
 
-Counted are the tensors that grow with the model or with a micro-batch. Per token, each layer keeps
-its input for the backward pass, which computes one layer at a time again. That layer then holds
-what its MLP makes (gate, up, their product and its activation) and attention's queries, keys,
-values and output, all of them in 16 bits and each with its gradient, and its residual stream and
-norms in the dtype of the weights. The first gradients come when all inputs are held, the last ones
-when none is left: the peak is the larger of the two ends. tests/unit/planning compares the sums
-with peaks that PyTorch measured.
+The estimate counts the tensors that grow with the model or with a micro-batch. With gradient
+checkpointing, each layer keeps its input per token for the backward pass, which recomputes one
+layer at a time. That layer then holds what its MLP makes (gate, up, their product and its
+activation) and attention's queries, keys, values and output, all of them in 16 bits and each with
+its gradient, and its residual stream and norms in the dtype of the weights. Without checkpointing,
+every layer is counted with all of this. The first gradients come when all inputs are held, the last
+ones when none is left: the peak is the larger of the two ends. tests/unit/planning compares the
+sums with peaks that PyTorch measured.
 """
 
 from dataclasses import dataclass
@@ -28,13 +29,15 @@ class TrainingMemory:
     """Bytes on the trainer's GPU.
 
     Attributes:
-        weights: of the model, in its dtype.
+        weights: weights of the model, in its dtype.
         optimizer: AdamW's two moments, and fp32 weights where the model's have 16 bits.
         gradients: sums in fp32.
-        saved: each layer's input, kept for the backward pass.
-        working: one layer while it is computed again, with its gradients.
-        gathered: of several ranks, what is whole on each GPU: embeddings, vocabulary projection and
-            their gradient, two layers, of which one is fetched ahead, and a layer's gradient.
+        saved: kept for the backward pass: each layer's input or, without gradient checkpointing,
+            as much as `working` for each layer.
+        working: one layer while it is recomputed, with its gradients.
+        gathered: with several ranks, what is not sharded on each GPU: embeddings, vocabulary
+            projection and their gradient, two layers, of which one is fetched ahead, and a layer's
+            gradient.
     """
 
     weights: int
@@ -46,7 +49,7 @@ class TrainingMemory:
 
     @property
     def idle(self) -> int:
-        """Between two updates, while responses are sampled."""
+        """Bytes between two updates, while responses are sampled."""
         return self.weights + self.optimizer
 
     @property
@@ -55,7 +58,7 @@ class TrainingMemory:
 
     @property
     def adapter_peak(self) -> int:
-        """Of a DistillSparse step; the gradients of an adapter are small."""
+        """Peak of a DistillSparse step; the gradients of an adapter are small, and left out."""
         return self.idle + self.gathered + self.saved + self.working
 
 
@@ -72,8 +75,8 @@ def training_memory(
     """The memory of updates on micro-batches of `tokens` tokens.
 
     `parameters` are all weights, tied ones once, of `itemsize` bytes each. With `offload` the
-    optimizer's state and the fp32 weights and gradients lie in the memory of the CPU. Of several
-    `ranks` this is one's GPU; each holds as much of weights, state and gradients.
+    optimizer's state and the fp32 weights and gradients lie in the memory of the CPU. With several
+    `ranks` this is the memory of one GPU; all hold equal shares of weights, state and gradients.
     """
     shard = -(-parameters // ranks)
     stored = 0 if itemsize == _FP32 and not offload else shard * _FP32

@@ -363,7 +363,7 @@ def test_a_sink_takes_its_share_of_the_softmax(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [1, 4, 5, 16, 17, 64])
 def test_every_page_is_dense_attention(device: str, splits: int) -> None:
     step = Step(device, [400, 1, 129])
     counts = torch.tensor(step.pages, dtype=torch.int32, device=device)
