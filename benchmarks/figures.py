@@ -1,9 +1,9 @@
 """The README's figures, drawn from the committed results and schedules.
 
 `python -m sparrow_sglang.benchmarks.figures`, in a checkout, writes docs/figures: the speed-up of a
-decode step against context, what a step reads, and what it reads for which tail under another
-selection rule, where that was measured. Each is drawn twice, for light and dark pages. Imports
-neither torch nor SGLang.
+decode step against context, the pages and KV tokens that a step reads, and, for each measured
+comparison of selection rules, the KV tokens read and the tail acceptance rate of each rule. Each
+figure is drawn twice, for light and dark pages. The module imports neither torch nor SGLang.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from sparrow_sglang.schedule_names import load_schedule
 FIGURES = Path("docs/figures")
 COMMAND = "python -m sparrow_sglang.benchmarks.figures"
 TARGET = 0.86
-# Sequences a step; of the batches measured, the one with most models and contexts.
+# Sequences per step. Of the measured batch sizes, 16 covers the most models and contexts.
 BATCH = 16
 
-# Pages of the diagram and the scores of those between the first and the last two. Made up: the
+# Scores of the diagram's pages between the first and the last two. The scores are made up: the
 # diagram shows the rule, not a measurement.
 SCORES = (0.2, 0.7, 0.3, 0.1, 0.25, 0.9, 0.6, 0.15, 0.2, 0.35, 0.1, 0.8, 0.3, 0.2, 0.5, 0.15, 0.4)
 KEPT = 8
@@ -56,7 +56,7 @@ class Point:
 def speedup_points(runs: Sequence[Run]) -> list[Point]:
     """Steps of `BATCH` equally long sequences under each model's own schedule for `TARGET`.
 
-    Of several measurements of a case, the one with the smallest speed-up counts.
+    If a case was measured several times, the measurement with the smallest speed-up is used.
     """
     points: dict[tuple[str, int], Point] = {}
     for pair in pair_rows(runs):
@@ -70,7 +70,7 @@ def speedup_points(runs: Sequence[Run]) -> list[Point]:
 
 
 def fullest_device(runs: Sequence[Run]) -> tuple[str, list[Point]]:
-    """The device with most `speedup_points`, and these; an empty list if no device has any."""
+    """The device with the most `speedup_points`, and those points (none if no device has any)."""
     by_device = {
         device: speedup_points([run for run in runs if run.device == device])
         for device in sorted({run.device for run in runs})
@@ -115,10 +115,10 @@ def draw_speedup(points: Sequence[Point], device: str, theme: Theme) -> Any:
 
 
 def draw_rules(run: Run, theme: Theme) -> Any:
-    """By length and rule: above, KV tokens that a step reads for each tail; below, the tail.
+    """By length and rule: above, KV tokens that a step reads for each target; below, the tail.
 
-    Tails are those of the target nearest to `TARGET`, with their intervals; bins without an
-    interval are left out.
+    The lower panels show the tails of the target nearest to `TARGET`, with their intervals; bins
+    without an interval are left out.
     """
     figure, panels = _figure(theme, 6.2, 7.2, [["read", "read"], ["samples", "text"]])
     _draw_read(panels["read"], run.rows, run.content["model"])
@@ -167,7 +167,7 @@ def _draw_read(axes: Any, rows: Sequence[Mapping[str, Any]], model: str) -> None
 
 
 def _rule_style(rule: str) -> tuple[str, str, int]:
-    """Colour, format, and tokens by which intervals are drawn apart."""
+    """Colour, line format, and the shift in tokens that keeps the rules' intervals apart."""
     return (ALWAYS, "o--", -90) if rule == "published" else (CHOSEN, "o-", 90)
 
 
@@ -189,8 +189,8 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
 def kept_pages(scores: Sequence[float], kept: int) -> list[int]:
     """Indices of the pages that a step reads: the first, the last two, and the best between.
 
-    `scores` are those of the pages between; `kept` counts all pages that are read. Ties go to the
-    lower index.
+    `scores` holds the scores of the pages between; `kept` counts all pages that are read. Of equal
+    scores, the lower index wins.
     """
     between = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     last = len(scores) + 2
@@ -198,7 +198,7 @@ def kept_pages(scores: Sequence[float], kept: int) -> list[int]:
 
 
 def draw_pages(schedule: BudgetSchedule, theme: Theme) -> Any:
-    """Above, the pages that a KV head reads in one step; below, KV read of KV cached by length."""
+    """Above, the pages that one KV head reads in a step; below, KV read and KV cached by length."""
     figure, axes = _figure(theme, 6.2, 5.4)
     axes.set_axis_off()
     axes.set(xlim=(0, 100), ylim=(-1, 87))
@@ -246,7 +246,7 @@ def _box(
 
 
 def _figure(theme: Theme, width: float, height: float, panels: Any = None) -> tuple[Any, Any]:
-    """A figure and its axes; by name where `panels` lays them out."""
+    """A figure and its axes; with `panels`, the axes are a mapping from panel names."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -254,14 +254,15 @@ def _figure(theme: Theme, width: float, height: float, panels: Any = None) -> tu
 
 
 def render(draw: Callable[[Theme], Any], theme: Theme, description: str) -> str:
-    """SVG of a figure in the colours of `theme`, on no background; equal calls give equal text.
+    """SVG of a figure in the colours of `theme`, without a background; equal calls give equal SVG.
 
-    `description` says in its metadata what is drawn, whichever version draws it.
+    `description` goes into the SVG's metadata and lists the data that is drawn, so that it is the
+    same whichever matplotlib version draws the figure.
     """
     import matplotlib
 
     style: Any = {
-        # Outlines, so that a page needs none of the fonts.
+        # Draw text as outlines, so that a page needs none of the fonts.
         "svg.fonttype": "path",
         "svg.hashsalt": "sparrow",
         "font.size": 14,

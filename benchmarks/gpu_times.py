@@ -1,4 +1,4 @@
-"""Times of GPU work, and the memory bandwidth that floors of times are computed from."""
+"""Times of GPU work, and the memory bandwidth from which lower bounds of times are computed."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ WARM_UP = 3
 
 
 def median_s(launch: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a launch on the device, after some to warm up."""
+    """Median device time of a launch in seconds, after `WARM_UP` launches that are not counted."""
     times = []
     for _ in range(repeats + WARM_UP):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -23,7 +23,7 @@ def median_s(launch: Callable[[], object], repeats: int) -> float:
 
 
 def seconds_of(step: Callable[[], object]) -> float:
-    """Seconds of a step on the host, with what it has a GPU do."""
+    """Host seconds of a step, until the GPU work that it launched has finished."""
     start = time.perf_counter()
     step()
     if torch.cuda.is_available():

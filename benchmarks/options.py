@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: they refuse in one line, before anything is measured."""
+"""Command lines of benchmarks: bad input ends in a one-line error before anything is measured."""
 
 import argparse
 import signal
@@ -15,7 +15,7 @@ MODELS = Path(__file__).parent / "models"
 
 
 def benchmark_parser(prog: str, description: str, examples: str, out: str) -> OneLineParser:
-    """Parser of a benchmark that writes `--out`, with commands to copy under its options.
+    """Parser of a benchmark that writes `--out`; example commands follow its options in the help.
 
     `prog` is a command after `sparrow bench`, or a module of `sparrow_sglang.benchmarks`.
     """
@@ -46,12 +46,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def engine_settings(
     model: Path | str, has_weights: bool, backend: str, schedule: str | None
 ) -> dict[str, Any]:
-    """What all benchmarks tell `sglang.Engine`; `schedule` is None for a dense backend."""
+    """Arguments of `sglang.Engine` in all benchmarks; `schedule` is None for a dense backend."""
     settings: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "auto" if has_weights else "dummy",
         "skip_tokenizer_init": True,
-        # Prompts are token ids. For a model of images, SGLang would look for an image processor.
+        # Prompts are token ids. For a multimodal model, SGLang would look for an image processor.
         "enable_multimodal": False,
         "attention_backend": backend,
         "page_size": PAGE_SIZE,
@@ -66,7 +66,7 @@ def known_models() -> list[str]:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as a result records them: all but where it is written."""
+    """The options as a result file records them: all but `--out`."""
     return {
         key: str(value) if isinstance(value, Path) else value
         for key, value in vars(options).items()
@@ -99,7 +99,7 @@ def require_cuda(
 
 
 def exit_on_sigterm() -> None:
-    """Make SIGTERM, as of `timeout`, end this process as Ctrl-C does: its processes end first."""
+    """Make SIGTERM (which `timeout` sends) raise SystemExit, so that child processes are ended."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         sys.exit(128 + signum)
@@ -110,7 +110,7 @@ def exit_on_sigterm() -> None:
 def prepare_out(parser: argparse.ArgumentParser, out: Path) -> None:
     """Make the folder of `out` now, as minutes of measuring would be lost to a wrong path.
 
-    What is started from now on ends with this process on SIGTERM, too.
+    This also calls `exit_on_sigterm`, so that processes started from now on end on SIGTERM, too.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

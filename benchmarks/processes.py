@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts: servers until they are healthy, and functions of their own."""
+"""Processes that a benchmark starts: servers, and Python functions in a process of their own."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ _PORTS = range(20000, 22768)
 
 
 class ProcessFailed(RuntimeError):
-    """A process that was started has failed; the message says which, and what it said last."""
+    """A process that was started has failed; a server's message ends with its last output."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Server:
 
 @contextmanager
 def running_server(command: Sequence[str], url: str, log: Path) -> Iterator[None]:
-    """Run `command`, whose output goes to `log`, from when `url`/health answers 200.
+    """Run `command` with its output in `log`; the body starts once `url`/health answers 200.
 
-    It is stopped on leaving. Raises `ProcessFailed` if it ends or does not become healthy within
-    15 minutes.
+    The server is stopped on leaving. Raises `ProcessFailed` if it ends or does not become healthy
+    within 15 minutes.
     """
     with logged_process(command, log) as process:
         for _ in until_healthy([Server(process, url, log)], START_S):
@@ -73,11 +73,12 @@ def logged_process(
 ) -> "Iterator[subprocess.Popen[bytes]]":
     """Start `command`, in `env` and `folder` instead of ours if given; its output goes to `log`.
 
-    On leaving it is asked to end, and what is left of its session after `stop_s` seconds is killed
-    and waited for.
+    On leaving, the process gets SIGTERM; processes of its session that are left after `stop_s`
+    seconds are killed and waited for.
     """
     with log.open("w") as file:
-        # A session of its own: a server's workers must end with it, and not on our Ctrl-C alone.
+        # In a session of its own, all workers of a server can be found and ended with it, and
+        # our Ctrl-C does not reach them.
         process = subprocess.Popen(
             command,
             stdout=file,
@@ -97,7 +98,7 @@ def server_flags(model: Path, port: int, random_weights: bool, on_gpu: bool) -> 
     flags = ["--model-path", str(model), "--page-size", str(PAGE_SIZE)]
     flags += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
     if random_weights:
-        # The word tokenizer has no end of text, which a grammar would need.
+        # The word tokenizer has no end-of-text token, which a grammar would need.
         flags += ["--load-format", "dummy", "--grammar-backend", "none"]
     # In plain torch, 32-bit arithmetic is the fast path of most CPUs.
     return flags if on_gpu else [*flags, "--dtype", "float32"]
@@ -110,9 +111,10 @@ def with_modules(*folders: Path) -> dict[str, str]:
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a module returns in a fresh Python; None if that fails.
+    """What a module-level function returns in a fresh Python process; None if that fails.
 
-    Engines leave memory, signal handlers and a broken process behind.
+    A process is not reused because an engine leaves memory and signal handlers behind, and may
+    break its process.
     """
     try:
         [result] = yielded_in_new_process(_returned, function, *arguments)
@@ -124,16 +126,17 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def yielded_in_new_process(
     function: Callable[..., Iterator[Any]], *arguments: Any
 ) -> Generator[Any, None, None]:
-    """What a generator function of a module yields in a fresh Python, each value once it is there.
+    """Values that a module-level generator function yields in a fresh Python, as they are yielded.
 
-    Closing the iterator kills the process. Raises `ProcessFailed` if that ends before the function
-    has returned.
+    Closing the iterator kills the process. Raises `ProcessFailed` if the process ends before the
+    function has returned.
     """
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function, arguments))
     process.start()
-    # Else a message that is cut off by the death of the process would be waited for.
+    # While our copy of the sender is open, a message cut off by the death of the process would be
+    # waited for forever.
     sender.close()
     try:
         while values := _received(receiver, process.sentinel):
@@ -155,7 +158,7 @@ def _received(receiver: "connection.Connection[Any, Any]", sentinel: int) -> lis
 
 
 def _send(sender: Any, function: Callable[..., Iterator[Any]], arguments: Sequence[Any]) -> None:
-    """A message for each value, and an empty one at the end."""
+    """Send a message for each value, and an empty message at the end."""
     for value in function(*arguments):
         sender.send([value])
     sender.send([])
@@ -166,12 +169,13 @@ def _returned(function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
 
 
 def until_healthy(servers: Sequence[Server], limit_s: float) -> Iterator[float]:
-    """Seconds waited so far, again and again until all of them are healthy.
+    """Yield the seconds waited so far, every half second, until all servers are healthy.
 
     Raises `ProcessFailed` if one ends, or not all are healthy within `limit_s` seconds.
     """
     start = time.monotonic()
-    # A list, so that the end of one is seen while another is still starting.
+    # The list makes `all` check every server, so that the end of one is noticed while another is
+    # still starting.
     while not all([server.is_healthy() for server in servers]):
         waited = time.monotonic() - start
         if waited > limit_s:
@@ -187,7 +191,7 @@ def log_end(log: Path) -> str:
 
 
 def stop(process: "subprocess.Popen[Any]", wait_s: float = STOP_S) -> None:
-    """Ask a process to end; kill what is left of its session after `wait_s` seconds.
+    """Send SIGTERM to a process; kill what is left of its session after `wait_s` seconds.
 
     Returns once the whole session has ended, at the latest 10 seconds after it was killed.
     """
@@ -205,7 +209,7 @@ def stop(process: "subprocess.Popen[Any]", wait_s: float = STOP_S) -> None:
 
 
 def _running_in(session: int) -> list[int]:
-    """Processes of a session that are more than zombies, in whatever process group."""
+    """Processes of a session that are not zombies, in any of its process groups."""
     running = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -215,10 +219,10 @@ def _running_in(session: int) -> list[int]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses yet.
+    """A port of this machine that no process uses yet.
 
-    It lies below those that Linux gives to whoever asks for any, which may be taken before they are
-    used. SGLang 0.5.15 wants the port 10,000 above it, too.
+    It lies below Linux's ephemeral ports, which may be taken by another process before the server
+    binds them. SGLang 0.5.15 wants the port 10,000 above it, too.
     """
     while True:
         port = secrets.choice(_PORTS)

@@ -16,20 +16,20 @@ RESULTS = Path("benchmarks/results")
 
 
 class Results:
-    """The rows of a benchmark in `out`, which holds what there is after each of them.
+    """The rows of a benchmark; `out` is rewritten with all rows so far whenever rows are added.
 
-    `fields` stand beside the rows and what `provenance` says.
+    The file holds `fields` and the output of `provenance` beside the rows.
     """
 
     def __init__(self, out: Path, **fields: Any) -> None:
         self.out = out
         self.fields = fields
         self.rows: list[dict[str, Any]] = []
-        # Of what runs, whatever happens to the working tree meanwhile.
+        # Read at the start: the working tree may change while this code runs.
         self.provenance = provenance()
 
     def add(self, *rows: dict[str, Any]) -> None:
-        """Write further rows, and print what of them is no list."""
+        """Add rows, write the file, and print the scalar values of the new rows."""
         self.rows += rows
         self.save()
         for row in rows:
@@ -49,9 +49,9 @@ class Results:
 def resumed(out: Path, fields: Mapping[str, Any], measured: Sequence[str] = ()) -> Results:
     """The results in `out`, to go on with, or new ones.
 
-    A run starts from `fields`; `measured` name further ones that it has written. Other commands
-    that have written rows stay in the file. Raises `InputError` if `out` is of another run, or of
-    another device, commit or package.
+    A run starts from `fields`; `measured` names further fields that the earlier run wrote and that
+    are kept. Earlier commands that wrote rows are kept under `earlier_commands`. Raises
+    `InputError` if `out` is of another run, or of another device, commit or package.
     """
     results = Results(out, **fields)
     try:
@@ -90,9 +90,9 @@ def _versions(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file that is being written; a line without an end does not count.
+    """Rows of a JSONL file that is being written; a last line without its newline is skipped.
 
-    Empty without a file.
+    The list is empty if the file does not exist.
     """
     lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -101,7 +101,7 @@ def whole_rows(path: Path) -> list[dict[str, Any]]:
 def load_runs(root: Path, key: str) -> list[Run]:
     """Result files under `root` whose rows have `key`, by path; sweeps of variants are left out.
 
-    Raises `ReportError` on a file that is not JSON, or that lacks what a result carries.
+    Raises `ReportError` on a file that is not JSON, or that lacks a field every result has.
     """
     runs = []
     for path in sorted((root / RESULTS).rglob("*.json")):

@@ -1,8 +1,8 @@
 """The tables of docs/benchmarks.md, generated from the committed JSON files.
 
 `python -m sparrow_sglang.benchmarks.tables`, in a checkout, rewrites the part of that page between
-two marker lines from all that lies under benchmarks/results, by the template tables.md.j2. Imports
-neither torch nor SGLang.
+two marker lines from all files under benchmarks/results, with the template tables.md.j2. The module
+imports neither torch nor SGLang.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def number(value: float, digits: int) -> str:
 
 
 def schedule_name(schedule: str) -> str:
-    """A schedule's name; of a file, what it is called."""
+    """A schedule's name; for a .json file, its file name without the suffix."""
     return Path(schedule).name.removesuffix(".json")
 
 
@@ -107,7 +107,7 @@ def step_time_rows(run: Run) -> list[list[str]]:
 
 
 def verl_rows(run: Run) -> list[list[str]]:
-    """Cells of each run of `verl_runs`; means over its steps but the first."""
+    """Cells of each run of `verl_runs`; means leave out the first step."""
     return [_verl_row(row) for row in run.rows if row["steps"] > 1]
 
 
@@ -138,7 +138,8 @@ def _verl_row(row: Row) -> list[str]:
 
 
 def rates_of_budget(run: Run, budget: int | None) -> tuple[Row, Row, list[float]]:
-    """Of a run of `acceptance_distribution`: all tokens, correlations, each bin's KS distance."""
+    """From an `acceptance_distribution` run: the all-tokens row, the correlation row, and the KS
+    distance of each bin, under one budget."""
     rows = [row for row in run.rows if row.get("budget_tokens") == budget]
     of_kind = {row["kind"]: row for row in rows}
     distances = [row["beta_ks"] for row in rows if row["kind"] == "bin" and row["beta_ks"]]
@@ -204,9 +205,9 @@ def generate(root: Path = ROOT) -> str:
 
 
 def replace_tables(page: str, tables: str) -> str:
-    """The page's text with `tables` between the markers; paths of results lead there from docs/.
+    """The page with `tables` between the markers; links to results become relative to docs/.
 
-    Raises `ReportError` unless both markers stand there once.
+    Raises `ReportError` unless the page has each marker exactly once.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

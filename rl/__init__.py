@@ -1,7 +1,7 @@
 """GRPO from sparse rollouts: a light driver whose loop is the algorithm.
 
 Data flow: engine -> rollouts -> dense log-probs -> correction -> advantages -> loss -> optimizer
--> weights -> engine. SGLang is touched by the rollout engines only.
+-> weights -> engine. Only the rollout engines use SGLang.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ __all__ = ["TrainConfig", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late: torch and transformers take seconds to import, and a configuration needs neither. The
-    # sandbox starts a process for each program, for which even pydantic would be too much.
+    # Imports are lazy: torch and transformers take seconds to import, and a configuration needs
+    # neither. The sandbox starts one process per program, where even pydantic would cost too much.
     if name == "TrainConfig":
         from sparrow_sglang.rl.config import TrainConfig
 

@@ -1,8 +1,8 @@
-"""How much of the adapter rollouts get: what a measurement says is best, and none if that is best.
+"""The scale at which rollouts use the adapter: the one with the best measured acceptance tail.
 
-In: the adapter after its step, and responses that it did not learn from in that step. Out: the
-scale of the adapter, and the tails that chose it. So an adapter may be useless, but does not make
-the sparse actor worse than it is without.
+In: the adapter after its step, and responses, which are others than the step learned from if there
+are any. Out: the scale of the adapter, and the tail percentiles that chose it. Since 0 is one of the scales, an
+adapter may be useless, but does not make the sparse actor worse than it is without one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 SCALES = (0.0, 0.5, 1.0)
 MIN_TOKENS = 200
-"""Of a position bin, so that ten tokens lie in its tail."""
+"""Fewest tokens of a position bin whose tail counts, so that ten of them lie in the tail."""
 
 
 def choose_scale(
@@ -30,9 +30,10 @@ def choose_scale(
     schedule: BudgetSchedule,
     temperature: float,
 ) -> dict[str, float]:
-    """Set `adapter.scale` to the one of `SCALES` with the best tail; returns metrics.
+    """Set `adapter.scale` to the one of `SCALES` with the best tail percentile; returns metrics.
 
-    Rates are measured as the engine computes: in its dtype, with the adapter as it is delivered.
+    Acceptance rates are measured in the engine's dtype, with the adapter merged or unmerged as the
+    engine gets it.
     """
     actors = [partial(adapter.delivered, scale) for scale in SCALES]
     rates = policy.acceptances(sequences, schedule, actors, temperature)
@@ -52,7 +53,7 @@ def choose_scale(
 def lowest_tail(rates: NDArray[np.float64], positions: NDArray[np.int64]) -> float:
     """The lowest tail percentile of the position bins with `MIN_TOKENS` or more of the rates [N].
 
-    That of all rates where no bin has so many.
+    If no bin has that many, the tail percentile of all rates.
     """
     bins = positions // BIN_TOKENS
     filled = [index for index in np.unique(bins) if (bins == index).sum() >= MIN_TOKENS]
@@ -62,5 +63,5 @@ def lowest_tail(rates: NDArray[np.float64], positions: NDArray[np.int64]) -> flo
 
 
 def best_scale(tails: Mapping[float, float]) -> float:
-    """The scale with the best tail; of equal ones the smallest."""
+    """The scale with the best tail percentile; on a tie, the smallest such scale."""
     return max(sorted(tails), key=lambda scale: tails[scale])

@@ -13,8 +13,8 @@ _EPSILON = 1e-6
 class Advantages:
     """Advantages of a batch of groups.
 
-    `values` holds one float64 array [n] per group, `in_loss` says which groups the loss takes: not
-    those with zero advantages, where all samples earned the same reward.
+    `values` holds one float64 array [n] per group. `in_loss` says which groups the loss takes: all
+    but the zero-advantage groups, in which all samples earned the same reward.
     """
 
     values: tuple[NDArray[np.float64], ...]

@@ -10,8 +10,9 @@ from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.types import Group, Rollout
 
 TokenSequence = tuple[Sequence[int], ...]
-"""Prompt and response token ids, one of each at least; or, of several turns, given and sampled ones
-alternately. Where prompt and response are prefilled and decoded, there are no others."""
+"""Prompt and response token ids, at least one of each; with several turns, given and sampled token
+ids alternate. A segment (`Batch.segments`) has two parts only: the tokens that were prefilled, and
+those that were decoded."""
 
 
 def sampled_tokens(sequence: TokenSequence) -> int:
@@ -20,17 +21,18 @@ def sampled_tokens(sequence: TokenSequence) -> int:
 
 
 def evenly(number: int, count: int) -> list[int]:
-    """At most `count` of the indices below `number`, at equal distances from 0 on."""
+    """At most `count` of the indices below `number`, evenly spaced, starting at 0."""
     return sorted({index * number // count for index in range(count if number else 0)})
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Responses of S rollouts with N tokens in all, one after the other.
+    """Responses of S rollouts, concatenated, with N sampled tokens in all.
 
-    `rollout_logprobs` [N] fp32 are the sparse actor's, `advantages` [N] fp32 those of each token's
-    response, `group` [S] int64 counts the groups, and `in_loss` [S] says which responses the loss
-    takes: those of groups with different rewards, unless they are masked.
+    `rollout_logprobs` [N] fp32 come from the sparse actor, `advantages` [N] fp32 repeat the
+    advantage of a response for each of its tokens, `group` [S] int64 is the index of each rollout's
+    group, and `in_loss` [S] says which responses the loss takes: those of groups with different
+    rewards, unless they are masked.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -60,9 +62,10 @@ class Batch:
 
     @property
     def segments(self) -> list[TokenSequence]:
-        """All that was prefilled densely for each segment, and its tokens: the same N tokens.
+        """For each segment the tokens that were prefilled densely, and those that were sampled.
 
-        This is how the sparse actor has sampled them, and what its distribution is computed from.
+        The sampled tokens are the same N as in `sequences`. The sparse actor sampled them segment
+        by segment, so its distribution must be computed from segments.
         """
         return [pair for rollout in self.rollouts for pair in rollout.split()]
 
@@ -78,14 +81,17 @@ class Batch:
         return replace(self, advantages=self.advantages * tokens, in_loss=self.in_loss & whole)
 
     def spread(self, count: int) -> "Batch":
-        """At most `count` of the rollouts, evenly spread over the batch; none that was retracted,
-        as its sparse actor's distribution cannot be computed."""
+        """At most `count` of the rollouts, evenly spread over the batch.
+
+        Retracted rollouts are left out, as the distribution that the sparse actor sampled them from
+        cannot be computed.
+        """
         return self._only(self.spread_indices(count))
 
     def without_spread(self, count: int) -> "Batch":
-        """The rollouts that `spread(count)` leaves out; all of them if it leaves out none.
+        """The rollouts that `spread(count)` leaves out, or all rollouts if it leaves out none.
 
-        None of them was retracted in either case.
+        Retracted rollouts are left out in either case.
         """
         taken = set(self.spread_indices(count))
         left = [index for index in self._computable if index not in taken]
@@ -112,10 +118,10 @@ class Batch:
         )
 
     def mini_batches(self, count: int) -> Iterator[tuple[list[TokenSequence], torch.Tensor]]:
-        """Sequences, and where their tokens stand in the batch, for each optimizer step.
+        """For each optimizer step its sequences, and the indices of their tokens in the batch.
 
-        Groups are dealt into `count` runs of equal length; zero-advantage groups are left out, and
-        so is a run of only such ones.
+        Groups are split into `count` consecutive mini-batches of equal length. Zero-advantage
+        groups are left out, and so is a mini-batch that holds nothing else.
         """
         sequences = self.sequences
         tokens = torch.arange(len(self.advantages)).split(self.lengths)

@@ -1,9 +1,10 @@
 """A step's groups and their rewards.
 
-In: a run. Out: `Collected`, of the step's prompts. Either all groups are sampled and then rewarded;
-or each is rewarded as soon as it is complete, while others are sampled, and replaced if all of its
-samples earned the same reward (dynamic sampling, DAPO, arXiv:2503.14476). Or more groups are under
-way than the step needs, and those that it does not wait for are carried over to the next.
+In: a run. Out: `Collected`, for the step's prompts. There are three ways to collect groups. All are
+sampled and then rewarded. Or each is rewarded as soon as it is complete, while others are sampled,
+and replaced if all of its samples earned the same reward (dynamic sampling, DAPO,
+arXiv:2503.14476). Or more groups are under way than the step needs, and those that the step does
+not wait for are carried over to the next step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,9 @@ from sparrow_sglang.rl.types import Group, Prompt
 class Collected:
     """As many `groups` as the step has prompts, with `rewards` [n] float64 and sub-scores of each.
 
-    Rewards of cut responses are 0 under the penalty for them. `tokens` counts all response tokens
-    that were sampled, `replaced` the groups that others took the place of. `carried` are to go on
-    in the next step.
+    With `truncated = "penalty"`, truncated responses have reward 0. `tokens` counts all response
+    tokens that were sampled, `replaced` the groups that were replaced by others. The groups
+    `carried` are continued in the next step.
     """
 
     groups: list[Group]
@@ -38,15 +39,15 @@ class Collected:
 
 
 def collect(run: Run, step: int, clock: Clock) -> Collected:
-    """Groups of `step`; afterwards the device's memory is the trainer's.
+    """The groups of `step`; afterwards the engine has released the device's memory to the trainer.
 
-    Each of several ranks samples and rewards a share, and gets all.
+    With several ranks, each samples and rewards a share of the groups, and gets all of them.
     """
     ranks = run.ranks
     share = run.together(lambda: _collect_share(run, step, clock))
     if ranks.world == 1:
         return share
-    # That of the slowest, which the others have waited for.
+    # All ranks waited for the slowest one.
     clock.seconds["rollout"] = max(ranks.each(clock.seconds["rollout"]))
     groups, rewards = ranks.gather(share.groups), tuple(ranks.gather(share.rewards))
     parts = tuple(ranks.gather(share.parts))
@@ -73,7 +74,7 @@ def _collect_share(run: Run, step: int, clock: Clock) -> Collected:
 def _collect_overlapping(
     run: Run, prompts: Sequence[Prompt], next_number: int, clock: Clock
 ) -> Collected:
-    """Groups of `prompts`, or of those from `next_number` on instead."""
+    """Groups of `prompts`; prompts from number `next_number` on replace zero-advantage groups."""
     samples = run.config.rollout.samples_per_prompt
     with run.reward_workers.scoring() as scoring:
         batch = _Replacing(run, scoring, len(prompts), next_number)
@@ -96,10 +97,10 @@ def _collect_overlapping(
 
 
 class _Replacing:
-    """Groups of a step as they come, by the order in which their prompts were started.
+    """The complete groups of a step, numbered in the order in which their prompts were started.
 
-    Each group without variance of rewards is replaced by one of the next prompt in the order of the
-    data, until `dynamic_sampling` times the step's prompts have been started.
+    Each zero-advantage group is replaced by one of the next prompt in the order of the data, until
+    `dynamic_sampling` times the step's prompts have been started.
     """
 
     def __init__(self, run: Run, scoring: Scoring, count: int, next_number: int) -> None:
@@ -117,12 +118,12 @@ class _Replacing:
         return self._limit > self._count
 
     def add(self, place: int, group: Group) -> None:
-        """A complete group, of the prompt that was started as number `place`."""
+        """Take a complete group, whose prompt was started as number `place`, and have it scored."""
         self._groups[place] = group
         self._numbers[place] = self._scoring.add(group)
 
     def further(self) -> list[Group]:
-        """Groups to start instead of those that have been scored since the last call."""
+        """Groups to start in place of zero-advantage groups scored since the last call."""
         self._judge()
         missing = self._count + len(self._useless) - self.started
         allowed = max(0, min(missing, self._limit - self.started))
@@ -132,7 +133,7 @@ class _Replacing:
         return _begun(self._run, prompts)
 
     def result(self) -> Collected:
-        """Once all are scored: those with variance, and others where there are not enough."""
+        """The step's groups, once all are scored; zero-advantage groups only to fill the step."""
         self._judge()
         useful = [place for place in sorted(self._groups) if place not in self._useless]
         kept = sorted((useful + sorted(self._useless))[: self._count])
@@ -166,9 +167,10 @@ class _Replacing:
 
 
 def _collect_first_finished(run: Run, step: int, clock: Clock) -> Collected:
-    """The first groups to be finished, and those that would be too stale in the next step.
+    """The groups that finish first, and those that would be too stale in the next step.
 
-    Only these are scored: what else is finished meanwhile is in a step that trains on it.
+    Only these are scored. Any other group that finishes meanwhile is carried over, and scored in
+    the step that trains on it.
     """
     settings = run.config.rollout
     count = settings.prompts_per_step
@@ -183,7 +185,7 @@ def _collect_first_finished(run: Run, step: int, clock: Clock) -> Collected:
 
         def take(place: int, group: Group) -> None:
             groups[place] = group
-            # Those that are due have their places in any case.
+            # Places in the step stay reserved for the groups that are due.
             if group.finished and len(due | numbers.keys() | {place}) <= count:
                 numbers[place] = scoring.add(group)
 
@@ -215,9 +217,9 @@ def _collect_first_finished(run: Run, step: int, clock: Clock) -> Collected:
 
 
 def _under_way(run: Run, step: int) -> list[Group]:
-    """Groups that were carried over, and as many more as there may be."""
+    """The groups that were carried over, and new ones up to the limit of `groups_under_way`."""
     settings = run.config.rollout
-    # A resumed run may have a lower limit.
+    # A resumed run may have a lower `max_new_tokens` than when these were sampled.
     carried = [group.cut(settings.max_new_tokens) for group in run.progress.carried]
     most = groups_under_way(settings.prompts_per_step, settings.oversubscribe)
     first = _first_number(run, step) + len(carried)
@@ -238,7 +240,7 @@ def _begun(run: Run, prompts: Sequence[Prompt]) -> list[Group]:
 
 
 def _carried_metrics(kept: Sequence[Group], left: Sequence[Group], step: int) -> dict[str, float]:
-    """Of the groups that `step` trains on, and of those that it leaves."""
+    """Metrics of the groups that `step` trains on, and of those that it carries over."""
     segments = [one for group in kept for rollout in group.rollouts for one in rollout.segments]
     stale = sum(one.end - one.start for one in segments if int(one.weight_version) < step)
     return {
@@ -250,13 +252,13 @@ def _carried_metrics(kept: Sequence[Group], left: Sequence[Group], step: int) ->
 
 
 def _oldest(group: Group, step: int) -> int:
-    """The step whose weights a group's first tokens are from, `step` if it has none."""
+    """The step whose weights sampled the group's oldest tokens; `step` if it has no tokens."""
     segments = [one for rollout in group.rollouts for one in rollout.segments]
     return min((int(one.weight_version) for one in segments), default=step)
 
 
 def _counted(run: Run, scores: Scores, groups: Sequence[Group]) -> tuple[NDArray[np.float64], ...]:
-    """The rewards that advantages are computed from."""
+    """The rewards that advantages are computed from, with the penalty for truncation if set."""
     if run.config.rollout.truncated == "penalty":
         return without_truncated(scores.rewards, groups)
     return scores.rewards

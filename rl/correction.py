@@ -1,7 +1,7 @@
-"""How the loss makes up for tokens that the sparse actor, not the dense policy, has drawn.
+"""How the loss corrects for tokens that were drawn by the sparse actor, not the dense policy.
 
-In: log-probs of the sampled tokens under the dense policy as it was when the batch began, and as
-the sparse actor recorded them. Out: one detached weight per token, multiplied into the loss after
+In: log-probs of the sampled tokens under the dense policy as it was when the batch began, and those
+that the sparse actor recorded. Out: one detached weight per token, multiplied into the loss after
 the clip. All corrections have one signature and are chosen by name.
 """
 
@@ -35,7 +35,7 @@ Correct = Callable[[torch.Tensor, Sequence[int], AlgorithmConfig], Correction]
 
 
 def none(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig) -> Correction:
-    """Weight 1: the plain policy gradient, biased by whatever the sparse actor does otherwise."""
+    """Weight 1: the plain policy gradient, biased where sparse actor and dense policy differ."""
     cap = settings.tis_cap
     metrics = importance_metrics(_ratio(log_ratio), 1 / cap, cap)
     return Correction(torch.ones_like(log_ratio, dtype=torch.float32), metrics)
@@ -48,7 +48,7 @@ def tis(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConf
 
 
 def mask(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig) -> Correction:
-    """The ratio itself from mask_low to mask_high, both included; 0 outside."""
+    """The ratio itself if it lies in [mask_low, mask_high], otherwise 0."""
     ratio = _ratio(log_ratio)
     low, high = settings.mask_low, settings.mask_high
     kept = (ratio >= low) & (ratio <= high)
@@ -63,15 +63,15 @@ def sequence(
     """min(geometric mean of a response's ratios, sequence_cap), the same for all of its tokens.
 
     The product of the ratios, which is the unbiased weight, vanishes or explodes with the length of
-    a response; the geometric mean is biased and does not (slime's `mis_level: geometric`). A
-    response with a token whose ratio is below sequence_veto weighs 0, as its mean would hide a
-    token that the dense policy cannot have drawn (verl's `rollout_token_veto_threshold`, slime's
-    `mis_veto_threshold`).
+    a response. The geometric mean does neither, but is biased (slime's `mis_level: geometric`). A
+    response with a token whose ratio is below sequence_veto gets weight 0, because the mean would
+    hide a token that the dense policy cannot have drawn (verl's `rollout_token_veto_threshold`,
+    slime's `mis_veto_threshold`).
     """
     counts = torch.as_tensor(lengths, device=log_ratio.device)
     cap, veto = settings.sequence_cap, settings.sequence_veto
     ratio = _ratio(sequence_sums(log_ratio, lengths) / counts)
-    # Of exact log-ratios: LOG_RATIO_BOUND would hide the smallest.
+    # The veto uses exact log-ratios, as clamping to LOG_RATIO_BOUND would hide the smallest.
     vetoed = sequence_sums((log_ratio.exp() < veto).double(), lengths) > 0
     weights = torch.where(vetoed, 0.0, ratio.clamp(max=cap)).repeat_interleave(counts)
     metrics = importance_metrics(ratio.repeat_interleave(counts), 1 / cap, cap)
@@ -91,9 +91,9 @@ def correct(
 ) -> Correction:
     """Weights of the correction that `settings` names, and the mismatch metrics of the batch.
 
-    Both log-probs are [N], the response tokens of all sequences one after the other; `lengths` says
-    how many belong to each. Computes in float64. Raises `ValueError` on shapes that do not fit,
-    empty responses and log-probs that are not finite.
+    Both log-probs are [N], for the response tokens of all sequences, concatenated; `lengths` says
+    how many belong to each sequence. Computes in float64. Raises `ValueError` on shapes that do not
+    fit, empty responses and log-probs that are not finite.
     """
     shape = (sum(lengths),)
     if dense_logprobs.shape != shape or rollout_logprobs.shape != shape or min(lengths) < 1:

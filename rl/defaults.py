@@ -1,4 +1,4 @@
-"""A training file with every setting at its default, and what it means, from `TrainConfig`."""
+"""A training file with every setting at its default and its meaning, made from `TrainConfig`."""
 
 import json
 import textwrap
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from sparrow_sglang.rl.config import TrainConfig
 
-# What has no default.
+# Example values of the settings that have no default.
 EXAMPLES = {"run_dir": "runs/my-run", "name": "story"}
 _WIDTH = 98
 

@@ -1,9 +1,9 @@
 """DistillSparse: a LoRA adapter for rollouts only, trained towards the dense distribution.
 
 In: responses, and the policy whose distribution is the target. Out: an adapter of the sparse actor,
-merged into the weights that it is synced with or as unmerged LoRA. The dense policy never sees it:
-it is disabled except inside `SparseAdapter.enabled`, and a step of the adapter leaves the policy's
-weights as they are (Algorithm 1 of arXiv:2606.08446).
+either merged into the weights that the engine gets, or as unmerged LoRA. The dense policy never
+computes with it: it is disabled except inside `SparseAdapter.enabled`, and a step of the adapter
+leaves the policy's weights as they are (Algorithm 1 of arXiv:2606.08446).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,13 +37,13 @@ from sparrow_sglang.schedule import BudgetSchedule
 ADAPTER = "sparrow"
 """Name of the adapter, in the model and in SGLang's LoRA manager."""
 
-# Mass outside the lists that rounding cannot tell from none.
+# Lower bound of the probability mass outside the top-k lists: rounding hides anything smaller.
 _LEAST_REST = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyTerm:
-    """What the policy loss of the sparse actor needs, of the N response tokens of a step.
+    """Inputs of the sparse actor's policy loss, for the N response tokens of a step.
 
     `rollout_logprobs` and `advantages` are fp32 [N]; `lengths` [S] say how many tokens belong to
     each response; `settings` name the correction and the clip.
@@ -55,10 +55,10 @@ class PolicyTerm:
     settings: AlgorithmConfig
 
     def loss(self, now: torch.Tensor) -> MiniBatchLoss:
-        """Mean over all N tokens, of an actor that gives them the log-probs `now` [N].
+        """The loss, a mean over all N tokens, of an actor that gives them the log-probs `now` [N].
 
-        As one step is taken from there, the clip is idle, and the correction is for what the actor
-        has become, or computes otherwise, since it sampled them.
+        Only one step is taken from these log-probs, so the clip has no effect. The correction is
+        for the difference between `now` and the log-probs that the actor recorded when it sampled.
         """
         weights = correct(now, self.rollout_logprobs, self.lengths, self.settings).weights
         alike = torch.ones(len(now))
@@ -68,14 +68,14 @@ class PolicyTerm:
 class SparseAdapter:
     """The adapter of a policy, and its optimizer.
 
-    `scale` is the share of the adapter that rollouts get: what `merged_weights`, `tensors` and
-    `save` give. Steps of the adapter compute with all of it.
+    `scale` multiplies the adapter in rollouts, and in what `merged_weights`, `tensors` and `save`
+    give. Steps of the adapter compute with the whole adapter.
     """
 
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
         """Put an adapter that changes nothing yet into the policy's model.
 
-        Raises `InputError` as `require_modules`.
+        Raises `InputError` as `require_modules` does.
         """
         self.scale = 1.0
         self._policy = policy
@@ -101,12 +101,13 @@ class SparseAdapter:
         }
         self._params = list(self._factors.values())
         for parameter in self._params:
-            # Drawn by each rank; the first one's are taken.
+            # Each rank has drawn its own initial values; all ranks take those of rank 0.
             drawn = parameter.data.float() * (policy.ranks.rank == 0)
             parameter.data = policy.ranks.add(drawn)
         self._switch(False)
         adamw = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
-        # The run can do without a step of the adapter, but not with weights that are not finite.
+        # `ClippedAdamW` skips a step whose gradient is not finite: the run can do without a step of
+        # the adapter, but not with weights that are not finite.
         self._optimizer = ClippedAdamW("adapter", self._params, adamw, grad_clip=1.0)
 
     @contextmanager
@@ -120,9 +121,9 @@ class SparseAdapter:
 
     @contextmanager
     def delivered(self, scale: float | None = None) -> Iterator[None]:
-        """The model computes as the engine does with this share of the adapter; None: with `scale`.
+        """The model computes as the engine does with the adapter at `scale`, `self.scale` if None.
 
-        A merged adapter changes the weights by what is left of it in the dtype of the engine.
+        A merged adapter is rounded together with the weights to the dtype of the engine.
         """
         scale = self.scale if scale is None else scale
         if scale == 0:
@@ -166,10 +167,10 @@ class SparseAdapter:
     ) -> dict[str, float]:
         """One optimizer step that lowers KL(sparse || dense), a mean over response tokens.
 
-        Both distributions are those at `temperature`, the dense one that of the policy's present
+        Both distributions are taken at `temperature`. The dense one is that of the policy's current
         weights, which the next rollouts will use. The policy loss of `term` is added with the
-        weight that the settings give it; where that is above 0, `term` must be given. A gradient
-        that is not finite is logged, and the adapter stays as it is.
+        weight that the settings give it; if that weight is above 0, `term` must be given. A
+        gradient that is not finite is logged, and the adapter stays as it is.
         """
         policy, settings = self._policy, self._settings
         policy_loss = None
@@ -204,7 +205,7 @@ class SparseAdapter:
                 loss = parts["sparrow/distill_kl"]
                 if "sparrow/distill_pg_loss" in parts:
                     loss = loss + settings.policy_loss * parts["sparrow/distill_pg_loss"]
-                # Checkpointed layers are computed once more.
+                # The backward pass recomputes checkpointed layers, with the adapter as before.
                 with self.enabled():
                     loss.backward()
                 for name, part in parts.items():
@@ -216,9 +217,10 @@ class SparseAdapter:
         return totals | {"sparrow/distill_grad_norm": self._optimizer.step()}
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's weights with `scale` of the adapter added, under their checkpoint names.
+        """The policy's weights plus `scale` times the adapter, under their checkpoint names.
 
-        Adapted ones are summed and given in fp32, so that only the engine's own cast rounds them.
+        Adapted weights are summed and given in fp32, so that only the engine's own cast rounds
+        them.
         """
         for name, parameter, master in self._policy.named_parameters():
             layer = self._layers.get(name.removesuffix(".weight"))
@@ -229,7 +231,7 @@ class SparseAdapter:
                 yield name, whole(like(rows, parameter))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`scale` of the adapter under PEFT's names, as SGLang's LoRA manager and PEFT load it."""
+        """`scale` times the adapter, under PEFT's names, which SGLang's LoRA manager takes too."""
         return {
             "base_model.model." + name.replace(f".{ADAPTER}.", "."): (
                 parameter.detach() * self.scale if ".lora_B." in name else parameter.detach()
@@ -246,7 +248,7 @@ class SparseAdapter:
         }
 
     def save(self, folder: Path) -> None:
-        """Write `scale` of the adapter as PEFT and SGLang load it."""
+        """Write `scale` times the adapter in the format that PEFT and SGLang load."""
         self._lora.save_pretrained(str(folder))
         weights = {name: value.contiguous().cpu() for name, value in self.tensors().items()}
         save_file(weights, folder / "adapter_model.safetensors")
@@ -265,13 +267,13 @@ class SparseAdapter:
             for parameter, saved in zip(self._params, state["params"], strict=True):
                 parameter.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
-        # Written since rollouts may get less than all of it.
+        # Older checkpoints have no scale: rollouts always used the whole adapter then.
         self.scale = state.get("scale", 1.0)
 
     def _merged_rows(
         self, layer: Linear, parameter: torch.Tensor, master: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """This rank's rows of the weight of `layer` with so much of the adapter added, in fp32."""
+        """This rank's rows of the weight of `layer` plus `scale` times the adapter, in fp32."""
         delta = layer.get_delta_weight(ADAPTER).detach().float()
         return master.to(delta.device) + scale * own_rows(delta, parameter)
 
@@ -281,10 +283,11 @@ class SparseAdapter:
 
 
 def require_modules(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Raises `InputError` unless each of `target_modules` is in the model's layers.
+    """Raises `InputError` unless the model's layers have a linear module for each of `names`.
 
-    PEFT is content with one that is there. An adapter of the vocabulary projection would learn
-    nothing, as log-probs are computed from its weight without calling it.
+    PEFT itself requires only one of the names to exist. The vocabulary projection does not count:
+    its adapter would learn nothing, as log-probs are computed from the projection's weight without
+    calling the module.
     """
     head = model.get_output_embeddings()
     linear = [
@@ -302,7 +305,7 @@ def require_modules(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def lora_arguments(settings: DistillConfig) -> dict[str, Any]:
-    """What an engine must be started with to load the adapter; nothing where it is merged."""
+    """Server arguments that an engine needs to load the adapter; none if it is merged."""
     if not settings.enabled or settings.delivery == "merged":
         return {}
     return {
@@ -316,8 +319,8 @@ def lora_arguments(settings: DistillConfig) -> dict[str, Any]:
 def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
     """KL(sparse || dense) of two distributions reduced to their likeliest tokens: [n].
 
-    Logits are [n, V]; tokens in neither side's top k form one bucket. A lower bound of the exact
-    divergence, with gradient in `sparse`.
+    Logits are [n, V]; tokens in neither side's top k form one bucket. The result is a lower bound
+    of the exact divergence, with gradient in `sparse`.
     """
     log_sparse, log_dense = sparse.log_softmax(-1), dense.log_softmax(-1)
     k = min(k, sparse.shape[-1])
@@ -345,7 +348,7 @@ def summed(
     head: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """Sum over rows, in chunks whose logits are computed anew in the backward pass."""
+    """Sum of `divergence` over rows, in chunks whose logits the backward pass recomputes."""
 
     def part(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return divergence(

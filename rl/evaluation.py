@@ -1,4 +1,4 @@
-"""Held-out rewards of the policy itself: dense decode, without adapter."""
+"""Rewards of the dense policy on held-out prompts: dense decode, without adapter."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from sparrow_sglang.rl.types import Group
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Mean reward of held-out prompts, and the chances that one of k responses passes.
+    """Mean reward of held-out prompts, and the probability that one of k responses passes.
 
-    `eval/pass_rate` is that mean, whatever its name where a task gives rewards between 0 and 1; of
+    `eval/pass_rate` is the mean reward, even for a task that gives rewards between 0 and 1. With
     several sets each has its own, `eval/NAME/pass_rate`, and `eval/pass_rate` is their mean.
     """
     settings, steps = run.config.evaluation, run.progress.steps_taken
@@ -56,11 +56,11 @@ def _set_metrics(
 
 
 def pass_at(k: int, passed: Sequence[NDArray[np.bool_]]) -> float:
-    """Chance that at least one of k responses to a prompt passes, mean over prompts.
+    """Probability that at least one of k responses to a prompt passes, mean over prompts.
 
-    `passed` [n] of each prompt, n >= k. Of n responses, c of which pass, C(n - c, k) of the C(n, k)
-    choices of k hold none that does: 1 - C(n - c, k) / C(n, k) has no bias (Chen et al.,
-    arXiv:2107.03374).
+    `passed` holds one array [n] per prompt, n >= k. If c of n responses pass, C(n - c, k) of the
+    C(n, k) choices of k responses hold none that passes, so 1 - C(n - c, k) / C(n, k) is an
+    unbiased estimate (Chen et al., arXiv:2107.03374).
     """
     counts = np.array([(len(prompt), prompt.sum()) for prompt in passed])
     n, c = counts.T

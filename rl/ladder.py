@@ -1,7 +1,7 @@
-"""Which of several schedules is active: more aggressive ones as the measured tails allow it.
+"""Chooses the active schedule: more aggressive ones as the measured acceptance tails allow it.
 
 In: acceptance rates of a step's responses. Out: the schedule of the next step, and a record of
-every move with the tails that caused it.
+every move with the tail percentiles that caused it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 @dataclass(frozen=True)
 class Move:
-    """A change of schedule: names, and the tail of every well-filled bin at that step."""
+    """A change of schedule: both names, and the tail percentile of each well-filled bin."""
 
     before: str
     after: str
@@ -27,15 +27,15 @@ class Move:
     tails: Mapping[int, float]
 
     def line(self) -> str:
-        """What the log says."""
+        """The move as a line of the log."""
         bins = ", ".join(f"bin {index} {tail:.3f}" for index, tail in self.tails.items())
         return f"schedule {self.before} -> {self.after}: target {self.target}, tails {bins}"
 
 
 class Ladder:
-    """Schedules from the safest to the most aggressive, and the rung that a run stands on.
+    """Schedules from the safest to the most aggressive, and which of them is active.
 
-    Without any, rollouts are dense.
+    Without schedules, rollouts are dense.
     """
 
     def __init__(self, schedules: Sequence[BudgetSchedule], settings: LadderConfig) -> None:
@@ -46,12 +46,12 @@ class Ladder:
 
     @property
     def first(self) -> BudgetSchedule | None:
-        """The safest one, with which a run begins."""
+        """The safest schedule, with which a run begins."""
         return next(iter(self._schedules), None)
 
     @property
     def schedule(self) -> BudgetSchedule | None:
-        """The active one."""
+        """The active schedule."""
         return self._schedules[self._rung] if self._schedules else None
 
     @property
@@ -60,10 +60,10 @@ class Ladder:
         return {schedule.name: schedule for schedule in self._schedules}
 
     def observe(self, rates: NDArray[np.float64], positions: NDArray[np.int64]) -> Move | None:
-        """Take note of a step's acceptance rates [N] at sequence positions [N]; the move, if any.
+        """Observe a step's acceptance rates [N] at sequence positions [N]; returns any move.
 
-        One rung up once every well-filled bin has met the target in `patience` steps in a row;
-        one rung down as soon as a bin falls below it.
+        The ladder moves to the next more aggressive schedule once every well-filled bin has met the
+        target in `patience` steps in a row, and back by one as soon as a bin falls below it.
         """
         bins = positions // BIN_TOKENS
         tails = {
@@ -87,7 +87,7 @@ class Ladder:
         return Move(before, after, self._settings.target, tails)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands."""
+        """The active rung, and how many steps in a row have met the target on it."""
         return {"rung": self._rung, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The clipped policy loss, of log-probs, advantages and weights, and its sum over micro-batches."""
+"""The clipped policy loss from log-probs, advantages and weights, summed over micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from sparrow_sglang.rl.metrics import LOG_RATIO_BOUND
 
 @dataclass(frozen=True, eq=False)
 class PolicyLoss:
-    """`loss` is a scalar with gradient; `metrics` are shares of the global batch, so that the
-    metrics of its micro-batches add up to those of the batch, as their losses do."""
+    """`loss` is a scalar with gradient; `metrics` are divided by the tokens of the global batch, so
+    that, like the losses, those of its micro-batches add up to those of the batch."""
 
     loss: torch.Tensor
     metrics: dict[str, float]
@@ -32,10 +32,10 @@ def policy_loss(
 ) -> PolicyLoss:
     """Sum over tokens of weight x clipped loss, divided by the tokens of the global batch.
 
-    All tensors are [n], the response tokens of one micro-batch: log-probs under the policy that is
-    trained (with gradient), under the dense policy at the start of the batch, advantages, and the
-    correction's weights. With r = exp(logprobs - old_logprobs), a token's loss is
-    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and at most -A dual_clip where A < 0 (PPO
+    All tensors are [n], for the response tokens of one micro-batch: log-probs under the policy that
+    is trained (with gradient), log-probs under the dense policy at the start of the batch,
+    advantages, and the correction's weights. With r = exp(logprobs - old_logprobs), a token's loss
+    is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and at most -A dual_clip where A < 0 (PPO
     with the decoupled range of DAPO and the dual clip of arXiv:1912.09729). `batch_tokens` counts
     the response tokens of all micro-batches of one optimizer step, so every token weighs the same
     however the batch is split. Raises `ValueError` on shapes that differ or too few `batch_tokens`.
@@ -71,8 +71,8 @@ def policy_loss(
 def token_shares(aggregation: str, lengths: Sequence[int], most_tokens: int) -> torch.Tensor:
     """Factors fp32 [n] that turn a mean over n tokens into `aggregation`, see `AlgorithmConfig`.
 
-    `lengths` [S] with sum n are the response tokens of the sequences of an optimizer step, which
-    can have `most_tokens`.
+    `lengths` [S] with sum n are the numbers of response tokens of the sequences of an optimizer
+    step, which can have at most `most_tokens`.
     """
     tokens = sum(lengths)
     if aggregation == "constant":
@@ -86,7 +86,8 @@ def token_shares(aggregation: str, lengths: Sequence[int], most_tokens: int) -> 
 def kl_to_reference(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Estimates [n] of KL(policy || reference) at tokens that the policy has drawn, none below 0.
 
-    r - log r - 1 with r = p_reference / p_policy (k3 of http://joschu.net/blog/kl-approx.html).
+    The estimate is r - log r - 1 with r = p_reference / p_policy (k3 of
+    http://joschu.net/blog/kl-approx.html).
     """
     log_ratio = (reference - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return log_ratio.exp() - log_ratio - 1
@@ -96,10 +97,10 @@ def kl_to_reference(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Te
 class MiniBatchLoss:
     """The loss of one optimizer step, called for each of its micro-batches.
 
-    The tensors are [n], of the response tokens of the mini-batch: log-probs under the dense policy
-    when the batch began, advantages, the correction's weights, `shares` by which tokens are
-    aggregated, and log-probs under the reference policy if there is one, for the KL term, which the
-    correction does not weigh (as in verl and TRL). `metrics` add up over calls.
+    The tensors are [n], for the response tokens of the mini-batch: log-probs under the dense policy
+    when the batch began, advantages, the correction's weights, `shares` (see `token_shares`), and,
+    for the KL term, log-probs under the reference policy if there is one. The correction's weights
+    do not apply to the KL term (as in verl and TRL). `metrics` add up over calls.
     """
 
     dense_logprobs: torch.Tensor
@@ -111,7 +112,8 @@ class MiniBatchLoss:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """Share of the tokens at `where` in the loss; `logprobs` are theirs now, with gradient."""
+        """The part of the loss from the tokens at `where`; `logprobs` are their current log-probs,
+        with gradient."""
         where, device, settings = where.cpu(), logprobs.device, self.settings
         shares = self.shares[where].to(device)
         result = policy_loss(
@@ -136,12 +138,12 @@ class MiniBatchLoss:
 
 
 class OnPolicyLoss(MiniBatchLoss):
-    """The loss of a batch's only optimizer step, which is taken with the policy that its log-probs
-    are of: they need no pass before the update.
+    """The loss of a batch's only optimizer step, which takes the dense log-probs from its own
+    forward pass: the policy has not changed since the batch began.
 
-    Called for each of the step's micro-batches, each of whole sequences. `lengths` [S] says how
-    many of the n tokens belong to each sequence. The calls fill `dense_logprobs` and `weights`,
-    zeros at first.
+    Called for each of the step's micro-batches, which hold whole sequences. `lengths` [S] says how
+    many of the n tokens belong to each sequence. `dense_logprobs` and `weights` start as zeros, and
+    each call fills in those of its tokens.
     """
 
     def __init__(

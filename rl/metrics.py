@@ -17,11 +17,14 @@ from sparrow_sglang.rl.types import Group, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 
 LOG_RATIO_BOUND = 20.0
-"""Log ratios are cut to +-20 before they are exponentiated, as verl does."""
+"""Log ratios of importance weights are cut to +-20 before they are exponentiated, as verl does.
+
+`k3_kl`, perplexities and the veto of the sequence correction take them uncut.
+"""
 
 
 def sequence_sums(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Sum of `values` [N] over each of the sequences that stand in it one after the other: [S]."""
+    """Sums [S] of `values` [N] over each of S concatenated sequences."""
     counts = torch.as_tensor(lengths, device=values.device)
     owner = torch.arange(len(counts), device=values.device).repeat_interleave(counts)
     sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
@@ -35,11 +38,11 @@ def mismatch_metrics(
 
     Log-probs are float64 [N]. `kl` and `k3_kl` estimate KL(rollout || dense) per token;
     `log_ppl_diff` is a response's mean of log p_rollout - log p_dense, averaged over responses;
-    `chi2_token` is the mean squared ratio - 1, `chi2_seq` the same of whole responses.
+    `chi2_token` is the mean squared ratio - 1, `chi2_seq` the same for whole responses.
     `sparrow/ratio_p05` is the 5th percentile of min(1, p_dense / p_rollout): it lies far below the
     tail percentile of the acceptance rate and must not be compared with it. `sparrow/ess_token` and
-    `sparrow/ess_response` are the effective sample sizes of the tokens' ratios and of the products
-    of the responses' ratios, neither of them cut.
+    `sparrow/ess_response` are the effective sample sizes of the ratios of tokens, and of the
+    products of ratios over each response; neither is truncated.
     """
     counts = torch.as_tensor(lengths, device=dense.device)
     log_ratio = dense - rollout
@@ -89,8 +92,9 @@ def effective_sample_share(log_ratio: torch.Tensor) -> float:
 def importance_metrics(ratio: torch.Tensor, low: float, high: float) -> dict[str, float]:
     """Distribution of the importance ratios [N] before truncation.
 
-    `std` and `eff_sample_size` (a share: 1 for equal ratios) are of ratios cut to [low, high], as
-    verl defines them; a cut hides the ratios that make a sample small, which `sparrow/ess_*` show.
+    `std` and `eff_sample_size` (a share: 1 for equal ratios) are computed from ratios clipped to
+    [low, high], as verl defines them. Clipping hides the ratios that make the effective sample size
+    small; `sparrow/ess_*` show them.
     """
     cut = ratio.clamp(low, high)
     mean = cut.mean()
@@ -138,7 +142,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
     """Rewards and response lengths of a batch, under verl's names; rewards are [n] per group.
 
     `response_length/clip_ratio` is the share of responses that were cut at the length limit,
-    `sparrow/retracted_fraction` that of those of which the engine retracted a request.
+    `sparrow/retracted_fraction` the share of responses with a request that the engine retracted.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = np.concatenate([np.asarray(group, np.float64) for group in rewards])
@@ -158,11 +162,11 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
 def kv_metrics(
     rollouts: Sequence[Rollout], schedules: Mapping[str, BudgetSchedule]
 ) -> dict[str, float]:
-    """KV tokens that a sparse layer reads for a generated token, and those cached: means.
+    """Mean KV read by a sparse layer for a generated token, and mean KV cached, both in tokens.
 
-    Counted by pages, and over decode steps; the first token of a segment comes out of prefill.
-    Each segment was decoded under one of `schedules`, by name, or densely. Those under another one,
-    of an earlier start of the run, are left out.
+    KV read is counted by pages. Means are over decode steps, so the first token of a segment, which
+    comes out of prefill, does not count. Each segment was decoded under one of `schedules`, by
+    name, or densely; segments under another schedule, of an earlier start of the run, are left out.
     """
     cached: list[NDArray[np.int64]] = []
     read: list[NDArray[np.int64]] = []
@@ -184,10 +188,10 @@ def kv_metrics(
 
 
 def prefill_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What it takes to go on with responses, after a tool or a change of weights; means.
+    """Mean cost of continuing responses, after a tool or a change of weights.
 
-    Of each request after a response's first: context tokens out of the prefix cache, and those that
-    were prefilled. Nothing if there is no such request.
+    For requests after a response's first one: context tokens that came out of the prefix cache, and
+    context tokens that were prefilled. Empty if there is no such request.
     """
     later = [
         (segment.cached, len(rollout.prompt_ids) + segment.start - segment.cached)

@@ -1,7 +1,7 @@
-"""The processes of a run, one per GPU, and what they tell each other.
+"""The processes of a run, one per GPU, and how they exchange values.
 
 In: what each rank has computed from its share. Out: the same values on all ranks. A run of one
-process has no process group, and every call gives back what it was given.
+process has no process group, and every call returns what it was given.
 """
 
 import os
@@ -17,15 +17,17 @@ import torch.distributed as dist
 
 _Item = TypeVar("_Item")
 
-# Ranks wait for the slowest rollout of all; that a rank has died is seen by who started it.
+# Ranks wait for the slowest rollout of all. The timeout need not detect a dead rank, as the process
+# that started the ranks does.
 _TIMEOUT = timedelta(days=1)
-# What says who is which rank. An engine's own processes would take it for theirs.
+# The variables that say which rank a process is. An engine's processes, which inherit the
+# environment, would take them for their own.
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Process `rank` of `world`; with more than one, the default process group is theirs."""
+    """Process `rank` of `world`; several processes use torch's default process group."""
 
     rank: int = 0
     world: int = 1
@@ -35,19 +37,19 @@ class Ranks:
         return list(items[self.rank :: self.world])
 
     def each(self, value: _Item) -> list[_Item]:
-        """The value of each rank; anything that can be pickled."""
+        """The values of all ranks, by rank; anything that can be pickled."""
         values: list[_Item] = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
 
     def gather(self, share: Sequence[_Item]) -> list[_Item]:
-        """All items, of which each rank has what `share` gave it, in their order."""
+        """All items in their original order, from the part that `share` gave each rank."""
         shares = self.each(share)
         return [shares[i % self.world][i // self.world] for i in range(sum(map(len, shares)))]
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, with the sum over ranks in it."""
+        """Sum `tensor` over ranks, in place, and return it."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -70,16 +72,16 @@ ALONE = Ranks()
 def local_rank() -> int | None:
     """The number of this process among the ranks on this machine; None if it was started alone.
 
-    None again within `joined`.
+    Within `joined`, several ranks get None too, as `joined` removes the environment variable.
     """
     rank = os.environ.get("LOCAL_RANK")
     return None if rank is None else int(rank)
 
 
 def see_own_gpu() -> int | None:
-    """`local_rank`; a rank sees one of the visible GPUs from now on.
+    """Restrict this rank to its own one of the visible GPUs; returns `local_rank`.
 
-    To be called before anything asks for GPUs.
+    Must be called before anything asks for GPUs.
     """
     if (rank := local_rank()) is None:
         return None
@@ -93,9 +95,9 @@ def see_own_gpu() -> int | None:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that this process was started with, by `sparrow train`.
+    """The ranks that `sparrow train` started together with this process.
 
-    Each must see its own GPU only.
+    Each rank must see only its own GPU.
     """
     if local_rank() is None or os.environ.get("WORLD_SIZE", "1") == "1":
         yield ALONE

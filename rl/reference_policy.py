@@ -1,7 +1,7 @@
-"""The reference policy: the model before training, from which a KL term keeps the policy near.
+"""The reference policy: the model before training, which a KL term keeps the policy close to.
 
-Its weights lie in the memory of the CPU, and take the place of the policy's while it scores; the
-device holds no second model. Each rank keeps the rows that it has of the policy.
+Its weights are kept in the memory of the CPU, and replace the policy's while it scores, so that the
+device holds no second model. Each rank keeps the same rows as it has of the policy.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from sparrow_sglang.rl.policy.shards import local
 
 
 class ReferencePolicy:
-    """`policy` with the weights that it has when this is made."""
+    """`policy` with the weights that it has when this object is made."""
 
     def __init__(self, policy: DensePolicy) -> None:
         self._policy = policy
         self._weights = _copied(policy)
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """Log-probs fp32 [N] on the CPU of the batch's response tokens; 0 of those outside the
+        """Log-probs of the batch's response tokens, fp32 [N] on the CPU; 0 for tokens outside the
         loss."""
         result = torch.zeros(len(batch.advantages))
         chosen = batch.in_loss.nonzero().flatten().tolist()

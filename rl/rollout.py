@@ -1,7 +1,7 @@
-"""A step's prompts; responses to SGLang requests, and SGLang's answers to responses, checked.
+"""A step's prompts; responses turned into SGLang requests, and SGLang's answers into responses.
 
 In: responses as far as they are sampled, sampling parameters and SGLang's output dicts. Out:
-`Rollout`s whose token ids and log-probs are those that the sampler recorded.
+`Rollout`s with the token ids and log-probs that the sampler recorded; answers are checked.
 """
 
 import random
@@ -30,10 +30,10 @@ class RolloutError(SparrowError, RuntimeError):
 class Sampling:
     """How responses are drawn, without penalties.
 
-    Log-probs are recorded at `temperature`, of the whole vocabulary; 0 is greedy. With a `top_p`
-    below 1 or a `top_k` there is nothing to train on. `dense` reads all of the KV cache whatever
-    the engine's schedule says, as in evaluation. `adapter` names a loaded LoRA adapter.
-    `environment` answers the turns of tasks that have several.
+    Log-probs are recorded at `temperature`, normalised over the whole vocabulary; 0 is greedy.
+    Responses drawn with a `top_p` below 1 or a `top_k` cannot be trained on. `dense` reads all of
+    the KV cache whatever the engine's schedule says, as in evaluation. `adapter` names a loaded
+    LoRA adapter. `environment` answers the model's turns in tasks with several turns.
     """
 
     max_new_tokens: int
@@ -49,8 +49,8 @@ class Sampling:
         return self.max_new_tokens
 
     def parameters(self, rollout: Rollout) -> dict[str, Any]:
-        """SGLang's sampling parameters for what is missing of `rollout`."""
-        # All of them given, because a checkpoint's own generation defaults would truncate.
+        """SGLang's sampling parameters for the remaining tokens of `rollout`."""
+        # All parameters are given, because a checkpoint's own generation defaults would truncate.
         return {
             "max_new_tokens": self.limit(rollout) - len(rollout.response_ids),
             "temperature": self.temperature,
@@ -64,10 +64,10 @@ class Sampling:
 
 
 def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
-    """`count` prompts of a run, from number `first` of it on.
+    """`count` prompts of a run, from the run's prompt number `first` on.
 
-    Every prompt is used once before any is used again, in a new order each time, so that a run
-    that resumes goes on where it was with nothing saved but how many it has used.
+    Every prompt is used once before any is used again, each time in a new order. The order depends
+    on `seed` only, so a resumed run needs to know only how many prompts it has used.
     """
     size = len(prompts)
     places = range(first, first + count)
@@ -77,7 +77,8 @@ def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -
 def groups_under_way(prompts_per_step: int, oversubscribe: float) -> int:
     """How many groups partial rollouts sample at a time.
 
-    `oversubscribe` is what is written in decimal: in binary, 50 times 1.1 is above 55.
+    `oversubscribe` is taken as the decimal number that was written: as floats, 50 times 1.1 is
+    above 55.
     """
     return ceil(prompts_per_step * Decimal(repr(oversubscribe)))
 
@@ -90,9 +91,10 @@ def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True) -> dict[str, Any]:
-    """Fields of SGLang's `GenerateReqInput` for what is missing of a response.
+    """Fields of SGLang's `GenerateReqInput` for the remaining tokens of a response.
 
-    An engine without the sparrow backend is not `switchable`: dense at any rate, and not told so.
+    An engine without the sparrow backend is not `switchable`: it always decodes densely, and gets
+    no request to do so.
     """
     parameters = sampling.parameters(rollout)
     if sampling.dense and switchable:
@@ -116,8 +118,8 @@ def continued(
 ) -> Rollout:
     """`rollout` with what SGLang answered to its `sample_request`.
 
-    `decode` gives the text of a turn of several requests. If they were `stopped`, the response
-    may be aborted.
+    `decode` gives the text of a turn that took several requests. If requests were `stopped`, the
+    response may be aborted.
 
     Raises:
         RolloutError: the response was aborted, came from other weights than `weight_version`, or is
@@ -130,7 +132,8 @@ def continued(
     if not stopped or finish["type"] != ABORTED:
         problem = _problem(meta, len(recorded), sampling.limit(rollout) - before)
     else:
-        # An abort hides whether the last token ends the response, so it is sampled once more.
+        # An abort hides whether the last token ends the response, so that token is dropped and
+        # sampled once more.
         problem, recorded = None, recorded[:-1]
     if meta["weight_version"] != weight_version:
         problem = (
@@ -141,7 +144,8 @@ def continued(
         raise RolloutError(f"rollout {rollout.prompt_id!r}/{rollout.sample}: {problem}")
     ids = (*rollout.response_ids, *(token for _, token, *_ in recorded))
     logprobs = np.array([logprob for logprob, *_ in recorded], dtype=np.float32)
-    # Only a retracted request can have tokens and be aborted in SGLang's queue, which counts none.
+    # SGLang does not report `num_retractions` of a request that is aborted in its queue. Of such
+    # requests only a retracted one can have tokens.
     retracted = bool(meta.get("num_retractions", finish["type"] == ABORTED))
     cached = meta.get("cached_tokens", 0)
     segment = Segment(before, len(ids), weight_version, schedule, cached, retracted)
@@ -158,7 +162,7 @@ def continued(
     )
     goes_on = rollout.segments and rollout.segments[-1].end == before
     if goes_on or not longer.finished:
-        # SGLang's text is of this request alone, and of the token that was left out.
+        # SGLang's text covers this request alone, and includes the token that was dropped.
         turn = longer.parts[-1]
         text = decode(turn[:-1] if isinstance(finish.get("matched"), int) else turn)
         return replace(longer, text=text)

@@ -1,7 +1,7 @@
-"""The sparse actor: the engine that samples responses, and everything that it samples them with.
+"""The sparse actor: the engine that samples responses, with its weights, adapter and schedule.
 
-In: prompts, and the policy and adapter as they are trained. Out: groups, and exact acceptance rates
-of them. The actor alone knows the active schedule, and moves along the ladder.
+In: prompts, and the policy and adapter that are trained. Out: groups, and their exact acceptance
+rates. The actor's ladder holds the active schedule.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ class SparseActor:
 
     @property
     def schedule(self) -> BudgetSchedule | None:
-        """The active one, None for dense rollouts."""
+        """The active schedule, None for dense rollouts."""
         return self.ladder.schedule
 
     @property
@@ -62,7 +62,7 @@ class SparseActor:
 
     @property
     def _unmerged(self) -> bool:
-        """Whether the engine loads the adapter beside the weights."""
+        """Whether the engine serves the adapter as unmerged LoRA."""
         return self.adapter is not None and self._delivers_lora and self.adapter.scale > 0
 
     def load(self, version: str) -> None:
@@ -76,7 +76,7 @@ class SparseActor:
             self._engine.set_adapter(ADAPTER, self.adapter.tensors(), self.adapter.lora_config())
 
     def roll_out(self, prompts: Sequence[Prompt], finished: Finished) -> list[Group]:
-        """A step's responses; afterwards the device's memory is the trainer's."""
+        """A step's responses; afterwards the engine has released the device's memory."""
         samples = self._config.rollout.samples_per_prompt
         groups = self._engine.generate(prompts, samples, self._sampling, finished)
         self._engine.release()
@@ -89,7 +89,7 @@ class SparseActor:
         further: Further = nothing,
         enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
-        """The same one by one, see `RolloutEngine.stream`; `release` must follow."""
+        """A step's groups one by one, see `RolloutEngine.stream`; `release` must follow."""
         return self._engine.stream(groups, self._sampling, finished, further, enough)
 
     def release(self) -> None:
@@ -127,7 +127,7 @@ class SparseActor:
     def acceptance(self, batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Exact acceptance rates [N] of some of the batch's responses, and positions of the tokens.
 
-        Of the actor as it is, adapter included; none for dense rollouts.
+        They are those of the actor with its current adapter and schedule; none for dense rollouts.
         """
         sequences = batch.spread(self._config.mismatch.sequences).segments
         if self.schedule is None or not sequences:
@@ -139,8 +139,11 @@ class SparseActor:
         return np.concatenate(rates), np.concatenate(positions)
 
     def distill(self, batch: Batch) -> dict[str, float]:
-        """One step of the adapter towards the policy of the next rollouts, and how much of it they
-        get by the responses that `acceptance` measures; its metrics."""
+        """Take one step of the adapter towards the policy of the next rollouts; returns metrics.
+
+        The scale of the adapter in these rollouts is then chosen on the responses that `acceptance`
+        measures, which the step does not learn from if there are others.
+        """
         if self.adapter is None or self.schedule is None:
             return {}
         measured = self._config.mismatch.sequences
@@ -158,7 +161,7 @@ class SparseActor:
         )
 
     def _load(self, read: Callable[[], NamedTensors], version: str) -> None:
-        # What PyTorch keeps in reserve is not there for the engine of the same device.
+        # An engine on the same device cannot use memory that PyTorch's allocator keeps cached.
         torch.cuda.empty_cache()
         self._engine.resume()
         self._engine.update_weights(Weights(read), version)

@@ -1,8 +1,8 @@
 """GRPO from sparse rollouts: the loop.
 
 One step: sync the weights, roll out sparsely, reward, group-relative advantages, dense log-probs,
-corrected and clipped loss, optimizer step, metrics. What each of these does is in the module that
-is called for it.
+corrected and clipped loss, optimizer step, metrics. Each stage is documented in the module that
+implements it.
 """
 
 from dataclasses import asdict, dataclass
@@ -33,16 +33,17 @@ from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks.rewards import part_metrics
 
 MAX_SKIPPED_STEPS = 5
-"""Optimizer steps in a row whose gradient may not be finite; the run ends with the last of them."""
+"""The run ends once the gradients of this many optimizer steps in a row were not finite."""
 
 
 def train(config: TrainConfig, resume: bool = False) -> Path | None:
     """Train until `config.steps` steps are done; returns the folder of the last checkpoint.
 
     `resume` goes on from the newest checkpoint in `config.run_dir`, if there is one. SIGTERM and
-    Ctrl-C write a checkpoint and end the process by `Stopped`, a `SystemExit`; any error outside an
-    optimizer step is raised after a checkpoint, too. To be called in the main thread; a script that
-    does needs the usual `if __name__ == "__main__"`.
+    Ctrl-C write a checkpoint and end the process by `Stopped`, a `SystemExit`. Any error outside an
+    optimizer step is raised after a checkpoint, too, unless only one of several ranks has it. Must
+    be called in the main thread; a script that calls it needs the usual
+    `if __name__ == "__main__"`.
 
     Raises:
         InputError, ScheduleError, ModelError: something asked for is not there,
@@ -63,7 +64,7 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
 
 
 def train_step(run: Run, step: int) -> None:
-    """Roll out with the weights of `step` earlier steps, and take one more."""
+    """Take training step number `step`: roll out with the current weights, then update them."""
     config, actor = run.config, run.actor
     clock = run.log.clock(step)
     evaluated: dict[str, float] = {}
@@ -134,7 +135,11 @@ class Scored:
 
 
 def score(policy: DensePolicy, batch: Batch, config: TrainConfig) -> Scored:
-    """Of the policy as it is; of responses in the loss only where the update does not give them."""
+    """Log-probs and entropies of the batch under the current policy.
+
+    With `old_logprobs = "update"` only those of responses outside the loss are computed; `update`
+    fills in the others.
+    """
     tokens, sequences = torch.arange(len(batch.advantages)), batch.sequences
     if config.algorithm.old_logprobs == "update":
         left_out = (~batch.in_loss).nonzero().flatten().tolist()
@@ -157,7 +162,8 @@ def update(
 ) -> dict[str, float]:
     """One optimizer step per mini-batch; metrics are means over those that were taken.
 
-    Without a `correction`, which needs all log-probs, `scored` is filled with those that it lacks.
+    If `correction` is None, each loss computes its own, and the log-probs and entropies that are
+    missing in `scored` are filled in.
     `reference` [N] are log-probs of the reference policy, for the KL term.
     """
     settings = config.algorithm

@@ -1,7 +1,7 @@
-"""What an environment says between two turns of the model, as token ids that follow the first.
+"""Environments: their replies between two turns of the model, as token ids after the first turn.
 
-In: a task's `Reply`, and responses whose turn has ended. Out: the same with the environment's
-tokens, to be continued; the model's own tokens stay as they were sampled.
+In: a task's `Reply`, and responses whose turn has ended. Out: the same responses with the
+environment's tokens, to be continued; the model's own tokens stay as they were sampled.
 """
 
 import logging
@@ -29,11 +29,11 @@ class Environment:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def answered(self, rollout: Rollout, prompt: Prompt, tokenizer: Any, limit: int) -> Rollout:
-        """The response with what follows its last turn; the same one if nothing does.
+        """The response with the environment's answer to its last turn; unchanged if there is none.
 
-        It is cut where the answer and one more token would be more than `limit` response tokens. A
-        reply that raises, or is no message to the chat template, ends the response with a warning.
-        May take as long as the reply does.
+        If the answer and one more token would exceed `limit` response tokens, the response ends as
+        truncated, without the answer. A reply that raises, or that the chat template does not
+        accept as a message, ends the response with a warning. Blocks as long as the reply does.
         """
         reply = self.reply.get(prompt.task) if isinstance(self.reply, Mapping) else self.reply
         if rollout.finish_reason != "stop" or reply is None:
@@ -66,7 +66,7 @@ class Environment:
         following = text.rpartition(_MARK)[2]
         end = tokenizer.added_tokens_decoder.get(last)
         if end is not None and end.special:
-            # The turn has its end already, where the template ends turns by the same token. It
+            # If the template ends turns by the token `last`, the turn has that token already. It
             # need not be one that the tokenizer knows by a role, as in `all_special_ids`.
             following = following.removeprefix(end.content)
         return tuple(tokenizer(following, add_special_tokens=False).input_ids)

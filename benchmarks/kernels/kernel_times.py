@@ -1,7 +1,7 @@
-"""`sparrow bench kernels`: the kernels of a sparse decode step against their bytes floor.
+"""`sparrow bench kernels`: times of a sparse decode step's kernels against their bytes floor.
 
-Every case is checked against the torch definition before it is timed. Times are of CUDA graph
-replays over input sets that do not fit in the L2 cache.
+Every case is checked against the torch definition before it is timed. The times are those of CUDA
+graph replays over input sets that do not fit in the L2 cache.
 """
 
 import itertools
@@ -69,7 +69,7 @@ _DENSE = [Shape(16, 32768, 2048), Shape(64, 2048, 128, group=4), Shape(1, 8192, 
 
 
 class Table(Results):
-    """Rows measured so far; a row that fails says why and the run goes on."""
+    """Rows measured so far; a row that fails records the error, and the run goes on."""
 
     def measure(self, name: str, num_bytes: int, measure: Callable[[], dict[str, Any]]) -> None:
         """Measure one row; `measure` checks the result and returns what to record."""
@@ -83,7 +83,7 @@ class Table(Results):
 
 
 def _measure(case: Callable[[], Any], launch: Any = None) -> dict[str, Any]:
-    """Check, then time one launch shape of a case; its own default one if none is given."""
+    """Check, then time one launch shape of a case; the case's default shape if none is given."""
     launch = launch or case().launch_shape
     error = case().check(launch)
     us = replay_us(case().launches(launch))
@@ -172,7 +172,7 @@ def time_snapshot(table: Table, pools: Pools) -> None:
 
 
 def time_cases(table: Table, pools: Pools, quick: bool) -> None:
-    """Our kernels as they launch by default."""
+    """Our kernels with their default launch shapes."""
     for batch, context in _QUICK_SELECT if quick else _SELECT:
         shape = Shape(batch, context, _BUDGETS[context])
         selecting = cache(partial(SelectCase, pools, shape))
@@ -225,7 +225,7 @@ def sweep(table: Table, pools: Pools) -> None:
 
 
 def sweep_rule(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
-    """Launch shapes of selection by a schedule's rule; a tile is given by its landmarks."""
+    """Launch shapes of selection by a schedule's rule; tiles are given in landmarks, not pages."""
     page_bytes = schedule.selection.landmark_bytes(PAGE_SIZE, HEAD_DIM, 2)
     per_page = schedule.selection.landmarks_per_page(PAGE_SIZE)
     # Landmarks, warps, stages.

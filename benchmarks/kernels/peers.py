@@ -1,4 +1,4 @@
-"""What the libraries at hand offer for the same work, on the inputs of the kernel benchmark."""
+"""Kernels of other libraries for the same work, launched on the inputs of the kernel benchmark."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,12 +18,12 @@ from sparrow_sglang.schedule import PAGE_SIZE
 
 
 def _few(count: int) -> range:
-    """Peers need not rotate through every set: a few hundred MB of them are cold enough."""
+    """Peers need not rotate through every set: a few hundred MB of inputs defeat the L2 cache."""
     return range(min(count, 24))
 
 
 def torch_select(case: SelectCase) -> list[Launch]:
-    """einsum over gathered landmarks, then topk: what a page costs without a kernel."""
+    """einsum over gathered landmarks, then topk: the cost of selection without a kernel of ours."""
 
     def one(which: int) -> Launch:
         query = case.q[which].view(case.shape.batch, NUM_KV_HEADS, -1, HEAD_DIM).float().mean(2)
@@ -40,7 +40,7 @@ def torch_select(case: SelectCase) -> list[Launch]:
 
 
 def flashinfer_topk(case: SelectCase, tie_break: int) -> list[Launch]:
-    """FlashInfer's exact radix top-k with page table transform; the scores are given."""
+    """FlashInfer's exact radix top-k with page table transform; scoring is not included."""
     import flashinfer
 
     batch, pages = case.shape.batch, case.shape.pages
@@ -66,8 +66,8 @@ def flashinfer_topk(case: SelectCase, tie_break: int) -> list[Launch]:
 def minimax_select(case: SelectCase) -> list[Launch]:
     """SGLang's MiniMax-M3 block scoring and top-k, with the landmarks as its key cache.
 
-    It scores blocks of 16 entries by their maximum and keeps at most 32 blocks, so it does less
-    selection than ours over the same bytes.
+    It scores blocks of 16 entries by their maximum and keeps 16 blocks, so it does less selection
+    than ours over the same bytes.
     """
     from sglang.kernels.ops.attention.minimax_sparse.decode.flash_with_topk_idx import (
         flash_decode_with_topk_idx,
@@ -156,7 +156,8 @@ def minimax_decode(case: DecodeCase) -> list[Launch]:
 
     batch = case.shape.batch
     rows = torch.arange(batch, device="cuda", dtype=torch.int32)
-    # Its block ids are logical and one table serves all heads: give it each page's slots in turn.
+    # The kernel takes logical block ids and one table for all heads. With an identity table over
+    # all slots, a logical block id is a page id.
     pages = len(case.pools.k) // PAGE_SIZE
     slots = torch.arange(pages * PAGE_SIZE, device="cuda", dtype=torch.int32)
     req_to_token = slots[None].expand(batch, -1)

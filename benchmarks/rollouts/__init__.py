@@ -1,1 +1,1 @@
-"""Servers and whole rollouts under load."""
+"""Benchmarks of servers and whole rollouts under load."""

@@ -3,8 +3,8 @@
 `python -m sparrow_sglang.benchmarks.rollouts.acceptance_distribution` decodes the prompts of
 `sparrow calibrate` under fixed budgets and densely, then with larger pages under budgets that read
 as many bytes as a reference budget with pages of 16. In: a model. Out: for each budget the shares
-of tokens on which both sides agree, a Beta fit of the others and correlations with position, and
-the tails by page size, as JSON. Every token's rate stays in the work folder.
+of tokens on which both sides agree, a Beta fit of the other tokens' rates and correlations with
+position, and the tails by page size, as JSON. The rate of every token is kept in the work folder.
 """
 
 import argparse
@@ -60,7 +60,7 @@ RESPONSES = "sampled by the policy of each row, at temperature 1"
 
 
 def rate_row(sample: Sample, draws: Bootstrap) -> dict[str, Any]:
-    """The distribution of a sample's rates; of no fit, its fields are None."""
+    """The distribution of a sample's rates; the fields of the Beta fit are None without a fit."""
     fit = fit_beta(sample.rates)
     return {
         "tokens": len(sample),
@@ -86,8 +86,8 @@ def budget_rows(
 ) -> Iterator[dict[str, Any]]:
     """Rows of one budget, None for dense decode: all tokens, correlations, each bin.
 
-    Bins of fewer than `min_tokens` tokens are left out, and where correlations are concerned those
-    in which some steps are dense.
+    Bins of fewer than `min_tokens` tokens are left out. Correlations of bins also leave out bins
+    that begin below the budget, where some steps are dense.
     """
     bins = {
         index: inside
@@ -114,7 +114,7 @@ def budget_rows(
 
 
 def page_job(job: Job, page_size: int, arms: Sequence[Arm], schedules: Sequence[Path]) -> Job:
-    """The job with these arms at a page size; `schedules` are the files that they ask for."""
+    """The job with these arms at a page size; `schedules` are the files of the arms' schedules."""
     options = job.options
     whole = whole_pages(job.context, page_size)
     named = [arm.schedule.model_dump(mode="json") for arm in arms]
@@ -135,7 +135,7 @@ def page_job(job: Job, page_size: int, arms: Sequence[Arm], schedules: Sequence[
 
 
 def measured(job: Job, names: Sequence[str]) -> dict[str, Sample]:
-    """Measure what the job's folder lacks; the tokens of each arm, by the name of its schedule."""
+    """Measure what the job's folder lacks; return each arm's tokens by the name of its schedule."""
     measure_missing(job)
     arms = tokens_by_arm(job.units, job.work)
     return {name: Sample.of(tokens, names) for name, tokens in arms.items()}
@@ -147,10 +147,10 @@ def measure(
     larger_pages: Mapping[int, Sequence[BudgetSchedule]],
     results: Results,
 ) -> None:
-    """All rows, written after the budgets and at the end.
+    """Measure all rows, and write them after the budgets and at the end.
 
     `larger_pages` are the schedules to compare with the reference budget, by page size. Raises
-    `CalibrationError` as `measure_missing`.
+    `CalibrationError` where `measure_missing` does.
     """
     start = time.perf_counter()
     names = list(dict.fromkeys(prompt.name for prompt in job.prompts))
@@ -209,7 +209,7 @@ def _parser() -> OneLineParser:
         default=512,
         help=f"with pages of {PAGE_SIZE}, whose bytes other page sizes may read (default 512)",
     )
-    # As of the shipped schedules of the demo model.
+    # 512 is the bin width of the demo model's shipped schedules.
     add("--bin-tokens", type=count, default=512, help="positions per bin (default 512)")
     add("--prompts-per-bin", type=count, default=24, help="of the built-in set (default 24)")
     add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate (default: built-in ones)")
@@ -224,7 +224,7 @@ def _parser() -> OneLineParser:
 
 
 def _require_sizes(parser: OneLineParser, options: argparse.Namespace, context: int) -> None:
-    """End with exit code 2 on sizes that cannot work together."""
+    """End with exit code 2 if budgets, context, bins and page sizes do not fit together."""
     for budget in (*options.budgets, options.reference_budget):
         BudgetSchedule.fixed(budget, PAGE_SIZE)
         if budget >= context:

@@ -1,8 +1,8 @@
-"""What the audit costs: throughput of one GPU server without and with it, both ways round.
+"""Cost of the audit: throughput of one GPU server with the audit off and on.
 
-One engine serves the same load in rounds, the audit off and on in turn and in both orders, so that
-neither side has the warmer machine. A round ends when its requests are answered and, with the audit
-on, its re-scores are done.
+One engine serves the same load in pairs of rounds, one with the audit off and one with it on. The
+order alternates between pairs, so that neither side always has the warmer machine. A round ends
+when its requests are answered and, with the audit on, its re-scores are done.
 """
 
 import argparse
@@ -103,17 +103,19 @@ def measure(options: argparse.Namespace) -> Results:
         warm_up = argparse.Namespace(**vars(options) | {"new_tokens": 32})
         run_round(engine, warm_up, 1.0, seed=0)
         for index in range(options.rounds):
-            # Off, on, on, off, off, on: each side comes first as often as second.
+            # Off, on, on, off, off, on: over an even number of pairs, each side is first equally
+            # often.
             order = [0.0, options.rate] if index % 2 == 0 else [options.rate, 0.0]
             for rate in order:
-                # The audit is a matter of chance, the load is not: a pair serves the same prompts.
+                # Both rounds of a pair serve the same prompts; which of them the audit picks is
+                # random.
                 results.add(run_round(engine, options, rate, seed=index + 1) | {"pair": index})
     results.save(lost=losses(results.rows))
     return results
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Per pair of rounds, the share of the throughput without the audit that is lost with it."""
+    """For each pair of rounds, the share of throughput that is lost with the audit on."""
     lost = []
     for pair in sorted({row["pair"] for row in rows}):
         speed = {bool(row["rate"]): row["tokens_per_s"] for row in rows if row["pair"] == pair}

@@ -1,8 +1,8 @@
 """Natural text to decode along, as prompts with a response for `sparrow calibrate --check`.
 
 `python -m sparrow_sglang.benchmarks.rollouts.given_texts --out texts.jsonl` writes slices of the
-docstrings of SciPy, text that no calibration prompt is made of. Each slice is a prompt and the
-tokens that follow it; prompts end evenly spread over the model's context.
+docstrings of SciPy, which no calibration prompt contains. Each slice is a prompt and the tokens
+that follow it; prompt lengths are evenly spread over the model's context.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def corpus() -> str:
 def given_texts(
     tokenize: Callable[[str], list[int]], context: int, texts: int, response: int, seed: int
 ) -> list[dict[str, Any]]:
-    """`texts` rows of `input_ids` and `response` [response], none longer than the context."""
+    """`texts` rows of `input_ids` and `response` [response]; no row is longer than the context."""
     tokens = tokenize(corpus())
     draw = random.Random(seed)
     longest = context - NEEDED_ROOM - UNSCORED - response
@@ -56,7 +56,7 @@ def given_texts(
 
 
 def write_texts(out: Path, model: str, context: int, texts: int, response: int, seed: int) -> None:
-    """Write the rows of `given_texts` in the tokens of a model, a path or name, as JSONL."""
+    """Write the rows of `given_texts` as JSONL, tokenized for `model` (a path or name)."""
     rows = given_texts(tokenizer_of(model_folder(model)), context, texts, response, seed)
     with replacing(out) as draft:
         draft.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")

@@ -12,17 +12,18 @@ from sparrow_sglang.command_line import count
 from sparrow_sglang.planning.response_lengths import read_lengths
 
 GROUP = 8
-"""Sequences on one prompt."""
+"""Sequences that share one prompt."""
 
-# Spread of the logarithm. Responses of a reasoning model spread over an order of magnitude.
+# Standard deviation of the logarithm. A reasoning model's response lengths span an order of
+# magnitude.
 SIGMA = 0.8
 
 
 def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
     """`count` lengths whose mean is `mean`, log-normal and cut off at `longest`, in random order.
 
-    They are the distribution's quantiles rather than draws, so that even a few sequences have its
-    mean and its tail. As in a rollout with a token limit, what would be longer is `longest`.
+    The lengths are quantiles of the distribution rather than draws, so that even a few sequences
+    have its mean and its tail. As in a rollout with a token limit, longer ones become `longest`.
 
     Raises `ValueError` unless 1 <= mean < longest.
     """
@@ -68,7 +69,8 @@ def add_length_options(parser: argparse.ArgumentParser) -> None:
 def request_lengths(options: argparse.Namespace) -> list[int]:
     """Response lengths in tokens, cut off at --max-tokens.
 
-    Raises `ValueError` if they cannot be had, or are no whole groups.
+    Raises `ValueError` if --lengths-file or --mean-tokens is not usable, or if --sequences is not a
+    multiple of the group size.
     """
     if options.sequences % GROUP:
         raise ValueError(

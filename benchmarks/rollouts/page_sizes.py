@@ -1,4 +1,4 @@
-"""Pages of other sizes at the cost of a reference budget with pages of 16.
+"""Other page sizes at the same cost as a reference budget with pages of 16.
 
 In: a reference budget; then the tokens decoded under each schedule. Out: schedules that read as
 many bytes, and rows that compare their tails. Pure arithmetic.
@@ -19,10 +19,11 @@ _VALUE_BYTES = 2
 def equal_cost_schedule(
     reference: int, page_size: int, context: int, bin_tokens: int, rounding: str
 ) -> BudgetSchedule:
-    """Budgets that read at each bin's middle what `reference` tokens in pages of 16 read there.
+    """Budgets that read as many bytes at each bin's middle as `reference` tokens in pages of 16.
 
-    A step reads K and V of its budget, and of every cached page a landmark, the size of one K.
-    Whole pages seldom come out, so budgets are rounded: down to cost at most the same, or up.
+    A step reads K and V of its budget, and for every cached page one landmark of the size of one K.
+    The result is seldom a whole number of pages, so budgets are rounded: down, to cost at most the
+    same, or up.
     """
     toward = _ROUNDINGS[rounding]
     budgets = []
@@ -66,8 +67,8 @@ def page_size_rows(
 ) -> Iterator[dict[str, Any]]:
     """Tails by bin of each schedule, then how those of `others` differ from the reference's.
 
-    Only bins that all schedules decode sparsely throughout, with `min_tokens` tokens of each. A
-    bin's `bytes_read` are those per KV head of a sparse layer at its middle.
+    Only bins are used in which every step is sparse under all schedules and each schedule has
+    `min_tokens` tokens. `bytes_read` is per KV head of a sparse layer, at the middle of the bin.
     """
     arms = [reference, *others]
     bins = [sample.bins(bin_tokens, schedule.page_size) for schedule, sample in arms]

@@ -1,4 +1,4 @@
-"""The distribution of acceptance rates over tokens, and how it goes with position.
+"""The distribution of acceptance rates over tokens, and its correlation with position.
 
 In: generations with the acceptance rates of their tokens. Out: means, tails, fits of a Beta
 distribution and correlations, with 95 % intervals by a bootstrap over prompts, as tokens of one
@@ -23,7 +23,7 @@ EDGES = (
     *(0.92, 0.94, 0.96, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9975),
     *(AGREEMENT, 0.9995, 0.9999, 1.0),
 )
-"""Of the histogram, whose cells hold what is above one edge and not above the next; and 0."""
+"""Histogram edges; a cell holds rates above one edge and up to the next, the first also 0."""
 
 _CONFIDENCE_ENDS = (2.5, 97.5)
 _MIN_FIT_TOKENS = 20
@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
     high: float | None
 
     def fields(self, name: str) -> dict[str, float | None]:
-        """As fields of a row."""
+        """The estimate as three fields of a row."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
@@ -72,7 +72,7 @@ class Sample:
         """All tokens of these generations; `names` are those of the prompts, by index."""
         index = {name: i for i, name in enumerate(names)}
         prompts = [np.full(len(each.rates), index[each.prompt]) for each in generations]
-        # Concatenation wants one array or more.
+        # np.concatenate needs at least one array.
         none = np.zeros(0)
         return cls(
             np.concatenate([none, *(each.cached for each in generations)]).astype(np.int64),
@@ -88,7 +88,7 @@ class Sample:
         return Sample(self.cached[mask], self.rates[mask], self.prompts[mask])
 
     def bins(self, bin_tokens: int, page_size: int) -> "dict[int, Sample]":
-        """By the bin that a schedule puts a step into: that of ceil(cached / page_size) pages."""
+        """Tokens by schedule bin; a step belongs to the bin of ceil(cached / page_size) pages."""
         index = -(-self.cached // page_size) * page_size // bin_tokens
         return {int(each): self.where(index == each) for each in np.unique(index)}
 
@@ -112,12 +112,13 @@ def histogram(rates: NDArray[np.float64]) -> list[int]:
 def fit_beta(rates: NDArray[np.float64]) -> BetaFit | None:
     """Maximum-likelihood Beta distribution of the rates [T] at or below AGREEMENT.
 
-    These, divided by it, are fitted on [0, 1]. None of fewer than 20 tokens, or of equal ones.
+    The rates are divided by AGREEMENT and fitted on [0, 1]. The fit is None with fewer than 20
+    tokens, or if all rates are equal.
     """
     tail = rates[rates <= AGREEMENT] / AGREEMENT
     if tail.size < _MIN_FIT_TOKENS or tail.min() == tail.max():
         return None
-    # The likelihood has no maximum with a value at an end of the interval.
+    # The likelihood has no maximum if a value lies at an end of the interval.
     tail = np.clip(tail, 1e-6, 1 - 1e-6)
     a, b, _, _ = stats.beta.fit(tail, floc=0, fscale=1)
     ks = stats.kstest(tail, stats.beta(a, b).cdf).statistic
@@ -125,7 +126,7 @@ def fit_beta(rates: NDArray[np.float64]) -> BetaFit | None:
 
 
 class Bootstrap:
-    """Draws of as many prompts as there are, with replacement; the same ones for all samples.
+    """Bootstrap over prompts: draws with replacement, the same draws for all samples.
 
     A percentile of n tokens is the ceil(n * 5 / 100)-th smallest, as in `mismatch.tail`.
     """
@@ -144,8 +145,8 @@ class Bootstrap:
         return _estimate([sample], tail(sample.rates), self._tails(sample))
 
     def correlation(self, sample: Sample) -> Estimate | None:
-        """Pearson's, of the tokens' positions and rates; None where one of them does not vary."""
-        # About their means, so that sums of squares of positions do not cancel.
+        """Pearson correlation of the tokens' positions and rates; None if either does not vary."""
+        # Centre the values first: sums of squares of raw positions would cancel.
         x = (sample.cached - sample.cached.mean()) / 1024
         y = sample.rates - sample.rates.mean()
         moments = np.stack([np.ones_like(y), x, y, x * x, y * y, x * y])
@@ -159,9 +160,9 @@ class Bootstrap:
     def correlation_of_bins(
         self, bins: Sequence[Sample], positions: Sequence[float]
     ) -> tuple[Estimate, Estimate] | None:
-        """Pearson's, of the bins' positions and their tails, and likewise of their means.
+        """Pearson correlations of the bins' positions with their tails, and with their means.
 
-        None of fewer than three bins, or where they do not vary.
+        The result is None with fewer than three bins, or if the values do not vary.
         """
         if len(bins) < 3:
             return None
@@ -181,7 +182,7 @@ class Bootstrap:
         return found[0], found[1]
 
     def tail_difference(self, pairs: Sequence[tuple[Sample, Sample]]) -> Estimate:
-        """Mean over bins of the first sample's tail less the second one's, of the same prompts."""
+        """Mean over bins of the first sample's tail minus the second's, on the same prompts."""
         values = [tail(first.rates) - tail(second.rates) for first, second in pairs]
         draws = [self._tails(first) - self._tails(second) for first, second in pairs]
         samples = [sample for pair in pairs for sample in pair]
@@ -193,13 +194,13 @@ class Bootstrap:
         return sums.astype(np.float64)
 
     def _means(self, sample: Sample, values: NDArray[np.floating | np.bool_]) -> Draws:
-        """Mean in each draw, [R]; NaN in one without a token."""
+        """Mean in each draw, [R]; NaN in a draw without tokens."""
         totals = self._weights @ self._sums(sample, values)
         with np.errstate(invalid="ignore"):
             return np.asarray(totals / (self._weights @ self._sums(sample, np.ones(len(sample)))))
 
     def _tails(self, sample: Sample) -> Draws:
-        """Tail in each draw, [R]; NaN in one without a token."""
+        """Tail in each draw, [R]; NaN in a draw without tokens."""
         order = np.argsort(sample.rates, kind="stable")
         rates, prompts = sample.rates[order], sample.prompts[order]
         rows = max(1, _DRAWN_AT_ONCE // len(rates))
@@ -228,7 +229,7 @@ def _estimate(samples: Sequence[Sample], value: float, draws: Draws) -> Estimate
 
 
 def _pearson(x: NDArray[np.floating], y: Draws) -> Draws:
-    """Of x [B] and each row of y [R, B]; NaN where one of them does not vary."""
+    """Pearson correlation of x [B] and each row of y [R, B]; NaN where either does not vary."""
     around_x, around_y = x - x.mean(), y - y.mean(axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt((around_x**2).sum() * (around_y**2).sum(axis=1))
@@ -236,7 +237,7 @@ def _pearson(x: NDArray[np.floating], y: Draws) -> Draws:
 
 
 def _pearson_of_sums(sums: Draws) -> Draws:
-    """From sums of 1, x, y, x², y² and xy, [6, R]; NaN where one of them does not vary."""
+    """Pearson correlation from sums of 1, x, y, x², y², xy, [6, R]; NaN if either is constant."""
     count, x, y, xx, yy, xy = sums
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt((xx - x * x / count) * (yy - y * y / count))

@@ -1,6 +1,7 @@
-"""The requests of a replayed rollout: groups on one prompt, run at once, watched while they run.
+"""The requests of a replayed rollout: groups that share a prompt, all run at once.
 
-In: response lengths and an engine. Out: how long it took, and what there was at each second.
+In: response lengths and an engine. Out: how long the rollout took, and its tokens and running
+sequences at each second.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from sparrow_sglang.benchmarks.rollouts.lengths import GROUP
 from sparrow_sglang.client.endpoint import connect
 
 SAMPLE_S = 1.0
-# A message for each 16 tokens of a request: fine enough for the curve, and few for the host.
+# One message per 16 tokens of a request is fine enough for the curve, and a small load on the host.
 STREAM_INTERVAL = 16
 
 
@@ -29,14 +30,14 @@ class Request:
 
 @dataclass
 class Progress:
-    """Tokens so far of each request, and when it ended in seconds after the start; None: runs."""
+    """Tokens so far of each request, and its end in seconds since the start (None: it runs)."""
 
     tokens: list[int]
     ended_s: list[float | None]
     curve: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self, seconds: float) -> None:
-        """Append a point to the curve; its rate is that since the point before."""
+        """Append a point to the curve; its `tokens_per_s` covers the time since the last point."""
         last = self.curve[-1] if self.curve else {"s": 0.0, "tokens": 0}
         running = [n for n, end in zip(self.tokens, self.ended_s, strict=True) if end is None]
         total = sum(self.tokens)
@@ -55,7 +56,7 @@ class Progress:
 def make_requests(
     lengths: Sequence[int], prompt_tokens: int, vocab_size: int, seed: int
 ) -> list[Request]:
-    """A request per length; eight after one another share a random prompt."""
+    """A request per length; each eight consecutive requests share a random prompt."""
     draw = random.Random(seed)
     requests: list[Request] = []
     for start in range(0, len(lengths), GROUP):
@@ -65,9 +66,9 @@ def make_requests(
 
 
 def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
-    """Run all requests at once to the last token, and say when what was generated.
+    """Run all requests at once to the last token; return the totals and the curve over time.
 
-    Empties the prefix cache first. Raises `RuntimeError` if a request ends at another length.
+    The prefix cache is flushed first. Raises `RuntimeError` if a request ends at another length.
     """
     connect(engine).flush_cache(60.0)
     progress = Progress([0] * len(requests), [None] * len(requests))

@@ -1,7 +1,7 @@
-"""`sparrow bench rollout`: replay a rollout's response lengths, sparse and dense, to the last one.
+"""`sparrow bench rollout`: replay a rollout's response lengths, sparse and dense.
 
-Stock SGLang, with CUDA graphs, radix cache and overlap scheduler on, serves the same requests
-sparse and dense in turn, in a process of its own each.
+Stock SGLang, with CUDA graphs, radix cache and overlap scheduler on, serves the same requests first
+on one side and then on the other; each side runs in a process of its own.
 """
 
 import argparse
@@ -42,12 +42,12 @@ EXAMPLES = """\
 def engine_defaults(
     compared: Comparison, side: Side, requests: Sequence[Request], on_gpu: bool
 ) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` for one side: SGLang's own but for sizes and the backend."""
+    """Arguments of `sglang.Engine` for one side: SGLang's defaults except sizes and the backend."""
     arguments = engine_settings(compared.path, compared.has_weights, side.backend, side.schedule)
     arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
     if on_gpu:
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
-    # In plain torch, float32 is the fast path; all sequences fit, each with a page to spare.
+    # On a CPU, float32 is the fast path of plain torch. The KV pool has room for all sequences.
     room = sum(len(each.prompt) + each.new_tokens + 2 * PAGE_SIZE for each in requests)
     return arguments | {"dtype": "float32", "max_total_tokens": room}
 
@@ -70,7 +70,7 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> l
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    """Speed-up of the sparse row over the dense one, in tokens/s; None before both are there."""
+    """Speed-up of the sparse row over the dense one, in tokens/s; None until both are measured."""
     speed = {"sparse" if row["schedule"] else "dense": row["tokens_per_s"] for row in rows}
     if len(speed) < 2:
         return None
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
+    """Replay, print and write; the exit code is 1 if a side failed, 2 on bad options or no GPU."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""What page selection by the published rule and by a calibrated one costs for the same tail.
+"""Cost of page selection by the published rule and by a calibrated one, for the same tail.
 
 `python -m sparrow_sglang.benchmarks.rollouts.rule_comparison` runs `sparrow calibrate` under both
 rules, side by side where there are two GPUs, and checks every schedule on fresh sampled responses
@@ -36,7 +36,8 @@ EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.rollouts.rule_comparison --samples 2
   python -m sparrow_sglang.benchmarks.rollouts.rule_comparison --model-path M --targets 0.86
 """
-# Steps of a quarter to a seventh: a difference between the rules that is smaller does not show.
+# Budgets grow in steps of a seventh to a quarter; a smaller difference between the rules cannot be
+# seen.
 BUDGETS = (
     *(96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144),
@@ -53,9 +54,10 @@ def rule_rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each schedule and position bin.
 
-    `checks` are the reports of `sparrow calibrate --check` on samples and along text, by schedule
-    within each. Tokens are those that a layer of the model reads on average in a step at the middle
-    of the bin, dense layers included; bytes those of keys, values and landmarks of one sequence.
+    `checks` holds the reports of `sparrow calibrate --check` on samples and along text, each by
+    schedule name. `kv_tokens_read` is the mean over layers, dense ones included, of the tokens that
+    a step reads at the middle of the bin; `bytes_read` counts keys, values and landmarks of one
+    sequence.
     """
     for schedule in schedules:
         for index, budget in enumerate(schedule.budget_tokens):
@@ -84,7 +86,7 @@ def _judged(bins: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
 
 
 def commands(options: argparse.Namespace, rule: str, texts: Path) -> list[list[str]]:
-    """What `sparrow` is run with for one rule, one after the other, each to write `outputs`."""
+    """Arguments of the `sparrow` commands of one rule, in order; each writes its `outputs`."""
     common = ["calibrate", "--model-path", options.model_path, "--seed", str(options.seed)]
     for name in ("new_tokens", "prompts_per_bin", "samples", "min_tokens", "batch"):
         common += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -111,7 +113,7 @@ def schedule_files(options: argparse.Namespace, rule: str) -> list[Path]:
 
 
 def outputs(options: argparse.Namespace, rule: str) -> list[list[Path]]:
-    """The files of each of `commands`, written when it has ended."""
+    """The files that each of `commands` has written when it ends."""
     checks = [[check_file(options, rule, name)] for name in (SAMPLES, TEXT)]
     return [schedule_files(options, rule), *checks]
 
@@ -121,7 +123,7 @@ def check_file(options: argparse.Namespace, rule: str, name: str) -> Path:
 
 
 def require_same_options(options: argparse.Namespace) -> None:
-    """Note in the work folder what its files are made with; `ValueError` if that was otherwise."""
+    """Record the options in the work folder; raise `ValueError` if it was made with others."""
     given = json.loads(
         json.dumps({key: value for key, value in settings(options).items() if key != "work"})
     )
@@ -140,10 +142,10 @@ def require_same_options(options: argparse.Namespace) -> None:
 
 
 def run_side_by_side(options: argparse.Namespace, texts: Path) -> None:
-    """Each rule's commands one after the other, each rule on a GPU where there are two.
+    """Run each rule's commands one after the other; with two GPUs, the rules run side by side.
 
-    Those whose files are there are left out. A check that does not hold is a result. Raises
-    `ProcessFailed` if a command fails.
+    Commands whose files exist are left out. A check whose verdict is negative is a result, not a
+    failure. Raises `ProcessFailed` if a command fails.
     """
     gpus = visible_gpus()
     lanes = [[*RULES]] if len(gpus) < len(RULES) else [[rule] for rule in RULES]
@@ -173,7 +175,8 @@ def run_side_by_side(options: argparse.Namespace, texts: Path) -> None:
             for process, log, files in running:
                 status = process.wait()
                 allowed = (0, 1) if "--check" in process.args else (0,)
-                # A check that fails for another reason than its verdict ends with 1, too.
+                # A check that fails for another reason than its verdict also ends with 1, but
+                # without its files.
                 if status not in allowed or not all(file.exists() for file in files):
                     raise ProcessFailed(f"status {status}; {log}:\n{log_end(log)}")
 

@@ -45,7 +45,7 @@ EXAMPLES = """\
 
 
 def prepare_model(compared: Comparison, folder: Path) -> Path:
-    """A folder that a server can load: that of the model, or its shapes with a tokenizer."""
+    """A folder that a server can load: the model's own, or `folder` with shapes and a tokenizer."""
     if compared.has_weights:
         return compared.path
     save_shapes(folder, compared.config)
@@ -55,7 +55,7 @@ def prepare_model(compared: Comparison, folder: Path) -> Path:
 def server_command(
     compared: Comparison, side: Side, model: Path, port: int, flags: Sequence[str], on_gpu: bool
 ) -> list[str]:
-    """The command line of one side's server; `flags` come last, so that they decide."""
+    """The command line of one side's server; `flags` come last, so that they override ours."""
     command = [sys.executable, "-m"]
     if side.schedule is None:
         command += ["sglang.launch_server", "--attention-backend", side.backend]
@@ -65,7 +65,7 @@ def server_command(
 
 
 def drive(url: str, model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What bench_serving measures at the server behind `url`, under its own names.
+    """Run bench_serving against the server at `url`; return its figures under its own names.
 
     Raises `ProcessFailed` if it fails, or if not all requests were answered.
     """
@@ -91,7 +91,7 @@ def drive(url: str, model: Path, options: argparse.Namespace, folder: Path) -> d
         raise ProcessFailed(
             f"{measured['completed']} of {options.num_prompts} requests were answered; {said}"
         )
-    # All settings of the server, thousands of lines; ours are in the command.
+    # This holds all settings of the server, thousands of lines; ours are in the command.
     del measured["server_info"]
     # JSON has no infinity.
     return measured | {"request_rate": str(options.request_rate)}
@@ -118,9 +118,9 @@ def run_side(
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    """Sparse against dense: output tokens/s and time per output token; None before both are there.
+    """Sparse against dense: output tokens/s and time per output token; None until both are there.
 
-    The time per output token is the median over requests without their first token.
+    The time per output token is the median over requests and leaves out their first token.
     """
     found = {"sparse" if row["schedule"] else "dense": row["bench_serving"] for row in rows}
     if len(found) < 2:
@@ -168,7 +168,7 @@ def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
+    """Measure, print and write; the exit code is 1 if a side failed, 2 on bad options or no GPU."""
     import torch
 
     words = list(sys.argv[1:] if argv is None else argv)

@@ -1,10 +1,10 @@
-"""Servers under random load, and what must hold then.
+"""Soak test: servers under random load, and the invariants that are checked under it.
 
 `python -m sparrow_sglang.benchmarks.rollouts.soak` runs it.
 
-Good, bad, aborted and abandoned requests of many lengths, schedule switches and forced retraction
-at one server or several that share a GPU. Nothing may crash, hang or leak, and every live landmark
-must be the mean of its page, while requests run, too. Out: the figures as JSON.
+The load is good, bad, aborted and abandoned requests of many lengths, schedule switches and forced
+retraction, on one server or several that share a GPU. Nothing may crash, hang or leak, and every
+live landmark must be the mean of its page, also while requests run. Out: the figures as JSON.
 """
 
 import argparse
@@ -69,7 +69,7 @@ EXAMPLES = """\
 
 @dataclass
 class Soaked:
-    """One server under load, and what was seen of it."""
+    """One server under load, and what was observed of it."""
 
     server: Server
     load: Load
@@ -79,11 +79,11 @@ class Soaked:
     rss_mib: list[float] = field(default_factory=list)
 
     async def run(self, clients: int, seconds: float, check_s: float) -> None:
-        """Load the server, and check it meanwhile."""
+        """Load the server and check it while it is loaded."""
         checking = asyncio.ensure_future(self._check(check_s))
         await self.load.run(clients, seconds)
         checking.cancel()
-        # A check that has paused the server lets it go on first.
+        # A check that has paused the server is shielded from the cancellation and resumes it.
         (ended,) = await asyncio.gather(checking, return_exceptions=True)
         if isinstance(ended, Exception):
             problem = f"checks ended early: {type(ended).__name__} {str(ended)[:300]}"
@@ -102,7 +102,7 @@ class Soaked:
                 self.counts["schedule_switches"] += 1
 
     async def _check_pages(self) -> None:
-        """Compare landmarks with pages, those of running requests too."""
+        """Compare landmarks with their pages, also for running requests."""
         async with httpx.AsyncClient(base_url=self.server.url, timeout=120) as http:
             try:
                 await http.post("/pause_generation", json={"mode": "in_place"})
@@ -129,11 +129,11 @@ class Soaked:
 
 
 def resident_mib(server: Server) -> float:
-    """Memory of the server's processes, with what they share counted once each."""
+    """Resident memory of the server's processes; shared memory counts once for each process."""
     process = psutil.Process(server.process.pid)
     total = process.memory_info().rss
     for child in process.children(recursive=True):
-        # It may have ended since.
+        # The child may have ended since it was listed.
         with suppress(psutil.NoSuchProcess):
             total += child.memory_info().rss
     return float(total / 2**20)
@@ -148,7 +148,7 @@ def gpu_mib() -> float:
 
 
 def settle(server: Server) -> int:
-    """KV tokens still in use when nobody waits any more and the prefix cache is flushed."""
+    """KV tokens still in use when no request runs or waits and the prefix cache is flushed."""
     deadline = time.monotonic() + 120
     while (now := _state(server))["num_running_reqs"] or now["num_waiting_reqs"]:
         if time.monotonic() > deadline:
@@ -173,7 +173,7 @@ def prepare_model(name: str, folder: Path) -> dict[str, Any]:
 
 
 def command(options: argparse.Namespace, model: Path, port: int, left: int) -> list[str]:
-    """Of one server; `left` servers, this one included, share what is free on the GPU."""
+    """Command of one server; `left` servers, this one included, share the GPU's free memory."""
     on_gpu = torch.cuda.is_available()
     words = [sys.executable, "-m", "sglang.launch_server"]
     words += server_flags(model, port, random_weights=True, on_gpu=on_gpu)
@@ -208,7 +208,7 @@ def soak(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             url = f"http://127.0.0.1:{port}"
             process = stack.enter_context(logged_process(words, log, os.environ | environment))
             server = Server(process, url, log)
-            # One after the other, as each takes its share of what is free.
+            # Servers start one after the other, as each takes its share of the free memory.
             for _ in until_healthy([server], START_S):
                 pass
             print(f"server {index} is up", flush=True)

@@ -1,6 +1,6 @@
-"""What clients do to a server, good and bad, at random: the load of the soak tests.
+"""Load of the soak tests: clients that send good and bad requests at random.
 
-In: a server's URL and its traffic. Out: requests by kind, and what should not have happened.
+In: a server's URL and its traffic. Out: counts of requests by kind, and the problems found.
 """
 
 import asyncio
@@ -38,27 +38,27 @@ LIMITS = {
     "/v1/completions": "max_tokens",
     "/v1/chat/completions": "max_tokens",
 }
-"""Routes, and what each calls the length of a response."""
+"""Routes, and each route's name for the limit of a response's length."""
 
 CLIENT_CLOSED = 499
-"""SGLang's answer to a request that is aborted while it waits, to be decoded again too."""
+"""Status of SGLang's answer to a request that is aborted while it waits, also after retraction."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is asked for.
+    """The parameters from which requests are drawn.
 
     Attributes:
         models: names that OpenAI's routes know, adapters among them.
-        vocabulary: token ids of prompts; `too_large` is none of the model's.
-        prompt_tokens: a prompt has up to one of these, after up to as many shared ones as one of
-            `shared_tokens` says.
-        new_tokens: a response has up to one of these.
-        too_long: tokens of a prompt that exceed the context.
-        options: per-request options of ours; None is a request without.
+        vocabulary: token ids of prompts; `too_large` is no token id of the model.
+        prompt_tokens: limits of a prompt's own length; a prompt starts with shared tokens, whose
+            number is drawn from `shared_tokens`, followed by 1 to one of these limits.
+        new_tokens: limits of a response's length; it is 1 to one of these limits.
+        too_long: number of prompt tokens that exceeds the context.
+        options: per-request options of ours; None is a request without options.
         aborted_tokens: length of a response that is aborted, if it gets that far.
-        patience_s: a client that leaves or aborts waits for up to so long.
-        timeout_s: within which every answer must come.
+        patience_s: longest time that a client waits before it leaves or aborts.
+        timeout_s: time within which every answer must come.
     """
 
     models: tuple[str, ...]
@@ -76,7 +76,7 @@ class Traffic:
 
 @dataclass
 class Load:
-    """Clients of one server; `problems` says what should not have happened."""
+    """Clients of one server; `problems` lists wrong answers and errors."""
 
     url: str
     traffic: Traffic
@@ -119,7 +119,7 @@ class Load:
             self.done[kind.__name__.lstrip("_")] += 1
 
     async def _answered(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """A request that is waited for."""
+        """Send a right request, wait for its answer and check it."""
         route, body = self._request(draw)
         answer = await http.post(route, json=body)
         if answer.status_code != 200:
@@ -141,7 +141,7 @@ class Load:
             self.problems.append(f"{route}: {counts} tokens instead of {expected}")
 
     async def _aborted(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """A request that another one aborts, early or late."""
+        """Send a request and abort it after a random time."""
         rid = f"{draw.getrandbits(64):x}"
         body = self._request(draw, "/generate")[1] | {"rid": rid, "stream": False}
         body["sampling_params"] |= {"max_new_tokens": self.traffic.aborted_tokens, "n": 1}
@@ -157,7 +157,7 @@ class Load:
             self.problems.append(f"abort: {answer.status_code} {answer.text[:300]}")
 
     async def _left(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """A client that goes away, while it waits or after some events."""
+        """Send a request and disconnect, either while waiting or after a few events."""
         route, body = self._request(draw)
         body["stream"] = draw.random() < 0.7
         patience = 0.05 + self.traffic.patience_s * draw.random()
@@ -172,7 +172,7 @@ class Load:
             pass
 
     async def _refused(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """A request that is wrong in one place; the server must say so with a 4xx status."""
+        """Send a request that is wrong in one place; the server must answer with a 4xx status."""
         route, body, wrong = self._bad(draw)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = await http.post(
@@ -194,7 +194,7 @@ class Load:
             key, value = ("lora_path", "none") if route == "/generate" else ("model", "tiny:none")
             return route, body | {key: value}, name
         if name == "top":
-            # More than the vocabulary has.
+            # `too_large` is more than the size of the vocabulary.
             count = self.traffic.too_large
             if route == "/generate":
                 body |= {"return_logprob": True, "top_logprobs_num": count}
@@ -214,12 +214,12 @@ class Load:
         return route, body, name
 
     def _request(self, draw: random.Random, route: str | None = None) -> tuple[str, dict[str, Any]]:
-        """A right request over one of the routes, and that route."""
+        """A route and a correct request for it."""
         route = route or draw.choice(list(LIMITS))
         parameters: dict[str, Any] = {
             LIMITS[route]: draw.randint(1, draw.choice(self.traffic.new_tokens)),
             "n": draw.choice([1, 1, 2]),
-            # Random weights end a text once in as many tokens as the vocabulary has.
+            # With random weights, the end-of-text token is drawn once in vocabulary-size tokens.
             "ignore_eos": True,
         }
         option = draw.choice(self.traffic.options)
@@ -244,7 +244,7 @@ class Load:
 
 
 def words(ids: list[int]) -> str:
-    """Text that a tokenizer of `save_word_tokenizer` makes these ids of."""
+    """Text that a tokenizer of `save_word_tokenizer` encodes as these ids."""
     return " ".join(f"w{token}" for token in ids)
 
 

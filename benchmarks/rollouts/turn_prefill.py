@@ -1,9 +1,10 @@
-"""What the prefill of a conversation's next turn costs, under sparse and under dense decode.
+"""Cost of prefilling a conversation's next turn, under sparse and under dense decode.
 
 `python -m sparrow_sglang.benchmarks.rollouts.turn_prefill` runs it.
 
-KV that was written while decoding sparsely is no later request's prefix, so a further turn prefills
-the model's own last turn again, besides the message; a dense engine prefills the message only.
+KV written by sparse decode is not reused as the prefix of a later request, so the next turn
+prefills the model's own last turn again, besides the message; a dense engine prefills the message
+only.
 """
 
 import argparse
@@ -44,10 +45,10 @@ EXAMPLES = """\
 def two_turns(
     engine: Any, prompts: Sequence[list[int]], turn_tokens: int, message: list[int]
 ) -> dict[str, Any]:
-    """Seconds in which all generate a turn, and in which all then prefill the next context.
+    """Time generation of a turn by all conversations, then prefill of all their next contexts.
 
-    The prefill's seconds contain the first token that follows it. The token counts are means over
-    the conversations.
+    The prefill's seconds include the first token after it. The token counts are means over the
+    conversations.
     """
     connect(engine).flush_cache(60.0)
     turns, generate_s = _timed(engine, prompts, turn_tokens)
@@ -74,10 +75,10 @@ def _timed(
 
 
 def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start an engine for one side; a row for each length of a turn.
+    """Start an engine for one side and measure a row for each length of a turn.
 
-    Raises `ValueError` if its KV pool does not hold all conversations: some would wait, or lose
-    what was cached, and the seconds would contain that.
+    Raises `ValueError` if its KV pool does not hold all conversations: some would wait or lose
+    their cached prefix, and the measured seconds would include that.
     """
     import sglang
 
@@ -103,7 +104,7 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> l
                     turn_tokens,
                     tokens(options.message_tokens),
                 )
-                # The first warms up.
+                # The first one is a warm-up and is dropped.
                 for _ in range(1 + options.repeats)
             ][1:]
             fastest = min(measured, key=lambda each: each["prefill_s"])
@@ -122,7 +123,7 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; the exit code is 1 if a side failed, 2 without options or a GPU."""
+    """Measure, print and write; the exit code is 1 if a side failed, 2 on bad options or no GPU."""
     parser = benchmark_parser("rollouts.turn_prefill", DESCRIPTION, EXAMPLES, "turn-prefill.json")
     add_model_options(parser)
     parser.add_argument("--sequences", type=count, default=16, help="(default: %(default)s)")

@@ -1,7 +1,7 @@
 """A tokenizer for models that have none: token id 17 is the word `w17`.
 
-Servers and clients that speak text then work with random weights, and any ids survive the way to
-text and back, so that lengths in tokens are exact.
+With it, servers and clients that exchange text work with random weights, and all token ids survive
+conversion to text and back, so that lengths in tokens are exact.
 """
 
 import json
@@ -13,7 +13,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 def save_shapes(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write what a server needs of a model with random weights: its config and a tokenizer."""
+    """Write the files that a server needs for a model with random weights: config and tokenizer."""
     (folder / "config.json").write_text(json.dumps(dict(config)))
     save_word_tokenizer(folder, config["vocab_size"])
 
@@ -24,14 +24,15 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def save_chat_tokenizer(folder: Path, vocab_size: int) -> None:
-    """As `save_word_tokenizer`, with what trainers ask of a Qwen tokenizer in place of words.
+    """Write a word tokenizer that also has what trainers expect of a Qwen tokenizer.
 
-    These are a chat template, tokens that pad and end a text, a line break, and the end of a turn.
+    These are a chat template, padding and end-of-text tokens, a line break, and the end-of-turn
+    token; the first four words make room for them.
     """
     words = {f"w{index}": index for index in range(4, vocab_size)}
     marks = {"w0": 0, "w1": 1, "\n": 2, "<|im_end|>": 3}
     tokenizer = _word_tokenizer(marks | words)
-    # Split off before whitespace is dropped.
+    # As special tokens they are split off before whitespace is dropped.
     tokenizer.add_tokens(["\n", "<|im_end|>"], special_tokens=True)
     tokenizer.pad_token, tokenizer.eos_token = "w0", "w1"
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -1,1 +1,1 @@
-"""One decode step of SGLang, dense and sparse."""
+"""Benchmarks of one decode step of SGLang, dense and sparse."""

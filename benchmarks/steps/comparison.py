@@ -1,7 +1,7 @@
-"""What measurements of a sparse and a dense side share: the model, the sides, and going on.
+"""Common parts of benchmarks that compare a sparse and a dense side: model, sides, resuming.
 
 In: the parsed options. Out: a `Comparison`, or a `ValueError` that names the option; then the rows
-of each side, from a process of its own.
+of each side, measured in a process of its own.
 """
 
 import argparse
@@ -46,8 +46,8 @@ class Side:
 class Comparison:
     """A model in `path`, with random weights unless `has_weights`, and the sides to measure.
 
-    `config` is that of the language model. The sparse side comes first: what it refuses should not
-    cost a dense measurement.
+    `config` is that of the language model. The sparse side is measured first, so that no time is
+    spent on the dense side if the sparse side refuses the settings.
     """
 
     model: str
@@ -120,10 +120,10 @@ def checked_comparison(
     new_tokens: int,
     recorded: Mapping[str, Any],
 ) -> tuple[Comparison, Results]:
-    """What the options of an engine's benchmark ask for, and the results in `--out` to go on with.
+    """The comparison that the options ask for, and the results in `--out` to go on with.
 
-    `new_tokens` follow `--prompt-tokens` in the longest sequence; `recorded` are settings besides
-    the options. What cannot be measured is refused in one line, before anything is.
+    The longest sequence has `new_tokens` after `--prompt-tokens`; `recorded` holds settings besides
+    the options. Bad options end the process with a one-line error before anything is measured.
     """
     import torch
 
@@ -154,7 +154,7 @@ def measure_missing_sides(
 ) -> bool:
     """Add the rows of sides that have none yet, each from a process of its own.
 
-    Ends at the first side that fails; whether none has.
+    Stops at the first side that fails; returns whether none has failed.
     """
     for side in missing_sides(compared, results.rows):
         rows = in_new_process(run_side, compared, side, options)
@@ -172,7 +172,7 @@ def missing_sides(compared: Comparison, rows: Sequence[Mapping[str, Any]]) -> li
 
 
 def require_context(context: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Raise `ValueError` unless a sequence fits into a context of so many tokens."""
+    """Raise `ValueError` unless a sequence fits into a context of `context` tokens."""
     if prompt_tokens + new_tokens >= context:
         raise ValueError(
             f"{prompt_tokens} prompt and {new_tokens} new tokens do not fit into the model's"

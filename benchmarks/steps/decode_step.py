@@ -1,8 +1,9 @@
 """`sparrow bench step`: time of one decode step of stock SGLang, dense and sparse.
 
 Each model and backend runs in a process of its own with CUDA graphs and the overlap scheduler on.
-A step's time is the difference of two generations that share their prompts through the prefix
-cache, over the difference of their lengths, so that prefill and request handling cancel.
+Two generations of different lengths share their prompts through the prefix cache. A step's time is
+the difference of their times over the difference of their lengths, so that prefill and request
+handling cancel.
 """
 
 import argparse
@@ -66,7 +67,7 @@ random length from LOW to HIGH, as fit into TOKENS cached tokens
 def batch_lengths(case: str) -> list[int]:
     """Sequence lengths of a case: `BATCHxLENGTH`, or `fill:LOW-HIGH:TOKENS` drawn uniformly.
 
-    Raises `ValueError` on another form, and on lengths that a step cannot be timed at.
+    Raises `ValueError` on another form, and on lengths at which a step cannot be timed.
     """
     same = re.fullmatch(r"(\d+)x(\d+)", case, re.ASCII)
     mixed = re.fullmatch(r"fill:(\d+)-(\d+):(\d+)", case, re.ASCII)
@@ -107,7 +108,7 @@ def model_config(model: str) -> dict[str, Any]:
 
 
 def kv_cache_dtype(options: argparse.Namespace) -> str:
-    """What --engine-args say of it; `ValueError` on one whose bytes are not known."""
+    """The kv_cache_dtype of --engine-args; raises `ValueError` if its item size is not known."""
     dtype = engine_arguments(options.engine_args).get("kv_cache_dtype", "auto")
     if dtype not in KV_ITEMSIZES:
         raise ValueError(
@@ -117,7 +118,7 @@ def kv_cache_dtype(options: argparse.Namespace) -> str:
 
 
 def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
-    """Its shapes."""
+    """Shapes of one of the folders of `models/`, with a KV cache of `kv_dtype`."""
     shape = ModelShape.from_config(model_config(model))
     return dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[kv_dtype])
 
@@ -125,9 +126,9 @@ def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
 def routes_alike(model: str) -> bool:
     """Whether all tokens of a step choose the same experts under SGLang's dummy weights.
 
-    Where the router has a bias, they do. Dummy weights and biases alike are uniform in ±1e-3, and
-    the logits of a normalised hidden state are some 30 times smaller than that, so the experts with
-    the largest biases win whatever the token.
+    They do if the router has a bias. Dummy weights and biases are both uniform in ±1e-3, and the
+    logits of a normalised hidden state are some 30 times smaller than that, so the experts with the
+    largest biases win for every token.
     """
     return bool(model_config(model)["model_type"] == "gpt_oss")
 
@@ -142,8 +143,8 @@ def step_bytes(
     """Bytes that one decode step must read on each of `ranks` GPUs: the weights once, and KV and
     landmarks per sequence.
 
-    Of experts those of one token count if all choose the same, else as many as the batch is
-    expected to choose.
+    Of the experts, those of one token count if all tokens choose the same ones; otherwise as many
+    count as the batch is expected to choose.
     """
     part, batch = shape.on_rank(ranks), len(lengths)
     costs = step_costs(part, lengths, batch, schedule)
@@ -152,9 +153,9 @@ def step_bytes(
 
 
 def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
-    """GB of weights, all experts among them, and of KV on each GPU.
+    """GB of weights (all experts included) and of KV on each GPU.
 
-    Layers with a sliding window count in full, as SGLang may keep their KV in the common pool.
+    Layers with a sliding window count with their full KV, as SGLang may keep it in the common pool.
     """
     part = shape.on_rank(ranks)
     kv_bytes = part.kv_itemsize * part.layer_kv_width * part.kv_layers * sum(lengths)
@@ -197,9 +198,10 @@ def run_engine(
     schedule_name: str,
     cases: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """A row of each of `cases` of one model and backend; a dense backend ignores the schedule.
+    """Yield a row for each of `cases` of one model and backend; a dense backend has no schedule.
 
-    The engine is that of all cases of the options.
+    The engine is set up for all cases of the options, so that its settings do not depend on which
+    cases are missing.
     """
     bandwidth = copy_bandwidth()
     import sglang
@@ -209,7 +211,7 @@ def run_engine(
     shape = model_shape(model, kv_cache_dtype(options))
     batches = [batch_lengths(case) for case in options.cases]
     batch_sizes = sorted({len(lengths) for lengths in batches})
-    # SGLang takes the last positions of a context for no request.
+    # SGLang does not use the last positions of a context for requests.
     context = max(CONTEXT, *(max(lengths) + SHORT for lengths in batches))
     schedule = None
     if backend == "sparrow":
@@ -219,15 +221,15 @@ def run_engine(
     arguments |= {
         "context_length": context,
         "mem_fraction_static": options.memory_fraction,
-        # Each takes SGLang up to eight seconds to capture, and no other batch is timed.
+        # Capturing a graph takes seconds, and no other batch size is timed.
         "cuda_graph_bs_decode": batch_sizes,
         "max_running_requests": batch_sizes[-1],
         "tp_size": options.tp,
         "ep_size": options.ep,
     }
     if context > text_config(model_config(model))["max_position_embeddings"]:
-        # With random weights positions mean nothing, so a step takes as long as that of a model
-        # with longer ones.
+        # With random weights positions mean nothing, so a step takes as long as in a model that
+        # was made for this context.
         longer = {"max_position_embeddings": context}
         arguments["json_model_override_args"] = json.dumps(longer)
     arguments |= engine_arguments(options.engine_args)
@@ -236,7 +238,7 @@ def run_engine(
         for case in cases:
             lengths = batch_lengths(case)
             if sum(lengths) > pool:
-                # Some sequences would wait, and a step would be timed without them.
+                # Some sequences would have to wait, and the timed steps would not contain them.
                 print(f"{model} {backend} {case}: left out, the KV pool holds {pool:,} tokens")
                 continue
             same_experts = routes_alike(model)
@@ -262,7 +264,7 @@ def engines(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     for model in options.models.split(","):
         schedules = [name.replace("{model}", model) for name in options.schedules]
         for backend in options.backends.split(","):
-            # The dense backends ignore the schedule.
+            # Dense backends ignore the schedule, so one engine is enough for all schedules.
             for schedule in schedules if backend == "sparrow" else schedules[:1]:
                 yield model, backend, schedule
 
@@ -368,7 +370,7 @@ def _check(options: argparse.Namespace) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; the exit code is 1 if a run failed, 2 without options or a GPU."""
+    """Measure, print and write; the exit code is 1 if a run failed, 2 on bad options or no GPU."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:

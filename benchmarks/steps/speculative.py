@@ -1,4 +1,4 @@
-"""An estimate: draft with sparse decode and verify densely, or decode sparsely alone.
+"""Estimated speed of drafting with sparse decode and verifying densely, and of sparse decode alone.
 
 `python -m sparrow_sglang.benchmarks.steps.speculative --out FILE`, in a checkout, computes it from
 the committed step times and acceptance rates.
@@ -27,18 +27,18 @@ MOST_DRAFTS = 32
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Tokens of one verification of `drafts` drafted ones, the token of the verifier among them.
+    """Expected tokens from one verification of `drafts` drafted ones, the verifier's own included.
 
     (1 - a^(n + 1)) / (1 - a), as in eq. 1 of Leviathan et al. 2023 (arXiv:2211.17192), where each
-    draft is accepted with probability a, whatever the others.
+    draft is accepted with probability a, independently of the others.
     """
     return sum(acceptance**accepted for accepted in range(drafts + 1))
 
 
 def mean_acceptance() -> float:
-    """Mean acceptance rate of a model under its calibrated schedule, in bins that it makes sparse.
+    """Mean acceptance rate of a model under its calibrated schedule, in bins decoded sparsely.
 
-    What Leviathan et al. call alpha: E[sum of min(p, q)] over the vocabulary.
+    Leviathan et al. call it alpha: E[sum of min(p, q)] over the vocabulary.
     """
     checks = json.loads((ROOT / ACCEPTANCE).read_text())["checks"]
     [check] = [check for check in checks if check["target"] == TAIL_TARGET]
@@ -53,10 +53,11 @@ def estimate(
     case: tuple[int, int],
     acceptance: float,
 ) -> dict[str, Any]:
-    """Tokens per second against dense decode's, of sparse decode and of the best draft length.
+    """Speed-up over dense decode, in tokens/s, of sparse decode and of the best draft length.
 
-    A verification costs a dense step: it reads the same weights and KV, and the arithmetic of a few
-    more tokens is free at these batches. `case` is the batch and the cached tokens of a sequence.
+    A verification is assumed to cost a dense step: it reads the same weights and KV, and the
+    arithmetic of a few more tokens is free at these batch sizes. `case` is the batch size and the
+    cached tokens of a sequence.
     """
     batch, length = case
     dense, sparse = (
@@ -79,12 +80,12 @@ def estimate(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Estimate and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     acceptance = mean_acceptance()
     results = Results(parser.parse_args(argv).out, acceptance=acceptance)
-    # Times of several devices have no common bandwidth.
+    # One fit needs times of one device: the fitted bandwidth is the device's.
     device = json.loads((ROOT / ACCEPTANCE).read_text())["device"]
     runs = [run for run in load_runs(ROOT, "step_ms") if run.content["device"] == device]
     rows = [row for run in runs for row in run.rows]

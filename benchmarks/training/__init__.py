@@ -1,1 +1,1 @@
-"""Training: memory, learning curves, weight transfer, DistillSparse."""
+"""Benchmarks of training: memory, learning curves, weight transfer, DistillSparse."""

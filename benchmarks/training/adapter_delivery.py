@@ -1,7 +1,7 @@
-"""What an adapter costs: its step, and each of the two ways in which rollouts may use it.
+"""Costs of an adapter: its training step, and its two deliveries to rollouts (merged, unmerged).
 
 In: a trained adapter and responses. Out: decode speed of an engine, the acceptance rate between
-the distributions of both deliveries, seconds of an adapter step beside those of a dense update.
+the distributions of both deliveries, and seconds of an adapter step and of a dense update.
 """
 
 import statistics
@@ -29,7 +29,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Learner:
-    """A policy and the adapter in it."""
+    """A policy and the adapter that it carries."""
 
     policy: DensePolicy
     adapter: SparseAdapter
@@ -41,7 +41,7 @@ def decode_speed(
     """Tokens per second of one response of `new_tokens` to each prompt, all at once; medians.
 
     `tokens_per_s` is end to end, prefill included. `step_ms` is the time that a decode step adds:
-    what `new_tokens` take longer than one token, over the steps between.
+    the time of `new_tokens` minus that of one token, over the number of steps between.
     """
     endpoint = connect(engine.engine)
 
@@ -69,11 +69,11 @@ def decode_speed(
 def agreement(
     learner: Learner, model_path: str, sequences: Sequence[TokenSequence], schedule: BudgetSchedule
 ) -> dict[str, dict[str, float]]:
-    """Exact acceptance rates of the sparse distribution with the unmerged adapter, against others.
+    """Exact acceptance rates between the sparse distribution with the unmerged adapter and others.
 
     "merged" is the distribution of the merged weights, summed in fp32 and rounded to bf16 once, as
-    an engine loads them; "base" that without the adapter, which says how much there is to lose. The
-    learner's weights must be the checkpoint's in `model_path`, which both deliveries then share.
+    an engine loads them. "base" is the distribution without the adapter; it shows how large the
+    adapter's effect is. The learner's base weights must be those of the checkpoint in `model_path`.
     """
     policy, adapter = learner.policy, learner.adapter
     merged = DensePolicy.load(ModelConfig(path=model_path), OptimizerConfig(), policy.device)
@@ -98,8 +98,8 @@ def adapter_cost(
 ) -> dict[str, Any]:
     """Seconds of an adapter step and of a dense policy update on the same responses; medians.
 
-    The adapter step contains the dense forward that gives its target. Both move the learner, who
-    is of no use afterwards. Peak memory is given on a GPU.
+    The adapter step includes the dense forward that gives its target. Both steps change the
+    learner's weights, so it must not be used afterwards. Peak memory is given on a GPU.
     """
     policy, adapter = learner.policy, learner.adapter
     step_s, step_gib = _timed(lambda: adapter.step(sequences, schedule))
@@ -119,7 +119,7 @@ def adapter_cost(
 
 
 def _timed(step: Callable[[], object]) -> tuple[float, float | None]:
-    """Seconds of a step, the median after one to warm up, and its peak GiB on a GPU."""
+    """Median seconds of a step after one warm-up step, and its peak GiB on a GPU."""
     on_gpu = torch.cuda.is_available()
     seconds_of(step)
     if on_gpu:

@@ -1,6 +1,6 @@
-"""Gradients of a rollout adapter by other losses than those of `[distill]`, to compare them.
+"""Gradients of a rollout adapter under other losses than that of `[distill]`, for comparison.
 
-In: packed responses with their dense hidden states. Out: gradients in the adapter's factors.
+In: packed responses with their dense hidden states. Out: gradients of the adapter's factors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ Targets = Sequence[tuple[Packed, torch.Tensor]]
 """Micro-batches, and the dense hidden states [n, H] of each in the memory of the CPU."""
 
 MOST_KL = 1.0
-"""Nats of a token above which "clamped" does not learn from it."""
+"""KL in nats above which the "clamped" loss does not learn from a token."""
 BAND = (0.3, 0.95)
-"""Acceptance rates of the tokens that "band" learns from."""
+"""Range of acceptance rates of the tokens from which the "band" loss learns."""
 
 
 def forward_kl(sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
@@ -68,10 +68,10 @@ def add_gradients(
     sparse_only: bool,
     rule_of: Callable[[BudgetSchedule, tuple[int, ...]], SparseRule] = SparseRule,
 ) -> None:
-    """Add the gradients of one of `DIVERGENCES` in the adapter's factors.
+    """Add the gradients of one of `DIVERGENCES` to the adapter's factors.
 
-    With `sparse_only` the adapter acts on tokens that decode sparsely, and on no others. `rule_of`
-    makes the rule of the schedule and a micro-batch's prompt lengths.
+    With `sparse_only` the adapter acts only on tokens that are decoded sparsely. `rule_of` makes
+    the rule from the schedule and a micro-batch's prompt lengths.
     """
     tokens = sum(len(packed.targets) for packed, _ in batch)
     policy.model.train()
@@ -88,7 +88,7 @@ def add_gradients(
 def acting_on(
     policy: DensePolicy, packed: Packed, schedule: BudgetSchedule, sparse_only: bool
 ) -> Iterator[None]:
-    """With `sparse_only` the adapter changes nothing at tokens that do not decode sparsely."""
+    """With `sparse_only`, zero the adapter's output at tokens that are not decoded sparsely."""
     with ExitStack() as hooks:
         if sparse_only:
             late = decoded_sparsely(packed, schedule)[:, None]
@@ -103,7 +103,7 @@ def acting_on(
 
 
 def decoded_sparsely(packed: Packed, schedule: BudgetSchedule) -> torch.Tensor:
-    """Which tokens of a pack are of a response, and leave a page out: bool [T]."""
+    """Which tokens of a pack are response tokens whose step leaves out a page: bool [T]."""
     cached = packed.positions.cpu().numpy() + 1
     prompts = np.repeat(packed.prompt_lengths, packed.lengths)
     late = (cached > prompts) & (schedule.tokens_read(cached) < cached)
@@ -113,7 +113,7 @@ def decoded_sparsely(packed: Packed, schedule: BudgetSchedule) -> torch.Tensor:
 def trained_factors(
     policy: DensePolicy, adapter: SparseAdapter, lr: float
 ) -> tuple[list[nn.Parameter], ClippedAdamW]:
-    """The adapter's factors, and an optimizer over them as that of `[distill]`."""
+    """The adapter's factors, and an optimizer over them like that of `[distill]`."""
     with policy.frozen(), adapter.enabled():
         factors = [p for p in policy.model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(factors, lr=lr, weight_decay=0.0)

@@ -1,5 +1,5 @@
-"""Attention of packed sequences of like length, forward and backward: as the policy computes it, by
-padding them to the longest, and by PyTorch's kernel for packed sequences.
+"""Times of attention over packed sequences of similar length, forward and backward: as the policy
+computes it, by padding to the longest, and with PyTorch's kernel for packed sequences.
 
 In: the heads of a model and the tokens of a pack. Out: seconds on the GPU.
 """
@@ -22,7 +22,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]], 
 
 
 def like_lengths(tokens: int) -> list[int]:
-    """`SEQUENCES` lengths of `tokens` together, the longest about twice the shortest."""
+    """`SEQUENCES` lengths with a sum of `tokens`, the longest about twice the shortest."""
     weights = [1 + index / (SEQUENCES - 1) for index in range(SEQUENCES)]
     lengths = [int(tokens * weight / sum(weights)) for weight in weights]
     return [*lengths[:-1], tokens - sum(lengths[:-1])]
@@ -39,13 +39,13 @@ def by_padding(
 def by_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """By `torch.nn.attention.varlen`, on a GPU, of tensors of 16 bits."""
+    """Attention by `torch.nn.attention.varlen`, which needs a GPU and 16-bit tensors."""
     from torch.nn.attention.varlen import varlen_attn
 
     ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     longest = max(lengths)
-    # Causal: all tokens before, none after.
+    # This window is causal: all tokens before, none after.
     window = (-1, 0)
     out = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=window)
     assert isinstance(out, torch.Tensor), "no more than the output was asked for"
@@ -53,7 +53,7 @@ def by_varlen(
 
 
 def attention_times(shape: ModelShape, tokens: int) -> dict[str, float | None]:
-    """Seconds of one layer by each, in bfloat16; None where PyTorch lacks the kernel."""
+    """Seconds of one layer in bfloat16 by either kernel; None if PyTorch lacks the kernel."""
     lengths = like_lengths(tokens)
     heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
     inputs = [

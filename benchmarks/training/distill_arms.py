@@ -1,7 +1,7 @@
 """Adapters that are trained on the sparse actor's own responses, and the tails that they reach.
 
-In: an engine, prompts to train on and held-out ones, two schedules. Out: rows of what each step
-did, and tails of the acceptance rate before and after. The base stays frozen, and there is no
+In: an engine, prompts to train on and held-out ones, two schedules. Out: a row for each step, and
+tails of the acceptance rate before and after. The base model stays frozen, and there is no
 reinforcement learning.
 """
 
@@ -43,7 +43,7 @@ class Rig:
     _in_force: str = GIVEN
 
     def new_learner(self, lr: float) -> Learner:
-        """The model with an adapter that changes nothing yet."""
+        """The model with a new adapter, whose initial output is zero."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(ModelConfig(path=self.model_path), OptimizerConfig(), device)
         return Learner(policy, SparseAdapter(policy, DistillConfig(enabled=True, lr=lr)))
@@ -63,8 +63,8 @@ class Rig:
     def tails(self, learner: Learner) -> Tails:
         """Tails of each schedule's own fresh responses to the held-out prompts.
 
-        Counted are the tokens of sparse steps, at the number of tokens cached then; all others
-        agree by construction.
+        Only tokens of sparse steps count, each at the number of tokens cached in its step; all
+        other tokens agree by construction.
         """
         self.deliver(learner)
         found = {}
@@ -85,10 +85,10 @@ class Rig:
 def run_arm(
     rig: Rig, learner: Learner, under: str, measured_at: Sequence[int], steps_per_rollout: int
 ) -> dict[str, Any]:
-    """Train an adapter under one of the schedules; tails after each count of `measured_at`.
+    """Train an adapter under one of the schedules; measure tails after each step of `measured_at`.
 
-    Each step learns from responses of its own, an even share of one to each training prompt; they
-    are rolled out for `steps_per_rollout` steps at a time, by the adapter as it is then.
+    The training prompts are divided evenly among the steps, one response each. Responses are rolled
+    out for `steps_per_rollout` steps at a time, with the adapter as it is at that time.
     """
     schedule, steps = rig.schedules[under], max(measured_at)
     size = len(rig.training) // steps

@@ -1,10 +1,11 @@
-"""What a rollout adapter gains and costs.
+"""Gains and costs of a rollout adapter.
 
 `python -m sparrow_sglang.benchmarks.training.distill_gain` runs it.
 
-Arms are learning rates times the schedules to train under; each is measured on held-out prompts
-before and after, under both schedules. Decode speed of both deliveries, the acceptance rate between
-them and the seconds of a step are those of the adapter that is best under the more aggressive one.
+There is an arm for each learning rate and schedule to train under; each is measured on held-out
+prompts before and after, under both schedules. Decode speed of both deliveries, the acceptance rate
+between them and the seconds of a step are measured with the adapter that has the best worst tail
+under the more aggressive schedule.
 """
 
 import argparse
@@ -70,7 +71,7 @@ EXAMPLES = """\
 
 
 def measure(options: argparse.Namespace, model_path: str) -> None:
-    """All arms, then deliveries and cost; written to `options.out` after each arm and at the end.
+    """Measure all arms, then deliveries and cost; write `options.out` after each arm and at last.
 
     Raises `CalibrationError` if `--context` is too short for a prompt, or prompts are missing.
     """
@@ -134,13 +135,13 @@ def prompts_for(options: argparse.Namespace, model_path: str) -> tuple[list[Prom
         bins = max(1, math.ceil((context - options.new_tokens) / options.bin_tokens))
         per_bin = math.ceil(wanted / bins)
         found: list[CalibrationPrompt] = []
-        # Bins too short for a question give fewer than they were asked for.
+        # Bins too short for a question give fewer prompts than `per_bin`.
         while len(found) < wanted:
             found = builtin_prompts(
                 tokenize, context, options.bin_tokens, options.new_tokens, per_bin, part
             )
             per_bin = max(per_bin + 1, math.ceil(per_bin * wanted / len(found)))
-        # Each step then learns from all lengths.
+        # Shuffled, so that each step learns from all lengths.
         random.Random(0).shuffle(found)
         return [Prompt(each.name, "builtin", each.input_ids) for each in found[:wanted]]
 
@@ -152,9 +153,9 @@ def prompts_for(options: argparse.Namespace, model_path: str) -> tuple[list[Prom
 def given_prompts(
     options: argparse.Namespace, tokenize: Tokenize
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """As `prompts_for`, of a file: the first ones held out, the others as often as it takes.
+    """As `prompts_for`, from a file: the first prompts are held out, the others are trained on.
 
-    Lines that repeat a prompt are left out.
+    Training prompts are repeated until there are enough. Lines that repeat a prompt are left out.
     """
     given = read_prompts(options.prompts, tokenize, options.context)
     ids = {each.name: each.input_ids for each in given}
@@ -177,12 +178,12 @@ def given_prompts(
 
 
 def serving_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """SGLang's arguments: the user's, on top of room for the trainer beside the engine."""
+    """SGLang's arguments: defaults that leave room for the trainer, overridden by the user's."""
     defaults: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "page_size": PAGE_SIZE,
         "context_length": options.context,
-        # The trainer works between rollouts, and nothing is released meanwhile.
+        # The engine releases no memory while the trainer works between rollouts.
         "enable_memory_saver": False,
         # Capturing prefill takes minutes.
         "disable_prefill_cuda_graph": True,
@@ -195,7 +196,7 @@ def serving_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_gains(before: Tails, after: Tails, schedules: dict[str, BudgetSchedule]) -> None:
-    """Lines per bin: tails before and after under each schedule, and given against aggressive."""
+    """Print the gains per bin under each schedule, and from given before to aggressive after."""
     for old, new in PAIRS:
         for row in gains(before[old], after[new]):
             print(f"    {schedules[old].name} -> {schedules[new].name}: {row}", flush=True)

@@ -1,25 +1,26 @@
-"""What a result of `distill_gain` says: gains by bin."""
+"""Gains by bin, from a result of `distill_gain`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 GIVEN, AGGRESSIVE = "given", "bolder"
-"""The given schedule, and one that reads less, as results name them."""
+"""Names in results of the given schedule and of the more aggressive one, which reads less."""
 
 Tails = dict[str, list[dict[str, Any]]]
 """Rows of `BinTail` under each of the two schedules."""
 
 PAIRS = [(GIVEN, GIVEN), (AGGRESSIVE, AGGRESSIVE), (GIVEN, AGGRESSIVE)]
-"""Schedules before and after. The last pair says whether the more aggressive one now does as well
-as the given one did."""
+"""Schedules before and after training. The last pair shows whether the more aggressive schedule
+with the adapter does as well as the given schedule did without it."""
 
 
 def gains(
     before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Per bin in both: both tails, and whether `after` lies above `before` with its interval.
+    """For each bin in both: both tails, and whether the tail rose.
 
-    `raised` needs both intervals, and no overlap; `reached` compares the tails themselves.
+    `raised` is true if both intervals are known and `after`'s lies above `before`'s; `reached`
+    compares the tails themselves.
     """
     first = {row["bin"]: row for row in before}
     pairs = [(first[row["bin"]], row) for row in after if row["bin"] in first]

@@ -1,10 +1,10 @@
-"""Which settings of DistillSparse help.
+"""Comparison of DistillSparse settings.
 
 `python -m sparrow_sglang.benchmarks.training.distill_settings` runs it.
 
 Adapters are trained on the same recorded responses, in the same order, each under another setting.
-Held-out responses are decoded along before, between and after: divergence from the dense
-distribution and tails of the acceptance rate. No engine is needed.
+Divergence from the dense distribution and tails of the acceptance rate are measured along held-out
+responses before, during and after training. No engine is needed.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class Setting(BaseModel):
 
     @classmethod
     def parse(cls, spec: str) -> "Setting":
-        """Of `name=value` pairs with commas between them."""
+        """Parse comma-separated `name=value` pairs."""
         try:
             return cls.model_validate(dict(pair.partition("=")[::2] for pair in spec.split(",")))
         except ValidationError as error:
@@ -96,7 +96,7 @@ class Setting(BaseModel):
 class Bench:
     """Responses to train on and to measure on, and their dense hidden states.
 
-    All adapters get a model of their own from the same checkpoint in `folder`.
+    Each adapter gets its own copy of the model, loaded from the checkpoint in `folder`.
     """
 
     def __init__(self, options: argparse.Namespace, folder: str, prompts: list[Prompt]) -> None:
@@ -118,7 +118,7 @@ class Bench:
 
     def new_policy(self) -> DensePolicy:
         on_gpu = torch.cuda.is_available()
-        # On a CPU sequences are short, and their activations fit.
+        # On a CPU sequences are short, so their activations fit without checkpointing.
         config = ModelConfig(path=self._folder, gradient_checkpointing=on_gpu)
         return DensePolicy.load(config, OptimizerConfig(), "cuda" if on_gpu else "cpu")
 
@@ -127,7 +127,7 @@ class Bench:
         return self._measure(policy, SparseAdapter(policy, DistillConfig(enabled=True)), Setting())
 
     def train(self, setting: Setting) -> dict[str, Any]:
-        """A row: what an adapter does to the held-out responses, and the seconds of its steps."""
+        """Train an adapter; return its fidelity on the held-out responses and seconds per step."""
         torch.manual_seed(0)
         policy, steps = self.new_policy(), len(self._batches)
         modules = tuple(f"{letter}_proj" for letter in setting.modules)
@@ -164,7 +164,7 @@ class Bench:
     ) -> dict[str, Any]:
         """The adapter's `fidelity` on the held-out responses.
 
-        Under sparse decode, or with `dense` under dense decode, which is then still to be compared
+        It is measured under sparse decode, or with `dense` under dense decode; either is compared
         with dense decode without the adapter.
         """
         sparse_only = setting.positions == "sparse"
@@ -204,15 +204,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(options: argparse.Namespace, folder: str) -> None:
-    """Raises `ScheduleError` on a schedule, `ValueError` or `OSError` on a model that is none."""
+    """Raise `ScheduleError` on a bad schedule, `ValueError` or `OSError` on a bad model folder."""
     load_schedule(options.schedule, PAGE_SIZE)
     AutoConfig.from_pretrained(folder)
 
 
 def compare(options: argparse.Namespace, folder: str) -> None:
-    """A row for each setting, but for those that `options.out` has already.
+    """Add a row for each setting that `options.out` does not have yet.
 
-    Raises `CalibrationError` on prompts that do not serve, and on results of another run.
+    Raises `CalibrationError` on unusable prompts, and `InputError` on results of another run.
     """
     wanted = f"--steps {options.steps} of --responses {options.responses}"
     prompts = prompts_for(options, folder, options.steps * options.responses, wanted)

@@ -1,8 +1,8 @@
-"""Held-out responses decoded along under a sparse policy, without an engine.
+"""Teacher-forced evaluation of a sparse policy on held-out responses, without an engine.
 
 In: recorded responses with their dense hidden states, hidden states of a sparse actor for each
-micro-batch. Out: divergence from the dense distribution, tails of the acceptance rate. And what
-the command lines of such benchmarks share, whose results go on where they were killed.
+micro-batch. Out: divergence from the dense distribution, tails of the acceptance rate. The module
+also holds the command line that such benchmarks share; they go on where they were killed.
 """
 
 import argparse
@@ -35,11 +35,12 @@ from sparrow_sglang.rl.policy.packing import Packed
 from sparrow_sglang.schedule import ScheduleError
 
 ROWS = 1024
-"""Tokens whose logits are compared at a time."""
+"""Tokens whose logits are compared in one go."""
 
 
 def seconds() -> float:
-    """A clock: of the wall on a GPU, else of this process, which others do not slow down."""
+    """A clock: wall time on a GPU, else CPU time of this process, which other processes do not
+    slow down."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -62,10 +63,10 @@ def fidelity(
     hidden: Callable[[Packed], torch.Tensor],
     bin_tokens: int,
 ) -> dict[str, Any]:
-    """Of all response tokens: mean KL and acceptance rate, tails by position, the lowest one.
+    """Mean KL and acceptance rate of all response tokens, tails by position, and the lowest tail.
 
-    `targets` are those of `prompts`; `hidden` gives what the policy's head makes the sparse actor's
-    logits from, [n, H] of a micro-batch.
+    `targets` belong to `prompts`. `hidden` returns the sparse actor's last hidden states of a
+    micro-batch, [n, H], from which the policy's head computes its logits.
     """
     policy.model.eval()
     counts = [len(prompt.response_ids) for prompt in prompts]
@@ -92,7 +93,7 @@ def fidelity(
 
 
 def add_options(parser: OneLineParser, context: int) -> None:
-    """Those of every such benchmark; `context` is the default of --context."""
+    """Add the options that these benchmarks share; `context` is the default of --context."""
     add = parser.add_argument
     add("--model", default=EMBEDDED_MODEL_NAME, help="folder or hub name (default: %(default)s)")
     add("--prompts", type=Path, help="JSONL file, as of sparrow calibrate, best with responses")
@@ -132,7 +133,7 @@ def run(
 def resumed(
     out: Path, settings: dict[str, Any], prompts: list[Prompt], measured: Sequence[str]
 ) -> Results:
-    """As `result_files.resumed`, of a run that starts from `settings` and `prompts`."""
+    """As `result_files.resumed`, for a run that starts from `settings` and `prompts`."""
     device = {} if torch.cuda.is_available() else {"device": _cpu_name()}
     fields = {"settings": settings, "responses": prompts_digest(prompts)} | device
     return result_files.resumed(out, fields, measured)

@@ -1,10 +1,11 @@
-"""How much better pages are chosen by queries that learn where attention goes.
+"""Gain of page selection when a learned matrix changes the queries that score pages.
 
 `python -m sparrow_sglang.benchmarks.training.learned_selection` runs it.
 
 A matrix for each layer and KV head, or query head, is learned from recorded responses under dense
-decode. Held-out responses are then decoded along with and without it, under the published rule and
-under int4 landmarks, at the same budgets; and by an oracle that knows the attention of each page.
+decode. Selection with and without it is then measured along held-out responses, under the published
+rule and under int4 landmarks, at the same budgets; and also an oracle that knows the attention of
+each page.
 """
 
 import argparse
@@ -66,14 +67,15 @@ EXAMPLES = """\
 """
 PLAIN, ORACLE = "query", "attention"
 KINDS = ("kv_head", "query_head")
-"""What has a matrix of its own."""
+"""Kinds of heads that have a matrix each."""
 RESPONSES_PER_ADAPTER_STEP = 4
 
 
 class Row(NamedTuple):
     """A selection that is measured: `scores` are `PLAIN`, one of `KINDS` or `ORACLE`.
 
-    With `adapter` after as many steps of a DistillSparse adapter under this selection.
+    If `adapter` is not 0, a DistillSparse adapter is first trained under this selection for
+    `adapter` steps.
     """
 
     rule: str
@@ -83,7 +85,7 @@ class Row(NamedTuple):
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
-    """Those that `options` ask for, adapters last, at the middle one of the budgets."""
+    """Rows that `options` ask for; those with adapters come last and have the middle budget."""
     budgets = sorted(options.budgets)
     for budget in budgets:
         yield Row("oracle", ORACLE, budget)
@@ -112,7 +114,7 @@ class Bench:
 
     def new_policy(self) -> DensePolicy:
         on_gpu = torch.cuda.is_available()
-        # A sequence alone, as `MeasuredRule` wants it.
+        # One token per micro-batch puts each sequence into its own, as `MeasuredRule` needs it.
         config = ModelConfig(path=self._folder, gradient_checkpointing=on_gpu, micro_batch_tokens=1)
         return DensePolicy.load(config, OptimizerConfig(), "cuda" if on_gpu else "cpu")
 
@@ -126,7 +128,7 @@ class Bench:
         )
 
     def learn(self) -> dict[str, Any]:
-        """All matrices, side by side; divergence in nats at first and at last, and seconds."""
+        """Learn all matrices at once; return divergences in nats before and after, and seconds."""
         options, start = self._options, seconds()
         layers, dim = num_layers_of(self._config), head_dim_of(self._config)
         heads = dict(zip(KINDS, (num_kv_heads_of(self._config), self._query_heads()), strict=True))
@@ -180,7 +182,7 @@ class Bench:
         }
 
     def measure(self, row: Row) -> dict[str, Any]:
-        """What `row` does to the held-out responses, with intervals."""
+        """Measure the selection of `row` on the held-out responses, with intervals."""
         start = seconds()
         schedule = self.schedule(row.rule, row.budget_tokens)
         rule_of = partial(
@@ -215,7 +217,7 @@ class Bench:
         return row._asdict() | found | {"seconds": seconds() - start}
 
     def _count(self, recalls: dict[str, TailStatistics], name: str, rule: MeasuredRule) -> None:
-        """Add the shares of a sequence's attention that were kept where a page was left out."""
+        """Add the kept shares of a sequence's attention, at positions that leave out a page."""
         kept, among, ranked = torch.stack(rule.kept).mean(0).double().cpu().numpy()
         positions = rule.first[0] + np.arange(len(kept))
         late = rule.schedule.tokens_read(positions + 1) < positions + 1
@@ -248,9 +250,9 @@ class Bench:
 
 
 def int4_rule(options: argparse.Namespace, config: Any) -> SelectionRule:
-    """That of the schedule `--int4`, with the same budget in each layer.
+    """The selection rule of the schedule `--int4`, with the same budget in each layer.
 
-    Without one, landmarks of four tokens in the slower three quarters of the rotary pairs.
+    Without `--int4`, landmarks of four tokens in the slower three quarters of the rotary pairs.
     """
     if options.int4 is None:
         return landmark_rule(head_dim_of(config) // 2 * 3 // 4)
@@ -279,9 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(options: argparse.Namespace, folder: str) -> None:
-    """Raises `ScheduleError` or `ValueError` on options that do not fit the model.
+    """Raise `ScheduleError` or `ValueError` on options that do not fit the model.
 
-    And `OSError` or `ValueError` on a model that is none.
+    A folder without a usable model raises `OSError` or `ValueError`.
     """
     config = AutoConfig.from_pretrained(folder)
     int4_rule(options, config).require_model(config)
@@ -290,9 +292,9 @@ def check(options: argparse.Namespace, folder: str) -> None:
 
 
 def compare(options: argparse.Namespace, folder: str) -> None:
-    """A row for each selection, but for those that `options.out` has already.
+    """Add a row for each selection that `options.out` does not have yet.
 
-    Raises `CalibrationError` on prompts that do not serve, and on results of another run.
+    Raises `CalibrationError` on unusable prompts, and `InputError` on results of another run.
     """
     wanted = f"--responses {options.responses}"
     prompts = prompts_for(options, folder, options.responses, wanted)

@@ -1,11 +1,11 @@
-"""Dense against sparse rollouts.
+"""Learning curves with dense and with sparse rollouts.
 
 `python -m sparrow_sglang.benchmarks.training.learning_curves` runs it.
 
 In: a training configuration, schedules and seeds; an `attention_backend` among the engine's
-arguments is that of the dense runs. Each pair is a run of `sparrow train` from the same start;
-several are under way at a time, and those that were stopped go on when the command is repeated.
-Out: the curves as JSON, with device, versions and commit; `sparrow report` draws them.
+arguments applies to the dense runs only. Each pair of schedule and seed is a run of `sparrow train`
+from the same start. Several runs are under way at a time, and stopped runs go on when the command
+is repeated. Out: the curves as JSON, with device, versions and commit; `sparrow report` draws them.
 """
 
 import copy
@@ -36,7 +36,7 @@ EXAMPLES = """\
       --schedules smollm2-135m-0.86 --partial smollm2-135m-0.86 --parallel 6
 """
 OVERSUBSCRIBE = 1.5
-"""Of partial rollouts."""
+"""`rollout.oversubscribe` of the runs with partial rollouts."""
 CURVES = (
     "eval/pass_rate",
     "critic/score/mean",
@@ -55,7 +55,7 @@ def plan_runs(
     work: Path,
     partial: Sequence[str] = (),
 ) -> list[RunPlan]:
-    """The runs, all seeds of a schedule together, those of `partial` with partial rollouts.
+    """The runs, grouped by schedule; those of `partial` come last and use partial rollouts.
 
     Raises `InputError` as `TrainConfig` does.
     """
@@ -76,7 +76,7 @@ def plan_runs(
             }
             values = copy.deepcopy(merged(base, ours))
             if schedule != DENSE:
-                # Of sparse rollouts, the schedule says it.
+                # A schedule already sets the backend of sparse rollouts.
                 values["engine"].get("server_args", {}).pop("attention_backend", None)
             plans.append(RunPlan(arm, seed, TrainConfig.parse(values, str(path)), values))
     return plans
@@ -92,11 +92,11 @@ def curves_of(
 
 
 def collect(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
-    """What the runs have measured so far: per run, its curves and the mean times of a step."""
+    """Results of the runs so far: for each run, its curves and the mean times of a step."""
     runs = []
     for plan in plans:
         rows = plan.rows()
-        # The first step warms up.
+        # The first step is a warm-up and does not count.
         times = sorted({key for row in rows for key in row if key.startswith("timing_s/")})
         seconds = {
             key: float(np.mean([row[key] for row in rows[1:] if key in row] or [0.0]))

@@ -42,7 +42,7 @@ class RunPlan:
 
     def beside(self, suffix: str) -> Path:
         """A file of the run's name beside its folder."""
-        # Not `with_suffix`, to which a name such as calibrated-0.86 has a suffix already.
+        # `with_suffix` would replace the end of a name such as calibrated-0.86.
         return self.config.run_dir.with_name(self.config.run_dir.name + suffix)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ class RunPlan:
         return [*map(current_names, whole_rows(self.config.run_dir / METRICS_FILE))]
 
     def toml(self) -> str:
-        """The configuration as the run's file has it."""
+        """The configuration as TOML, as it is written to the run's file."""
         return "".join(f"{line}\n" for line in toml_lines(self.values))
 
     def is_complete(self) -> bool:
@@ -61,7 +61,7 @@ class RunPlan:
     def require_same_settings(self) -> None:
         """Raise `InputError` if the run is complete, but was made with other settings.
 
-        Those of a run that goes on are checked by `sparrow train`.
+        Settings of an incomplete run are checked by `sparrow train` when it resumes the run.
         """
         file = self.beside(".toml")
         if not file.exists() or not self.is_complete():
@@ -75,7 +75,7 @@ class RunPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """A plan that a process is busy with, on a GPU as CUDA_VISIBLE_DEVICES names it."""
+    """A plan and the process that runs it; `gpu` is a value of CUDA_VISIBLE_DEVICES."""
 
     plan: RunPlan
     gpu: str
@@ -86,9 +86,9 @@ class _Run:
 def run_all(plans: Sequence[RunPlan], parallel: int, modules: Sequence[Path] = ()) -> None:
     """Train until all runs are complete, at most `parallel` at a time on each visible GPU.
 
-    Without a GPU as many in all. `modules` are folders of tasks that are no part of the package.
-    Raises `InputError` as `require_same_settings`, and `ProcessFailed` as soon as one fails; the
-    others are asked to write a checkpoint and end.
+    Without a GPU, at most `parallel` run in total. `modules` are folders of task modules outside
+    the package. Raises `InputError` where `require_same_settings` does, and `ProcessFailed` as soon
+    as a run fails; the other runs then get SIGTERM, on which they write a checkpoint and end.
     """
     for plan in plans:
         plan.require_same_settings()
@@ -120,7 +120,7 @@ def run_all(plans: Sequence[RunPlan], parallel: int, modules: Sequence[Path] = (
 
 
 def visible_gpus() -> list[str]:
-    """GPUs as CUDA_VISIBLE_DEVICES names them; without any, one empty name, which hides them."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them; without a GPU, one empty name, which hides all."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = named.split(",") if named else map(str, range(count))
@@ -134,7 +134,7 @@ def _start(plan: RunPlan, gpu: str, modules: Sequence[Path]) -> _Run:
     file.write_text(plan.toml(), "utf-8")
     log = open(plan.beside(".log"), "a", encoding="utf-8")
     command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(file), "--resume"]
-    # Reward workers are started with the same path.
+    # Reward workers inherit this PYTHONPATH.
     environment = with_modules(*modules) | {"CUDA_VISIBLE_DEVICES": gpu}
     print(f"runs: {plan.name} starts, {log.name}", flush=True)
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -142,7 +142,7 @@ def _start(plan: RunPlan, gpu: str, modules: Sequence[Path]) -> _Run:
 
 
 def _settings(text: str) -> dict[str, Any]:
-    """Those of a run's file, wherever the run lies."""
+    """Settings in a run's file, without its folder."""
     return {key: value for key, value in tomllib.loads(text).items() if key != "run_dir"}
 
 
@@ -158,7 +158,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def toml_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Lines of dotted keys; numbers, texts, truth values and lists are the same in JSON."""
+    """Lines of dotted keys; numbers, strings, booleans and lists are written as in JSON."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from toml_lines(value, f"{prefix}{key}.")

@@ -1,9 +1,9 @@
-"""Selection that learns: matrices on the query side of the page scores.
+"""Learned page selection: matrices that transform the queries that score pages.
 
-In: queries and keys of a layer, as the trainer's sparse policy selects pages by them. Out: scores
-of queries that a matrix has changed, the divergence of these scores from the attention that pages
-really get, and rules that select by either. Attention itself is computed with the queries as they
-are.
+In: queries and keys of a layer, by which the trainer's sparse policy selects pages. Out: scores of
+the transformed queries, the divergence of these scores from the attention that pages really get,
+and rules that select by scores or by attention. Attention itself is computed with the original
+queries.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,9 +40,9 @@ class QueryMatrices:
         self.values = torch.eye(dim, device=device).repeat(layers, heads, 1, 1).requires_grad_()
 
     def applied(self, query: torch.Tensor, layer: int) -> torch.Tensor:
-        """What scores pages in place of `query` [S, Hq, R, D]: fp32, in its shape.
+        """`query` [S, Hq, R, D] times its heads' matrices, to score pages: fp32, same shape.
 
-        Query heads that share a KV head follow each other, and share its matrix.
+        Query heads that share a KV head are adjacent, and share its matrix.
         """
         matrices = self.values[layer]
         heads = query.float().unflatten(1, (len(matrices), -1))
@@ -55,7 +55,7 @@ def attention_by_page(
     """The share of dense attention that each page gets: fp32 [S, Hkv, R, pages].
 
     `query` [S, Hq, R, D] stands at `positions` [S, R], `key` is [S, Hkv, T, D]; logits are scaled
-    by 1/sqrt(D). It is the mean over the query heads of a KV head, and 1 in sum over the pages.
+    by 1/sqrt(D). Shares are means over the query heads of a KV head; they sum to 1 over the pages.
     """
     heads, length, dim = key.shape[1:]
     groups = query.float().unflatten(1, (heads, -1))
@@ -68,7 +68,7 @@ def attention_by_page(
 def ranked_pages(positions: torch.Tensor, pages: int, schedule: BudgetSchedule) -> torch.Tensor:
     """Which of the `pages` compete at `positions` [S, R]: bool [S, 1, R, pages].
 
-    Neither sinks nor recent pages, which are always kept, nor what comes later.
+    Sinks and recent pages do not compete, as they are always kept, nor do pages after a position.
     """
     page = torch.arange(pages, device=positions.device)
     last = positions // schedule.page_size + 1 - schedule.recent_pages
@@ -84,10 +84,11 @@ def score_divergence(
     attention: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """KL of softmaxed page scores from attention over the pages that compete, times their share.
+    """KL(attention || softmax of page scores) over the competing pages, times their share.
 
-    A scalar with gradient in `matrices`, the mean over KV heads and positions. `attention` is that
-    of `attention_by_page`; the pages are scored as under the selection rule of `schedule`.
+    The result is a scalar with a gradient in `matrices`, the mean over KV heads and positions.
+    `attention` comes from `attention_by_page`; pages are scored as under the selection rule of
+    `schedule`.
     """
     landmarks, pairs = stored_landmarks(key, schedule, layer)
     scores = page_scores(matrices.applied(query, layer), landmarks, schedule.selection, pairs)
@@ -104,9 +105,9 @@ def score_divergence(
 class LearningRule(SparseRule):
     """Dense attention, from whose queries and keys `matrices` learn.
 
-    Each of them belongs to a schedule whose selection rule scores by it. `positions_per_step` of
-    those that decode sparsely are drawn for a layer by `draw`; `losses` receive the divergences of
-    each layer, [matrices] on the device.
+    Each matrix set comes with a schedule, whose selection rule scores pages by it. For each layer,
+    `draw` picks `positions_per_step` of the positions that decode sparsely; `losses` receives the
+    divergences of each layer, [matrices] on the device.
     """
 
     matrices: Sequence[tuple[BudgetSchedule, QueryMatrices]] = ()
@@ -117,7 +118,7 @@ class LearningRule(SparseRule):
     def selected_pages(
         self, query: torch.Tensor, key: torch.Tensor, late: Late, layer: int
     ) -> Iterator[torch.Tensor]:
-        """All pages; gradients are added to those of the matrices."""
+        """Select all pages, and add to the gradients of the matrices."""
         page_size = self.schedule.page_size
         count, rows = query.shape[0], query.shape[2]
         chosen = torch.randperm(rows, generator=self.draw)[: self.positions_per_step]
@@ -139,9 +140,9 @@ class LearningRule(SparseRule):
 class MeasuredRule(SparseRule):
     """Selects by the schedule's rule, with `matrices` if there are any, or `by_attention` itself.
 
-    For micro-batches of one sequence. `kept` receives for each layer fp32 [3, R] of the positions
-    from `first` on: the attention of the pages that were kept, of those among them that compete,
-    and of all that compete; means over the KV heads.
+    Micro-batches must have one sequence. `kept` receives for each layer fp32 [3, R] of the
+    positions from `first` on: the attention of the kept pages, of the kept pages that compete, and
+    of all pages that compete; means over the KV heads.
     """
 
     matrices: QueryMatrices | None = None

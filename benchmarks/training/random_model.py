@@ -15,7 +15,7 @@ from sparrow_sglang.command_line import OneLineParser
 def save_random_model(shape: str, folder: Path) -> None:
     """Write bf16 weights, drawn anew at each call, and a tokenizer of words.
 
-    No token ends a text, so that every response is as long as asked for.
+    There is no end-of-text token, so that every response is as long as asked for.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,7 +26,7 @@ def save_random_model(shape: str, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     save_chat_tokenizer(folder, config.vocab_size)
-    # Which else would take them from the tokenizer.
+    # Without this file, the end-of-text token would be taken from the tokenizer.
     generation = {"eos_token_id": None, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation))
 

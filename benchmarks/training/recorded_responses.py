@@ -1,7 +1,7 @@
-"""Prompts with the responses that benchmarks without an engine decode along.
+"""Prompts with recorded responses, for benchmarks that evaluate along them without an engine.
 
-In: a JSONL file, or the built-in prompts of a calibration. Out: token ids of both; a response that
-the file does not bring is sampled from the model.
+In: a JSONL file, or the built-in prompts of a calibration. Out: token ids of prompts and responses;
+a response that is missing in the file is sampled from the model.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.prompts import Prompt, builtin_prompts, read_prompts, tokenizer_of
 
 SAMPLED_AT_ONCE = {"cpu": 16, "cuda": 128}
-"""Responses that are sampled together; a GPU takes hardly longer for more."""
+"""Responses that are sampled in one batch; a GPU takes hardly longer for a large batch."""
 
 
 def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> list[Prompt]:
-    """The same with responses, sampled by dense decode where a prompt brings none.
+    """The prompts with responses, sampled by dense decode if a prompt has none.
 
-    Those have `new_tokens` each: a token that ends a text is not drawn.
+    A sampled response has exactly `new_tokens` tokens: the end-of-text token is not drawn.
     """
     waiting = [prompt for prompt in prompts if not prompt.response_ids]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,9 +63,10 @@ def with_responses(prompts: Sequence[Prompt], folder: str, new_tokens: int) -> l
 def prompts_for(
     options: argparse.Namespace, folder: str, wanted: int, wanted_by: str
 ) -> list[Prompt]:
-    """Held-out responses first, then `wanted` ones to train on, to other prompts.
+    """Prompts with responses: held-out ones first, then `wanted` others to train on.
 
-    Raises `CalibrationError` if there are too few; `wanted_by` are the options that ask for these.
+    Raises `CalibrationError` if there are too few; its message names `wanted_by`, the options that
+    ask for the training responses.
     """
     tokenize = tokenizer_of(folder)
     if options.prompts:
@@ -82,11 +83,11 @@ def prompts_for(
         return with_responses(given[: options.heldout + wanted], folder, options.new_tokens)
 
     def draw(part: Literal["check", "calibration"], number: int) -> list[Prompt]:
-        # The longer half, as the shortest have no room for a question.
+        # Take the longer half, as the shortest prompts have no room for a question.
         drawn = builtin_prompts(
             tokenize, options.context, options.context, options.new_tokens, 2 * number, part
         )[-number:]
-        # Each step then learns from all lengths.
+        # Shuffled, so that each step learns from all lengths.
         random.Random(0).shuffle(drawn)
         return drawn
 

@@ -1,6 +1,6 @@
-"""A task for runs that are timed: random prompts, and rewards that nothing can be learnt from.
+"""A task for timed runs: random prompts, and rewards from which nothing can be learnt.
 
-In a module of its own, as reward workers import it.
+It has its own small module because reward workers import it.
 """
 
 import random
@@ -29,5 +29,5 @@ def load(config: TaskSource, render: Render) -> Task:
 
 
 def reward(prompt: Prompt, text: str) -> float:
-    """0 or 1, as the toss of a coin would give it, so that groups have variance."""
+    """0 or 1 by a hash of the text, like a coin toss, so that groups have reward variance."""
     return float(zlib.crc32(text.encode()) % 2)

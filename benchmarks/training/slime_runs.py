@@ -1,11 +1,12 @@
 """slime's own loop on sparse servers: its rollouts, their tail, and its dense evaluation.
 
-`python -m sparrow_sglang.benchmarks.training.slime_runs` runs it, in an environment that has what
-slime's rollout side imports, and with a checkout of slime.
+`python -m sparrow_sglang.benchmarks.training.slime_runs` runs it. It needs a checkout of slime, and
+an environment with the packages that slime's rollout side imports.
 
-In: a checkout, a schedule and sizes. On servers of one GPU runs examples/slime/rollouts.py, which
-is slime's `train.py` with another trainer than Megatron. Out: what slime has sampled in each
-rollout and in the evaluation, as JSON, with device, versions and commits, slime's among them.
+In: a checkout, a schedule and sizes. The benchmark runs examples/slime/rollouts.py, which is
+slime's `train.py` with another trainer than Megatron, on servers that share one GPU. Out: what
+slime has sampled in each rollout and in the evaluation, as JSON, with device, versions and commits,
+slime's among them.
 """
 
 import json
@@ -56,7 +57,7 @@ Sample = Mapping[str, Any]
 
 @contextmanager
 def sparse_servers(options: Namespace, model: str) -> Iterator[list[str]]:
-    """URLs of servers that record; all on the first visible GPU."""
+    """URLs of servers that record for exact acceptance rates; all on the first visible GPU."""
     recording = {"SPARROW_RECORD": f"{options.slots}x{options.tokens}"}
     on_gpu = torch.cuda.is_available()
     with ExitStack() as processes:
@@ -69,7 +70,7 @@ def sparse_servers(options: Namespace, model: str) -> Iterator[list[str]]:
             command += ["--max-total-tokens", str(options.pool), "--grammar-backend", "none"]
             command += ["--max-running-requests", str(options.running)]
             if on_gpu:
-                # No limit where others use the GPU, too; --max-total-tokens is one.
+                # A fraction is no limit if others use the GPU, too; --max-total-tokens sets it.
                 command += ["--mem-fraction-static", "0.9", "--disable-prefill-cuda-graph"]
             log = options.work / f"server{index}.txt"
             process = processes.enter_context(logged_process(command, log, os.environ | recording))
@@ -99,7 +100,7 @@ def slime_command(options: Namespace, model: str, urls: Sequence[str]) -> list[s
     command += ["--loss-type", "policy_loss", "--use-tis", "--tis-clip", "2.0"]
     command += ["--custom-generate-function-path", "recorded_rollouts.generate"]
     command += ["--custom-config-path", str(work / "sparrow.yaml")]
-    # After the last rollout, so that the servers keep the weights that were evaluated.
+    # Evaluate after the last rollout, so that the servers still hold the evaluated weights.
     command += ["--eval-interval", str(options.rollouts), "--skip-eval-before-train"]
     command += ["--eval-prompt-data", "words", f"{prompts}@[0:{options.prompts}]"]
     command += ["--eval-max-response-len", str(options.tokens)]
@@ -107,14 +108,14 @@ def slime_command(options: Namespace, model: str, urls: Sequence[str]) -> list[s
 
 
 def samples_of(options: Namespace, name: object) -> list[dict[str, Any]]:
-    """What slime has dumped of a rollout or an evaluation."""
+    """Samples that slime has dumped of a rollout or an evaluation."""
     path = options.work / f"details/rollout_data/{name}.pt"
     samples: list[dict[str, Any]] = torch.load(path, weights_only=False)["samples"]
     return samples
 
 
 def row_of(name: object, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Lengths, rewards and speed of samples, and the tail of those that were recorded."""
+    """Lengths, rewards and speed of all samples, and the tail of the recorded ones."""
     lengths = [sample["response_length"] for sample in samples]
     rewards = [float(sample["reward"]) for sample in samples]
     seconds = _seconds(samples)
@@ -152,7 +153,7 @@ def row_of(name: object, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _seconds(samples: Sequence[Sample]) -> float:
-    """From the first request to the last answer, as slime has traced them."""
+    """Seconds from the first request to the last answer in slime's traces."""
     times = [
         event["ts"]
         for sample in samples
@@ -163,8 +164,8 @@ def _seconds(samples: Sequence[Sample]) -> float:
 
 
 def density(url: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """How far log-probs are from dense ones of the same weights: of slime's evaluation, and of
-    sparse responses to the same prompts, which slime is not asked for.
+    """Mean distance of log-probs from dense ones of the same weights: for slime's evaluation, and
+    for sparse responses to the same prompts, which are requested here without slime.
     """
     endpoint = connect(url)
     cuts = [len(sample["tokens"]) - sample["response_length"] for sample in samples]
@@ -202,12 +203,12 @@ def _difference(
 
 
 def run(options: Namespace, model: str, results: Results) -> None:
-    """Serve, let slime run and write what it left, also when it fails or this process is ended.
+    """Start servers, run slime and write its rollouts, also if it fails or this process is ended.
 
     Raises `ProcessFailed`.
     """
     options.work.mkdir(parents=True, exist_ok=True)
-    # Else those of another start would be taken for this one's.
+    # Otherwise dumps of an earlier start would be taken for this one's.
     shutil.rmtree(options.work / "details", ignore_errors=True)
     sampling = {"sparrow_slots": options.slots, "sparrow_sampling": {"ignore_eos": True}}
     # JSON is YAML.

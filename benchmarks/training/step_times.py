@@ -2,9 +2,9 @@
 
 `python -m sparrow_sglang.benchmarks.training.step_times` runs it.
 
-In: recorded response lengths, or those of `sparrow bench rollout`. The trainer's own steps run,
-each arm in a process of its own; only the engine is asked for exactly as many tokens of each
-response as its length says. Out: seconds of each phase of each step, as JSON.
+In: recorded response lengths, or those of `sparrow bench rollout`. Each arm runs the trainer's own
+steps in a process of its own; the only change is that the engine generates exactly the given number
+of tokens for each response. Out: seconds of each phase of each step, as JSON.
 """
 
 import argparse
@@ -63,12 +63,12 @@ EXAMPLES = """\
 """
 
 Lengths = Mapping[tuple[str, int], int]
-"""Of responses, by prompt and sample."""
+"""Lengths of responses, by prompt id and sample."""
 
 
 @dataclass(frozen=True)
 class RecordedSampling(Sampling):
-    """Responses of the lengths given, whatever tokens are drawn."""
+    """Sampling of responses with given lengths, whatever tokens are drawn."""
 
     lengths: Lengths = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class RecordedSampling(Sampling):
 
 
 class ReplayingEngine(LocalEngine):
-    """Asks for responses of the lengths that it is given."""
+    """A local engine that generates responses of the given lengths."""
 
     lengths: Lengths
 
@@ -94,13 +94,13 @@ class ReplayingEngine(LocalEngine):
 def arm_config(
     arm: str, compared: Comparison, model: Path, options: argparse.Namespace, folder: Path
 ) -> TrainConfig:
-    """The run of an arm; raises `InputError` on a --set that it cannot have."""
+    """The configuration of an arm's run; raises `InputError` on an invalid --set."""
     sparse, dense = compared.sides
     lengths = request_lengths(options)
     groups = len(lengths) // GROUP
     under_way = options.oversubscribe if arm == "partial" else 1.0
     running = ceil(groups_under_way(groups, under_way) / options.ranks) * GROUP
-    # The grammar backend would want an end-of-text token.
+    # The grammar backend would need an end-of-text token.
     server_args: dict[str, Any] = {"max_running_requests": running, "grammar_backend": "none"}
     if torch.cuda.is_available():
         server_args |= {"cuda_graph_max_bs_decode": running, "disable_prefill_cuda_graph": True}
@@ -156,9 +156,9 @@ def run_arm(
             for step in range(config.steps):
                 train_step(run, step)
         finally:
-            # A checkpoint, tens of gigabytes that nobody wants, is of the steps taken.
+            # With no steps taken, the run writes no checkpoint (tens of gigabytes) at its end.
             run.progress.steps_taken = 0
-    # The first rank has closed its log.
+    # Wait until the first rank has closed its log.
     ranks.each(None)
     lines = (config.run_dir / METRICS_FILE).read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
@@ -167,7 +167,7 @@ def run_arm(
 def row_of(
     arm: str, compared: Comparison, config: TrainConfig, metrics: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """What a result has of an arm: lists are of the steps after the first."""
+    """The row of an arm; its lists hold the steps after the first, which is a warm-up."""
     first, *timed = metrics
     sequences = config.rollout.prompts_per_step * GROUP
     tokens = [round(row["response_length/mean"] * sequences) for row in timed]
@@ -199,7 +199,7 @@ def row_of(
 def measure(
     arm: str, compared: Comparison, options: argparse.Namespace, ranks: Ranks = ALONE
 ) -> dict[str, Any]:
-    """Train a few steps of an arm; all ranks must ask."""
+    """Train a few steps of an arm; all ranks must call this."""
     with _shared_folder(ranks) as folder:
         model = compared.path
         if not compared.has_weights:
@@ -215,7 +215,7 @@ def measure(
 
 @contextmanager
 def _shared_folder(ranks: Ranks) -> Iterator[Path]:
-    """One of the first rank, until all are done with it."""
+    """A temporary folder of the first rank, kept until all ranks are done with it."""
     with tempfile.TemporaryDirectory() if ranks.rank == 0 else nullcontext("") as own:
         yield Path(ranks.each(own)[0])
         ranks.each(None)
@@ -292,7 +292,7 @@ def _run_arm_apart(
     words: Sequence[str],
     results: Results,
 ) -> bool:
-    """In processes of its own, of which the first writes the row if there are several."""
+    """Run an arm in processes of its own; with several ranks, the first one writes the row."""
     if options.ranks > 1:
         module = "sparrow_sglang.benchmarks.training.step_times"
         code, why = launch([sys.executable, "-m", module, *words, "--arms", arm], options.ranks)

@@ -2,9 +2,9 @@
 
 `python -m sparrow_sglang.benchmarks.training.train_memory` runs it.
 
-Long sequences through forward, backward and optimizer step of the dense policy, and through a step
-of a rollout adapter, in the shape of a real model with random weights; and one layer's attention of
-packed shorter sequences.
+Long sequences run through forward, backward and optimizer step of the dense policy, and through a
+step of a rollout adapter, in the shape of a real model with random weights. One layer's attention
+over packed shorter sequences is timed, too.
 """
 
 import argparse
@@ -73,10 +73,10 @@ def random_sequence(vocab_size: int, tokens: int, seed: int) -> TokenSequence:
 
 
 def step_flops(shape: ModelShape, tokens: int) -> float:
-    """FLOPs of a training step on a sequence, without those of layers that are computed again.
+    """FLOPs of a training step on a sequence, without recomputation by gradient checkpointing.
 
-    Six for each weight that a token is multiplied with, and 6 H_q D T^2 for causal attention in
-    each layer, half of what all pairs would take (PaLM, arXiv:2204.02311, appendix B).
+    A token takes six FLOPs for each weight, and a layer 6 H_q D T^2 for causal attention, half of
+    what all pairs would take (PaLM, arXiv:2204.02311, appendix B).
     """
     attention = 6 * shape.num_q_heads * shape.head_dim * tokens**2
     return 6.0 * shape.parameters * tokens + shape.num_layers * attention
@@ -90,11 +90,11 @@ def measure(
     device: str,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Seconds and peak bytes of training steps, of scoring, and of as many adapter steps.
+    """Seconds and peak GiB of training steps, of scoring, and of as many adapter steps.
 
-    All come after one to warm up. It makes the optimizer's state, so its peak is the one of the
-    first step. Tokens per second are those of the fastest step. Of several ranks all must ask; the
-    peaks are the largest.
+    A first training step and a first adapter step warm up. The first training step allocates the
+    optimizer's state; `step_peak_gib` includes it. Tokens per second are those of the fastest step.
+    All ranks must call this; peaks are the largest over the ranks.
     """
     policy = DensePolicy(
         new_model(MODELS / options.model, dtype, device),
@@ -106,7 +106,7 @@ def measure(
     count = options.sequences or ranks.world
     vocab_size = policy.model.config.vocab_size
     sequences = [random_sequence(vocab_size, tokens, tokens + index) for index in range(count)]
-    # Of several ranks, each has drawn the whole model.
+    # Each rank has drawn the whole model before it was sharded; free the rest.
     torch.cuda.empty_cache()
     weights = _most(ranks, torch.cuda.memory_allocated())
 
@@ -160,19 +160,20 @@ def _most(ranks: Ranks, size: int) -> float:
 
 
 def _hardware() -> Hardware | None:
-    """What its data sheet says of this GPU, None if that is not known."""
+    """This GPU's data sheet values, or None if the GPU is not known."""
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     return next((gpu for key, gpu in GPUS.items() if key in name), None)
 
 
 def measure_all(options: argparse.Namespace, schedule: BudgetSchedule, ranks: Ranks) -> None:
-    """All dtypes and lengths; the first of several ranks writes them."""
+    """Measure all dtypes and lengths; the first rank writes the rows."""
     results = Results(options.out, model=options.model) if ranks.rank == 0 else None
     packed: dict[int, dict[str, float | None]] = {}
     for dtype, tokens in product(options.dtypes, options.tokens):
         gc.collect()
         torch.cuda.empty_cache()
-        # In 16 bits, whatever the weights are. Before the steps, which are lost if it fails.
+        # Attention is timed in 16 bits whatever the dtype of the weights, so once per length. It
+        # comes before the steps, whose results would be lost if it failed.
         if tokens not in packed:
             packed[tokens] = attention_times(model_shape(options.model), tokens)
         row = measure(options, dtype, tokens, schedule, "cuda", ranks)

@@ -2,9 +2,10 @@
 
 `python -m sparrow_sglang.benchmarks.training.verl_runs` runs it, in an environment that has verl.
 
-In: a recipe of examples/verl, schedules and seeds. Each pair is a run of `verl.trainer.main_ppo`
-from the same start, in a process and on a GPU of its own; nothing of verl is changed. Out: what
-verl's own log says of each run, as JSON, with device, versions and commit.
+In: a recipe of examples/verl, schedules and seeds. Each pair of schedule and seed is a run of the
+unmodified `verl.trainer.main_ppo` from the same start, in a process of its own; runs are spread
+over the visible GPUs. Out: the metrics in verl's own log of each run, as JSON, with device,
+versions and commit.
 """
 
 import sys
@@ -59,7 +60,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class VerlRun:
-    """One run; `folder` is where it is started and leaves what it writes."""
+    """One run; `folder` receives all that it writes."""
 
     schedule: str
     seed: int
@@ -81,12 +82,13 @@ class VerlRun:
             f"actor_rollout_ref.actor.data_loader_seed={self.seed}",
             f"++{ENGINE}.random_seed={self.seed}",
             f"trainer.default_local_dir={self.folder / 'checkpoints'}",
-            # A cluster of its own for each run; sockets need a short path.
+            # Each run starts a Ray cluster of its own. It stays in Ray's default folder, as
+            # sockets need a short path.
             "++ray_kwargs.ray_init.address=local",
             f"hydra.run.dir={self.folder / 'hydra'}",
         ]
         if self.is_dense:
-            # verl's own default of this SGLang.
+            # flashinfer is verl's own default for this SGLang version.
             ours += [f"{ENGINE}.attention_backend=flashinfer", f"~{ENGINE}.sparrow_schedule"]
         else:
             ours += [f"{ENGINE}.sparrow_schedule={self.schedule}"]
@@ -94,10 +96,10 @@ class VerlRun:
         return [sys.executable, "-m", "verl.trainer.main_ppo", *flags, *ours, *overrides]
 
     def environment(self, gpu: str, recipe: Path) -> dict[str, str]:
-        """Of the trainer, which passes it on to its workers."""
+        """Environment of the trainer, which passes it on to its workers."""
         ours = {"VERL_FILE_LOGGER_PATH": str(self._metrics)}
         ours |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-        # Modules that the recipe names, such as agent loops.
+        # The recipe's folder holds modules that the recipe names, such as agent loops.
         return with_modules(recipe.parent.resolve()) | ours
 
     @property
@@ -109,17 +111,17 @@ class VerlRun:
         return self.folder / "log.txt"
 
     def begin(self) -> None:
-        """Make the folder, without what another start has logged."""
+        """Make the folder, and delete the metrics of an earlier start."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._metrics.unlink(missing_ok=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Step and metrics, of the lines that are whole."""
+        """Step and metrics of each complete line of the log."""
         return whole_rows(self._metrics)
 
 
 def result_of(run: VerlRun) -> dict[str, Any]:
-    """What verl has logged: curves of [step, value], and means over all steps but the first."""
+    """Curves of [step, value] from verl's log, and means over all steps but the first."""
     rows = run.rows()
     curves: dict[str, list[list[float]]] = {}
     for row in rows:
@@ -131,7 +133,8 @@ def result_of(run: VerlRun) -> dict[str, Any]:
         "schedule": run.schedule,
         "seed": run.seed,
         "steps": max((row["step"] for row in rows), default=0),
-        # The first step warms up; what does not happen in every step counts as if it did.
+        # The first step is a warm-up. A phase that does not run in every step is averaged over
+        # the steps in which it ran.
         "seconds_per_step": dict(_means(curves, "timing_s/")),
         "tokens_per_s": dict(_means(curves, "perf/throughput")).get("perf/throughput"),
         "curves": curves,
@@ -147,7 +150,7 @@ def _means(curves: Mapping[str, list[list[float]]], prefix: str) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Trainer:
-    """What all runs share; `overrides` are of all, `dense` of dense ones, as verl takes them."""
+    """Settings of all runs; `overrides` apply to all, `dense` to dense runs, in verl's syntax."""
 
     recipe: Path
     model: str
@@ -155,7 +158,7 @@ class Trainer:
     dense: Sequence[str] = ()
 
     def started(self, run: VerlRun, gpu: str) -> AbstractContextManager["Popen[bytes]"]:
-        """The process of a run, until it is left: then it is killed."""
+        """A context with the process of a run, which is killed on leaving."""
         overrides = [*self.overrides, *(self.dense if run.is_dense else [])]
         return logged_process(
             run.command(self.recipe, self.model, overrides),
@@ -169,10 +172,10 @@ class Trainer:
 def run_all(
     runs: Sequence[VerlRun], trainer: Trainer, limit_s: float, parallel: int, results: Results
 ) -> int:
-    """Run `parallel` of them at a time, spread over the visible GPUs; how many have failed.
+    """Run `parallel` of them at a time, spread over the visible GPUs; return how many failed.
 
-    `results` are written whenever a run ends, every half minute, and before runs are killed: after
-    `limit_s` seconds in all running ones are, and no others started.
+    `results` are written whenever a run ends, every half minute, and before runs are killed. After
+    `limit_s` seconds in total, runs still going are killed and no others are started.
     """
     gpus = visible_gpus()
     started: list[tuple[VerlRun, Popen[bytes]]] = []
@@ -189,7 +192,7 @@ def run_all(
                 write_rows(started, results)
         if time.monotonic() >= end:
             break
-    # A trainer that ends well without a step has trained nothing.
+    # A trainer that exits with status 0 but without a step has trained nothing.
     failed = [(run, process) for run, process in started if process.returncode or not run.rows()]
     for run, process in failed:
         print(f"{run.name}: ended with status {process.returncode}:\n{log_end(run.log)}")
@@ -209,7 +212,7 @@ def _watch(started: Sequence[tuple[VerlRun, "Popen[bytes]"]], end: float, result
 
 
 def write_rows(started: Sequence[tuple[VerlRun, "Popen[bytes]"]], results: Results) -> None:
-    """Write what verl has logged of these runs; a row of an earlier start with more steps stays."""
+    """Write the rows of these runs; a row of an earlier start that has more steps is kept."""
     rows = {(row["schedule"], row["seed"]): row for row in results.rows}
     for run, process in started:
         row = result_of(run)

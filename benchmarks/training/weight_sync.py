@@ -2,8 +2,9 @@
 
 `python -m sparrow_sglang.benchmarks.training.weight_sync` runs it.
 
-Runs `sparrow train` once per way of sending, with the trainer on one GPU and an engine on another
-of this machine. Out: seconds of sync per step and tokens/s of the rollouts, as JSON.
+The benchmark runs `sparrow train` once per transfer method, with the trainer on one GPU and an
+engine on another of this machine. Out: seconds of sync per step and tokens/s of the rollouts, as
+JSON.
 """
 
 import argparse
@@ -51,7 +52,7 @@ EXAMPLES = """\
 
 
 def run_config(options: argparse.Namespace, model: str, transfer: str, folder: Path) -> Any:
-    """The run's configuration, as its TOML file has it."""
+    """The run's configuration, to be written as its TOML file."""
     server_args: dict[str, Any] = {"disable_prefill_cuda_graph": True, "grammar_backend": "none"}
     if torch.cuda.is_available():
         server_args |= {"mem_fraction_static": 0.8, "max_running_requests": 128}
@@ -100,13 +101,13 @@ def prepare_model(name: str, folder: Path) -> str:
 
 @contextmanager
 def cluster(gpu: str, log: Path) -> Iterator[dict[str, str]]:
-    """A Ray head with one GPU, or with none where `gpu` is empty: what its clients' environment
-    needs to find it."""
+    """Run a Ray head with one GPU, or without a GPU if `gpu` is empty; yield the environment
+    variables with which clients find it."""
     port = free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     command += [f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"]
     command += [f"--num-gpus={int(bool(gpu))}"]
-    # Ray's workers have a low priority otherwise, at which engines starve beside a busy trainer.
+    # By default Ray's workers have a low priority, at which engines starve beside a busy trainer.
     ours = {"CUDA_VISIBLE_DEVICES": gpu, "RAY_worker_niceness": "0"}
     # Ray's default depends on whether an earlier run has left a token in the user's folder.
     access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -144,7 +145,7 @@ def run(options: argparse.Namespace, model: str, transfer: str, folder: Path) ->
 
 
 def measured(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all steps of a run, and its first sync, which connects."""
+    """Medians over all steps of a run, and its first sync, which includes connecting."""
     sync = [row["timing_s/sync"] for row in rows]
     return {
         "steps": len(rows),

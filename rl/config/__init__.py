@@ -1,8 +1,7 @@
-"""What a training run may be told: frozen sections, read from TOML, checked once.
+"""The configuration of a training run: frozen sections, read from TOML, checked once.
 
-In: a TOML file or a mapping. Out: `TrainConfig`. Unknown keys and values that would make the run
-something else than its name says are refused here, before a model is loaded. Imports neither
-torch nor SGLang.
+In: a TOML file or a mapping. Out: `TrainConfig`. Unknown keys and values that are not allowed are
+refused here, before a model is loaded. Imports neither torch nor SGLang.
 """
 
 from collections.abc import Mapping, Sequence
@@ -177,7 +176,7 @@ class TrainConfig(Section):
 
     @classmethod
     def load(cls, path: str | Path, settings: Sequence[str] = ()) -> Self:
-        """The configuration in a TOML file, some of it replaced by `settings`, KEY=VALUE each.
+        """The configuration in a TOML file, overridden by `settings`, KEY=VALUE each.
 
         Raises:
             InputError: the file cannot be read, is no TOML, or holds an unknown key or a value

@@ -1,4 +1,4 @@
-"""Sections about prompts, rewards and sampling: what a run learns from, and how it is judged."""
+"""Sections about prompts, rewards, sampling and evaluation."""
 
 from typing import Any, Literal, Self
 

@@ -12,7 +12,7 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 class AlgorithmConfig(Section):
     """Advantages, correction and loss."""
 
-    # A cap that nothing reaches.
+    # Infinity is allowed, as a cap that no ratio reaches.
     model_config = ConfigDict(allow_inf_nan=True)
 
     std_normalisation: bool = True

@@ -1,6 +1,6 @@
-"""`--set section.key=value`: settings of a file that the command line replaces.
+"""`--set section.key=value`: settings on the command line that override those of a file.
 
-In: nested values of a TOML file, and strings. Out: the same values with those set, unchecked.
+In: nested values of a TOML file, and KEY=VALUE strings. Out: the overridden values, unchecked.
 """
 
 import tomllib
@@ -17,9 +17,9 @@ from sparrow_sglang.errors import InputError
 def with_overrides(
     values: Mapping[str, Any], settings: Sequence[str], model: type[BaseModel]
 ) -> dict[str, Any]:
-    """`values`, with each KEY=VALUE of `settings` in its place; the last one of a key holds.
+    """`values` overridden by each KEY=VALUE of `settings`; of several for one key the last holds.
 
-    A value is read as TOML, or taken as it is: where `model` has a string or a path, and where it
+    A value is read as TOML. It is taken as it is if `model` has a string or a path there, or if it
     is no TOML. Raises `InputError` on a setting that is not KEY=VALUE.
     """
     result = dict(values)
@@ -41,13 +41,13 @@ def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
         values[first] = value
         return
     below = values.get(first)
-    # A copy, as the caller's values stay as they are.
+    # Copied, so that the caller's values do not change.
     values[first] = dict(below) if isinstance(below, Mapping) else {}
     _put(values[first], rest, value)
 
 
 def _annotation(model: Any, path: Sequence[str]) -> Any:
-    """What the field at `path` may hold, None for one that `model` does not know."""
+    """The type annotation of the field at `path`, None if `model` has no such field."""
     for name in path:
         fields = model.model_fields if _is_section(model) else {}
         model = fields[name].annotation if name in fields else None

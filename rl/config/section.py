@@ -1,4 +1,4 @@
-"""What the sections of a run's configuration have in common."""
+"""The base class and types that the sections of a run's configuration share."""
 
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -15,14 +15,14 @@ def _usable(path: object) -> object:
 
 
 _Array = TypeVar("_Array")
-# What TOML has no type of its own for.
+# Paths and tuples, for which TOML has no types: strings and arrays are accepted for them.
 TomlPath = Annotated[Path, Strict(False), BeforeValidator(_usable)]
 TomlArray = Annotated[_Array, Strict(False)]
 Name = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    # Strict, or `steps = true` would be one step and "16" a number.
+    # Without `strict`, `steps = true` would mean one step, and "16" would be taken as a number.
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",

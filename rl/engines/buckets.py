@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 BUCKET_BYTES = 512 * 2**20
-"""Size from which on a bucket is closed; a larger tensor has one to itself."""
+"""Largest size of a bucket; a tensor that is larger has a bucket to itself."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Named tensors that can be read more than once: `read` makes them anew each time."""
+    """Named tensors that can be read more than once: each iteration calls `read` again."""
 
     read: Callable[[], NamedTensors]
 
@@ -29,7 +29,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Tensors of one dtype, one after the other.
+    """Tensors of one dtype, concatenated.
 
     `data` is uint8 [sum of all tensors' bytes]. One dtype per bucket keeps every tensor aligned.
     """
@@ -44,7 +44,7 @@ class Bucket:
         return replace(self, data=torch.empty(0))
 
     def flattened(self) -> dict[str, Any]:
-        """What SGLang's load format "flattened_bucket" expects."""
+        """The bucket in the form that SGLang's load format "flattened_bucket" expects."""
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
         metadata, start = [], 0
@@ -69,8 +69,8 @@ def pack(
 ) -> Iterator[Bucket]:
     """Copies of all tensors in their order, on their device; one bucket is alive at a time.
 
-    Floating-point tensors are rounded to `dtype` if it is given: an engine that computes in it
-    would round them the same way, and those of fp32 are twice as large.
+    Floating-point tensors are rounded to `dtype` if it is given: an engine that computes in this
+    dtype would round them the same way, and fp32 would take twice the bytes.
     """
     waiting: list[tuple[str, torch.Tensor]] = []
     size = 0

@@ -1,4 +1,4 @@
-"""One rollout engine as a Ray actor, and how weights lie in Ray's object store for it."""
+"""One rollout engine as a Ray actor, and the form in which Ray's object store holds its weights."""
 
 import multiprocessing
 import os
@@ -21,19 +21,23 @@ from sparrow_sglang.rl.types import Group
 
 @dataclass(frozen=True, eq=False)
 class StoredWeights:
-    """References to buckets, each stored as its layout and a NumPy array, which are not copied."""
+    """References to buckets, each stored as its layout and a NumPy array, which Ray maps without
+    copying it."""
 
     version: str
     buckets: "tuple[ray.ObjectRef, ...]"
 
 
 CONTROL = "control"
-"""Concurrency group of what an actor does while it streams."""
+"""Concurrency group of the methods that an actor can run while it streams."""
 
 
 class EngineActor:
-    """A `LocalEngine` in a process of its own; not one itself, as Ray runs an actor that has
-    coroutines in an event loop, and the engine has one already."""
+    """A `LocalEngine` in a process of its own.
+
+    It wraps the engine instead of inheriting from it: Ray runs an actor class with coroutines in an
+    event loop, and the engine has an event loop already.
+    """
 
     def __init__(
         self,
@@ -43,8 +47,10 @@ class EngineActor:
         variables: Mapping[str, str],
         modules: Sequence[str],
     ) -> None:
-        """`variables` are of the process's environment, `modules` folders of modules, such as that
-        of a task whose replies this gives."""
+        """Start the engine with environment `variables`, and folders `modules` on the module path.
+
+        A task's replies, for example, are functions of a module in one of these folders.
+        """
         os.environ.update(variables)
         sys.path += [folder for folder in modules if folder not in sys.path]
         _fork_engines_on_cpu()
@@ -53,20 +59,20 @@ class EngineActor:
         self._stopped = 0
 
     def ready(self) -> tuple[int, torch.dtype]:
-        """The actor's process id, and what the engine computes in, if it serves."""
+        """The actor's process id and the engine's dtype; raises `EngineDied` if that is dead."""
         self._engine.require_alive()
         return os.getpid(), self._engine.dtype
 
     def stream(
         self, groups: Sequence[Group], sampling: Sampling, rollout: int
     ) -> Iterator[tuple[int, Group]]:
-        """The groups of the rollout of that number, until `stop` is told the same number."""
+        """The groups of rollout number `rollout`, until `stop` is called with the same number."""
         enough = partial(self._has_stopped, rollout)
         yield from self._engine.stream(groups, sampling, enough=enough)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self, rollout: int) -> None:
-        """End the stream of that rollout, in another thread than that of all other methods."""
+        """End the stream of that rollout; runs in another thread than all other methods."""
         self._stopped = rollout
 
     def _has_stopped(self, rollout: int) -> bool:
@@ -76,7 +82,7 @@ class EngineActor:
         self._engine.load(map(fetch, weights.buckets), weights.version)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What the method of that name returns, this actor's or else its engine's."""
+        """Call the method of that name, of this actor if it has one, else of its engine."""
         owner = self if hasattr(self, method) else self._engine
         return getattr(owner, method)(*arguments)
 
@@ -84,7 +90,7 @@ class EngineActor:
         try:
             self._engine.require_alive()
         except EngineDied:
-            # SGLang would wait for the dead process for ever; other calls report the death.
+            # SGLang would wait for the dead process for ever. Other calls report that it died.
             return
         self._engine.leave(group)
 
@@ -97,7 +103,7 @@ def store(bucket: Bucket) -> "ray.ObjectRef":
 def fetch(reference: "ray.ObjectRef") -> Bucket:
     """What `store` stored."""
     layout, data = ray.get(reference)
-    # A copy, because the store's memory is read-only and SGLang's processes share what they get.
+    # Copied, because the store's memory is read-only, and SGLang puts tensors in shared memory.
     return replace(layout, data=torch.from_numpy(np.array(data)))
 
 

@@ -39,12 +39,13 @@ IDLE_TIMEOUT_S = 60.0
 class LocalEngine:
     """An `sglang.Engine` of this process, on the trainer's GPU or on the CPU.
 
-    To be built and used in one thread. On CUDA, SGLang's memory saver is on unless `server_args`
-    say otherwise. Whatever waits for the engine raises `EngineDied` if a process of it is gone.
+    Must be built and used in one thread. On CUDA, SGLang's memory saver is on unless `server_args`
+    say otherwise. Methods that wait for the engine raise `EngineDied` if one of its processes is
+    gone.
     """
 
     def __init__(self, model_path: str, schedule: str = "auto", **server_args: Any) -> None:
-        """Start the engine, sparse by `schedule` or densely if that is "dense".
+        """Start the engine with sparse decode by `schedule`, or dense decode if that is "dense".
 
         Raises:
             ValueError: the schedule, the model or the arguments cannot be served.
@@ -69,12 +70,12 @@ class LocalEngine:
 
     @property
     def engine(self) -> Any:
-        """The `sglang.Engine`, for what is not done through this interface."""
+        """The `sglang.Engine`, for uses that this interface does not cover."""
         return self._engine
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the engine computes in; weights are rounded to it."""
+        """The dtype that the engine computes in; weights are rounded to it."""
         dtype: torch.dtype = self._manager.model_config.dtype
         return dtype
 
@@ -119,8 +120,9 @@ class LocalEngine:
         """Load packed weights.
 
         Raises:
-            RuntimeError: the engine was still busy after a minute, or SGLang refused a tensor; then
-                its weights are a mixture and it generates nothing until all are loaded again.
+            RuntimeError: the engine was still busy after a minute, or SGLang refused a tensor. In
+                the latter case the engine holds a mixture of old and new weights, and generates
+                nothing until all are loaded again.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -154,7 +156,7 @@ class LocalEngine:
         self._require(self._run(self._manager.init_weights_update_group(request, None)))
 
     def leave(self, group: str) -> None:
-        """Forget the process group of a `join`."""
+        """Leave the process group that `join` has entered."""
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
 
         request = DestroyWeightsUpdateGroupReqInput(group_name=group)
@@ -182,7 +184,7 @@ class LocalEngine:
         # SGLang's own flush after an update kills the scheduler if it is not quite idle yet.
         self._flush()
         if self._loading:
-            # The former load failed.
+            # The previous load failed and left its session open.
             self._weight_session("end")
         self._version = None
         self._weight_session("begin")
@@ -222,7 +224,7 @@ class LocalEngine:
             self._released = True
 
     def resume(self) -> None:
-        """See `RolloutEngine`; does nothing without a release before."""
+        """See `RolloutEngine`; does nothing if nothing was released."""
         if self._released:
             from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Resume
 
@@ -235,7 +237,8 @@ class LocalEngine:
 
         atexit.unregister(self._engine.shutdown)
         self._processes.kill()
-        # Left to the garbage collector, a context waits for ever to deliver to a dead process.
+        # If the garbage collector closed a ZMQ context, the context would wait for ever to deliver
+        # its messages to a dead process.
         for owner in (self._engine, self._manager):
             for value in list(vars(owner).values()):
                 if isinstance(value, zmq.Socket):
@@ -260,8 +263,8 @@ class LocalEngine:
     async def _take_signals_back(self, on_sigterm: Any) -> None:
         """Undo what SGLang does to signals on its first request.
 
-        It would kill this process when a process of the engine dies, and keep SIGTERM from the
-        trainer. The death is found by looking instead.
+        SGLang would kill this process when a process of the engine dies, and keep SIGTERM from the
+        trainer. Dead processes are found by polling instead.
         """
         self._manager.auto_create_handle_loop()
         take_signals_back(self._engine.loop, on_sigterm)
@@ -282,8 +285,8 @@ class LocalEngine:
 def _engine_args(model_path: str, schedule: str) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "model_path": model_path,
-        # What the policy computes in: "auto" is float16 for a checkpoint in float32. In plain
-        # torch, 32-bit arithmetic is the fast path of most CPUs.
+        # The dtype that the policy computes in; "auto" would be float16 for a checkpoint in
+        # float32. On most CPUs, plain torch is fastest in float32.
         "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         "log_level": "error",
         "enable_memory_saver": torch.cuda.is_available(),

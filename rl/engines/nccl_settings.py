@@ -18,9 +18,9 @@ _SERVER_ARGUMENTS = {
 def share_nccl_settings(server_args: Mapping[str, Any]) -> dict[str, str]:
     """Set NCCL's variables in this process as in SGLang's, and return them for the engines.
 
-    A value that the user has exported stays. With NCCL's own defaults here and SGLang's there, two
-    GPUs of one machine exchange memory handles of different kinds and wait for each other for ever.
-    To be called before CUDA starts.
+    A value that the user has exported stays. If the trainer had NCCL's defaults and the engines
+    SGLang's, two GPUs of one machine would exchange memory handles of different kinds, and wait for
+    each other for ever. Must be called before CUDA starts.
     """
     shared = {}
     for name, arguments in _SERVER_ARGUMENTS.items():

@@ -51,7 +51,8 @@ def take_signals_back(loop: AbstractEventLoop, on_sigterm: Any) -> None:
 
 
 def _ignore(signum: int, frame: Any) -> None:
-    """A failing process of an engine signals its parent; it is seen to be dead soon enough."""
+    """Ignores the signal that a failing engine process sends to its parent: `require_alive` will
+    find it dead."""
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

@@ -1,7 +1,8 @@
 """Rollout engines on any number of machines: Ray actors with one SGLang engine each.
 
-In: prompts, shared out among the engines, and weights. Out: groups, complete whatever dies: a dead
-engine is replaced, brought to the current weights, and its unfinished groups are rolled out again.
+In: prompts, distributed among the engines, and weights. Out: groups, complete even if engines die:
+a dead engine is replaced, given the current weights, and its unfinished groups are rolled out
+again.
 """
 
 import logging
@@ -34,16 +35,17 @@ from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 
 MAX_DEATHS = 3
-"""Engines that may die in one rollout or update before the run stops: it is then no accident."""
+"""Engines that may die in one rollout or update; if more die, the run stops, as the cause will
+likely persist."""
 
 START_TIMEOUT_S = 1800.0
-"""Time for an engine to serve, a large checkpoint on a slow disk included."""
+"""Time for an engine to start serving, enough for a large checkpoint on a slow disk."""
 
 Transfer = Literal["object_store", "broadcast"]
 
 ANSWER_TIMEOUT_S = 900.0
-"""Time for all engines to do what they are told between rollouts, such as to load weights from the
-object store; one that has not done it is replaced. After a death in a broadcast others may wait in
+"""Time for all engines to complete a call between rollouts, such as loading weights from the object
+store; an engine that takes longer is replaced. If an engine dies in a broadcast, others may wait in
 NCCL, which ends their processes after ten minutes."""
 
 _DEATH = (RayActorError, ObjectLostError, EngineDied, GetTimeoutError)
@@ -134,9 +136,9 @@ class RayEngines:
         further: Further = nothing,
         enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; an engine starts those of `further` once its others are complete.
+        """See `RolloutEngine`; an engine starts groups of `further` once its others are complete.
 
-        Engines finish a stream that is abandoned before they do anything else.
+        If the caller abandons a stream, engines still finish it before they do anything else.
 
         Raises:
             EngineDied: engines died more than `MAX_DEATHS` times, or one could not be replaced.
@@ -148,7 +150,8 @@ class RayEngines:
             )
         self._deaths, self._rollouts = 0, self._rollouts + 1
         groups = list(groups)
-        # Positions that each engine still owes, every n-th, as tasks may come in blocks.
+        # Positions of the groups that each engine still owes. Of n engines each gets every n-th
+        # group, as groups of one task may be adjacent.
         count = min(len(self._actors), len(groups))
         owed = {slot: list(range(slot, len(groups), count)) for slot in range(count)}
         streams: dict[int, tuple[Any, list[int]]] = {}
@@ -185,23 +188,23 @@ class RayEngines:
                 slot = min(owed, key=lambda slot: len(owed[slot]))
                 owed[slot].append(len(groups))
                 groups.append(group)
-        # Of engines that died when they were to stop.
+        # Groups of engines that died after they were told to stop.
         for position in sum(owed.values(), []):
             yield position, groups[position]
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """See `RolloutEngine`; engines that have died meanwhile, or die now, are replaced.
 
-        For engines that are replaced later, Ray's object store keeps a copy; where weights are
-        broadcast, `tensors` are read again instead, and must be the same until the next update. A
-        one-time iterator is read into a list for that.
+        Ray's object store keeps a copy of the weights for engines that replace others later. With
+        broadcast, `tensors` are read again instead, so they must not change until the next update;
+        a one-time iterator is read into a list for this purpose.
 
         Raises:
             EngineDied: as in `stream`, or an engine does not answer in time.
         """
         self._deaths = 0
         self._complete = False
-        # The store then has to hold the weights once only.
+        # Drop the old weights first, so that the store holds only one set of weights at a time.
         self._weights = self._latest = None
         self._call_all("prepare_load" if self._broadcast else "ready")
         if self._try_broadcast("start"):
@@ -255,7 +258,7 @@ class RayEngines:
         if server_args.get("random_seed") is not None:
             # With one seed, all engines would answer the same prompt with the same samples.
             server_args = server_args | {"random_seed": server_args["random_seed"] + slot}
-        # Without CPUs of its own, an actor cannot wait for ever on a small machine.
+        # An actor that reserves no CPUs need not wait for free ones, for ever on a small machine.
         # Any: Ray's handles are typed as if calls through them were plain attributes.
         options: dict[str, Any] = {
             "num_cpus": 0,
@@ -268,14 +271,14 @@ class RayEngines:
         return actor.remote(model_path, schedule, server_args, self._nccl_settings, modules)
 
     def _try_broadcast(self, step: Literal["start", "send"], *arguments: Any) -> bool:
-        """Whether the engines took part; if not, the object store has to do for this update."""
+        """Whether the step succeeded; if not, this update must go through the object store."""
         if self._broadcast is None:
             return False
         deaths = self._deaths
         try:
             getattr(self._broadcast, step)(self._actors, *arguments)
         except BroadcastTimeout:
-            # Engines that wait in NCCL answer nothing any more.
+            # Engines that wait in NCCL no longer answer any call.
             raise
         except (RayActorError, RuntimeError):
             self._broadcast.stop(self._actors)
@@ -286,7 +289,10 @@ class RayEngines:
         return True
 
     def _call_all(self, method: str, *arguments: Any) -> None:
-        """Have every engine do it at the same time; a replaced engine has no need to."""
+        """Call the method on all engines at the same time; a dead engine is replaced instead.
+
+        The replacement needs no call, as `_await_start` gives it all that the others have.
+        """
         calls = [actor.call.remote(method, *arguments) for actor in self._actors]
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         for slot, call in enumerate(calls):
@@ -298,7 +304,7 @@ class RayEngines:
     def _replace(self, slot: int, error: Exception) -> None:
         self._deaths += 1
         reason = _reason(error)
-        # Its other processes would keep their GPUs.
+        # The dead engine's remaining processes would keep their GPUs.
         ray.kill(self._actors[slot])
         if self._broadcast:
             self._broadcast.stop(self._actors)
@@ -312,7 +318,7 @@ class RayEngines:
         self._pids[slot] = self._await_start(self._actors[slot])
 
     def _await_start(self, actor: Any) -> int:
-        """The process id of an actor, once its engine has what the others have."""
+        """The process id of an actor, once its engine has weights, adapter and schedule."""
         try:
             pid: int
             pid, self._dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
@@ -336,15 +342,15 @@ class RayEngines:
 
 
 def _start_ray() -> None:
-    # Ray gives its processes half a minute, which is too short where cores are busy.
+    # Ray's processes have half a minute to start, which is too short if cores are busy.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-    # And its workers a low priority, at which engines starve beside a trainer on the same cores.
+    # Ray's workers have a low priority, at which engines starve beside a trainer on the same cores.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(include_dashboard=False, log_to_driver=False)
 
 
 def _reason(error: Exception) -> str:
-    """What an engine died of, without Ray's ids and tracebacks, which come first."""
+    """The cause of an engine's death, without Ray's ids and tracebacks, which come first."""
     text = str(getattr(error, "cause", error)).strip() or repr(error)
     return text.splitlines()[-1]
 

@@ -1,6 +1,6 @@
-"""The responses of one rollout that an `sglang.Engine` of this process is at.
+"""The responses of one rollout that an `sglang.Engine` of this process samples.
 
-In: groups, begun or not. Out: the same groups, finished, or as far as they are when all is stopped.
+In: groups, begun or not. Out: the same groups, finished, or unfinished if the rollout was stopped.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from sparrow_sglang.rl.rollout import Sampling, continued, sample_request
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 LOOK_S = 1.0
-"""Seconds after which a process that waits for the engine looks whether that is still alive."""
+"""Seconds between checks that the engine is still alive, while waiting for it."""
 
 Finished = Callable[[int], object]
-"""Told how many more responses are complete."""
+"""Called with the number of responses that have become complete since the last call."""
 
 Further = Callable[[], Sequence[Group]]
-"""Gives groups to start besides."""
+"""Returns additional groups to start."""
 
 Enough = Callable[[], bool]
-"""Whether to stop with what there is."""
+"""Returns whether to stop, and return groups as far as they are."""
 
 
 def unwatched(count: int) -> None:
@@ -30,7 +30,7 @@ def unwatched(count: int) -> None:
 
 
 def nothing() -> Sequence[Group]:
-    """The `Further` of rollouts that no group is added to."""
+    """The `Further` of rollouts to which no groups are added."""
     return ()
 
 
@@ -41,7 +41,7 @@ def never() -> bool:
 
 @dataclass(eq=False)
 class Responses:
-    """Responses that the engine of `manager`, SGLang's tokenizer manager, is at.
+    """Responses that the engine of `manager`, SGLang's tokenizer manager, samples.
 
     All come from the weights `weight_version` under `schedule`. `switchable` says whether the
     engine has the sparrow backend.
@@ -60,7 +60,7 @@ class Responses:
     _stopped: bool = False
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Go on with what is unfinished of `groups`, which take the next positions."""
+        """Continue the unfinished responses of `groups`, which take the next positions."""
         for position, group in enumerate(groups, len(self._prompts)):
             self._prompts.append(group.prompt)
             self._rollouts.append(list(group.rollouts))
@@ -81,7 +81,7 @@ class Responses:
             while self._running:
                 self._stopped = self._stopped or enough()
                 if self._stopped:
-                    # Each time anew, as a request may not have reached the engine before.
+                    # Repeated, as a request may have reached the engine after the last abort.
                     self.loop.run_until_complete(self._abort())
                 until = asyncio.ALL_COMPLETED if self._stopped else asyncio.FIRST_COMPLETED
                 done, self._running = self.loop.run_until_complete(
@@ -104,12 +104,12 @@ class Responses:
                 self._abandon()
 
     async def _finished(self, position: int, rollout: Rollout) -> tuple[int, Rollout]:
-        """The response to its end, or as far as it is when all is stopped."""
+        """The finished response, or the unfinished one if the rollout was stopped."""
         environment, limit = self.sampling.environment, self.sampling.limit(rollout)
         while not rollout.finished and not self._stopped:
             rollout = await self._continued(rollout)
             if environment is not None:
-                # In a thread, as others are sampled meanwhile.
+                # In a thread, so that a slow reply does not block other responses.
                 more = rollout, self._prompts[position], self.manager.tokenizer, limit
                 rollout = await asyncio.to_thread(environment.answered, *more)
         return position, rollout
@@ -142,11 +142,11 @@ class Responses:
         return Group(self._prompts[position], tuple(self._rollouts[position]))
 
     async def _abort(self) -> None:
-        """Within the event loop, which the engine's socket belongs to."""
+        """Abort all requests; a coroutine, as the engine's socket belongs to the event loop."""
         self.manager.abort_request(abort_all=True)
 
     def _abandon(self) -> None:
-        """Stop what is under way, so that the engine becomes idle."""
+        """Stop all running requests, so that the engine becomes idle."""
         if self.processes.are_running():
             self.loop.run_until_complete(self._abort())
         for task in self._running:

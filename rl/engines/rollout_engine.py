@@ -1,4 +1,4 @@
-"""What a training run needs of its rollout engine, and the engine that a configuration asks for.
+"""The interface of rollout engines, and the engine that a configuration asks for.
 
 In: prompts, and weights with a version. Out: groups.
 """
@@ -41,12 +41,12 @@ class RolloutEngine(Protocol):
         further: Further = nothing,
         enough: Enough = never,
     ) -> Iterator[tuple[int, Group]]:
-        """Positions in `groups` and the same groups, each once and as soon as it is finished.
+        """Yields each group once, as soon as it is finished, with its position in `groups`.
 
-        One that was stopped goes on after a dense prefill of what it has. `further` is asked now
-        and then for groups to start besides, which take the next positions, and ends the stream by
-        having none when no group is under way. Once there is `enough`, nothing is started, and
-        groups come as far as they are.
+        A response that was stopped earlier is continued after a dense prefill of its tokens.
+        `further` is called regularly for additional groups to start, which take the next positions;
+        the stream ends when no group is under way and `further` returns none. Once `enough` returns
+        True, no group is started any more, and unfinished groups are yielded as they are.
         """
         ...
 
@@ -55,7 +55,7 @@ class RolloutEngine(Protocol):
         ...
 
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
-        """Load a LoRA adapter in place of the one of that name; used where `Sampling` names it."""
+        """Load a LoRA adapter, replacing one of the same name; used if `Sampling` names it."""
         ...
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
@@ -67,7 +67,7 @@ class RolloutEngine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Take the memory back; where there was a release, `update_weights` must follow."""
+        """Take the memory back; after a `release`, `update_weights` must follow."""
         ...
 
     def close(self) -> None:
@@ -80,12 +80,12 @@ def open_engine(
 ) -> RolloutEngine:
     """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
 
-    `defaults` are arguments of SGLang that those of `config` take precedence over.
+    `defaults` are arguments of SGLang; those of `config` take precedence over them.
     """
     arguments = {**defaults, **config.server_args}
     if config.kind == "local":
         return LocalEngine(model_path, config.schedule, **arguments)
-    # Ray is needed by those only who ask for it.
+    # Imported here, as only these engines need Ray.
     from sparrow_sglang.rl.engines.ray_engines import RayEngines
 
     return RayEngines(config.num_engines, model_path, config.schedule, config.transfer, **arguments)

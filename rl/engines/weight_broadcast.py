@@ -18,8 +18,8 @@ from sparrow_sglang.rl.engines.buckets import Bucket
 from sparrow_sglang.rl.engines.processes import EngineDied
 
 LIMIT_S = 180.0
-"""For all engines to join, and for one bucket to be sent and loaded; the first one includes the
-set-up of NCCL's connections."""
+"""Time limit for all engines to join, and for one bucket to be sent and loaded; the first bucket's
+time includes the set-up of NCCL's connections."""
 
 _END_S = 10.0
 
@@ -29,9 +29,10 @@ class BroadcastTimeout(EngineDied):
 
 
 class WeightBroadcast:
-    """The process group of the trainer, rank 0, and all engines' ranks after it.
+    """The process group of the trainer, which is rank 0, and the ranks of all engines.
 
-    If a step raises, call `stop`: an engine is gone, or the machines do not reach each other.
+    If `start` or `send` raises, call `stop`: an engine is gone, or machines cannot reach each
+    other.
     """
 
     def __init__(self, ranks_per_engine: int) -> None:
@@ -56,7 +57,7 @@ class WeightBroadcast:
             actor.call.remote("join", address, port, 1 + slot * self._ranks, world, self._name)
             for slot, actor in enumerate(actors)
         ]
-        # In a thread, as it waits for an engine that dies meanwhile until the limit is reached.
+        # In a thread, because the call would wait up to the limit for an engine that has died.
         ours = _in_background(lambda: _join(store, world, self._name))
         what = f"joining the weight broadcast at {address}:{port}"
         _require_all(joined, deadline, what)
@@ -74,14 +75,14 @@ class WeightBroadcast:
             actor.call.remote("receive", bucket.layout(), self._name, version) for actor in actors
         ]
         data, group = bucket.data.to(device), self._group
-        # In a thread, as NCCL connects within this call, and waits for an engine that is dead.
+        # In a thread, because NCCL connects within this call, and would wait for a dead engine.
         sent = _in_background(lambda: _send(data, group))
         what = f"sending {data.nbytes / 2**20:.0f} MiB of weights by broadcast"
         _require_all(received, deadline, what)
         _require(sent, deadline, what)
 
     def stop(self, actors: list[Any]) -> None:
-        """Give up the group; `start` makes another."""
+        """Leave the group; the next `start` makes a new one."""
         if not self._name:
             return
         for actor in actors:
@@ -89,12 +90,12 @@ class WeightBroadcast:
         self._name = ""
         if self._group is not None:
             group, self._group = self._group, None
-            # Not for longer, as NCCL's end waits for a call that is stuck in it.
+            # The wait is limited, as ending NCCL waits for any call that is stuck in it.
             wait([_in_background(lambda: _destroy(group))], _END_S)
 
 
 def _listen(address: str) -> torch.distributed.TCPStore:
-    """Where the ranks of a group find each other, at a port that is taken from now on."""
+    """The store where the ranks of a group find each other; it holds its port from now on."""
     limit = timedelta(seconds=LIMIT_S)
     return torch.distributed.TCPStore(
         address, 0, is_master=True, wait_for_workers=False, timeout=limit
@@ -106,7 +107,7 @@ def _join(store: torch.distributed.TCPStore, world: int, name: str) -> Any:
 
     return init_custom_process_group(
         backend="nccl" if torch.cuda.is_available() else "gloo",
-        # As SGLang's ranks do, which are given an address instead.
+        # The same prefix as SGLang's ranks use, which get an address instead of a store.
         store=torch.distributed.PrefixStore(name, store),
         timeout=timedelta(seconds=LIMIT_S),
         world_size=world,
@@ -118,20 +119,20 @@ def _join(store: torch.distributed.TCPStore, world: int, name: str) -> Any:
 def _send(data: torch.Tensor, group: Any) -> None:
     torch.distributed.broadcast(data, src=0, group=group)
     if data.is_cuda:
-        # The memory may be used again once this returns.
+        # The caller may reuse the memory once this returns.
         torch.cuda.current_stream(data.device).synchronize()
 
 
 def _destroy(group: Any) -> None:
     if torch.cuda.is_available():
-        # NCCL's orderly end may wait for the ranks that are gone.
+        # Destroying an NCCL group the regular way may wait for ranks that are gone.
         torch.distributed.distributed_c10d._abort_process_group(group)
     else:
         torch.distributed.destroy_process_group(group)
 
 
 def _in_background(call: Callable[[], Any]) -> "Future[Any]":
-    """The result of `call` to be, from a thread that does not keep the process from ending."""
+    """Run `call` in a thread that does not keep the process from ending; returns its future."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -145,7 +146,7 @@ def _in_background(call: Callable[[], Any]) -> "Future[Any]":
 
 
 def _require_all(answers: Sequence[Any], deadline: float, what: str) -> None:
-    """Wait for engines' answers; raises the first error among them as soon as it is there."""
+    """Wait for engines' answers; raises the first error among them as soon as it arrives."""
     waiting = list(answers)
     while waiting:
         done, waiting = ray.wait(

@@ -1,7 +1,7 @@
 """The attention function that transformers calls for the policy: packed sequences, dense or sparse.
 
-In: queries, keys and values of a micro-batch, the lengths of its sequences, a sparse rule or none.
-Registered under the name `ATTENTION` when this module is imported.
+In: queries, keys and values of a micro-batch, the lengths of its sequences, and, if sparse, a rule.
+The function is registered under the name `ATTENTION` when this module is imported.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def _attend_within_sequences(
         sparse_rule = None
     runs = like_lengths(sequence_lengths)
     if sparse_rule is not None and query.device.type == "cpu":
-        # Padding would only add to the work.
+        # On a CPU sequences run one by one, as padding them to one length would only add work.
         runs = [(index, index + 1) for index in range(len(spans))]
     parts = []
     for first, last in runs:
@@ -64,7 +64,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend_within_sequences)
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse what plain causal attention and a plain projection would compute wrongly."""
+    """Raises `ValueError` on models that plain causal attention and projection would get wrong."""
     config = model.config
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     wrong = [f"layers of type {kind}" for kind in sorted(layers)]

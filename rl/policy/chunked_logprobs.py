@@ -1,7 +1,7 @@
-"""What is computed from logits, a chunk of positions at a time, so that all are never held at once.
+"""Quantities computed from logits in chunks of positions, so that not all logits exist at once.
 
-In: hidden states and the vocabulary projection. Out: log-probs of given tokens, with gradient or
-entropy, and acceptance rates.
+In: hidden states and the vocabulary projection. Out: log-probs of given tokens, with gradient,
+entropies, and acceptance rates.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def token_logprobs(
 
     `hidden` is [n, H], `weight` the vocabulary projection [V, H], `tokens` int64 [n]. The product
     takes the dtype of `hidden` and is accumulated and kept in fp32. Rows are processed in chunks of
-    at most `chunk_elements` logits (one row at least); the backward pass computes them anew.
+    at most `chunk_elements` logits (one row at least); the backward pass recomputes the logits.
     Differentiable once, in `hidden` and `weight`.
     """
     rows = max(1, chunk_elements // weight.shape[0])
@@ -43,8 +43,8 @@ def token_logprobs_and_entropies(
     """`token_logprobs`, and the entropy in nats of each row's distribution: [n] each, the latter
     without gradient.
 
-    Takes no more memory: log-probs replace the logits of a chunk in place, and the probabilities
-    are one copy of it, as in the log-sum-exp.
+    Entropies need no additional memory: log-probs replace the logits of a chunk in place, and the
+    probabilities take one copy of the chunk, as the log-sum-exp does.
     """
     rows = max(1, chunk_elements // weight.shape[0])
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(
@@ -65,9 +65,9 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1
 def acceptance_between(
     sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Exact acceptance rates, fp32 [n], of the distributions that last hidden states [n, H] give.
+    """Exact acceptance rates, fp32 [n], of distributions given by last hidden states [n, H].
 
-    `head` is the vocabulary projection of both, [V, H]; its products are taken in chunks.
+    `head` is the vocabulary projection of both, [V, H]; logits are computed in chunks.
     """
     projection = head.to(dense.dtype).t()
     rows = max(1, CHUNK_ELEMENTS // head.shape[0])
@@ -115,11 +115,11 @@ class _TokenLogprobs(torch.autograd.Function):
             normalisers.append(normaliser)
             if wants_entropies:
                 logits.sub_(normaliser[:, None])
-                # Where an exp underflows, 0 times a log-prob of at least -1e38 is 0.
+                # If an exp underflows to 0, so does its product with a log-prob of at least -1e38.
                 entropies.append(-logits.exp().mul_(logits).sum(1))
         ctx.save_for_backward(hidden, weight, tokens, torch.cat(normalisers))
         ctx.temperature, ctx.rows = temperature, rows
-        # Without the empty one, which has the dtype of `hidden`.
+        # The empty placeholder is left out, as it has the dtype of `hidden`.
         result = torch.cat(parts), torch.cat(entropies[1:] or entropies)
         ctx.mark_non_differentiable(result[1])
         return result
@@ -153,7 +153,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Matrix product in fp32 or wider; half-precision operands are not rounded on the way out."""
+    """Matrix product in fp32 or wider; that of 16-bit operands is not rounded to 16 bits."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.is_cuda:

@@ -42,7 +42,7 @@ batch, sequences one after the other, both on the policy's device) -> scalar; lo
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimizer step: summed loss, gradient norm before clipping, micro-batches.
+    """Result of one optimizer step: summed loss, gradient norm before clipping, micro-batches.
 
     No step was `taken` if the norm is not finite.
     """
@@ -57,15 +57,17 @@ class StepResult:
 
 
 class DensePolicy:
-    """A transformers causal language model under AdamW with a constant learning rate.
+    """A transformers causal language model under AdamW.
 
-    Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU; of
-    weights in bfloat16 the optimizer keeps an fp32 copy that it updates and rounds from, and the
-    gradients of micro-batches are added up in fp32. With `optimizer.offload` it keeps such a copy
-    in either case, in the memory of the CPU, where gradients are added up and steps are taken.
+    Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU. Of
+    weights in bfloat16 the optimizer keeps an fp32 copy: it updates the copy, from which the
+    weights are rounded, and gradients of micro-batches are added up in fp32. With
+    `optimizer.offload` it keeps such a copy in either case, in the memory of the CPU, where
+    gradients are added up and steps are taken.
 
-    Of several `ranks` each holds a shard of all this. They call the same methods with the same
-    arguments, each computes a share of the micro-batches, and all get the results of all.
+    With several `ranks`, each holds a shard of weights, copies and moments. All call the same
+    methods with the same arguments; each computes a share of the micro-batches, and gets the
+    results of all.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class DensePolicy:
         check_supported(model)
         self.device = torch.device(device)
         self.ranks = ranks
-        # Of nn.Module, because transformers' wrapper of it hides its signature.
+        # `nn.Module.to` is called directly, as transformers' wrapper hides its signature.
         dtype, several = getattr(torch, config.dtype), ranks.world > 1
         nn.Module.to(model, device=None if several else self.device, dtype=dtype)
         self._sharded = Sharded(model, self.device, ranks) if several else None
@@ -92,7 +94,7 @@ class DensePolicy:
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._micro_batch_tokens = config.micro_batch_tokens
-        # Before anything else is put into the model, such as an adapter.
+        # Parameters are listed before an adapter adds its own to the model.
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
         home = torch.device("cpu") if optimizer.offload else self.device
@@ -136,7 +138,8 @@ class DensePolicy:
     ) -> list[torch.Tensor]:
         """Log-probs of each response's tokens: fp32 [T] per sequence, on the CPU.
 
-        Dense ones, or those of the distribution that a server with `schedule` samples from.
+        They are dense log-probs, or with a `schedule` those of the distribution that a server with
+        this schedule samples from.
         """
         return self.score_with_entropy(sequences, temperature, schedule)[0]
 
@@ -147,8 +150,8 @@ class DensePolicy:
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What `score` gives, and the entropies in nats of the distributions that these tokens were
-        drawn from, at the same temperature: fp32 [T] per sequence, on the CPU."""
+        """Log-probs as from `score`, and the entropies in nats of the same distributions: each fp32
+        [T] per sequence, on the CPU."""
         self.model.eval()
         counts = [sampled_tokens(sequence) for sequence in sequences]
         logprobs, entropies = torch.zeros(sum(counts)), torch.zeros(sum(counts))
@@ -167,15 +170,15 @@ class DensePolicy:
         temperature: float,
         rule: SparseRule | None = None,
     ) -> _Result:
-        """`function` of `chunked_logprobs` for a micro-batch."""
+        """Apply `function`, one of `chunked_logprobs`, to a micro-batch."""
         return self.gathered(
             lambda: function(self.hidden(packed, rule), self.head, packed.targets, temperature)
         )
 
     def gathered(self, compute: Callable[[], _Result]) -> _Result:
-        """`compute()`, with the head, and in `hidden` the layers, gathered from all ranks.
+        """Run `compute()` with the head gathered from all ranks, and each layer during `hidden`.
 
-        Gradients flow through the tensors that it returns.
+        Gradients flow through the tensors that `compute` returns.
         """
         if self._sharded is None:
             return compute()
@@ -198,7 +201,7 @@ class DensePolicy:
         """Exact acceptance rates of each response's tokens: float64 [T] per sequence.
 
         Both distributions come from this model at `temperature`: the dense one, and the one that a
-        server with `schedule` samples from. `adapted` is open while the latter is computed.
+        server with `schedule` samples from. The context `adapted` is entered for the latter.
         """
         return self.acceptances(sequences, schedule, [adapted], temperature)[0]
 
@@ -236,13 +239,13 @@ class DensePolicy:
         temperature: float = 1.0,
         entropies: torch.Tensor | None = None,
     ) -> StepResult:
-        """Gradient of the summed micro-batch losses, clipped, then one optimizer step.
+        """Take one optimizer step with the clipped gradient of the summed micro-batch losses.
 
-        `entropies` [N] zeros on the CPU is filled with those that `score_with_entropy` would give.
-        A gradient that is not finite is logged, and weights and optimizer stay as they are.
+        `entropies`, [N] zeros on the CPU, is filled with what `score_with_entropy` would give. A
+        gradient that is not finite is logged, and weights and optimizer stay as they are.
         """
         self.model.train()
-        # A loss that raised in an earlier call has left its gradients behind.
+        # If the loss raised in an earlier call, that call has left gradients behind.
         self.model.zero_grad()
         self.optimizer.zero_grad()
         total, count = torch.zeros(1, dtype=torch.float64), 0
@@ -253,7 +256,7 @@ class DensePolicy:
                 logprobs, entropy = self._of(token_logprobs_and_entropies, packed, temperature)
                 entropies[packed.where.cpu()] = entropy.cpu()
             part = logprobs.sum() if packed.idle else loss(logprobs, packed.where)
-            # FSDP takes the mean of all ranks' gradients.
+            # FSDP averages gradients over ranks; the factor turns the mean into a sum.
             (part * self.ranks.world).backward()
             total, count = total + float(part.detach()), count + 1
         self.ranks.add(total)
@@ -264,20 +267,21 @@ class DensePolicy:
         return StepResult(float(total), norm, count)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-        """Checkpoint name, parameter (maybe sharded) and fp32 master (this rank's rows) of each."""
+        """Each parameter: checkpoint name, parameter (maybe sharded), fp32 master (own rows)."""
         for (name, parameter), master in zip(self._named, self._masters, strict=True):
             yield name, parameter, master.detach()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their checkpoint names, tied ones once; views that a step changes.
+        """Weights under their checkpoint names, tied weights once.
 
-        Of several ranks all must ask; each weight is then gathered, and a copy.
+        On one rank they share memory with the parameters, so a step changes them. With several
+        ranks each weight is gathered into a copy, and all ranks must iterate.
         """
         for name, parameter in self._named:
             yield name, whole(parameter.detach())
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The fp32 weights that the optimizer updates, where they lie; this rank's rows."""
+        """The fp32 weights that the optimizer updates, on their own device; this rank's rows."""
         return ((name, master) for name, _, master in self.named_parameters())
 
     @contextmanager
@@ -292,8 +296,8 @@ class DensePolicy:
                 parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The fp32 weights and the optimizer's moments and counts of steps, by name: copies on the
-        CPU, for `torch.distributed.checkpoint`; of several ranks, each one's rows."""
+        """The fp32 weights and the optimizer's moments and step counts, by name: copies on the CPU,
+        for `torch.distributed.checkpoint`. With several ranks each gives its own rows."""
         state = {}
         for (name, parameter), master, moments in zip(
             self._named, self._masters, self.optimizer.moments(), strict=True
@@ -322,7 +326,7 @@ class DensePolicy:
     def hidden(self, packed: Packed, rule: SparseRule | None = None) -> torch.Tensor:
         """Last hidden states that predict the targets: [n, H]; by full attention or by `rule`."""
         on_gpu = self.device.type == "cuda"
-        cache = self._sharded is None  # It would keep a copy of every layer that was gathered.
+        cache = self._sharded is None  # Else autocast would cache a copy of each gathered layer.
         with torch.autocast(self.device.type, torch.bfloat16, on_gpu, cache_enabled=cache):
             hidden = self.model.base_model(
                 input_ids=packed.tokens[None],

@@ -1,4 +1,4 @@
-"""Optimizer steps with clipped gradients, which are not taken where a gradient is not finite."""
+"""Optimizer steps with clipped gradients; a step is skipped if its gradient is not finite."""
 
 import logging
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class ClippedAdamW:
-    """AdamW over `parameters` whose gradients are clipped to `grad_clip` together.
+    """AdamW over `parameters`, whose gradients are clipped to a joint norm of `grad_clip`.
 
-    The parameters are shards of those of `ranks`, if there are several. `owner` is whom the log
-    names. `skipped_in_a_row` counts the latest steps that were not taken.
+    With several `ranks`, the parameters are this rank's shards. `owner` names the parameters in log
+    messages. `skipped_in_a_row` counts the steps skipped since the last one that was taken.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ClippedAdamW:
         self.skipped_in_a_row = 0
 
     def step(self) -> float:
-        """One step, if the gradient is finite; returns its norm before clipping, and forgets it.
+        """Take one step if the gradient is finite; clears it, and returns its norm before clipping.
 
         A gradient that is not finite is logged, and parameters and moments stay as they are.
         """
@@ -65,12 +65,12 @@ class ClippedAdamW:
         return float(norm)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of the steps that follow."""
+        """Set the learning rate of the steps that follow."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Clear the gradients."""
         self._adamw.zero_grad()
 
     def moments(self) -> list[dict[str, torch.Tensor]]:
@@ -105,7 +105,8 @@ class ClippedAdamW:
 def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
     """The learning rate of training step `step`, counted from 0, of `steps`.
 
-    Step w - 1 of a warm-up of w is the first at `lr`; the decay is at its end after the last step.
+    With a warm-up of w steps, step w - 1 is the first at `lr`. The decay reaches its end only after
+    the last step.
     """
     warmup, final = settings.warmup_steps, settings.final_lr_share
     if step < warmup:
@@ -136,8 +137,8 @@ def adamw(
 def add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
     """Move the gradient of a micro-batch into the fp32 sum of `master`.
 
-    Summed in bf16, whose 8 bits hold no addend below a 256th of the sum, many micro-batches would
-    lose most of their share.
+    A bf16 sum, whose 8 bits drop any addend below a 256th of the sum, would lose most of the
+    gradients of many micro-batches.
     """
     assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
     gradient = local(parameter.grad).to(master.device)

@@ -1,8 +1,8 @@
-"""Full causal attention of sequences that lie one after the other, and the padding that it takes.
+"""Full causal attention of packed sequences, and the padding that it needs.
 
 In: queries, keys and values of packed sequences, [1, heads, T, head_dim]. Out: the same layout.
-Sequences of like length are padded and go together, instead of one mask: a mask over the pack would
-take T x T elements, and rule out the kernels that never write the scores to memory.
+Sequences of similar length are padded and computed together, without a mask: a mask over the pack
+would take T x T elements, and rule out the kernels that never write the scores to memory.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """Spans of a pack as rows of one width, the longest span's.
+    """Spans of a pack as rows that are as wide as the longest span.
 
-    `source` [rows, width] are the tokens of the pack that fill the rows, a span's last one again
-    where it has ended; `target` [n] are the places, counted through all rows, of the spans' tokens.
+    `source` [rows, width] are the indices in the pack of the tokens that fill the rows; a span's
+    last token is repeated as padding. `target` [n] are the indices of the spans' tokens in the
+    flattened rows.
     """
 
     source: torch.Tensor
@@ -35,10 +36,10 @@ class Padding:
         return padded.transpose(0, 1).flatten(1, 2).index_select(1, self.target)[None]
 
 
-# Every layer asks, forwards and backwards.
+# Cached, as every layer needs the same padding, in the forward and the backward pass.
 @lru_cache(maxsize=64)
 def padding(spans: tuple[tuple[int, int], ...], device: torch.device) -> Padding:
-    """For spans (first, end) of a pack, each of at least one token."""
+    """The padding for spans (first, end) of a pack, each of at least one token."""
     lengths = [end - first for first, end in spans]
     width = max(lengths)
     column = np.arange(width)
@@ -48,9 +49,9 @@ def padding(spans: tuple[tuple[int, int], ...], device: torch.device) -> Padding
 
 
 def like_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs [first, last) of neighbours of which none is more than twice as long as another.
+    """Runs [first, last) of neighbours none of which is more than twice as long as another.
 
-    Padded to the longest of its run, a sequence costs at most four times its attention.
+    Padding a sequence to the longest of its run makes its attention at most four times as costly.
     """
     runs: list[tuple[int, int]] = []
     first, shortest, longest = 0, 0, 0
@@ -78,7 +79,7 @@ def causal_attention(
         ((first, end),) = spans
         query, key, value = (tensor[:, :, first:end] for tensor in (query, key, value))
         return _causal(query, key, value, scaling)
-    # Padded at the ends, which no token before sees.
+    # The padding follows a span's tokens, so causal attention hides it from them.
     rows = padding(tuple(spans), query.device)
     return rows.unpad(_causal(rows.pad(query), rows.pad(key), rows.pad(value), scaling))
 

@@ -1,7 +1,7 @@
 """Sequences of a batch as micro-batches without padding.
 
-In: sequences of prompt and response token ids. Out: which of them share a micro-batch, and the
-tensors of one.
+In: sequences of prompt and response token ids. Out: which sequences share a micro-batch, and the
+tensors of a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from sparrow_sglang.rl.batch import TokenSequence
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch: sequences one after the other, [T].
+    """A micro-batch: concatenated sequences, [T].
 
-    `predictors` [n] are the positions whose output predicts the sampled tokens `targets` [n],
-    which are `where` [n] among those of the whole batch.
+    `predictors` [n] are the positions whose output predicts the sampled tokens `targets` [n];
+    `where` [n] are the indices of these among all sampled tokens of the batch.
     """
 
     tokens: torch.Tensor
@@ -31,15 +31,15 @@ class Packed:
 
     @property
     def idle(self) -> bool:
-        """Whether it is there only because other ranks have a micro-batch."""
+        """Whether it predicts nothing, and exists only because other ranks have a micro-batch."""
         return not len(self.where)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of sequences that share a micro-batch of at most `capacity` tokens.
 
-    First fit, longest first, which needs at most 11/9 of the fewest micro-batches; a sequence
-    longer than `capacity` is alone in its own.
+    First-fit decreasing, which needs at most 11/9 of the fewest possible micro-batches. A sequence
+    longer than `capacity` gets a micro-batch of its own.
     """
     packs: list[list[int]] = []
     room: list[int] = []
@@ -55,10 +55,11 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def deal(packs: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
-    """`packs` of each rank: as many for each, in rounds whose longest sequences are alike.
+    """The packs of each rank: equally many, in rounds whose longest sequences are similar.
 
-    Ranks wait for each other after every layer. The fullest packs are halved until there is one for
-    every rank in every round; empty ones fill up where there are too few sequences.
+    Similar lengths matter because ranks wait for each other after every layer. The fullest packs
+    are halved until every rank has one in every round; if there are too few sequences, some packs
+    are empty.
     """
     if ranks == 1:
         return [packs]
@@ -82,7 +83,7 @@ def idle(device: torch.device) -> Packed:
 
 
 def lay_out(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device) -> Packed:
-    """`sequences` one after the other; `where` [n] places their sampled tokens in the batch."""
+    """Pack `sequences`; `where` [n] are the indices of their sampled tokens in the batch."""
     tokens = np.concatenate([part for sequence in sequences for part in sequence])
     lengths = [sum(map(len, sequence)) for sequence in sequences]
     turns = [turn for sequence in sequences for turn in enumerate(sequence)]

@@ -1,8 +1,8 @@
 """Attention of late positions over selected pages, without a mask of positions by positions.
 
-In: queries of the last positions of sequences, and for each of them the pages that it reads. Out:
-exact attention over these pages, by torch's FlexAttention. The selection is kept as one bit per KV
-head, position and page, and that is all that the backward pass keeps besides what it attends to.
+In: queries of the last positions of sequences, and for each query the pages that it reads. Out:
+exact attention over these pages, by torch's FlexAttention. The selection takes one bit per KV head,
+position and page; the backward pass keeps nothing else besides what attention itself needs.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
-"""Queries, and keys, that FlexAttention handles or skips together."""
+"""Size of the blocks of queries and of keys that FlexAttention computes or skips as a whole."""
 _WORD = 32
 # The kernel keeps its tile of the selection in shared memory three times over, beside keys and
 # values. Inductor does not count it, and its tiles of 128 x 128 for heads of 64 exceed an H200.
@@ -60,14 +60,14 @@ def block_mask(
 ) -> BlockMask:
     """The mask of `attend_by_blocks` for `group` query heads per KV head, and T = `length` keys.
 
-    `positions` [S, R] are those of the queries, in order from each sequence's first; behind its
-    last one they may be anything, and so is what is attended to there. `selection` gives bool
-    [S, Hkv, rows, pages], the rows being those of all queries in order, in multiples of BLOCK
-    except for the last. Within its pages a position attends up to itself. `page_size` must be a
-    power of two.
+    `positions` [S, R] are those of the queries, in order from each sequence's first late position;
+    after a sequence's last one they are padding with arbitrary values, whose attention is arbitrary
+    too. `selection` gives the rows of all queries in order, as bool chunks [S, Hkv, rows, pages] of
+    a multiple of BLOCK rows except for the last. Within its pages a position attends up to itself.
+    `page_size` must be a power of two.
     """
     blocks = -(-length // BLOCK)
-    # Two at least, as one would be compiled for by itself.
+    # At least two words, as torch compiles a kernel of its own for a dimension of size 1.
     words = max(2, -(-length // (page_size * _WORD)))
     bits, touched = [], []
     for kept in selection:
@@ -77,10 +77,10 @@ def block_mask(
         touched.append(tiles.unflatten(-1, (blocks, -1)).any(-1))
         bits.append(_packed(kept, words))
     packed = torch.cat(bits, dim=2)
-    # A tensor, because the kernel is compiled anew for other numbers.
+    # A tensor, because numbers would be compiled into the kernel as constants.
     offsets = positions[:, 0].contiguous()
 
-    # Shifts, as this runs for every element, and divisions that round down take several operations.
+    # `reads` runs for every element, so it uses shifts: floor division takes several operations.
     to_page, to_word = page_size.bit_length() - 1, _WORD.bit_length() - 1
 
     def reads(sequence: Any, head: Any, row: Any, token: Any) -> Any:
@@ -118,7 +118,8 @@ def _packed(kept: torch.Tensor, words: int) -> torch.Tensor:
 
 @cache
 def _compiled() -> Any:
-    # Where it cannot be compiled it would silently write all scores to memory; rather fail.
+    # With `fullgraph`, a failure to compile is an error; otherwise FlexAttention would silently
+    # run uncompiled, and write all scores to memory.
     return torch.compile(flex_attention, fullgraph=True)
 
 

@@ -21,11 +21,11 @@ _Result = TypeVar("_Result")
 
 
 class Sharded(nn.Module):
-    """A model of sharded layers, the root of FSDP. Computes whatever it is given.
+    """A model of sharded layers, as the root module of FSDP; its forward runs a given function.
 
-    What is neither a layer nor in one, which is embeddings, last norm and vocabulary projection, is
-    gathered only while `forward` runs: the projection is used after the model's own forward, and
-    may be the embeddings.
+    Parameters outside of layers (embeddings, last norm and vocabulary projection) are gathered
+    while `forward` runs. Wrapping the model's own forward would not do: the projection, which may
+    be the embeddings, is used after it.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
@@ -52,7 +52,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All rows, which every rank must ask for; the tensor itself if it is not sharded."""
+    """All rows, a collective call on all ranks; the tensor itself if it is not sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -65,7 +65,10 @@ def own_rows(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's `rows` as a tensor that is sharded as `tensor` is, if it is; maybe elsewhere."""
+    """This rank's `rows` as a tensor that is sharded as `tensor`, if that is sharded.
+
+    The rows may be on another device than `tensor`.
+    """
     if not isinstance(tensor, DTensor):
         return rows
     mesh = init_device_mesh(rows.device.type, (tensor.device_mesh.size(),))

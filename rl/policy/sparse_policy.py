@@ -29,10 +29,10 @@ from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
 SCORES_AT_ONCE = 1 << 23
-"""Pages are ranked for about so many pairs of position and page at a time, to bound the memory."""
+"""Pages are ranked in chunks of about this many products of query and landmark, to bound memory."""
 
 MASK_ROWS = 512
-"""Positions that share one mask where attention is computed in plain torch."""
+"""Rows (positions) of one mask when attention is computed in plain torch."""
 
 # Not cuDNN, which torch 2.11 takes by default on an H100 or H200: with a mask of some widths its
 # backward pass gives NaN (github.com/pytorch/pytorch/issues/196678).
@@ -54,10 +54,10 @@ class SparseRule:
     )
 
     def pages_read(self, cached: int, layer: int, device: torch.device) -> torch.Tensor:
-        """Pages that a sparse layer reads of 0, 1, ... `cached` pages or more: int64, indexed so.
+        """Pages that a sparse layer reads, int64, indexed by the number of pages cached.
 
-        The schedule is asked once for all layers of a weight, as 32K positions are too many for
-        each.
+        The result covers 0 to at least `cached` pages. It is computed once for all layers of the
+        same weight, as computing it in every layer would take too long at 32K positions.
         """
         weight = self.schedule.layer_weight(layer)
         known = self._read.get((device, weight))
@@ -71,10 +71,10 @@ class SparseRule:
     ) -> Iterator[torch.Tensor]:
         """Pages that the positions `late` (start, end) of each of S sequences attend to.
 
-        `query` is [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Gives bool
-        [S, Hkv, rows, pages until the last of these rows], some rows at a time, in whole blocks of
-        `attend_by_blocks` but for the last; each position is a request of its own length to
-        `kept_pages`.
+        `query` is [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Yields bool chunks
+        [S, Hkv, rows, pages up to the last of these rows], whose rows are a multiple of `BLOCK`
+        except for the last chunk's. `kept_pages` treats each position as a request of its own
+        length.
         """
         schedule = self.schedule
         count, heads, length, _ = key.shape
@@ -90,21 +90,21 @@ class SparseRule:
             end = min(max(start for start, _ in late) + last, length)
             scored = landmarks[:, :, : end // schedule.page_size]
             scores = page_scores(query[:, :, first:last], scored, schedule.selection, pairs)
-            # A page that is still partial at the end is the last one, and always kept.
+            # A partial page has no score; it is the last page, which is always kept.
             scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
             yield best_pages(scores, positions[:, first:last], read, schedule, layer)
 
 
 class Selections:
-    """Pages chosen in one forward pass that gradient checkpointing will run a second time."""
+    """Remembers the pages chosen in a forward pass that gradient checkpointing runs twice."""
 
     def __init__(self) -> None:
         self._chosen: dict[Hashable, Any] = {}
 
     def once(self, place: Hashable, choose: Callable[[], Any]) -> Any:
-        """What `choose` gives at this place of the model; the second time, the same as the first.
+        """The result of `choose` at this place of the model; the second call repeats the first.
 
-        It is forgotten then, as nothing asks a third time.
+        It is forgotten after the second call, as there is no third.
         """
         if place in self._chosen:
             return self._chosen.pop(place)
@@ -123,13 +123,13 @@ def sparse_attention(
     scaling: float | None,
     once: Callable[[Callable[[], Any]], Any] = lambda choose: choose(),
 ) -> torch.Tensor:
-    """Attention of S sequences, the `spans` (first, end) of a pack, as their server has it.
+    """Attention of S sequences, the `spans` (first, end) of a pack, as the server computes it.
 
     `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D], all after RoPE. Positions of the
-    prompt attend to everything before them; a later position t attends at sequence length t + 1 to
-    the pages that the schedule's budget allows this layer of the model then. Returns [1, Hq, n, D],
-    the spans' tokens one after the other. Under autocast all is rounded first, landmarks included,
-    as the server's are. `once` is asked for the selection, and may remember what it was.
+    prompt attend to everything before them; a later position t attends to the pages that the
+    schedule's budget allows this layer at sequence length t + 1. Returns [1, Hq, n, D], the spans'
+    tokens, concatenated. Under autocast, all inputs are rounded first, and with them the landmarks,
+    as on the server. The selection is computed through `once`, which may remember it.
     """
     device = query.device
     if torch.is_autocast_enabled(device.type):
@@ -140,7 +140,8 @@ def sparse_attention(
     lengths = [end - first for first, end in spans]
     if max(lengths) <= always_dense:
         return causal_attention(query, key, value, spans, scaling)
-    # A last position within the budget attends to everything under the rule too.
+    # Every span gets at least its last position as a late one. If that is within the budget, it
+    # attends to everything under the rule too.
     late = tuple(
         (min(max(prompt, always_dense), length - 1), length)
         for prompt, length in zip(prompt_lengths, lengths, strict=True)
@@ -188,7 +189,7 @@ def attend_by_rows(
     """
     group = query.shape[1] // key.shape[1]
     parts, first = [], 0
-    # One mask for all positions would cover the half of the tokens that are after them.
+    # A single mask for all positions would also cover the tokens after each, half of them all.
     for kept in (rows for chunk in selection for rows in chunk.split(MASK_ROWS, 2)):
         last = first + kept.shape[2]
         end = min(kept.shape[3] * page_size, key.shape[2])
@@ -216,7 +217,7 @@ def page_scores(
     selection: SelectionRule,
     pairs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What `reference.score_pages` gives full pages: fp32 [S, Hkv, R, pages], with gradient.
+    """Scores of full pages as by `reference.score_pages`: fp32 [S, Hkv, R, pages], with gradient.
 
     `query` is [S, Hq, R, D]; `landmarks` [S, Hkv, pages, M, C] and `pairs` are as of
     `stored_landmarks`.
@@ -235,10 +236,10 @@ def best_pages(
     schedule: BudgetSchedule,
     layer: int,
 ) -> torch.Tensor:
-    """Which pages `positions` [S, R] keep by scores [S, Hkv, R, pages]: bool, in their shape.
+    """Which pages `positions` [S, R] keep by `scores` [S, Hkv, R, pages]: bool, same shape.
 
-    `read` is as of `SparseRule.pages_read`. The last of the pages is the one that the last of the
-    positions is in.
+    `read` is as of `SparseRule.pages_read`. The last of the pages contains the last of the
+    positions.
     """
     pages = (positions // schedule.page_size + 1).flatten()
     kept = kept_pages(
@@ -253,7 +254,7 @@ def best_pages(
 
 
 def _by_rows(query: torch.Tensor) -> bool:
-    # Of so few rows a mask is small, and a kernel for a single block would be compiled besides.
+    # With so few rows a mask is small, and FlexAttention would compile an extra kernel for them.
     return query.device.type == "cpu" or query.shape[2] <= BLOCK
 
 
@@ -266,7 +267,7 @@ def stored_landmarks(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Landmarks of keys [S, Hkv, T, D], and the rotary pairs that they keep, as of `kept_pairs`.
 
-    They are [S, Hkv, full pages, M, C] fp32, rounded to what the server stores.
+    The landmarks are [S, Hkv, full pages, M, C] fp32, rounded to what the server stores.
     """
     count, heads, length, dim = key.shape
     pairs = kept_pairs(schedule.selection, layer, range(heads), dim, key.device)
@@ -277,10 +278,10 @@ def stored_landmarks(
     return values.unflatten(0, (count, full)).transpose(1, 2), pairs
 
 
-# As `padding`: every layer asks.
+# Cached, as `padding` is, since every layer needs the same indices.
 @lru_cache(maxsize=64)
 def _in_order(late: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Where each sequence's tokens are if all that precede the late ones come first: [n]."""
+    """Indices [n] that put tokens in sequence order, where all early ones precede all late ones."""
     dense, rest = 0, sum(start for start, _ in late)
     parts = []
     for start, end in late:

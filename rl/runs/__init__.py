@@ -1,1 +1,1 @@
-"""A run on disk and while it lasts: set-up, checkpoints, logs, termination."""
+"""Training runs, on disk and while they last: set-up, checkpoints, logs, termination."""

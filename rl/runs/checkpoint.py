@@ -1,11 +1,11 @@
-"""Checkpoints: written whole or not at all, and restored to the bit.
+"""Checkpoints: written completely or not at all, and restored bit-exactly.
 
 A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
-is, in the dtype that the trainer computes in, `adapter/`, for PEFT and SGLang, if there is one,
-`training/` (the exact fp32 weights and their optimizer, for any number of ranks), `training.pt`
-(the adapter's, random states), `carried.pt` (unfinished groups) if there are any, and `state.json`
-(steps taken, configuration, schedule, metrics of the last step). It is written under another name,
-flushed to the disk and then renamed.
+is, in the dtype that the trainer computes in; `adapter/`, for PEFT and SGLang, if there is an
+adapter; `training/` (the exact fp32 weights and their optimizer state, for any number of ranks);
+`training.pt` (the state of the adapter and its optimizer, and random states); `carried.pt`
+(unfinished groups), if there are any; and `state.json` (steps taken, configuration, schedule,
+metrics of the last step). It is written under another name, flushed to the disk and then renamed.
 """
 
 import copy
@@ -38,8 +38,8 @@ from sparrow_sglang.run_folder import METRICS_FILE
 
 _CARRIED = "carried.pt"
 _NAME = re.compile(r"step-(\d{6,})")
-# What may differ between a checkpoint and the run that resumes it, whole sections or single keys:
-# neither what the checkpoint holds nor the order of the data depends on it.
+# Sections and single keys that may differ between a checkpoint and the run that resumes it: neither
+# the content of the checkpoint nor the order of the data depends on them.
 _FREE = (
     "run_dir",
     "steps",
@@ -66,9 +66,9 @@ _FREE = (
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint says besides weights: steps taken, active schedule, metrics of the last
-    step, where the run stands on its ladder of schedules, prompts taken to replace groups, groups
-    that are carried over to the next step."""
+    """The content of a checkpoint besides weights: steps taken, active schedule, metrics of the
+    last step, state of the ladder of schedules, number of prompts used to replace groups, and
+    groups that are carried over to the next step."""
 
     step: int = 0
     schedule: str = ""
@@ -115,19 +115,20 @@ class Checkpoints:
         return next(reversed(self._complete()), None)
 
     def begin(self, config: TrainConfig, resume: bool) -> Path | None:
-        """The checkpoint to go on from, None for a run that starts from the beginning.
+        """The checkpoint to resume from, None for a run that starts from the beginning.
 
-        Raises `InputError` if there is a run that is not to be resumed, or that was trained
+        Raises `InputError` if the folder holds a run that is not to be resumed, or that was trained
         with other settings.
         """
         delete_drafts(self._folder)
         return self.starting_point(config, resume)
 
     def starting_point(self, config: TrainConfig, resume: bool) -> Path | None:
-        """What `begin` gives and raises; changes nothing."""
+        """Returns and raises the same as `begin`, but changes nothing on the disk."""
         newest = self.newest()
         if not resume:
-            # Empty where a run ended before its first step, of a wrong engine argument say.
+            # The file is empty if a run ended before its first step, e.g. by a wrong engine
+            # argument.
             metrics = config.run_dir / METRICS_FILE
             if newest or (metrics.exists() and metrics.stat().st_size):
                 raise InputError(
@@ -152,11 +153,11 @@ class Checkpoints:
         state: State,
         adapter: SparseAdapter | None = None,
     ) -> Path:
-        """Write a checkpoint, replace one of the same step, and delete the oldest.
+        """Write a checkpoint, replacing one of the same step, and delete all but the newest `keep`.
 
-        Of several ranks all must call it: each writes its shards, the first one everything else.
+        With several ranks all must call this: each writes its shards, the first one all else.
 
-        Raises `OSError` if the disk does not take it; the older ones are still there then.
+        Raises `OSError` if the checkpoint cannot be written; older ones are still there then.
         """
         target = self._folder / f"step-{state.step:06d}"
         if self._ranks.rank:
@@ -194,10 +195,11 @@ class Checkpoints:
     def restore(
         self, folder: Path, policy: DensePolicy, adapter: SparseAdapter | None = None
     ) -> State:
-        """Put policy, adapter, their optimizers and the random states back to what was saved."""
+        """Restore policy, adapter, their optimizers and the random states as they were saved."""
         with _readable(folder):
             fields = json.loads((folder / "state.json").read_text("utf-8"))
-            # Written by ourselves, and pickled Python objects are among the random states.
+            # `weights_only=False`, as random states include pickled Python objects; the file was
+            # written by `save`.
             training = current_names(
                 torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
             )
@@ -218,7 +220,7 @@ class Checkpoints:
             fields["schedule"],
             fields["metrics"],
             fields["ladder"],
-            # Of runs from before groups could be replaced.
+            # Checkpoints from before groups could be replaced lack this field.
             fields.get("replaced", 0),
             groups,
         )
@@ -234,7 +236,7 @@ class Checkpoints:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Whatever it takes to read a checkpoint may raise if it is damaged."""
+    """Turn any error in the block, as a damaged checkpoint may raise many, into `InputError`."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
@@ -247,16 +249,16 @@ def _readable(folder: Path) -> Iterator[None]:
 @contextmanager
 def _quiet_about_one_process() -> Iterator[None]:
     with warnings.catch_warnings():
-        # It saves without a process group, and says so each time.
+        # torch warns on each call that there is no process group.
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         yield
 
 
 def _export(policy: DensePolicy, folder: Path | None) -> None:
-    """Write the weights and their config in the compute dtype; with None, only help another rank
-    to gather them.
+    """Write the weights and their config in the compute dtype; with None, only take part in
+    gathering the weights for the rank that writes them.
 
-    In fp32 they would be served in another arithmetic than they were trained in: SGLang serves fp32
+    Weights in fp32 would be served in another dtype than they were trained in: SGLang serves fp32
     checkpoints as float16.
     """
     dtype = policy.compute_dtype
@@ -273,7 +275,7 @@ def _export(policy: DensePolicy, folder: Path | None) -> None:
 
 
 def _restore_single_file(policy: DensePolicy, training: Mapping[str, Any]) -> None:
-    """From before checkpoints were written by torch.distributed.checkpoint."""
+    """Restore a checkpoint from before torch.distributed.checkpoint was used to write them."""
     policy.optimizer.load_state_dict(training["optimizer"])
     names = [name for name, _ in policy.named_masters()]
     masters = {
@@ -285,7 +287,7 @@ def _restore_single_file(policy: DensePolicy, training: Mapping[str, Any]) -> No
 def _check_resumable(folder: Path, config: TrainConfig) -> None:
     with _readable(folder):
         saved = current_names(json.loads((folder / "state.json").read_text("utf-8"))["config"])
-    # Settings that the run did not have yet were at their defaults.
+    # Settings that did not exist yet when the checkpoint was written had their defaults.
     task = TaskConfig(name=config.task.name)
     default = TrainConfig(run_dir=config.run_dir, task=task).model_dump(mode="json")
     saved = _merged(default, saved)
@@ -298,7 +300,7 @@ def _check_resumable(folder: Path, config: TrainConfig) -> None:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above`, and of `below` what it lacks."""
+    """`above`, with missing keys filled in from `below`, recursively."""
     nested = {
         key: _merged(below[key], value)
         for key, value in above.items()

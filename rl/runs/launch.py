@@ -1,6 +1,6 @@
-"""Several ranks on one machine: started, told of signals, and ended together.
+"""Several ranks on one machine: they are started, get signals, and are ended together.
 
-torchrun would end the ranks 30 s after a signal; a checkpoint may take longer.
+torchrun is not used, as it would end the ranks 30 s after a signal; a checkpoint may take longer.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from sparrow_sglang.rl.runs.checkpoint import Checkpoints, owned
 from sparrow_sglang.rl.runs.setup import prepare
 
 GRACE_S = 30.0
-"""Between the end of a rank that failed by itself and that of the others."""
+"""Seconds that the other ranks have to end once a rank has failed by itself."""
 
 _LOOK_S = 0.2
 _PR_SET_PDEATHSIG = 1
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 def ranks_of(config: TrainConfig) -> int:
     """How many processes the run takes on this machine.
 
-    Raises `InputError` if it has GPUs, but fewer.
+    Raises `InputError` if the machine has GPUs, but fewer than the configured ranks.
     """
     asked, gpus = config.distributed.ranks, torch.cuda.device_count()
     if asked == "auto":
@@ -39,20 +39,20 @@ def ranks_of(config: TrainConfig) -> int:
 
 
 def check(config: TrainConfig, ranks: int, resume: bool) -> None:
-    """Raise before anything starts what each rank would raise."""
+    """Raises, before any rank is started, the errors that each rank would raise."""
     prepare(config, ranks)
     with owned(config.run_dir):
         Checkpoints(config.run_dir, config.checkpoint.keep, Ranks(0, ranks)).begin(config, resume)
 
 
 def launch(command: Sequence[str], ranks: int) -> tuple[int, str]:
-    """Run `command` as every rank; returns the exit code, 0 if all ended well, and else why.
+    """Run `command` as every rank; returns the exit code, 0 if all ended well, and the reason.
 
     Signals go to all ranks, which write a checkpoint together. If a rank dies, the others, which
     would wait for it, are killed.
     """
-    # Where the ranks find each other, held here because a port that is only known to be free may be
-    # taken before rank 0 has started.
+    # The store where the ranks find each other. It is held here because a port that is merely free
+    # now may be taken before rank 0 has started.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
@@ -70,7 +70,7 @@ def launch(command: Sequence[str], ranks: int) -> tuple[int, str]:
     try:
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # In sessions of their own, so that Ctrl-C reaches each once.
+            # Each rank has its own session, so that it gets Ctrl-C only once, through `tell`.
             processes.append(
                 subprocess.Popen(
                     command,
@@ -93,7 +93,7 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> tuple[int, str]:
     while None in (codes := [process.poll() for process in processes]) or first is None:
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if first is None and failed:
-            # One that was killed, of which others may have failed.
+            # Report a killed rank (negative code) first, as it may be why others have failed.
             first = min(failed, key=lambda end: end[1])
             deadline = time.monotonic() + (GRACE_S if first[1] > 0 else 0)
         elif None not in codes:

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl always, TensorBoard, Weights & Biases, and the terminal."""
+"""The logs of a run: metrics.jsonl, the terminal, and optionally TensorBoard, Weights & Biases."""
 
 import json
 import os
@@ -61,12 +61,12 @@ class Clock:
 class RunLog:
     """Writes one row of metrics per step, from `first` on.
 
-    Rows of `first` and later, which a killed run wrote after its last checkpoint, are dropped. An
-    evaluation of the weights that the run goes on from stays, until they are evaluated again.
+    Rows of step `first` and later, which a killed run wrote after its last checkpoint, are dropped.
+    An evaluation of the weights that the run resumes from is kept until they are evaluated again.
     """
 
     def __init__(self, config: TrainConfig, first: int) -> None:
-        """Raises `InputError` if something asked for is not installed."""
+        """Raises `InputError` if a logger that `config` asks for is not installed."""
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
         self._rows, dropped = _drop_rows(self._path, first)
@@ -82,29 +82,29 @@ class RunLog:
         self._progress = Progress(config.steps, "step", first)
 
     def clock(self, step: int) -> Clock:
-        """The clock of `step`, which begins."""
+        """Begin `step`; returns its clock."""
         self._progress.where = f"step {step + 1}/{self._steps} "
         return Clock(self)
 
     def show(self, stage: str) -> None:
-        """Say what is under way."""
+        """Show on the terminal which stage is running."""
         self._progress.show(_STAGES.get(stage, stage))
 
     def responses(self, stage: str, total: int) -> Callable[[int], None]:
-        """What to tell how many more of `total` responses are complete."""
+        """A function to call with the number of newly completed ones of `total` responses."""
         return self._progress.counter(stage, total, "responses")
 
     def say(self, line: str) -> None:
-        """A line of results."""
+        """Print a line of results."""
         self._progress.say(line)
 
     def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
-        """Something that happened once: a line on the terminal and a row of events.jsonl."""
+        """Report an event: a line on the terminal and a row of events.jsonl."""
         self._append(EVENTS_FILE, [{"step": step, **fields}])
         self.say(f"step {step + 1}: {line}")
 
     def keep_responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of responses.jsonl."""
+        """Append rows to responses.jsonl."""
         self._append(RESPONSES_FILE, [{"step": step, **row} for row in rows])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -113,13 +113,13 @@ class RunLog:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The row of a step, on the disk when this returns; with the alarm of a collapse."""
+        """Write the row of a step, with the collapse alarm; it is on the disk when this returns."""
         if ENTROPY in metrics and TAIL in metrics:
             self._rows.append(metrics)
             alarm = collapse_alarm(self._rows)
             metrics = dict(metrics) | ({} if alarm is None else {ALARM: float(alarm)})
         if self._evaluated:
-            # Now the row of the same step is complete.
+            # This row replaces the one that kept the evaluation after a resume.
             self._file.truncate(self._size)
             if not any(name.startswith("eval/") for name in metrics):
                 metrics = {**self._evaluated, **metrics}
@@ -142,7 +142,7 @@ class RunLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Leave the terminal and all files as they are."""
+        """Close the terminal display and all files."""
         self._progress.close()
         self._file.close()
         if self._tensorboard is not None:
@@ -152,7 +152,7 @@ class RunLog:
 
 
 class NoLog(RunLog):
-    """The log of the ranks that write none: the first writes for all."""
+    """A log that writes nothing, for all ranks but the first, which writes for all."""
 
     def __init__(self) -> None:
         pass
@@ -170,7 +170,7 @@ class NoLog(RunLog):
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """One step in one line: rewards, mismatch, KV read, speed, alarms, where the time went."""
+    """One step in one line: rewards, mismatch, KV read, speed, alarms, and seconds per stage."""
     words = [
         f"step {step + 1}/{steps}",
         f"reward {metrics['critic/score/mean']:.3f}",
@@ -211,14 +211,14 @@ def check_logging(logging: LoggingConfig) -> None:
 
 
 def _drop_rows(path: Path, first: int) -> tuple[_Rows, _Rows]:
-    """Rows of earlier steps, which are the only ones in the file afterwards, and the others."""
+    """Keep only the file's rows of steps before `first`; returns the kept and the dropped rows."""
     kept: list[str] = []
     rows: _Rows = []
     dropped: _Rows = []
     if not path.exists():
         return rows, dropped
     for line in path.read_text("utf-8").splitlines(keepends=True):
-        # The last row of a killed run may be cut.
+        # The last row of a killed run may be incomplete.
         row = json.loads(line) if line.endswith("\n") else None
         if row is not None and row["step"] < first:
             kept.append(line)
@@ -232,7 +232,7 @@ def _drop_rows(path: Path, first: int) -> tuple[_Rows, _Rows]:
 def _evaluation(step: int, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of an evaluation after `step` steps, if there is one in these rows.
 
-    None before the first step: without a checkpoint a run may start again with another model.
+    Empty for step 0: without a checkpoint, a run may start again with another model.
     """
     found = [row for row in rows if row["step"] == step > 0]
     return {k: value for row in found for k, value in row.items() if k.startswith("eval/")}
@@ -258,7 +258,8 @@ def _wandb(config: TrainConfig, first: int) -> Any:
         dir=config.run_dir,
         config=config.model_dump(mode="json"),
     )
-    # Rows by its own step are ignored where that has been before, as at a resume.
+    # wandb ignores rows whose internal step it has seen before, as after a resume, so rows carry a
+    # step metric of their own.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

@@ -18,9 +18,9 @@ _BF16 = 2
 def estimate(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[TrainingMemory, int]:
     """Memory of the trainer on each of `ranks` GPUs, and bytes that an engine there needs at least.
 
-    The engine's are its weights and the KV of one sequence of full length, of rollouts or
-    evaluation; what it takes beyond that is `mem_fraction_static`. 0 for engines on GPUs of their
-    own. Raises `InputError` on a model whose shapes are not known.
+    The engine's bytes are its weights and the KV of one sequence of full length, in rollouts or
+    evaluation; `mem_fraction_static` decides how much more it takes. They are 0 for engines on GPUs
+    of their own. Raises `InputError` on a model whose shapes are not known.
     """
     shape = ModelShape.from_config(model_config.to_dict())
     parameters = shape.parameters
@@ -45,7 +45,7 @@ def estimate(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[Tr
 
 
 def memory_report(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[list[str], bool]:
-    """The estimate in lines, and False if this machine has a GPU that is too small for it."""
+    """The estimate as lines, and whether it fits; True if this machine has no GPU to compare."""
     memory, engine = estimate(config, model_config, ranks)
     phases = {"update, peak": memory.update_peak}
     if config.distill.enabled:

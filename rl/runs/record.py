@@ -1,7 +1,7 @@
-"""run.json: which software, device and settings each part of a run came from.
+"""run.json: the software, device and settings of each part of a run.
 
-A run that is stopped and resumed has one entry per start, with the steps that it had taken by then.
-Entries whose steps a later start took again are dropped, as their rows of metrics are.
+A run that is stopped and resumed has one entry per start, with the steps taken by then. If a later
+start repeats all steps of an entry, the entry is dropped, as are its rows of metrics.
 """
 
 from datetime import UTC, datetime
@@ -13,9 +13,9 @@ from sparrow_sglang.run_folder import RUN_FILE, read_starts
 
 
 def record_start(config: TrainConfig, engine: EngineConfig, step: int) -> None:
-    """Note in `config.run_dir` that a run starts, or goes on, after `step` steps.
+    """Record in `config.run_dir` that a run starts, or resumes, after `step` steps.
 
-    `engine` is the configured one with the schedule named that "auto" stands for.
+    `engine` is the configured engine with "auto" replaced by the name of the schedule.
     """
     resolved = config.model_copy(update={"engine": engine})
     start = {

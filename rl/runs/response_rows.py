@@ -1,4 +1,4 @@
-"""Rows of responses.jsonl: what some groups of a step have answered, to be read by people."""
+"""Rows of responses.jsonl: the responses of some groups of a step, to be read by people."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +20,8 @@ def response_rows(
 ) -> list[dict[str, Any]]:
     """A row for each response of `count` groups, spread evenly.
 
-    `rewards` [n] and sub-scores `parts`, if there are any, are of each group's responses; `tails`
-    are by the index of a response among those of all groups. "length" is in tokens.
+    `rewards` [n] and sub-scores `parts`, if there are any, are given per group, for its responses.
+    `tails` are keyed by the index of a response among those of all groups. "length" is in tokens.
     """
     starts = np.cumsum([0, *(len(group.rollouts) for group in groups)])
     return [
@@ -44,7 +44,7 @@ def response_rows(
 def measured_tails(batch: Batch, rates: NDArray[np.float64], sequences: int) -> dict[int, float]:
     """Tail percentile of each response that was measured, by its index in the batch.
 
-    `rates` [N] are those of `batch.spread(sequences)`, or none.
+    `rates` [N] are the acceptance rates of `batch.spread(sequences)`, or empty.
     """
     if not rates.size:
         return {}

@@ -1,4 +1,4 @@
-"""A training run while it lasts: what the loop uses, opened in order, closed whatever happens."""
+"""A training run while it lasts: the objects that the loop uses, and their opening and closing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
@@ -29,11 +29,11 @@ from sparrow_sglang.rl.types import Group
 _Result = TypeVar("_Result")
 
 EngineOpener = Callable[[EngineConfig, str, Mapping[str, Any]], RolloutEngine]
-"""As `open_engine`."""
+"""A function with the signature of `open_engine`."""
 
 
 class RankFailed(SparrowError, RuntimeError):
-    """A rank failed where each works by itself; all of them raise this, and can save together."""
+    """A rank failed in work that each does by itself; all raise this, and can save together."""
 
 
 _ON_ALL_RANKS = (RankFailed, Stopped, FloatingPointError)
@@ -42,8 +42,8 @@ _ON_ALL_RANKS = (RankFailed, Stopped, FloatingPointError)
 class Progress:
     """How many steps the policy has taken, and how many of them are in a checkpoint.
 
-    `replaced` counts the prompts that these steps took besides their own, to replace groups, and
-    `carried` are groups that they began and did not train on.
+    `replaced` counts the additional prompts that these steps used to replace groups. `carried` are
+    groups that these steps began and did not train on.
     """
 
     def __init__(self, checkpoints: Checkpoints, termination: Termination, state: State) -> None:
@@ -60,10 +60,10 @@ class Progress:
     def updating(
         self, step: int, replaced: int = 0, carried: tuple[Group, ...] = ()
     ) -> Iterator[None]:
-        """The block takes step `step`, which replaced so many groups and leaves others, with the
-        policy and reports it; no signal interrupts it.
+        """Context in which step `step` updates the policy and is reported; signals are held back.
 
-        If it raises, the policy may be between two steps, and is not saved any more.
+        The step replaced `replaced` groups, and leaves those `carried`. If the block raises, the
+        policy may be only partly updated, and is not saved any more.
         """
         with self._termination.held_back():
             self._updating = True
@@ -118,7 +118,7 @@ class Run:
         return self.policy.ranks
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """`work()`, of which each rank does a part by itself.
+        """Run `work()`, in which each rank does a part by itself; returns this rank's result.
 
         If it raises on one of several ranks, all raise: `Stopped` on a signal, else `RankFailed`.
         """
@@ -160,9 +160,9 @@ def open_run(
     ranks: Ranks = ALONE,
     engines: EngineOpener | None = None,
 ) -> Iterator[Run]:
-    """A run at the point where it was left; saved at the end, and whenever it ends early.
+    """Opens a run where its newest checkpoint left it; saves it at the end, also if it ends early.
 
-    `engines` opens another engine than `open_engine` does.
+    `engines` opens the engine instead of `open_engine`.
 
     Raises `InputError` if `config.run_dir` is in use, holds a run that is not to be resumed,
     or one that was trained with other settings.
@@ -176,7 +176,7 @@ def open_run(
             share_nccl_settings(config.engine.server_args)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(config.model, config.optimizer, device, ranks)
-        # Before a checkpoint's weights are there.
+        # Made before a checkpoint's weights are loaded: the reference is the model at `model.path`.
         reference = ReferencePolicy(policy) if config.algorithm.kl_coefficient else None
         adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
         ladder = Ladder(setup.schedules, config.ladder)
@@ -196,13 +196,14 @@ def open_run(
             for note in setup.notes:
                 log.say(note)
             log.show("starting the engine")
-            # Another seed after each resume, or the engine would draw the same numbers again, and
-            # on each rank.
+            # The seed differs after each resume and on each rank, or engines would draw the same
+            # random numbers.
             arguments = {
                 "random_seed": config.seed + taken + ranks.rank * (config.steps + 1),
                 "dtype": str(policy.compute_dtype).removeprefix("torch."),
             } | lora_arguments(config.distill)
-            # By itself, a rank saves whatever has become of its engine, and Ctrl-C ends the start.
+            # A single rank needs no shield: it can save even if its engine has died of a signal,
+            # and Ctrl-C should interrupt the engine's start.
             shielded = termination.kept_from_children() if ranks.world > 1 else nullcontext()
             with shielded:
                 engine = (engines or open_engine)(setup.engine, setup.model_path, arguments)
@@ -223,7 +224,7 @@ def open_run(
                 try:
                     yield run
                 except BaseException as error:
-                    # Ranks that do not all get here would wait for each other.
+                    # Saving needs all ranks, so it is done only for errors that all ranks raise.
                     if ranks.world == 1 or isinstance(error, _ON_ALL_RANKS):
                         run.save()
                     raise

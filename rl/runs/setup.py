@@ -1,4 +1,4 @@
-"""What a run needs before it loads weights: tokenizer, prompts, schedule; all of it checked.
+"""Set-up and checks of a run before it loads weights: tokenizer, prompts, schedules.
 
 In: a configuration. Out: a `Setup`, or one error that names the setting.
 """
@@ -33,13 +33,13 @@ _OWN_SETTINGS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What `prepare` has found.
+    """The result of `prepare`.
 
-    `train` and `heldout`, by names of sets, hold no prompt that is too long; `left_out` counts
-    those that were. The name of a single set is empty; without evaluation there is none.
-    `schedules` is the ladder, from `engine.schedule` on, and empty for dense rollouts. `engine` is
-    the configured one with the schedule named that "auto" stands for. `notes` are what the run
-    should say at its start.
+    `train` and `heldout` hold no prompts that are too long; `left_out` counts those. `heldout` is
+    keyed by the names of sets: a single set has an empty name, and without evaluation there are no
+    sets. `schedules` is the ladder, starting with `engine.schedule`, and empty for dense rollouts.
+    `engine` is the configured engine with "auto" replaced by the name of the schedule. `notes` are
+    lines to print when the run starts.
     """
 
     model_path: str
@@ -55,10 +55,10 @@ class Setup:
 
 
 def check(config: TrainConfig) -> None:
-    """What can be wrong, as far as it shows in a second, before torch is imported.
+    """Checks all that can be checked within a second, before torch is imported.
 
-    That is settings, files and each line of them, but no model. Raises as `prepare`, which checks
-    the rest.
+    That is settings, files and each of their lines, but no model. Raises as `prepare` does, which
+    checks the rest.
     """
     _check_settings(config)
     if config.distributed.ranks != AUTO:
@@ -66,9 +66,9 @@ def check(config: TrainConfig) -> None:
     if config.engine.schedule != AUTO:
         _schedules(config, None)
     if ":" in config.task.name:
-        # A module of the user's may import anything.
+        # The user's module may import anything, torch included.
         return
-    # What a task warns of is said when the run loads it.
+    # Warnings are off, as the task will give them when the run loads it.
     logging.disable(logging.WARNING)
     try:
         load_task(config.task, lambda messages: (0,))
@@ -78,7 +78,7 @@ def check(config: TrainConfig) -> None:
 
 def _check_settings(config: TrainConfig) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
-        # It kills the ranks 30 s after a signal; a checkpoint may take longer.
+        # torchrun kills the ranks 30 s after a signal; a checkpoint may take longer.
         raise InputError(
             f"distributed.ranks={config.distributed.ranks}: torchrun has started this; expected"
             " sparrow train by itself, which starts the ranks, and lets them write a checkpoint"
@@ -109,7 +109,8 @@ def _check_settings(config: TrainConfig) -> None:
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raises `InputError` on what so many ranks cannot train, and if there should be others."""
+    """Raises `InputError` if `ranks` ranks cannot train with this configuration, or if it asks for
+    several ranks and this process is alone."""
     if ranks == 1:
         if config.distributed.ranks not in (1, AUTO):
             raise InputError(
@@ -144,7 +145,7 @@ def check_ranks(config: TrainConfig, ranks: int) -> None:
 
 
 def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
-    """Everything that can be checked in seconds, of a run of so many ranks.
+    """Prepare a run of `ranks` ranks, and check everything that can be checked in seconds.
 
     Raises:
         InputError, ScheduleError, ModelError: something that `config` names is not there, is
@@ -171,7 +172,8 @@ def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
     left_out += sum(len(sets[name]) - len(kept) for name, kept in heldout.items())
     engine = config.engine
     if engine.schedule == AUTO:
-        # By name, or SPARROW_SCHEDULE in the environment would give the engine another one.
+        # The engine gets the schedule's name, as SPARROW_SCHEDULE in the environment could turn
+        # "auto" into another schedule.
         engine = engine.model_copy(update={"schedule": schedules[0].name})
     notes = tuple(
         f"schedule {schedule.name}: {schedule.calibration(model_config)}"
@@ -194,7 +196,7 @@ def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
 
 
 def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
-    """Tokenizer and config of the model, whose chat template can render what it is told to."""
+    """Tokenizer and config of the model; checks its chat template and `chat_template_kwargs`."""
     from transformers import AutoConfig, AutoTokenizer
 
     asked = f"model.path={config.model.path!r}"
@@ -249,7 +251,7 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
 
 
 def _require_fit(key: str, schedule: BudgetSchedule, first: BudgetSchedule, model: Any) -> None:
-    """Refuse what the model, or an engine that was started with `first`, cannot switch to."""
+    """Raises `InputError` unless `schedule` fits the model and an engine started with `first`."""
     try:
         schedule.require_model(model)
         LoadedSchedules(first).require_fit(schedule)
@@ -288,7 +290,7 @@ def _check_server_args(engine: EngineConfig) -> None:
 
 
 def _check_temperature(temperature: float) -> None:
-    # As SGLang reads it; the processes of an engine inherit it.
+    # The variable is read as SGLang reads it, whose processes inherit it.
     untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
     if untempered and temperature != 1:
         raise InputError(

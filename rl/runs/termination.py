@@ -15,7 +15,8 @@ class Stopped(SystemExit):
 class Termination:
     """Raises `Stopped` in the main thread on SIGTERM and SIGINT while it is open.
 
-    A subclass of SystemExit, because asyncio keeps other exceptions in the task that they hit.
+    `Stopped` is a subclass of SystemExit, because asyncio keeps other exceptions in the task in
+    which they are raised.
     """
 
     def __init__(self, held: bool = False) -> None:
@@ -40,14 +41,14 @@ class Termination:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Let the block end before `Stopped` is raised."""
+        """Delay `Stopped` until the block has ended."""
         with self._holding(True):
             yield
         self._raise_if_asked()
 
     @contextmanager
     def let_in(self) -> Iterator[None]:
-        """Raise `Stopped` at once in the block, whether the signal came before or comes now."""
+        """Raise `Stopped` at once in the block, for signals that came before or come during it."""
         with self._holding(False):
             self._raise_if_asked()
             yield
@@ -56,10 +57,10 @@ class Termination:
     def kept_from_children(self) -> Iterator[None]:
         """Processes that the block starts never get the signals; this one gets them afterwards.
 
-        Schedulers of jobs send them to all processes of a run at once, and an engine that dies of
-        one would keep a rank from the point where all of them save together.
+        Job schedulers send signals to all processes of a run at once. An engine that dies of one
+        would keep its rank from the point where all ranks save together.
         """
-        # When it starts, it lets the signals in again.
+        # Started beforehand, because its start unblocks the signals.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
         try:

@@ -1,1 +1,1 @@
-"""Programs that nobody trusts, run in a container or confined, within limits."""
+"""Untrusted programs, run within limits, in a container or confined by the kernel."""

@@ -1,7 +1,7 @@
-"""A control group (version 2) around one program, where this process may make one.
+"""A control group (version 2) around one program, if this process may make one.
 
-In: limits. Out: a group that the program enters before its first instruction, or one that does
-nothing. Uses only the standard library; the files are those of the kernel's cgroup-v2 document.
+In: limits. Out: a group that the program enters before its first instruction, or a stand-in that
+does nothing. Uses only the standard library; the kernel's cgroup-v2 document describes the files.
 """
 
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 
 MOUNT = Path("/sys/fs/cgroup")
 CONTROLLERS = {"memory", "pids"}
-# Around the program there are a container's two processes and the one that sets a limit.
+# Further processes in the group: the container's and those that set its limits.
 CONTAINER_PROCESSES = 4
 REMOVE_S = 2.0
 
 
 class ControlGroup:
-    """Limits memory and number of processes of whatever has entered; `folder` None for nothing."""
+    """Limits memory and number of all processes that have entered; none if `folder` is None."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class ControlGroup:
 
 
 def usable_parent(mount: Path = MOUNT) -> Path | None:
-    """The nearest group at or above ours that hands on memory and pids and lets us move there."""
+    """The nearest group at or above ours that delegates `CONTROLLERS` and that we may write to."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         ours = next(line[3:] for line in lines if line.startswith("0::"))
@@ -82,7 +82,7 @@ def _make(parent: Path, memory_bytes: int, processes: int) -> Path | None:
         folder.mkdir()
         for name, value in limits.items():
             (folder / name).write_text(str(value))
-        # Not there where the kernel has no swap.
+        # The file does not exist if the kernel has no swap.
         if (folder / "memory.swap.max").exists():
             (folder / "memory.swap.max").write_text("0")
     except OSError:

@@ -1,7 +1,7 @@
-"""What the kernel itself forbids a process, and all that it starts, from here on.
+"""Restrictions of a process and all that it starts, enforced by the kernel.
 
-A seccomp filter denies memory that no limit counts and calls that honest programs do not need;
-without a container around, also whatever would reach other processes. Landlock then keeps the
+A seccomp filter denies memory that no limit counts, and calls that honest programs do not need.
+Without a container, it also denies calls that would reach other processes, and Landlock keeps the
 program to its folder. Uses only the standard library; x86_64 and aarch64.
 """
 
@@ -19,7 +19,7 @@ Numbers = tuple[int | None, int | None]
 SOCKET, SOCKETPAIR, PRLIMIT64 = (41, 198), (53, 199), (302, 261)
 MMAP, CLONE, CLONE3, FCNTL, IOCTL = (9, 222), (56, 220), (435, 435), (72, 25), (16, 29)
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
-# CLONE_NEW* but for CLONE_NEWTIME, which clone does not take.
+# All CLONE_NEW* flags except CLONE_NEWTIME, which clone does not take.
 CLONE_NAMESPACES = 0x7E020000
 # F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP: whom a descriptor signals, and how.
 OWNER_FCNTLS, OWNER_IOCTLS = (8, 10, 15), (0x8901, 0x8902)
@@ -28,7 +28,7 @@ DENIED: dict[str, Numbers] = {
     # Memory that no limit counts, or that outlives the process.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    # Parts of the kernel that no honest program needs and many of its bugs were in.
+    # Parts of the kernel that no honest program needs, and that had many security bugs.
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "io_uring_setup": (425, 425), "userfaultfd": (323, 282), "bpf": (321, 280),
     "perf_event_open": (298, 241), "unshare": (272, 97), "setns": (308, 268),
@@ -43,7 +43,7 @@ DENIED_WITHOUT_CONTAINER: dict[str, Numbers] = {
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "setpriority": (141, 140),
-    # Descriptors on their way in a socket, which nobody sees and which hold unlinked files.
+    # Sending descriptors through a socket: in transit they are invisible, and hold unlinked files.
     "sendmsg": (46, 211), "sendmmsg": (307, 269),
     # Changes of files outside that Landlock does not handle.
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
@@ -99,11 +99,11 @@ def restrict_files(box: str, readable: list[str]) -> None:
 
 
 def system_call_filter(machine: str, contained: bool) -> bytes:
-    """A seccomp program: network sockets kill, denied calls fail with EPERM, all else goes on.
+    """A seccomp program: network sockets kill, denied calls fail with EPERM, all else is allowed.
 
     Local sockets fail with EPERM too, because libc tries one when it looks up a user's name. Shared
     anonymous memory is refused, as it stays after it is unmapped in part, and no limit counts it.
-    `contained` leaves out what matters only without namespaces around the program.
+    `contained` leaves out checks that are needed only without namespaces around the program.
     """
     column, architecture = ARCHITECTURES[machine]
     fail = _FAIL | EPERM
@@ -121,7 +121,7 @@ def system_call_filter(machine: str, contained: bool) -> bytes:
         number = numbers[column]
         if number is not None:
             program += [(_EQUAL, 0, 1, number), (_GIVE, 0, 0, fail)]
-    # Its arguments lie in memory, where no filter sees them; libc goes on with clone.
+    # The arguments of clone3 are in memory, where no filter sees them; on ENOSYS libc uses clone.
     program += [(_EQUAL, 0, 1, CLONE3[column]), (_GIVE, 0, 0, _FAIL | ENOSYS)]
     program += _on_argument(
         CLONE[column], 0, [(_ANY_BIT, 0, 1, CLONE_NAMESPACES), (_GIVE, 0, 0, fail)]
@@ -131,13 +131,13 @@ def system_call_filter(machine: str, contained: bool) -> bytes:
         3,
         [(_ANY_BIT, 0, 2, MAP_ANONYMOUS), (_ANY_BIT, 0, 1, MAP_SHARED), (_GIVE, 0, 0, fail)],
     )
-    # Limits of another process; those of the caller are lowered with process id 0.
+    # Process id 0 is the caller, which may lower its own limits; other processes are denied.
     program += _on_argument(PRLIMIT64[column], 0, [(_EQUAL, 1, 0, 0), (_GIVE, 0, 0, fail)])
     program += _on_argument(
         SOCKET[column], 0, [(_EQUAL, 1, 0, AF_UNIX), (_GIVE, 0, 0, _KILL), (_GIVE, 0, 0, fail)]
     )
     if not contained:
-        # Any other kind could send to the sockets of other programs.
+        # Sockets of any other type could send to the sockets of other programs.
         kind = (_AND, 0, 0, 0xFFFFFFFF & ~SOCK_FLAGS)
         program += _on_argument(
             SOCKETPAIR[column], 1, [kind, (_EQUAL, 1, 0, SOCK_STREAM), (_GIVE, 0, 0, fail)]
@@ -159,7 +159,7 @@ def install_filter(program: bytes) -> None:
 
 
 def _on_argument(call: int, argument: int, checks: list[_Instruction]) -> list[_Instruction]:
-    """`checks` on the low half of an argument of `call`; the call goes on if they give nothing."""
+    """`checks` on the low half of an argument of `call`; it is allowed if no check returns."""
     body = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument), *checks, (_GIVE, 0, 0, _ALLOW)]
     return [(_EQUAL, 0, len(body), call), *body]
 

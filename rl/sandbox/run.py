@@ -1,9 +1,9 @@
 """Runs code that a model has written, so that it can harm nothing but its own result.
 
-In: Python source and what it reads on stdin. Out: a `SandboxResult`. In the kind "bubblewrap" the
-program sees a read-only system, a small file system of its own in memory, no network and no other
-process. "weak" does with what the kernel offers without namespaces (another user where we are root,
-Landlock, seccomp, rlimits); `weaknesses` lists what is then not kept from the program.
+In: Python source and its stdin. Out: a `SandboxResult`. In the kind "bubblewrap" the program sees a
+read-only system, a small file system of its own in memory, no network and no other process. "weak"
+uses only what the kernel offers without namespaces (another user if we are root, Landlock, seccomp,
+rlimits); `weaknesses` lists what the program can then still do.
 """
 
 import json
@@ -24,13 +24,13 @@ from sparrow_sglang.rl.sandbox.supervisor import BOX, FILTER_FD, PROGRAM, PROGRA
 
 Kind = Literal["bubblewrap", "weak"]
 KINDS: tuple[Kind, ...] = ("bubblewrap", "weak")
-# Users without an account, one for each reward worker, so that their processes count apart.
+# User ids without an account, one per reward worker, so that their processes count separately.
 FIRST_UID, NUM_UIDS = 50000, 10000
-# From version 3 on Landlock covers truncation, without which a file could be emptied.
+# Landlock covers truncation from version 3 on; earlier versions would let a program empty files.
 LANDLOCK_NEEDED = 3
 START_UP_S = 20.0
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-# What bubblewrap's own /dev would add is /dev/zero, which mapped as shared is uncounted memory.
+# Not bubblewrap's own /dev, which has /dev/zero: mapped as shared, it is memory no limit counts.
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 
@@ -52,11 +52,11 @@ class SandboxError(SparrowError, RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a program may go before it is killed; all but `cpu_s` hold for its whole tree.
+    """Limits beyond which a program is killed; all but `cpu_s` hold for its whole process tree.
 
-    `processes` counts threads too. `memory_bytes` bounds the address space of each process at
-    once, and their resident memory together: at once in a control group, else within some 20 ms.
-    `output_bytes` holds for stdout and stderr each, `disk_bytes` for its folder.
+    `processes` counts threads too. `memory_bytes` bounds the address space of each process
+    immediately, and the resident memory of all together: immediately in a control group, otherwise
+    within some 20 ms. `output_bytes` holds for stdout and stderr each, `disk_bytes` for its folder.
     """
 
     wall_clock_s: float = 10.0
@@ -69,9 +69,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What a program did: `limit` names the limit that it was killed for, None if it was not.
+    """The outcome of a program: `limit` names the limit it was killed for, None if it was not.
 
-    A `returncode` below 0 is the signal that ended it; it is above 128 with bubblewrap.
+    If a signal ended the program, `returncode` is below 0, or above 128 with bubblewrap.
     """
 
     limit: str | None
@@ -89,10 +89,10 @@ def run_python(
 ) -> SandboxResult:
     """Run `source` with the standard library only.
 
-    Raises `SandboxError` if this kind cannot be had on this machine.
+    Raises `SandboxError` if this kind does not work on this machine.
     """
     order = _order(source, stdin, limits or Limits(), kind)
-    # Not the caller's folder on the module path, which might hold files of the same names.
+    # -P keeps the caller's folder off the module path, as it might hold files of the same names.
     command = [sys.executable, "-P", "-m", "sparrow_sglang.rl.sandbox.supervisor"]
     process = subprocess.Popen(
         command,
@@ -130,7 +130,7 @@ def check_sandbox(kind: Kind) -> None:
 
 
 def sandbox_problem(kind: Kind) -> str | None:
-    """Why `kind` cannot be used here, found out by running a program in it; None if it can."""
+    """Why `kind` does not work here, by a trial run of a program; None if it works."""
     try:
         limits = Limits(wall_clock_s=START_UP_S, cpu_s=int(START_UP_S))
         result = run_python("print(input()[::-1])", "abc", limits, kind)
@@ -168,7 +168,8 @@ def _order(source: str, stdin: str, limits: Limits, kind: Kind) -> Order:
             f"Landlock is version {landlock_version()} in this kernel and needed is"
             f" {LANDLOCK_NEEDED} (0 means none), so this user's files could be overwritten"
         )
-    # Isolated from variables and user packages; no compiled files, which would fill the folder.
+    # -I ignores environment variables and user packages; -B writes no compiled files, which would
+    # fill the folder.
     command = [interpreter, "-I", "-B", f"{BOX}/{PROGRAM}"]
     if kind == "bubblewrap":
         command = [*_bubblewrap(readable, limits), *command]
@@ -177,7 +178,7 @@ def _order(source: str, stdin: str, limits: Limits, kind: Kind) -> Order:
         "HOME": BOX,
         "TMPDIR": BOX,
         "LANG": "C.UTF-8",
-        # A thread for each core would take the address space of all of them.
+        # One thread per core would use up the limit on address space.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }

@@ -1,8 +1,8 @@
-"""Runs one untrusted command under limits and leaves nothing of it behind; a program of its own.
+"""A program that runs one untrusted command under limits, and removes all that it leaves behind.
 
-In: a JSON object on stdin, see `Order`. Out: one JSON object on stdout, see `main`.
-`sparrow_sglang.rl.sandbox.run` starts it, so that whatever happens to the reward worker, somebody
-cleans up.
+In: a JSON object on stdin, see `Order`. Out: one JSON object on stdout, see `main`. It is a process
+of its own, started by `sparrow_sglang.rl.sandbox.run`, so that it cleans up even if the reward
+worker is killed.
 """
 
 import fcntl
@@ -37,9 +37,10 @@ from sparrow_sglang.rl.sandbox.usage import (
 )
 
 POLL_S = 0.02
-# Words of a command that stand for descriptors of the filter and of the program's source.
+# Placeholders in a command for the descriptors of the filter and of the program's source.
 FILTER_FD, PROGRAM_FD = "FILTER_FD", "PROGRAM_FD"
-# Folder of the program: a file system of its own in a container, else the name's first part.
+# Folder of the program: in a container a file system of its own, otherwise the prefix of the name
+# of a temporary folder.
 BOX = "/sparrow-sandbox-box"
 PROGRAM = "program.py"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -51,8 +52,9 @@ class Order:
 
     `contained` says that `command` starts a container, whose own file system holds `BOX`; it loads
     filter and source from the descriptors that replace the words `FILTER_FD` and `PROGRAM_FD`.
-    Without one, a new folder replaces `BOX`. `parent` is the process that waits for the answer,
-    `uid` the user to become, None to stay, and `readable` are folders for Landlock.
+    Without a container, a new folder replaces `BOX`. `parent` is the process that waits for the
+    answer, `uid` the user to switch to (None for the current one), and `readable` are folders that
+    Landlock lets the program read.
     """
 
     command: list[str]
@@ -103,7 +105,7 @@ def main() -> None:
 
 @contextmanager
 def folder_of(order: Order) -> Iterator[str]:
-    """A folder of the program's own, removed afterwards; none on this system with a container."""
+    """A new folder for the program, removed afterwards; with a container just its own `BOX`."""
     if order.contained:
         yield BOX
         return
@@ -115,7 +117,7 @@ def folder_of(order: Order) -> Iterator[str]:
             os.chown(box, order.uid, order.uid)
         yield box
     finally:
-        # Not shutil.rmtree, which gives up on trees that are deep or not readable.
+        # Not shutil.rmtree, which fails on trees that are deep or not readable.
         for tool in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
             subprocess.run([*tool, "--", box], stdin=subprocess.DEVNULL, capture_output=True)
 
@@ -139,7 +141,7 @@ def start(order: Order, box: str, group: ControlGroup) -> "subprocess.Popen[byte
             os.setgroups([])
             os.setgid(order.uid)
             os.setuid(order.uid)
-        # Changing the user clears it, so this comes after.
+        # Set after the change of user, which clears the setting.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if not order.contained:
             if order.landlock:
@@ -156,7 +158,7 @@ def start(order: Order, box: str, group: ControlGroup) -> "subprocess.Popen[byte
 
 
 def sealed(content: bytes) -> int:
-    """A descriptor at the start of `content`, which nobody can change or make longer."""
+    """A descriptor of a sealed file in memory with `content`, which nobody can change or extend."""
     descriptor = os.memfd_create("sparrow-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -167,9 +169,9 @@ def sealed(content: bytes) -> int:
 
 
 def limits_of(order: Order) -> dict[int, int]:
-    """Limits of the kernel, per process; that on the number of processes is per user.
+    """Kernel limits (rlimits) per process; the limit on the number of processes is per user.
 
-    A container has user ids of its own, in which the command counts itself.
+    A container has user ids of its own, so there the command sets the limit on processes itself.
     """
     limits = {
         resource.RLIMIT_AS: order.memory_bytes,
@@ -197,9 +199,9 @@ def watch(
     group: ControlGroup,
     outputs: dict[str, bytearray],
 ) -> str | None:
-    """Collect output until the command ends; the name of the limit that it went over, or None.
+    """Collect output until the command ends; returns the limit that it exceeded, or None.
 
-    These are the limits that the kernel does not keep for a whole tree of processes.
+    Checks the limits that the kernel does not enforce for a whole tree of processes.
     """
     assert process.stdout is not None and process.stderr is not None, "both are pipes"
     pipes = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr"}
@@ -233,7 +235,7 @@ def watch(
 
 
 def kill_descendants(process: "subprocess.Popen[bytes] | None") -> None:
-    """Stop them all first: a stopped process keeps its place, so that no sibling can fork again."""
+    """Kill all descendants, stopping them first, so that none can fork while others are killed."""
     stopped: set[int] = set()
     while fresh := set(descendants()) - stopped:
         for pid in fresh:

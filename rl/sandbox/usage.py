@@ -1,7 +1,7 @@
-"""What a sandboxed program and all that it has started use: processes, memory, disk.
+"""Resource usage of a sandboxed program and all that it has started: processes, memory, disk.
 
-In: the calling process, below which the program runs. Out: process ids and bytes. Uses only the
-standard library.
+In: the calling process, of which the program is a descendant. Out: process ids and bytes. Uses only
+the standard library.
 """
 
 import os
@@ -10,9 +10,9 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-# A name costs memory of the kernel even if its file is empty.
+# Bytes counted per file name: it takes kernel memory even if its file is empty.
 NAME_BYTES = 4096
-# Deeper, a path may be longer than the kernel takes, and what lies below cannot be counted.
+# In deeper folders a path may exceed the kernel's limit, and its content cannot be counted.
 MAX_DEPTH = 32
 TOO_MUCH = 1 << 62
 
@@ -35,10 +35,10 @@ def descendants() -> list[int]:
 
 
 def resident_bytes(pids: list[int]) -> int:
-    """Memory of these processes; pages that several of them share count for each."""
+    """Resident memory of these processes; pages that several share count for each of them."""
     pages = 0
     for pid in pids:
-        # Of all threads, because a process whose first thread has ended shows no memory itself.
+        # All threads are read, because a process whose first thread has ended reports no memory.
         pages += max(map(_resident_pages, _threads(pid)), default=0)
     return pages * resource.getpagesize()
 
@@ -58,8 +58,9 @@ def tasks_of(uid: int) -> int:
 def folder_usage(folder: str, limit: int) -> Callable[[list[int]], int]:
     """A function of process ids that gives the bytes of `folder`, unlinked files included.
 
-    It stops counting above `limit`. What cannot be counted is `TOO_MUCH`: folders deeper than
-    `MAX_DEPTH` or without read permission, and unlinked files that are mapped but not open.
+    It stops counting above `limit`, and gives `TOO_MUCH` if something cannot be counted: folders
+    deeper than `MAX_DEPTH` or without read permission, and unlinked files that are mapped but not
+    open.
     """
     device = os.stat(folder).st_dev
 
@@ -108,7 +109,8 @@ def _unlinked_bytes(folder: str, device: int, pids: list[int]) -> int:
                     if fields[5].endswith(" (deleted)") and int(fields[4]) not in sizes:
                         return TOO_MUCH
         except PermissionError:
-            # It keeps others from looking, which honest programs do not, or it is about to end.
+            # Either the process denies access, which honest programs do not, or it is about to end
+            # and holds no memory.
             if _resident_pages(thread):
                 return TOO_MUCH
         except OSError:
@@ -133,7 +135,7 @@ def _resident_pages(thread: str) -> int:
 def tmpfs_usage(folder: str) -> Callable[[list[int]], int]:
     """A function of process ids that gives the bytes of the file system at `folder` in a container.
 
-    It counts whatever lies there, named or not, and goes on after the last process has ended.
+    It counts all files there, also unlinked ones, and still works after the last process has ended.
     """
     host = os.stat("/").st_dev
     opened: list[int] = []

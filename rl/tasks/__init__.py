@@ -1,7 +1,7 @@
 """The registry of tasks: where prompts come from, and how responses to them are rewarded.
 
-A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`; or it lies in a
-module of the user's, and `task.name` is "module:function".
+A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`; or the function is
+in a module of the user's, and `task.name` is "module:function".
 """
 
 import pickle
@@ -53,7 +53,7 @@ def load_task(config: TaskSource, render: Render) -> Task:
 
 
 def _checked(name: str, task: Any) -> Task:
-    """What a task of the user's has returned."""
+    """The `task` that a user's function has returned; raises `InputError` if it is not usable."""
     if not isinstance(task, Task):
         raise InputError(f"task.name={name!r} returned {quoted(task)}: expected a Task")
     for field, functions in {"reward": task.reward, "reply": task.reply or {}}.items():
@@ -75,8 +75,8 @@ def _can_be_sent(function: object) -> bool:
 
 
 def _load_mix(config: TaskSource, render: Render) -> Task:
-    """Several tasks: `options` has the settings of each by a name, which becomes that of its
-    prompts and of its held-out set."""
+    """Several tasks: `options` maps a name to the settings of each task. The name becomes the
+    `Prompt.task` of its prompts, and names its held-out set."""
     train: list[Prompt] = []
     heldout: dict[str, tuple[Prompt, ...]] = {}
     rewards: dict[str, Reward] = {}

@@ -1,7 +1,7 @@
-"""What tasks share: their shape, rendering through a chat template, and reading of data files.
+"""Shared parts of tasks: the class `Task`, rendering by a chat template, and reading of data files.
 
-Each row holds an example. "prompt" is a string, which becomes the user's message, or a list of chat
-messages; "id" is optional. The other fields are the task's.
+Each row of a data file holds an example. "prompt" is a string, which becomes the user's message, or
+a list of chat messages; "id" is optional. The other fields depend on the task.
 """
 
 import random
@@ -24,7 +24,7 @@ from sparrow_sglang.validation import first_problem, unknown_key
 Message = dict[str, str]
 # Chat messages -> token ids of the prompt, ready for the assistant's turn.
 Render = Callable[[Sequence[Message]], tuple[int, ...]]
-# Fields of one example -> what the reward needs. Raises `ValueError` with what is allowed.
+# Fields of one example -> `Prompt.payload`. Raises `ValueError` that says what is allowed.
 ReadPayload = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 # One held-out set, or several by name.
@@ -40,9 +40,9 @@ class Task:
     """Prompts to train on and others to evaluate on, and `reward(prompt, text)`, 0 to 1.
 
     `heldout` is one set, or several by name. `reward` is a function of a module, as it is sent to
-    other processes by name; what it may take and return is said at `reward_worker.Reward`. Or
-    there is one for each `Prompt.task`. With a `reply`, or one for each, responses have several
-    turns; see `turns.Reply`.
+    other processes by name, or a mapping with one such function for each `Prompt.task`;
+    `reward_worker.Reward` documents parameters and return values. With a `reply`, or a mapping of
+    replies, responses have several turns; see `turns.Reply`.
     """
 
     train: tuple[Prompt, ...]
@@ -98,11 +98,11 @@ def load_files(
     options: FileOptions,
     fields: Sequence[str] = (),
 ) -> tuple[tuple[Prompt, ...], Heldout]:
-    """Training and held-out prompts out of `config`'s files, whose rows have `fields` besides the
-    prompt's, or any.
+    """Training and held-out prompts from `config`'s files.
 
-    Without a held-out file a tenth of the examples, 512 at most, is kept apart, the same ones each
-    time. Raises `InputError` with file, line, field and what is allowed.
+    Rows have `fields` besides "prompt" and "id"; without `fields`, any. Without a held-out file a
+    tenth of the examples, 512 at most, is held out, the same ones each time. Raises `InputError`
+    with file, line, field and what is allowed.
     """
     if config.train_path is None:
         raise InputError(
@@ -165,7 +165,7 @@ def _read_prompts(
 
 
 def _column(row: Mapping[str, Any], field: str, column: str) -> Any:
-    """What is at the dotted path `column`; raises `ValueError` if nothing is."""
+    """The value at the dotted path `column`; raises `ValueError` if there is none."""
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:

@@ -1,7 +1,7 @@
-"""A built-in task of several turns: arithmetic with numbers too long for the head, by a calculator.
+"""A built-in task of several turns: arithmetic with long numbers, with the help of a calculator.
 
-The model is told the value of what it puts between `<calculator>` and `</calculator>`, and ends
-its last turn with the answer.
+The model gets the value of the expression that it writes between `<calculator>` and
+`</calculator>`, and ends its last turn with the answer.
 """
 
 import ast
@@ -28,7 +28,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
 }
 MAX_EXPRESSION = 200
-"""Characters of an expression that is evaluated; products of so many digits take no time."""
+"""Most characters of an expression that is evaluated; products of so many digits take no time."""
 
 
 class CalculatorOptions(Options):
@@ -45,11 +45,11 @@ class CalculatorOptions(Options):
     heldout: int = Field(default=128, ge=1)
     """Held-out prompts."""
     seed: int = 0
-    """Of the expressions."""
+    """Seed of the expressions."""
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """The same prompts for the same options; raises `InputError` on options that are not there."""
+    """The same prompts for the same options; raises `InputError` on options that are not valid."""
     options = parse_options(CalculatorOptions, config)
     draw = random.Random(options.seed)
 
@@ -76,7 +76,7 @@ def reply(prompt: Prompt, turns: tuple[str, ...]) -> Message | None:
         value = str(evaluate(calls[-1]))
     except (ValueError, SyntaxError) as error:
         value = f"error: {error}"
-    # As every chat template has this role.
+    # The role is "user", as every chat template has it.
     return {"role": "user", "content": value}
 
 

@@ -47,9 +47,9 @@ class CodeOptions(FileOptions):
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """Prompts out of `config`'s files.
+    """Prompts from `config`'s files.
 
-    Raises `InputError` as `base.load_files` does, and where the sandbox does not work.
+    Raises `InputError` as `base.load_files` does, and if the sandbox does not work.
     """
     options = parse_options(CodeOptions, config)
     try:

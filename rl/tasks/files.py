@@ -19,7 +19,7 @@ class OwnRewardOptions(FileOptions):
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """Prompts out of `config`'s files.
+    """Prompts from `config`'s files.
 
     Raises `InputError` as `base.load_files` does, and if the reward cannot be imported.
     """

@@ -20,7 +20,7 @@ from sparrow_sglang.rl.tasks.base import (
 from sparrow_sglang.rl.types import Prompt
 
 THINK, END_OF_THINK, BOX = "<think>", "</think>", "\\boxed{"
-# What takes an answer back after it was boxed.
+# Words that retract an answer after it was boxed.
 RETRACTION = re.compile(
     r"\b(?:wait|hmm+|oops|sorry|wrong|incorrect|mistaken?|not (?:right|correct)|actually|instead"
     r"|correction|let me|let's|no(?=\s*[,.!:;-]))\b",
@@ -30,7 +30,7 @@ RESTATED = re.compile(r"\banswer\s*(?:is|should be|must be|=|:)", re.IGNORECASE)
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """Prompts out of `config`'s files; raises `InputError` as `base.load_files` does."""
+    """Prompts from `config`'s files; raises `InputError` as `base.load_files` does."""
     options = parse_options(FileOptions, config)
     train, heldout = load_files(config, render, _payload, options, ["answer"])
     return Task(train, heldout, reward)
@@ -39,12 +39,13 @@ def load(config: TaskSource, render: Render) -> Task:
 def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:
     """1 if the final answer in `text` equals the expected one, else 0.
 
-    What was cut at the length limit or is still thinking has no final answer. After `</think>` it
-    is the last `\\boxed{}`, unless it is taken back or another answer is named after it; without a
-    box it is what `math-verify` takes for the last answer.
+    A response that was cut at the length limit or is still thinking has no final answer. The final
+    answer is looked for after `</think>`. It is the last `\\boxed{}`, unless the text after it
+    retracts it or names another answer; without a box it is what `math-verify` takes for the last
+    answer.
 
     May take long on a hostile expression. The library's own time-outs are off: they are alarms,
-    which work in main threads only and do not interrupt C code; whoever scores sets the limit.
+    which work in main threads only and do not interrupt C code. The caller must set a time limit.
     """
     answer = text.rpartition(END_OF_THINK)[2]
     if finish_reason == "length" or THINK in answer:
@@ -64,7 +65,7 @@ def _last_box(text: str) -> tuple[str, str]:
     """The last box with its content, and what follows; an unclosed one is empty."""
     start = text.rindex(BOX)
     depth = 0
-    # Braces after a backslash are shown, not grouping.
+    # Braces after a backslash are printed characters, and do not group.
     for token in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token.group(), 0)
         if depth == 0 and token.group() == "}":
@@ -75,7 +76,7 @@ def _last_box(text: str) -> tuple[str, str]:
 
 def _payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
     answer = str(require(example, "answer", (str, int, float), "a number or a string"))
-    # The library finds LaTeX between dollars or in a box only; plain numbers it finds anyway.
+    # The library finds LaTeX only between dollars or in a box, but plain numbers anywhere.
     return {"answer": answer if "$" in answer or "\\boxed" in answer else f"${answer}$"}
 
 
@@ -91,7 +92,7 @@ def _library() -> Any:
 
     import math_verify
 
-    # It warns once per process that its time-outs are off, which is meant.
+    # The library warns once per process that its time-outs are off, which is intended here.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return math_verify.verify

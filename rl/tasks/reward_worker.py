@@ -1,6 +1,6 @@
 """One process that calls reward functions, and can be killed.
 
-In: jobs. Out: rewards with their sub-scores, or what went wrong.
+In: jobs. Out: rewards with their sub-scores, or the reason of a failure.
 """
 
 import math
@@ -10,25 +10,25 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-# (prompt, text) -> reward, or a mapping of "score" and sub-scores; with a parameter
-# `finish_reason` it gets SGLang's, too, and as `turns` all of the model's turns, of which the text
-# is the last. A function (prompts, texts), with `finish_reasons` if it likes, gets all responses of
-# a group at once, and returns a reward for each.
+# (prompt, text) -> reward, or a mapping of "score" and sub-scores. A function with a parameter
+# `finish_reason` gets SGLang's finish reason too, and with a parameter `turns` all of the model's
+# turns, of which the text is the last. A function (prompts, texts), optionally with a parameter
+# `finish_reasons`, gets all responses of a group at once, and returns a reward for each.
 Reward = Callable[..., Any]
-# Task, the reward's positional arguments, and the others.
+# Task name, the reward's positional arguments, and its keyword arguments.
 Job = tuple[str, tuple[Any, Any], dict[str, Any]]
-# To import the reward function, and sympy among others, before the first job.
+# Time for a worker to import the reward function with its libraries, such as sympy.
 START_UP_S = 120.0
 
 
 class Worker:
-    """One process and what it is at; `deadline` is None while it has nothing to do."""
+    """One process and the deadline of its current job; `deadline` is None while it has no job."""
 
     def __init__(self, reward: Reward | Mapping[str, Reward]) -> None:
-        # A forked trainer would carry threads and a CUDA context that its child cannot use.
+        # Not fork: the child would inherit threads and a CUDA context that it cannot use.
         context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
-        # Not a daemon: those may not start processes, as a reward may.
+        # Not a daemon, as daemons may not start processes, which a reward may need to do.
         self._process = context.Process(target=_answer, args=(theirs, reward), daemon=False)
         self._process.start()
         theirs.close()
@@ -40,7 +40,7 @@ class Worker:
         try:
             self.connection.send(job)
         except (BrokenPipeError, ConnectionResetError):
-            # `outcome` finds the end of the connection, and says how the process ended.
+            # `outcome` will find the connection closed, and report how the process ended.
             pass
 
     def outcome(self) -> tuple[str, Any]:
@@ -70,7 +70,7 @@ def reward_of(reward: Reward | Mapping[str, Reward], task: str) -> Reward:
 
 
 def _answer(connection: Connection, reward: Reward | Mapping[str, Reward]) -> None:
-    """Answer jobs until the trainer is gone."""
+    """Run in the worker process: answer jobs until the trainer closes the connection."""
     connection.send(("ready", None))
     while True:
         try:

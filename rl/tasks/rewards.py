@@ -1,8 +1,8 @@
 """Scores groups of rollouts in reward workers, so that no reward function can stop a training run.
 
 In: groups, and a task's reward function. Out: one array of rewards per group, in the same order,
-sub-scores, and counts of what went wrong. A call that raises, crashes or hangs scores 0; its worker
-process is replaced.
+sub-scores, and counts of failures. A call that raises, crashes or hangs scores 0; a worker process
+that has crashed or hangs is replaced.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from sparrow_sglang.rl.types import Group
 
 logger = logging.getLogger(__name__)
 
-# Number of a group, and of its samples.
+# The number of a group, and the range of samples of it that one job scores.
 Place = tuple[int, range]
 
 
@@ -34,9 +34,9 @@ Place = tuple[int, range]
 class Scores:
     """Rewards [n] float64 of each group, in the order given, and how many calls failed.
 
-    `errors`: the function raised, or returned something else than a finite number. `crashes`: its
-    process died. `timeouts`: it was killed. All three scored 0. `parts` are sub-scores by name, of
-    each response of each group, where the reward gives any.
+    `errors`: the function raised, or returned something else than finite numbers. `crashes`: its
+    process died. `timeouts`: it took too long and was killed. All three score 0. `parts` are
+    sub-scores by name, for each response of each group, if the reward gives any.
     """
 
     rewards: tuple[NDArray[np.float64], ...]
@@ -46,7 +46,7 @@ class Scores:
     timeouts: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Failed responses of each kind."""
+        """The number of responses whose scoring failed, by kind of failure."""
         return {
             "sparrow/reward_errors": float(self.errors),
             "sparrow/reward_crashes": float(self.crashes),
@@ -74,11 +74,11 @@ def without_truncated(
 
 
 class RewardPool:
-    """Reward workers: processes that call `reward`, a function of a module, or one for each task by
-    name; closes as a context.
+    """Reward workers: processes that call `reward`, a function of a module, or a mapping with one
+    such function for each task; a context manager, which ends them.
 
-    Processes are started at the first call of `score`, from a server process that holds neither
-    CUDA nor threads; a script that uses this needs the usual `if __name__ == "__main__"`.
+    Processes are started when first needed, from a server process that holds neither CUDA nor
+    threads; a script that uses this needs the usual `if __name__ == "__main__"`.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class RewardPool:
     def scoring(self) -> Iterator["Scoring"]:
         """Score groups in a thread while others are still being sampled.
 
-        Nothing else may be scored meanwhile. What is under way when the block raises is given up.
+        Nothing else may be scored meanwhile. Groups that are not scored when the block ends are
+        abandoned.
         """
         scoring = Scoring(self)
         try:
@@ -119,7 +120,7 @@ class RewardPool:
             scoring.stop()
 
     def _advance(self, work: "_Work", wake: Connection | None = None) -> None:
-        """Hand out jobs, wait until a worker or `wake` has something to say, and take it in."""
+        """Hand out jobs, wait for a message of a worker or `wake`, or a deadline, and handle it."""
         while len(self._workers) < min(self._count, len(work.jobs)):
             self._workers.append(Worker(self.reward))
         for worker in self._workers:
@@ -156,8 +157,10 @@ class RewardPool:
         self.close()
 
     def _changed(self, wake: Connection | None) -> "list[Worker]":
-        """Workers with something to tell, or past their time; waits for the first one, or `wake`,
-        which is read."""
+        """Wait until a worker has a message or is past its deadline, or `wake` has a message.
+
+        Returns these workers; a message on `wake` is read and dropped.
+        """
         busy = [worker for worker in self._workers if worker.deadline is not None]
         deadlines = [worker.deadline for worker in busy if worker.deadline is not None]
         limit = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -173,7 +176,7 @@ class RewardPool:
 
 
 class _Work:
-    """Groups, numbered as they come, what is still to be scored of them, and what has been."""
+    """Groups, numbered in the order they are added, with their open jobs and their rewards."""
 
     def __init__(self, reward: Reward | Mapping[str, Reward]) -> None:
         self._reward = reward
@@ -201,7 +204,7 @@ class _Work:
         self.jobs.extend((number, range(i, i + step)) for i in range(0, size, step))
 
     def job(self, place: Place) -> Job:
-        """What a worker needs to know of a job."""
+        """The job in the form that a worker gets."""
         number, samples = place
         group = self.groups[number]
         rollouts = [group.rollouts[sample] for sample in samples]
@@ -220,7 +223,7 @@ class _Work:
         return inspect.signature(reward_of(self._reward, group.prompt.task)).parameters
 
     def take(self, place: Place, kind: str, value: Any) -> None:
-        """The outcome of a job."""
+        """Store the outcome of a job."""
         number, samples = place
         if kind == "reward" and len(value) != len(samples):
             kind, value = "errors", f"{len(value)} rewards for {len(samples)} responses"
@@ -232,12 +235,12 @@ class _Work:
             self._counts[kind] += len(samples)
             prompt = self.groups[number].prompt
             logger.warning("prompt %s/%s: %s: %s", prompt.task, prompt.id, kind, value)
-        # Last, as another thread goes by these.
+        # Updated last, as another thread reads these to see whether the rewards are complete.
         self._open[number] -= len(samples)
         self._left -= len(samples)
 
     def rewards(self, number: int) -> NDArray[np.float64] | None:
-        """Those of a group, None until all of its responses are scored."""
+        """Rewards of a group, None until all of its responses are scored."""
         return None if self._open[number] else self._rewards[number]
 
     def scores(self, numbers: Iterable[int]) -> Scores:
@@ -262,7 +265,7 @@ class Scoring:
         self._thread.start()
 
     def add(self, group: Group) -> int:
-        """The number of the group, counted from 0, which will be scored."""
+        """Queue a group to be scored; returns its number, counted from 0."""
         self._added.append(group)
         self._waker.send(None)
         self._count += 1
@@ -274,14 +277,14 @@ class Scoring:
             return self._work.rewards(number) if number < len(self._work.groups) else None
 
     def wait(self) -> None:
-        """Until all groups are scored; raises what `RewardPool.score` raises."""
+        """Wait until all groups are scored; raises what `RewardPool.score` raises."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._is_done())
         if self._error is not None:
             raise self._error
 
     def scores(self, numbers: Iterable[int]) -> Scores:
-        """Of these groups, in this order, with the failures of all groups."""
+        """Scores of these groups, in this order, with the failure counts of all groups."""
         self.wait()
         return self._work.scores(numbers)
 

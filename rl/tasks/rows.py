@@ -13,14 +13,14 @@ _DATA_SET = re.compile(r"hf:(?P<name>[^:@]+)(:(?P<config>[^:@]+))?(@(?P<split>.+
 
 
 def is_hub(path: Path) -> bool:
-    """Whether it names a data set instead of a file."""
+    """Whether `path` names a Hugging Face data set instead of a file."""
     return str(path).startswith("hf:")
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """(file and line, line number from 1, fields) of each example.
 
-    Raises `InputError` if it cannot be read, with what is expected.
+    Raises `InputError`, which says what is expected, if `path` cannot be read.
     """
     if is_hub(path):
         yield from _dataset_rows(str(path))
@@ -86,7 +86,7 @@ def _dataset_rows(address: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
             rows = datasets.load_from_disk(folder)
         else:
             rows = datasets.load_dataset(name, parts["config"], split=split)
-    # Whatever goes wrong on the way to a hub, or in a data set's own files.
+    # Any exception, as a hub's network or a data set's own files may raise many kinds.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{address}: cannot be loaded ({reason})") from None

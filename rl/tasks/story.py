@@ -1,7 +1,7 @@
 """A built-in task without data files: tell a story in which all of the given words occur.
 
-Small models do it sometimes and learn it quickly; the answers are long, so that decode is sparse,
-and each word has to be looked up in the prompt.
+Small models succeed sometimes and learn the task quickly. The answers are long, so that decode is
+sparse, and each word has to be looked up in the prompt.
 """
 
 import random
@@ -35,7 +35,7 @@ class StoryOptions(Options):
     heldout: int = Field(default=256, ge=1)
     """Held-out prompts, of other words together than any training prompt."""
     seed: int = 0
-    """Of the choice of words."""
+    """Seed of the choice of words."""
 
 
 def load(config: TaskSource, render: Render) -> Task:
@@ -71,7 +71,7 @@ def reward(prompt: Prompt, text: str) -> float:
 
 
 def _choices(count: int, seed: int) -> Iterator[tuple[str, ...]]:
-    """Different sets of words, in an order that is random once and for all."""
+    """Different sets of words, in a random order that depends on `seed` only."""
     from itertools import combinations
     from math import comb
 

@@ -1,1 +1,1 @@
-"""Prompts in, a schedule file with its evidence out."""
+"""Calibration: measures a model on prompts and writes a schedule file with its evidence."""

@@ -1,4 +1,4 @@
-"""From measured acceptance rates to a schedule: tail per budget and bin, the cheapest that holds.
+"""From measured acceptance rates to a schedule: tails, and the cheapest budget per bin that holds.
 
 In: tokens with their acceptance rate, measured under fixed budgets. Out: tails with confidence
 intervals, and one budget per position bin with the reason for it. Pure arithmetic.
@@ -20,7 +20,7 @@ CONFIDENCE = 0.95
 class CalibrationError(InputError):
     """Calibration cannot go on; the message says what is wrong, what is allowed and what is kept.
 
-    What was measured before is never lost by it.
+    Earlier measurements are never lost.
     """
 
 
@@ -28,8 +28,8 @@ class CalibrationError(InputError):
 class Tokens:
     """Sparsely decoded tokens of one generation.
 
-    `cached` int64 [T] is the number of cached tokens that the step attended to, which is what a
-    schedule goes by; `rates` float64 [T] are the steps' acceptance rates.
+    `cached` int64 [T] is the number of cached tokens that the step attended to, which determines
+    the schedule's bin; `rates` float64 [T] are the steps' acceptance rates.
     """
 
     prompt: str
@@ -41,10 +41,10 @@ class Tokens:
 class Choice:
     """The budget of one bin, and why.
 
-    `basis` is "measured", "dense" (no measured budget holds, or a bin's whole length fits into the
-    budget: nothing is left out) or "extrapolated" (no budget has enough tokens here). `needed` is
-    the bin's own need, `budget` the same after making the schedule monotone. `evidence` is the tail
-    measured at `budget`, if there is one.
+    `basis` is "measured", "dense" (no measured budget holds, or the budget holds the bin's whole
+    length, so that no page is left out) or "extrapolated" (no budget has enough tokens here).
+    `needed` is the budget that the bin itself needs, `budget` the same after making the schedule
+    monotone. `evidence` is the tail measured at `budget`, if there is one.
     """
 
     bin: int
@@ -62,8 +62,8 @@ def bin_tails(
 ) -> dict[int, BinTail]:
     """Tail of the acceptance rate per bin of the schedule, over the given tokens.
 
-    A token belongs to the bin that a schedule with `bin_tokens` puts its step into: that of
-    ceil(cached / page_size) pages. All generations of a prompt count as one cluster.
+    A token belongs to the bin that a schedule with `bin_tokens` assigns its step to, which is that
+    of ceil(cached / page_size) pages. All generations of a prompt count as one cluster.
     """
     statistics = TailStatistics(bin_tokens)
     for tokens in generations:
@@ -80,7 +80,7 @@ def is_filled(tail: BinTail | None, min_tokens: int) -> bool:
 def holds(tail: BinTail, target: float) -> bool:
     """Whether even the lower end of the tail's confidence interval reaches the target.
 
-    The cheapest of many noisy point estimates would be one that was lucky more often than not.
+    Point estimates are noisy: the cheapest of many that reach the target often does so by chance.
     """
     return tail.tail_low is not None and tail.tail_low >= target
 
@@ -92,13 +92,13 @@ def choose(
     bin_tokens: int,
     min_tokens: int,
 ) -> list[Choice]:
-    """Per bin the cheapest budget that holds the target as do all above it, made monotone.
+    """Choose per bin the cheapest budget that holds as do all larger ones, made monotone.
 
     `tails` is budget -> bin -> tail. In a bin where budgets were measured and none holds, the
     budget is the end of the bin, with which every step in it is dense. A bin without enough tokens
-    takes the need of the next filled one, as needs grow with length; beyond the last filled bin,
-    its need grown in proportion to the length. Raises `CalibrationError` if no bin is filled, and
-    on a target outside (0, 1).
+    takes the need of the next filled one, as needs grow with length. Beyond the last filled bin,
+    the need of that bin is scaled in proportion to the length. Raises `CalibrationError` if no bin
+    is filled, and on a target outside (0, 1).
     """
     if not 0 < target < 1:
         raise CalibrationError(f"target={target}: expected a tail between 0 and 1, e.g. 0.86")
@@ -141,8 +141,8 @@ def closest(
 ) -> tuple[int, BinTail] | None:
     """The budget that came closest to the target in bin `index`, with its tail there.
 
-    None where a budget is chosen or none can be judged. `tails` is budget -> bin -> tail, as for
-    `choose`. Of budgets that hold although a larger one does not, none is taken for close.
+    Returns None where a measured budget holds or none can be judged. `tails` is budget -> bin ->
+    tail, as for `choose`. Budgets that hold although a larger one does not are not considered.
     """
     end = (index + 1) * bin_tokens
     if _need(tails, index, target, bin_tokens, min_tokens) != end:
@@ -164,10 +164,10 @@ def _need(
     bin_tokens: int,
     min_tokens: int,
 ) -> int | None:
-    """Cheapest budget that holds in this bin, as do all above it; None if none is filled.
+    """Cheapest budget that holds in this bin, as do all larger ones; None if no budget is filled.
 
-    Far below what a model needs it repeats itself, and both distributions agree on how that
-    goes on.
+    The larger ones must hold too, because with far too small a budget a model repeats itself, and
+    both distributions agree on the repetition.
     """
     filled = {
         budget: bins[index]

@@ -1,6 +1,6 @@
-"""Measuring with an SGLang engine whose death is an error and not the end of the process.
+"""Measuring with an SGLang engine whose death raises an error instead of ending this process.
 
-In: a job. Out: its measurements in the work folder; the engine is gone afterwards.
+In: a job. Out: its measurements in the work folder; the engine is shut down afterwards.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from sparrow_sglang.progress import Progress
 
 
 def measure_missing(job: Job) -> None:
-    """Measure what the job's work folder lacks; starts no engine if that is nothing.
+    """Measure the units that the job's work folder lacks; starts no engine if it lacks none.
 
-    Raises `CalibrationError` as `measure` does, and if there is nothing to measure at all.
+    Raises `CalibrationError` as `measure` does, and if the job has no units.
     """
     if not job.units:
         raise CalibrationError(
@@ -42,10 +42,10 @@ def measure_missing(job: Job) -> None:
 
 @contextmanager
 def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
-    """An engine with sparse decode that takes token ids. Raises `CalibrationError` if none starts.
+    """An engine with sparse decode that takes token ids; `CalibrationError` if it does not start.
 
-    Without a GPU it computes in float32, the fast path of most CPUs, with room for two sequences of
-    full length.
+    Without a GPU it computes in float32, which is fastest on most CPUs, with room for two sequences
+    of full length.
     """
     import sglang
     import torch
@@ -55,7 +55,7 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
         "skip_tokenizer_init": True,
         "log_level": "error",
         "custom_sigquit_handler": _raise_failed_start,
-        # A prefill pass replayed from a graph would not say how it compares (0.5.17).
+        # A prefill pass replayed from a CUDA graph would not run the comparison (0.5.17).
         "disable_prefill_cuda_graph": True,
     }
     if not torch.cuda.is_available():
@@ -75,7 +75,7 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
 def stop_waiting_when_it_dies(engine: Any) -> None:
     """Make a call that waits for the engine raise `RuntimeError` if a process of it dies.
 
-    SGLang's own handler kills this process without a word (0.5.17).
+    SGLang's own handler kills this process without a message (0.5.17).
     """
     from sglang.srt.managers.tokenizer_manager import SignalHandler
 

@@ -1,7 +1,7 @@
-"""Decoding along a given response: a logit processor of SGLang that leaves one token a step.
+"""Decoding along a given response: an SGLang logit processor that allows one token per step.
 
-The engine must take logit processors and not overlap its steps, see `ENGINE_ARGS`: an overlapping
-scheduler launches a step before the request knows the token of the one before.
+The engine must accept logit processors and not overlap its steps, see `ENGINE_ARGS`: an overlapping
+scheduler launches a step before the request has the token of the previous one.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ _GIVEN = "sparrow_given_response"
 
 @dataclass(frozen=True)
 class GivenResponse:
-    """Of a request: its `custom_logit_processor`, and what its `custom_params` need beside."""
+    """A request's `custom_logit_processor`, and the entries that it needs in `custom_params`."""
 
     processor: str
     parameters: dict[str, Any]
 
 
 def given_response(response_ids: Sequence[int]) -> GivenResponse:
-    """Makes a generation give the first of these tokens, as many as it may generate."""
+    """Make a generation produce these tokens, up to its limit of new tokens."""
     return GivenResponse(_processor(), {_GIVEN: [int(token) for token in response_ids]})
 
 
@@ -38,7 +38,7 @@ def _processor() -> str:
             self, logits: "torch.Tensor", custom_param_list: list[dict[str, Any]] | None = None
         ) -> "torch.Tensor":
             steps = [
-                # A chunk of a long prompt is followed by a token, too, which nobody keeps.
+                # After each chunk of a long prompt SGLang samples, too, and discards the token.
                 parameters[_GIVEN][min(len(request.output_ids), len(parameters[_GIVEN]) - 1)]
                 for parameters in custom_param_list or ()
                 for request in [parameters["__req__"]]

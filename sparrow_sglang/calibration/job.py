@@ -1,4 +1,4 @@
-"""What a calibration is about to do, checked before an engine starts.
+"""The job of a calibration, complete and checked before an engine starts.
 
 In: the parsed command line. Out: the model's context, prompts, defaults and the settings that a
 work folder belongs to.
@@ -39,7 +39,8 @@ DEFAULT_TARGET = 0.86
 PUBLISHED = "published"
 CALIBRATED = "calibrated"
 RULES = (PUBLISHED, CALIBRATED)
-# Steps of a half to a third, from what an 8K model needs to what a 40K model needs.
+# Each is a fifth to a half larger than the one before, from what an 8K model needs to what a 40K
+# model needs.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288)
 SHORT_CONTEXT = 16384
 SHORT_BIN_TOKENS = 1024
@@ -47,18 +48,18 @@ SHORT_BIN_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be measured, checked and complete before an engine starts.
+    """The measurements to make, checked and complete before an engine starts.
 
     Attributes:
         bin_tokens: positions per bin.
-        settings: what the measurements depend on.
-        folder: where they are kept.
-        engine_args: for `sglang.Engine`.
-        targets: tails to hold, one of each schedule.
-        schedules: those to check; none to calibrate some.
-        out: the file to write; of several schedules, their common name.
-        rule: the selection rule of the schedules to come; None for the published one.
-        options: of the command line: min_tokens, batch, new_tokens.
+        settings: everything that the measurements depend on.
+        folder: where the measurements are kept.
+        engine_args: arguments for `sglang.Engine`.
+        targets: tails to hold, one for each schedule.
+        schedules: the schedules to check; empty for a calibration.
+        out: the file to write; for several schedules, their common name.
+        rule: the selection rule of the schedules to write; None for the published one.
+        options: the command line's options, such as min_tokens, batch, new_tokens.
     """
 
     model: str
@@ -90,7 +91,7 @@ class Job:
 
 
 def require_files(args: argparse.Namespace) -> None:
-    """Refuse what is not there or has a wrong line, before torch and SGLang are imported."""
+    """Refuse missing or malformed files, before torch and SGLang are imported."""
     if problem := path_problem(args.model_path):
         raise CalibrationError(f"--model-path {args.model_path}: {problem}")
     if args.prompts is not None:
@@ -100,7 +101,7 @@ def require_files(args: argparse.Namespace) -> None:
 
 
 def calibration_job(args: argparse.Namespace) -> Job:
-    """What to measure to calibrate schedules; raises `ValueError` on options that cannot work."""
+    """The job that calibrates schedules; raises `ValueError` on options that cannot work."""
     model, model_path, hf_config, context = find_model(args.model_path, args.engine_args)
     if args.rule != PUBLISHED and linear_layers(hf_config):
         raise CalibrationError(
@@ -149,7 +150,7 @@ def whole_pages(tokens: int, page_size: int) -> int:
 
 
 def check_job(args: argparse.Namespace) -> Job:
-    """What to measure to check schedules; raises `ValueError` on options that cannot work."""
+    """The job that checks schedules; raises `ValueError` on options that cannot work."""
     model, model_path, hf_config, context = find_model(args.model_path, args.engine_args)
     schedules = [BudgetSchedule.from_json(path) for path in args.check]
     page_size = schedules[0].page_size
@@ -214,7 +215,7 @@ def _engine_args(
 
 
 def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
-    """One file per target; each schedule is called what its file is called, without .json."""
+    """One file per target; each schedule has the name of its file, without .json."""
     if len(targets) == 1:
         return [out]
     return [out.with_stem(f"{out.stem}-{target}") for target in targets]
@@ -273,7 +274,7 @@ def default_budgets(context: int, page_size: int) -> list[int]:
 def settings_of(
     args: argparse.Namespace, model_path: str, prompts: Sequence[Prompt], context: int
 ) -> dict[str, Any]:
-    """What the measurements depend on; a work folder belongs to one such set."""
+    """Everything that the measurements depend on; a work folder belongs to one set of settings."""
     return {
         "model": _identity(args.model_path, model_path),
         "page_size": args.page_size,
@@ -290,12 +291,15 @@ def settings_of(
 
 
 def _identity(spec: str, path: str) -> str:
-    """What tells one model from another: checkpoints of a run are all in folders called `model`."""
+    """Identify a model by its full path if it is a folder, else by the last part of the path.
+
+    The folder's name would not do, as all checkpoints of a run are in folders called `model`.
+    """
     return str(Path(path).resolve()) if Path(spec).is_dir() else Path(path).name
 
 
 def origin(job: Job) -> dict[str, Any]:
-    """Who measured, where, with what."""
+    """The model, and the date, machine and versions of the measurement."""
     return {
         "model": job.model,
         "model_match": {

@@ -1,4 +1,4 @@
-"""Acceptance rates of sparse generations, unit by unit, into a work folder.
+"""Measure acceptance rates of sparse generations, unit by unit, into a work folder.
 
 In: prompts and arms, each a way to decode sparsely. Out: the acceptance rate of every token that
 was decoded sparsely, along a fresh sample or the response that a prompt brings. A unit of work is
@@ -27,10 +27,10 @@ from sparrow_sglang.selection import SelectionRule
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode: `options` are the request's options for sparrow, `schedule` its effect.
+    """One way to decode: the request's `options` for sparrow, and the `schedule` that they select.
 
     A `switched` schedule must be made the active one first, as requests cannot ask for it. Steps
-    that read everything say nothing about a schedule and are left out, unless `every_step`.
+    that read the whole KV say nothing about a schedule and are left out, unless `every_step`.
     """
 
     schedule: BudgetSchedule
@@ -72,37 +72,37 @@ def fixed_arm(
 def dense_arm(context: int, page_size: int) -> Arm:
     """Dense decode of up to `context` tokens, a multiple of the page size.
 
-    Its rates are below 1 as far as decode and prefill round differently.
+    Its rates are below 1 only because decode and prefill round differently.
     """
     return Arm(BudgetSchedule.fixed(context, page_size), {"dense": True}, every_step=True)
 
 
 def schedule_arm(schedule: BudgetSchedule) -> Arm:
-    """A schedule that the server has loaded under its name."""
+    """The arm of a schedule that the server has loaded under its name."""
     return Arm(schedule, {"schedule": schedule.name})
 
 
 def switched_arm(schedule: BudgetSchedule) -> Arm:
-    """A schedule that the server has not loaded."""
+    """The arm of a schedule that the server has not loaded."""
     return Arm(schedule, {}, switched=True)
 
 
 def units_of_work(
     prompts: Sequence[Prompt], arms: Sequence[Arm], samples: int, new_tokens: int, context: int
 ) -> list[Unit]:
-    """All units, those of a prompt together, so that they share its prefix.
+    """All units; those of a prompt follow each other, so that they share its prefix.
 
-    The first token comes out of prefill and a step whose cache fits into the budget is dense: a
-    unit without a sparse step would say nothing about its arm, and is left out.
+    Units without a step that their arm measures are left out. The first token comes from prefill,
+    and a step whose cached tokens fit into the budget is dense.
     """
     units: list[Unit] = []
     for prompt in prompts:
         length = len(prompt.input_ids)
-        # A sequence that fills the context could be generated, but not be scored.
+        # A sequence that fills the context could be generated, but not scored.
         room = min(new_tokens, context - 1 - length)
         repeats = samples
         if prompt.response_ids:
-            # Along the same response every sample would be the same.
+            # Along a given response all samples would be equal.
             room, repeats = min(room, len(prompt.response_ids)), 1
         steps = range(length + 1, length + room)
         for arm in arms:
@@ -122,7 +122,7 @@ def measure(
 
     `target` is an `sglang.Engine` that records at least `batch` generations. Units under one
     switched schedule follow each other. Raises `CalibrationError` if the server dies or refuses, or
-    the disk is full; every batch before is kept.
+    the disk is full; all finished batches are kept.
     """
     done = work.load().keys()
     open_units = [unit for unit in units if unit.number not in done]
@@ -137,7 +137,8 @@ def measure(
                 active = arm.schedule
             progress.where = f"{finished}/{len(units)} measured, "
             measured = _measure_batch(target, group, progress)
-        # An engine whose loop was stopped because a process of it died is no EndpointError.
+        # Not only EndpointError: if a process of the engine dies, its event loop is stopped, which
+        # raises a plain RuntimeError.
         except RuntimeError as error:
             raise CalibrationError(
                 f"the engine failed ({error}); {finished} of {len(units)} generations are kept in"
@@ -173,7 +174,7 @@ def _measure_batch(target: Any, units: Sequence[Unit], progress: Progress) -> li
         progress.counter("generating", len(units), "generations"),
     )
     _require_given_responses(units, answers)
-    # A namespace of its own, so that a response is not found in the prefix cache.
+    # Use a new namespace, so that no response is found in the prefix cache.
     namespace = f"sparrow-calibration-{uuid.uuid4().hex}"
     compared = endpoint.generate(
         [
@@ -210,7 +211,7 @@ def _request(unit: Unit, slot: int) -> dict[str, Any]:
         "input_ids": prompt,
         "custom_logit_processor": given and given.processor,
         "sampling_params": {
-            # Untruncated, as the acceptance rate is one of whole distributions.
+            # Sample without truncation, as the acceptance rate compares whole distributions.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": -1,

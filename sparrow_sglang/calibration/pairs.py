@@ -1,6 +1,6 @@
-"""Measuring how much each rotary pair tells landmarks apart, with an engine that prefills prompts.
+"""Measure with an engine that prefills prompts how much each rotary pair tells landmarks apart.
 
-In: a job of budgets. Out: an array by layer, KV head and pair, kept in a folder of the work folder.
+In: a job. Out: an array by layer, KV head and pair, kept in a folder of the work folder.
 """
 
 import json
@@ -29,7 +29,7 @@ _STEP = "pairs"
 def pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     """Variance over landmarks of each pair's part of the scores, [layers, KV heads, D/2].
 
-    Summed over the latest queries of each prefill pass, as of `attention_backends.pair_variance`; 0
+    `attention_backends.pair_variance` sums it over the latest queries of each prefill pass; it is 0
     in layers without landmarks. Raises `CalibrationError` as `measure_missing` does.
     """
     settings = job.settings | {"step": _STEP, "landmark_tokens": LANDMARK_TOKENS}
@@ -51,7 +51,7 @@ def pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
             try:
                 endpoint = connect(running)
                 endpoint.call_sparrow(_STEP, landmark_tokens=LANDMARK_TOKENS)
-                # One by one, so that sums have the same order in every run.
+                # Send prompts one by one, so that every run sums in the same order.
                 for prompt in prompts:
                     endpoint.generate([_request(prompt, job.context - UNSCORED)])
                     progress.advance()

@@ -15,11 +15,11 @@ from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.json_values import cut, relative_note
 
 Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
-"""A text, or chat messages, to token ids."""
+"""Converts a string, or chat messages, to token ids."""
 
-# Tokens of the context that SGLang (0.5.17) takes no input in; to be scored, a sequence is input.
+# Tokens of the context that SGLang (0.5.17) does not allow for input; a sequence to score is input.
 UNSCORED = 6
-# The token out of prefill, one decoded sparsely, and the one that SGLang wants left when it scores.
+# The token from prefill, one decoded sparsely, and the one that SGLang keeps free when it scores.
 NEEDED_ROOM = 3
 
 QUESTIONS = (
@@ -36,7 +36,7 @@ QUESTIONS = (
 class Prompt:
     """Token ids to continue; `name` identifies the prompt in results and in the bootstrap.
 
-    `response_ids` is the text that follows, to be decoded along; empty to sample one.
+    `response_ids` is the given response to decode along; empty to sample one.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Prompt:
 def tokenizer_of(model_path: str) -> Tokenize:
     """The model's own tokenizer and chat template, loaded at the first use.
 
-    A model without a template, as one that was only pretrained, continues the messages' texts.
+    A model without a template, such as a base model, continues the joined texts of the messages.
     """
     loaded: list[Any] = []
 
@@ -105,7 +105,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
 
 
 def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], list[int]]:
-    """Of the prompt and of its response, which is empty where none is given."""
+    """Token ids of the prompt and of its response, which is empty where none is given."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -184,7 +184,7 @@ def builtin_prompts(
 
 
 def _slice(corpus: str, chars: int, draw: random.Random) -> str:
-    """`chars` characters from a random place on, from the start again after the end."""
+    """`chars` characters from a random offset, continuing at the start after the end."""
     offset = draw.randrange(len(corpus))
     return (corpus * (2 + chars // len(corpus)))[offset : offset + chars]
 

@@ -1,4 +1,4 @@
-"""What a calibration leaves behind: schedule files with their evidence, a plot, a check's report.
+"""Output of a calibration: schedule files with their evidence, a plot, a check's report.
 
 In: tails per budget and bin, and the choices made from them. Out: `BudgetSchedule`s, a PNG, JSON.
 """
@@ -35,9 +35,9 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 
 def write_schedules(job: Job) -> Iterator[str]:
-    """Write schedule files and plot from the stored measurements; yields lines to print meanwhile.
+    """Write schedule files and plot from the stored measurements; yields lines to print.
 
-    Raises `CalibrationError` after all has been written that could be, if a target is held nowhere.
+    If a target is held nowhere, raises `CalibrationError` after writing everything else.
     """
     measured = tokens_by_arm(job.units, job.work)
     by_budget = {unit.arm.schedule.budget_tokens[0]: unit.arm.schedule.name for unit in job.units}
@@ -81,7 +81,7 @@ def write_schedules(job: Job) -> Iterator[str]:
 
 
 def write_check(job: Job) -> list[dict[str, Any]]:
-    """Write how each schedule holds its target; returns the same, one report a schedule."""
+    """Write how each schedule holds its target; returns the same, one report per schedule."""
     measured = tokens_by_arm(job.units, job.work)
     reports = [
         check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
@@ -106,8 +106,8 @@ def make_schedule(
     """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
 
     `tails` are budget -> bin -> tail. `origin` says how they were measured ("model", "model_match"
-    and what else belongs into the provenance). Raises `CalibrationError` as `choose` does, and if
-    no measured budget holds the target in any bin: such a schedule would be calibrated in name
+    and further entries of the provenance). Raises `CalibrationError` as `choose` does, and if no
+    measured budget holds the target in any bin, because such a schedule would be calibrated in name
     only.
     """
     num_bins = -(-context // bin_tokens)
@@ -161,8 +161,8 @@ def check_schedule(
     """Tail per bin of generations under the schedule, against the target, as JSON values.
 
     A bin's verdict is "holds" unless its whole confidence interval lies below the target
-    ("fails"); "too few tokens" where it cannot be judged, "dense" where the budget leaves nothing
-    out. `holds` is true if no bin fails and at least one holds or is dense.
+    ("fails"); "too few tokens" where it cannot be judged, "dense" where the budget holds the whole
+    bin. `holds` is true if no bin fails and at least one holds or is dense.
     """
     tails = bin_tails(generations, schedule.bin_tokens, schedule.page_size)
     rows: list[dict[str, Any]] = []

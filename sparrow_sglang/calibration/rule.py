@@ -1,10 +1,11 @@
-"""Choosing a selection rule for a model: rotary pairs, how layers share the budget, dense layers.
+"""Choose a selection rule for a model: rotary pairs, how layers share the budget, dense layers.
 
-In: how much pairs tell landmarks apart, what each layer costs when it alone is sparse, and tails
-with some layers dense. Out: a `SelectionRule` and dense layers, with the evidence. Pure arithmetic.
+In: how much pairs tell landmarks apart, the acceptance lost when one layer alone is sparse, and
+tails with some layers dense. Out: a `SelectionRule` and dense layers, with the evidence. Pure
+arithmetic.
 
-`partial` are layers that read no whole KV, whatever the schedule says. They count as dense, as in
-`BudgetSchedule.for_model`, and have no share in a budget.
+`partial` are layers that never read the whole KV, whatever the schedule says. They count as dense,
+as in `BudgetSchedule.for_model`, and have no share in a budget.
 """
 
 import hashlib
@@ -21,14 +22,14 @@ from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistic
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import PairLists, SelectionRule
 
-# Of two tokens they rank pages better, but a step reads twice as many.
+# Landmarks of two tokens rank pages better, but a step reads twice as many.
 LANDMARK_TOKENS = 4
 MOST_DENSE = 2
-# Of the context: what the sparse layer reads while sensitivities are measured, and what all layers
-# read on average while sets of dense layers are compared.
+# The context divided by the first is what the sparse layer reads while sensitivities are measured;
+# divided by the second, what all layers read on average while sets of dense layers are compared.
 SENSITIVITY_SHARE = 16
 DENSE_SHARE = 8
-# Below this a measured cost is noise, and a layer would be left with nothing but recent pages.
+# A sensitivity below this is noise; used as it is, it would leave a layer only its recent pages.
 _LEAST_SENSITIVITY = 1e-4
 
 
@@ -48,19 +49,19 @@ class RuleChoice:
 def chosen_pairs(variances: NDArray[np.float64]) -> PairLists:
     """Half of each head's rotary pairs, those whose part of the scores varies most over landmarks.
 
-    In whole multiples of what the GPU kernels take, 8. `variances` is [layers, KV heads, D/2]; of
-    equal ones the slower pair is taken.
+    Their number is a multiple of 8, as the GPU kernels require. `variances` is [layers, KV heads,
+    D/2]; of pairs with equal variances the slower one is taken.
     """
     half = variances.shape[-1]
     count = min(half, max(8, half // 2 // 8 * 8))
-    # Stable from the slow end on.
+    # Sort stably from the slowest pair on, so that it wins among equal ones.
     order = half - 1 - np.argsort(-variances[..., ::-1], axis=-1, kind="stable")
     lists: list[list[list[int]]] = np.sort(order[..., :count], axis=-1).tolist()
     return tuple(tuple(tuple(pairs) for pairs in layer) for layer in lists)
 
 
 def variance_kept(variances: NDArray[np.float64], pairs: PairLists) -> list[list[float]]:
-    """Share of the variance that lies in the chosen pairs, [layers][KV heads]; 1 where is none."""
+    """Share of the variance in the chosen pairs, [layers][KV heads]; 1 where the variance is 0."""
     kept = np.take_along_axis(variances, np.array(pairs), axis=-1).sum(-1)
     whole = variances.sum(-1)
     share: list[list[float]] = np.where(whole > 0, kept / np.maximum(whole, 1e-300), 1.0).tolist()
@@ -68,7 +69,7 @@ def variance_kept(variances: NDArray[np.float64], pairs: PairLists) -> list[list
 
 
 def landmark_rule(pairs: PairLists | int) -> SelectionRule:
-    """int4 landmarks of four tokens in these rotary pairs, best head, the same budget per layer."""
+    """int4 landmarks of four tokens in these rotary pairs, best head, equal budgets per layer."""
     return SelectionRule(
         landmark_tokens=LANDMARK_TOKENS,
         landmark_bits=4,
@@ -78,7 +79,7 @@ def landmark_rule(pairs: PairLists | int) -> SelectionRule:
 
 
 def rule_settings(rule: SelectionRule) -> dict[str, Any]:
-    """The fields of a rule as settings of a measurement, thousands of rotary pairs as a digest."""
+    """The fields of a rule as settings of a measurement; lists of rotary pairs become a digest."""
     fields = rule.model_dump(mode="json")
     if isinstance(rule.landmark_pairs, tuple):
         text = json.dumps(fields["landmark_pairs"])
@@ -101,11 +102,11 @@ def sensitivity_schedule(
     context: int,
     partial: Sequence[int] = (),
 ) -> BudgetSchedule:
-    """Only `layer` leaves pages out, and reads 1/16 of the context; the others read everything."""
+    """Only `layer` is sparse and reads 1/16 of the context; the others read the whole KV."""
     sharing = layers - len(partial)
     least = even_schedule("least", rule, layers, page_size, context).least_pages + 1
     wanted = max(least, context // SENSITIVITY_SHARE // page_size)
-    # The mean weight is 1, so the budget is a little more than the context.
+    # Weights have a mean of 1 and one is small, so the budget must be a little above the context.
     pages = -(-context // page_size)
     budget = -(-pages * sharing // max(1, sharing - 1)) + 1
     own = wanted / budget
@@ -129,7 +130,7 @@ def sensitivities(measured: Mapping[int, Sequence[Tokens]], layers: int) -> list
 def layer_weights(sensitivity: Sequence[float], others: Sequence[int] = ()) -> list[float]:
     """Weights by the square root of sensitivities, with a mean of 1 over the sparse layers.
 
-    Where a layer's cost falls as c / budget, this split costs least in total. `others`, which are
+    If a layer's loss falls as c / budget, this split minimises the total loss. `others`, which are
     dense or partial, get 0.
     """
     root = np.sqrt(np.maximum(sensitivity, _LEAST_SENSITIVITY))
@@ -143,7 +144,7 @@ def dense_candidates(
 ) -> list[tuple[int, ...]]:
     """Sets of dense layers worth comparing: none, the most sensitive one or two, and (0, 1).
 
-    Only such as leave half of the budget or more to the sparse layers.
+    Returns only sets that leave half of the budget or more to the sparse layers.
     """
     order = np.argsort(-np.asarray(sensitivity), kind="stable").tolist()
     order = [layer for layer in order if layer not in partial]
@@ -164,7 +165,7 @@ def dense_schedule(
     context: int,
     partial: Sequence[int] = (),
 ) -> BudgetSchedule:
-    """All layers together read 1/8 of the context, while `dense` layers read everything."""
+    """All layers together read 1/8 of the context, while `dense` layers read the whole KV."""
     sharing = len(sensitivity) - len(partial)
     sparse = np.array(layer_weights(sensitivity, [*dense, *partial]))
     share = (sharing - len(dense) * DENSE_SHARE) / (sharing - len(dense))
@@ -185,9 +186,9 @@ def choose_rule(
 ) -> RuleChoice:
     """The dense layers whose tail is best at the same KV tokens in total, and weights for the rest.
 
-    `variance_kept` is evidence only, and empty there for partial layers. `measured` is dense
-    layers -> tokens. Among sets whose tails cannot be told apart the smallest is taken: a larger
-    set must lie above the confidence interval of a smaller one.
+    `variance_kept` is only recorded as evidence, where partial layers get an empty list. `measured`
+    is dense layers -> tokens. Among sets whose tails cannot be told apart the smallest is taken:
+    the tail of a larger set must lie above the confidence interval of a smaller one.
     """
     tails = {dense: _tail(tokens) for dense, tokens in measured.items()}
     best: tuple[int, ...] = ()
@@ -220,7 +221,7 @@ def choose_rule(
 
 
 def describe_rule(choice: RuleChoice) -> str:
-    """The choice in a few lines, to print."""
+    """The choice in a few lines for printing."""
     order = np.argsort([-value for value in choice.evidence["sensitivity"]], kind="stable")
     most = ", ".join(f"{i} ({choice.evidence['sensitivity'][i]:.3f})" for i in order[:3].tolist())
     kept = [share for layer in choice.evidence["variance_kept"] for share in layer]
@@ -240,13 +241,13 @@ def describe_rule(choice: RuleChoice) -> str:
 
 
 def with_weights(rule: SelectionRule, weights: Sequence[float]) -> SelectionRule:
-    """The same landmarks and scores, and the budget shared out by `weights`."""
+    """`rule` with the budget divided among layers by `weights`."""
     return SelectionRule(**(rule.model_dump() | {"layer_weights": list(weights)}))
 
 
 def _tail(tokens: Sequence[Tokens]) -> BinTail:
-    """Of all tokens together, with an interval over prompts."""
-    # A generation that ended with its first token has none.
+    """The tail of all tokens together, with a confidence interval over prompts."""
+    # A generation that ended with its first token has no measured tokens.
     longest = max(int(each.cached.max()) for each in tokens if each.cached.size)
     statistics = TailStatistics(longest + 1)
     for each in tokens:

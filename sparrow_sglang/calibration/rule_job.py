@@ -1,7 +1,7 @@
-"""Measuring for a selection rule: rotary pairs, each layer alone, then sets of dense layers.
+"""Measure for a selection rule: rotary pairs, each layer alone, then sets of dense layers.
 
-In: a job of budgets. Out: the same job under the rule that was chosen; its measurements lie in
-folders of their own, so that a killed run goes on where it stopped.
+In: a calibration job. Out: the same job under the chosen rule. The measurements of each step are
+kept in a folder of their own, so that a killed run goes on where it stopped.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ PROMPTS = 16
 
 
 def with_chosen_rule(job: Job) -> Job:
-    """Choose rotary pairs, layer weights and dense layers by measuring; the job under that rule.
+    """Choose rotary pairs, layer weights and dense layers by measuring; return the job under them.
 
     Raises `CalibrationError` as `measure_missing` does.
     """
@@ -104,7 +104,7 @@ def _measured(
 
 
 def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The longest ones, where most pages are left out; in the order in which they came."""
+    """The longest prompts, where most pages are left out, in their original order."""
     keep = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].input_ids))[:PROMPTS]
     return [prompts[i] for i in sorted(keep)]
 

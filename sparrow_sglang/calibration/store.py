@@ -1,4 +1,4 @@
-"""The work folder of a calibration: what was asked for, and every batch that was measured.
+"""The work folder of a calibration: its settings, and every batch that was measured.
 
 A batch is a Parquet file that appears whole or not at all, so a killed run goes on where it
 stopped. The folder belongs to one set of settings and is refused for another.

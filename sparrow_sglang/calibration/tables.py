@@ -1,4 +1,4 @@
-"""What a calibration measured and chose, as tables, sentences and a plot for a reader.
+"""The measurements and choices of a calibration, as tables, sentences and a plot.
 
 In: tails per budget and bin, and schedules made of them. Out: text, and a PNG.
 """
@@ -37,7 +37,7 @@ def describe(schedule: BudgetSchedule) -> str:
 
 
 def describe_tails(tails: Tails, targets: Sequence[float], bin_tokens: int, min_tokens: int) -> str:
-    """What was measured: tail, interval and tokens of each bin and budget, and what they hold."""
+    """Tail, interval and tokens of each bin and budget, and the targets that the budget holds."""
     lines = [_table_head("holds")]
     for index in sorted({index for bins in tails.values() for index in bins}):
         span = _positions(index, bin_tokens)
@@ -53,7 +53,7 @@ def describe_tails(tails: Tails, targets: Sequence[float], bin_tokens: int, min_
 
 
 def describe_misses(tails: Tails, target: float, bin_tokens: int, min_tokens: int) -> list[str]:
-    """A line on each bin that no measured budget holds: which came closest, and what to try."""
+    """A line on each bin where no measured budget holds: which came closest, and what to try."""
     page = math.gcd(bin_tokens, *tails)
     lines = []
     for index in sorted({index for bins in tails.values() for index in bins}):
@@ -105,7 +105,7 @@ def _closest_words(budget: int, tail: BinTail) -> str:
 
 
 def _floor(tail: float) -> str:
-    """Two decimals, never above `tail`."""
+    """`tail` rounded down to two decimals."""
     return f"{math.floor(tail * 100) / 100:.2f}"
 
 

@@ -1,1 +1,1 @@
-"""Calls on a running engine or a server's URL: scores, acceptance rates, schedules, adapters."""
+"""Calls to a running engine or a server's URL: scores, acceptance rates, schedules, adapters."""

@@ -1,7 +1,7 @@
-"""Acceptance and tail statistics of a batch of rollouts, for loops that are not ours.
+"""Acceptance and tail statistics of a batch of rollouts, for training loops other than ours.
 
-In: sequences, and what the sampler recorded of them. Out: the estimated mean of the acceptance
-rate, and where top-k lists were recorded, bounds of it with their tails per position bin.
+In: sequences, and the sampler's log-probs of them. Out: the estimated mean acceptance rate, and
+where top-k lists were recorded, bounds of the acceptance rate with their tails per position bin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class BatchAcceptance:
         mean: estimate of the mean acceptance rate over all tokens; unbiased if they were sampled
             at temperature 1 without truncation.
         dense: dense scores of each response, in the order of the sequences.
-        bounds: of the acceptance rate of each token, [T] per sequence; None without top-k lists.
+        bounds: bounds of each token's acceptance rate, [T] per sequence; None without top-k lists.
         lower: tails of the lower bounds per position bin; None without top-k lists.
         upper: as `lower`, of the upper bounds. The true tail of a bin lies between the two.
     """
@@ -59,8 +59,8 @@ def measure_acceptance(
 ) -> BatchAcceptance:
     """Score `sequences` densely on the server that sampled them, and compare.
 
-    Call it before the weights change. Tokens of equal prompts count as one group where intervals
-    are estimated, as samples of one prompt resemble each other.
+    Call it before the weights change. For confidence intervals, tokens of equal prompts count as
+    one group, as samples of one prompt resemble each other.
 
     Args:
         target: an `sglang.Engine` or a server's base URL.
@@ -68,14 +68,14 @@ def measure_acceptance(
         rollouts: per sequence, what its sampler recorded at temperature 1 without truncation: the
             answer of `Engine.generate` or /generate to a request with `return_logprob` and
             `top_logprobs_num=20`; `SparseScores`; or, for the mean only, the log-probs [T] of the
-            response's tokens. One kind in one call.
+            response's tokens. All with top-k lists, or all without.
         bin_tokens: positions per bin of the tails, prompt included.
         lora_path: adapter to score with; None is the base model, which is what a rollout under a
             DistillSparse adapter is compared with.
         api_key: the server's --api-key, if it has one.
 
     Raises:
-        ValueError: lengths that differ, or what `score_dense` and `acceptance_bounds` refuse.
+        ValueError: lengths differ, or `score_dense` or `acceptance_bounds` refuses an argument.
         EndpointError: the server refuses a sequence or is gone.
     """
     if len(rollouts) != len(sequences) or not len(sequences):

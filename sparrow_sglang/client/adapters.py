@@ -30,21 +30,21 @@ def push_adapter(
 ) -> None:
     """Load a LoRA adapter, in place of the loaded one of that name if there is one.
 
-    Running requests are waited for and new ones are held back meanwhile; then the prefix cache is
-    emptied. Requests use the adapter by its name: `lora_path` of `Engine.generate` and of
-    /generate, `model="<served model>:<name>"` in the OpenAI routes. It takes a server with
+    The server holds new requests back and waits for the running ones; then it empties the prefix
+    cache. Requests use the adapter by its name: `lora_path` of `Engine.generate` and of /generate,
+    `model="<served model>:<name>"` in the OpenAI routes. The server must be started with
     --enable-lora, --max-lora-rank and --lora-target-modules.
 
     Args:
         target: an `sglang.Engine` or a server's base URL.
-        name: what requests call it.
-        adapter: a folder of this machine as PEFT's `save_pretrained` writes it; or lora_A [r, in]
+        name: the name that requests use.
+        adapter: a folder on this machine as PEFT's `save_pretrained` writes it; or lora_A [r, in]
             and lora_B [out, r] of each module, floating-point, under PEFT's names.
         config: the fields of adapter_config.json; needed with tensors, not allowed with a folder.
         api_key: the server's --admin-api-key, or else --api-key, if it has one.
 
     Raises:
-        ValueError: the folder cannot be read, or `config` is missing or too much.
+        ValueError: the folder cannot be read, or `config` is missing or given beside a folder.
         EndpointError: the server refused, for the reason that the message gives, or is gone. An
             adapter that does not fit the server is refused before the former one is touched.
     """
@@ -66,7 +66,7 @@ def push_adapter(
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """As PEFT writes it: its config in memory holds sets."""
+    """The config as PEFT writes it to JSON; its config in memory holds sets."""
     try:
         fields: dict[str, Any] = json.loads(json.dumps(dict(config), default=sorted))
     except (TypeError, ValueError) as error:

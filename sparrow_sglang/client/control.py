@@ -29,8 +29,8 @@ def set_schedule(
 ) -> BudgetSchedule:
     """Make another schedule active, without a restart, and return the previous one.
 
-    Running requests are waited for and new ones are held back meanwhile; then the prefix cache is
-    emptied. A schedule that was loaded under the same name is replaced.
+    The server holds new requests back and waits for the running ones; then it empties the prefix
+    cache. A schedule that was loaded under the same name is replaced.
 
     Args:
         target: an `sglang.Engine` or a server's base URL.

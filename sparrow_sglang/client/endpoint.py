@@ -1,4 +1,4 @@
-"""One way to talk to a running SGLang, be it an `sglang.Engine` in this process or a server's URL.
+"""One interface to a running SGLang: an `sglang.Engine` in this process or a server's URL.
 
 In: requests as dicts of SGLang's `GenerateReqInput` fields. Out: SGLang's output dicts, in order.
 """
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 def _unwatched() -> None:
-    """Nobody follows the progress."""
+    """The default progress callback, which does nothing."""
 
 
 class EndpointError(SparrowError, RuntimeError):
@@ -31,7 +31,7 @@ class EndpointError(SparrowError, RuntimeError):
 
 
 class Endpoint(Protocol):
-    """What the tools need of a server.
+    """The calls that this package's tools make to a server.
 
     The methods block. Each raises `EndpointError` if the server refuses the request or is gone.
     """
@@ -54,7 +54,10 @@ class Endpoint(Protocol):
         ...
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        """One of this package's own calls: the server's route /sparrow/`method`."""
+        """One of this package's own calls; over HTTP, the server's route /sparrow/`method`.
+
+        Not every call has a route, see `plugin.routes`.
+        """
         ...
 
 
@@ -81,9 +84,10 @@ def connect(target: Any, api_key: str | None = None) -> Endpoint:
 class EngineEndpoint:
     """An engine in this process.
 
-    Callable from any thread: if the engine's event loop runs in another thread, the work is handed
-    to it; if it does not run, this thread runs it meanwhile. Code that itself runs on the loop
-    would wait for itself, and is refused: call from there with `asyncio.to_thread`.
+    Its methods can be called from any thread: if the engine's event loop runs in another thread,
+    they submit their work to it; if it does not run, they run it in this thread until the work is
+    done. Calls from a coroutine, which would block its event loop, are refused: make them with
+    `asyncio.to_thread`.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -111,7 +115,7 @@ class EngineEndpoint:
             )
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        # What the server's route of that name calls, see `plugin.state.ServerState`.
+        # The server's route of that name makes the same call, see `plugin.state.ServerState`.
         state = getattr(self._engine.tokenizer_manager, "sparrow", None)
         if state is None or method not in state.calls:
             raise EndpointError(
@@ -174,7 +178,7 @@ class HttpEndpoint:
         self._url = url.rstrip("/")
         self._client = httpx.Client(
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-            # A generation may take as long as it likes, and a dead server closes the connection.
+            # A generation may take any time, and a dead server closes the connection.
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=_CONNECTIONS),
         )
@@ -231,7 +235,7 @@ class HttpEndpoint:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The server's own message, without the JSON round it."""
+    """The server's error message, taken out of its JSON body."""
     try:
         body = response.json()
     except ValueError:

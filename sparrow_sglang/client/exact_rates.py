@@ -1,8 +1,8 @@
 """Exact acceptance rates of a generation, from a server that computes them.
 
-A server records if it is started within `recording`: it keeps the last hidden state of every decode
-step of some generations (`plugin/exact_acceptance.py` says why and at what cost). A generation says
-with `record_into` which slot it is kept in. The answer to a `comparing_request` holds its rates.
+A server that is started within `recording` keeps the last hidden state of every decode step of some
+generations (`plugin/exact_acceptance.py` says why and at what cost). A generation's request names
+its slot with `record_into`. The answer to a `comparing_request` holds the generation's rates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from sparrow_sglang.environment import exported
 VARIABLE = "SPARROW_RECORD"
 """Environment variable of a server that records: <slots>x<steps>."""
 RECORD, COMPARE = "sparrow_record", "sparrow_compare"
-"""Names in `custom_params`; each has a slot and the number of prompt tokens."""
+"""Names in `custom_params`; the value of each is a slot and the number of prompt tokens."""
 RATES = "sparrow_acceptance"
 """Name in an answer's `meta_info`."""
 
 
 def recording(slots: int, steps: int) -> AbstractContextManager[None]:
-    """Engines started meanwhile record up to `steps` decode steps of `slots` generations."""
+    """Engines started within this context record up to `steps` steps of `slots` generations."""
     return exported(VARIABLE, f"{slots}x{steps}")
 
 
@@ -37,17 +37,18 @@ def comparing_request(
 ) -> dict[str, Any]:
     """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads.
 
-    It must follow the generation that recorded into `slot`, before another does. `namespace` must
-    be one in which no sparse decode has written KV.
+    Send it after the generation that recorded into `slot`, and before another one records into it.
+    `namespace` must be one in which no sparse decode has written KV.
     """
     return {
         "input_ids": [int(token) for token in (*prompt, *response)],
         "sampling_params": {
-            # One token, as SGLang hands on what a forward pass says about a request with its token.
+            # One token, as SGLang returns `customized_info` of a request only with a token.
             "max_new_tokens": 1,
             "custom_params": {COMPARE: [slot, len(prompt)]},
         },
-        # Or a cached prefix might hold tokens of the response, which are to be computed.
+        # Asking for log-probs keeps a cached prefix from covering response tokens, whose hidden
+        # states must be computed.
         "return_logprob": True,
         "logprob_start_len": len(prompt) - 1,
         "extra_key": namespace,
@@ -57,10 +58,10 @@ def comparing_request(
 
 def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
     """Acceptance rates of all response tokens but the first, [T - 1], from the answer to a
-    `comparing_request`. The first comes out of prefill, and so does, after a retraction, a later
+    `comparing_request`. The first token comes from prefill. After a retraction, so does a later
     one, whose rate is NaN.
 
-    Raises `ValueError` if the server does not record, or not into so many slots.
+    Raises `ValueError` if the server does not record, or has no such slot.
     """
     rates = answer["meta_info"].get(RATES)
     if not rates or rates[0] is None:

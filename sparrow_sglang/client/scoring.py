@@ -18,7 +18,7 @@ from sparrow_sglang.client.endpoint import connect
 
 TOP_K = 20
 BATCH_TOKENS = 65536
-"""Sequences are sent together up to this many tokens, which bounds what waits in the server."""
+"""Sequences are sent in batches of up to this many tokens, to bound the server's queue."""
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
@@ -50,7 +50,7 @@ class DenseScores(Scores):
 
 
 class SparseScores(Scores):
-    """Scores as the sparse decode that sampled the tokens recorded them."""
+    """Scores that were recorded by the sparse decode that sampled the tokens."""
 
 
 def score_dense(
@@ -66,7 +66,7 @@ def score_dense(
     `target` is an `sglang.Engine` or a server's base URL; `sequences` are pairs of prompt ids and
     response ids, neither empty; `lora_path` names a loaded adapter, None the base model; `api_key`
     is the server's --api-key, if it has one. Each call uses a prefix-cache namespace of its own, so
-    nothing that is cached, sparse-written KV included, can enter the result; the price is that the
+    no cached KV, which sparse decode may have written, can enter the result; the cost is that the
     prompts are prefilled again.
 
     Raises:
@@ -114,7 +114,7 @@ def scoring_request(
         "return_logprob": True,
         "logprob_start_len": len(prompt) - 1,
         "top_logprobs_num": top_k,
-        # One array instead of a list of triples: long responses would keep the server busy with it.
+        # One array instead of lists of triples, which take the server long for long responses.
         "return_flat_raw_top_logprobs": True,
         "return_flat_raw_top_logprobs_b64": True,
         "extra_key": namespace,
@@ -131,7 +131,7 @@ def dense_scores(answer: Mapping[str, Any], response: Sequence[int]) -> DenseSco
     Raises `ValueError` if the answer is not about exactly these response tokens.
     """
     meta = answer["meta_info"]
-    # The first entry is the prompt's last token, of which SGLang gives no log-prob.
+    # The first entry is the prompt's last token, for which SGLang gives no log-prob.
     entries = meta["input_token_logprobs"][1:]
     values, ids = _top_logprobs(meta)
     _require_tokens([entry[1] for entry in entries], response, int(ids.max(initial=0)))
@@ -143,7 +143,7 @@ def dense_scores(answer: Mapping[str, Any], response: Sequence[int]) -> DenseSco
 
 
 def recorded_scores(answer: Mapping[str, Any]) -> SparseScores:
-    """What the sampler recorded: scores from a generation's answer.
+    """The scores that the sampler recorded, from a generation's answer.
 
     The request must have asked for `return_logprob` and for `top_logprobs_num` of at least 1.
     Raises `ValueError` if it did not.
@@ -164,7 +164,7 @@ def recorded_scores(answer: Mapping[str, Any]) -> SparseScores:
 
 
 def _batches(sequences: Sequences) -> Iterator[Sequences]:
-    """Consecutive runs of sequences of at most BATCH_TOKENS tokens, or of one sequence."""
+    """Consecutive sequences of at most BATCH_TOKENS tokens together, or one longer sequence."""
     start = tokens = 0
     for index, (prompt, response) in enumerate(sequences):
         length = len(prompt) + len(response)
@@ -177,8 +177,8 @@ def _batches(sequences: Sequences) -> Iterator[Sequences]:
 
 
 def _require_tokens(scored: Sequence[int], response: Sequence[int], largest_listed: int) -> None:
-    # SGLang names the vocabulary's last token 0 here (0.5.17); its log-prob is the token's own. Its
-    # size is not to be had over HTTP, but no id that is seen anywhere is above the last.
+    # SGLang reports the vocabulary's last token as id 0 here (0.5.17), with the right log-prob. The
+    # vocabulary size is not available over HTTP, but no id that occurs is above the last token's.
     last = max(largest_listed, *map(int, response))
     same = [a == int(b) or (a, int(b)) == (0, last) for a, b in zip(scored, response, strict=False)]
     if len(scored) != len(response) or not all(same):
@@ -194,7 +194,7 @@ def _top_logprobs(meta: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         rows, width = meta["input_top_logprobs_shape"]
         shape = (rows, width)
         return _decoded(meta, "val", "<f4", shape), _decoded(meta, "idx", "<i4", shape)
-    # Until 0.5.16 a list for each token; the prompt's last one has none.
+    # Until 0.5.16 there is a list for each token; the prompt's last token has none.
     pairs = np.array([[entry[:2] for entry in row] for row in meta["input_top_logprobs"][1:]])
     return pairs[..., 0], pairs[..., 1].astype(np.int64)
 

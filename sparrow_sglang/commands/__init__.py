@@ -1,1 +1,1 @@
-"""The command `sparrow`, one file a verb: parse, call, print."""
+"""The command `sparrow`, one file per subcommand: parse, call, print."""

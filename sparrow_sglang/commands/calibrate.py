@@ -1,4 +1,4 @@
-"""`sparrow calibrate`: the cheapest KV budget per position bin that holds a tail target, measured.
+"""`sparrow calibrate`: measure the cheapest KV budget per position bin that holds a tail target.
 
 In: a model and prompts. Fresh generations under several fixed budgets are scored densely by the
 same engine. Out: one schedule file per target with its evidence, and a plot; or, with --check, a
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_no_choice_in_a_check(args: argparse.Namespace) -> None:
-    """Refuse with --check what a calibration chooses: the checked schedule says it already."""
+    """Refuse options with --check that the checked schedule already determines."""
     chosen = {
         "rule": None if args.rule == PUBLISHED else [args.rule],
         "budgets": args.budgets,

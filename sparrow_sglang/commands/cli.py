@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 if it failed, 2 if the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     noise.leave_out()
-    # serve and doctor hand their flags to SGLang, which alone knows them; bench to a benchmark.
+    # Flags of serve and doctor are parsed by SGLang, options of bench by the benchmark.
     if words[:1] == ["serve"]:
         return _serve(words[1:])
     if words[:1] == ["doctor"] and not {"-h", "--help"} & set(words):
@@ -167,7 +167,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _bench(benchmark: str, argv: Sequence[str]) -> int:
-    # Late, as they import torch, the kernels Triton too.
+    # Imported here because the benchmarks import torch, and that of the kernels Triton, too.
     if benchmark == "kernels":
         from sparrow_sglang.benchmarks.kernels import kernel_times
 

@@ -1,7 +1,7 @@
 """`sparrow doctor`: does sparse decode work with this machine, this SGLang and this model?
 
 In: the command line of a server. Out: one `Check` after the other, each with what was found and, if
-it failed, what to do. SGLang only logs what goes wrong in a plugin, so somebody has to look.
+it failed, what to do. SGLang only logs errors of a plugin, so this command looks for them.
 """
 
 import os
@@ -55,7 +55,7 @@ class Check(NamedTuple):
 
 
 def examine(argv: Sequence[str]) -> Iterator[Check]:
-    """Checks in the order in which a server would stumble; `argv` is that of `sparrow serve`."""
+    """Checks in the order in which a server would fail; `argv` is that of `sparrow serve`."""
     sglang = _check_sglang()
     yield sglang
     yield _check_packages()
@@ -84,7 +84,7 @@ def _check_sglang() -> Check:
     if problems := version_problems():
         return Check("FAIL", "SGLang", *problems)
     try:
-        # Its dependencies are installed separately, and any of them may be missing.
+        # SGLang's dependencies are installed separately, and any of them may be missing.
         folder = Path(str(import_module("sglang.srt.server_args").__file__)).parents[1]
     except ImportError as error:
         return Check("FAIL", "SGLang", import_problem(error))
@@ -196,13 +196,16 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
 def _check_kernels(
     server_args: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
 ) -> Check:
-    """On a GPU the model has passed already, or its arguments would have been refused."""
+    """Whether the GPU kernels take the model, also if this machine has no GPU.
+
+    On a GPU only FP8 can fail here: the other checks passed when the arguments were resolved.
+    """
     import torch
 
     problems = kernel_problems(resolved(server_args), model_config) + rule_problems(schedule)
     device = resolved(server_args).device
     if device == "cuda" and resolved(server_args).kv_cache_dtype == "fp8_e4m3":
-        # Servers look at this once the model is loaded, as its checkpoint may ask for FP8, too.
+        # A server checks this after loading the model, as the checkpoint may ask for FP8, too.
         problems += fp8_problems(torch.cuda.get_device_capability())
         if problems:
             return Check("FAIL", "kernels", "; ".join(problems))

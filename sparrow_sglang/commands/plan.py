@@ -144,7 +144,7 @@ def _hub_config(model: str) -> Path:
         cached = try_to_load_from_cache(model, "config.json")
         if isinstance(cached, str):
             return Path(cached)
-        # hf_hub_download retries for half a minute before it says that there is no connection.
+        # Test the connection first, as hf_hub_download retries for half a minute without one.
         httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
         return Path(hf_hub_download(model, "config.json"))
     except (HFValidationError, HfHubHTTPError, OSError, httpx.TransportError) as error:
@@ -154,7 +154,7 @@ def _hub_config(model: str) -> Path:
 def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:
     if spec == AUTO:
         return schedule_for_model(config, page_size)
-    # A file brings its own page size, and no server is there yet that could contradict it.
+    # A file has its own page size, and there is no server yet whose page size could differ.
     if spec.endswith(".json"):
         return BudgetSchedule.from_json(spec)
     return load_schedule(spec, page_size)

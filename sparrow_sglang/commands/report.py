@@ -72,7 +72,7 @@ def make_report(place: Path) -> tuple[str, list[str]]:
 
 
 def _sections(sources: Sources) -> list[Section]:
-    """In the order of reading; what is damaged goes to `sources.left_out`."""
+    """Sections in reading order; reasons why damaged files are missing go to `sources.left_out`."""
     runs = (partial(training_section, folder) for folder in sources.runs)
     checks = (partial(check_section, path, content) for path, content in sources.checks.items())
     arms = (partial(arms_section, folder, files) for folder, files in sources.arms.items())

@@ -81,12 +81,12 @@ def serve(argv: Sequence[str]) -> None:
 
     try:
         if uses_sparrow(server_args) and not server_args.encoder_only:
-            # SGLang's own messages have scrolled the scheduler's line away when it is ready.
+            # Repeat the scheduler's line when the server is ready, after SGLang's own messages.
             launch_server(server_args, launch_callback=announce_again)
         else:
             run_server(server_args)
     except KeyboardInterrupt:
-        # SGLang 0.5.20 lets the one through that ended the server in good order.
+        # SGLang 0.5.20 re-raises the KeyboardInterrupt after it has stopped the server in order.
         if not ready:
             raise
     finally:
@@ -104,7 +104,7 @@ def _announce_again(server_args: "ServerArgs") -> None:
 
 
 def print_all_flags() -> None:
-    """Print the help of SGLang's own parser, our flag among its own."""
+    """Print the help of SGLang's own parser, which includes our flags."""
     _sglang_parser().print_help()
 
 
@@ -112,9 +112,9 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     """SGLang's ServerArgs for this command line and our defaults, checked by SGLang and by us.
 
     Raises:
-        InputError: another SGLang than the supported one, an unknown flag, a wrong value, a file
-            that cannot be read, or a model that is neither a folder nor on the hub.
-        ValueError, RuntimeError, OSError: what SGLang or the plugin refuses.
+        InputError: SGLang is missing or too old, an unknown flag, a wrong value, a file that cannot
+            be read, or a model that is neither a folder nor on the hub.
+        ValueError, RuntimeError, OSError: SGLang or the plugin refuses the arguments.
     """
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
@@ -141,7 +141,7 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
 def with_defaults(argv: Sequence[str]) -> list[str]:
     """`argv` with our defaults in front, where the user's flags override them.
 
-    The name of an embedded model becomes its folder, which is converted if need be.
+    The name of an embedded model is replaced by its folder; the model is converted if necessary.
     """
     given = list(argv)
     if given and not given[0].startswith("-"):
@@ -154,7 +154,7 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
         word.rpartition("=")[2] for word, path in zip(given, resolved, strict=True) if word != path
     ]
     if names:
-        # Clients then ask for the model by its name and not by a path in somebody's cache.
+        # Let clients ask for the model by its name and not by a path in somebody's cache.
         defaults += ["--served-model-name", names[-1]]
     return defaults + resolved
 
@@ -170,7 +170,7 @@ def _resolve_name(argv: Sequence[str], i: int) -> str:
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """SGLang has hundreds of flags: its usage text would bury the error."""
+    """Reports errors in one line: the usage text of SGLang's hundreds of flags would bury them."""
 
     def error(self, message: str) -> NoReturn:
         unknown, _, words = message.partition("unrecognized arguments: ")
@@ -192,7 +192,7 @@ def _sglang_parser() -> argparse.ArgumentParser:
 def _with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """`argv` with the flags of a --config file put in front of the user's own.
 
-    SGLang would do so too, but in front of our defaults, which would then override the file.
+    SGLang would put them in front of our defaults, which would then override the file.
     """
     if "--config" not in argv:
         return list(argv)

@@ -1,4 +1,4 @@
-"""What is wrong with a server's command line, as far as it shows before SGLang is imported.
+"""Checks of a server's command line that can be made before SGLang is imported.
 
 In: the flags after `sparrow serve`. Out: nothing, or one error. SGLang's own parser checks the rest
 some ten seconds later.
@@ -26,7 +26,7 @@ from sparrow_sglang.validation import nearest_first
 MODEL_FLAGS = ("--model-path", "--model")
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", "30000"
 _DEFAULT_PAGE_SIZE = "16"
-# From a package of SGLang's that serves gRPC, if it is installed.
+# Flags of SGLang's separate package that serves gRPC, if it is installed.
 _OF_GRPC = ("--metrics-host", "--metrics-port", "--servicer-impl")
 
 
@@ -40,7 +40,7 @@ def check_flags(argv: Sequence[str]) -> None:
     """
     for word in argv:
         flag = word.partition("=")[0]
-        # argparse takes the beginning of a flag for the flag.
+        # argparse accepts the beginning of a flag for the flag.
         if flag.startswith("--") and not any(known.startswith(flag) for known in known_flags()):
             raise InputError(unknown_flags(word, known_flags()))
     config = _value(argv, "--config")
@@ -57,7 +57,7 @@ def check_flags(argv: Sequence[str]) -> None:
 
 
 def unknown_flags(words: str, known: Iterable[str]) -> str:
-    """What to say of `words` of a command line, the first of which is none of the `known` flags."""
+    """An error message on `words` of a command line, of which the first is no `known` flag."""
     flag = words.split()[0].partition("=")[0]
     near = nearest_first(flag, known, cutoff=0.6)
     hint = f" (did you mean {near[0]}?)" if near else ""
@@ -75,7 +75,7 @@ def check_port(argv: Sequence[str]) -> None:
             host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as listener:
-            # As the server does, so that connections which have just ended are not in the way.
+            # Set as the server sets it, so that recently closed connections do not block the port.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except (OSError, OverflowError) as error:
@@ -101,7 +101,7 @@ def _check_schedules(argv: Sequence[str]) -> None:
 
 
 def _value(argv: Sequence[str], *flags: str) -> str | None:
-    """The last value given to one of `flags`, which is the one that counts."""
+    """The last value given to one of `flags`, which overrides the others."""
     last = None
     for word, following in zip_longest(argv, argv[1:]):
         flag, equals, value = word.partition("=")
@@ -112,7 +112,7 @@ def _value(argv: Sequence[str], *flags: str) -> str | None:
 
 @cache
 def known_flags() -> tuple[str, ...]:
-    """All flags of SGLang's parser and ours, and a few words more, read from SGLang's source."""
+    """All flags of SGLang's parser and ours, read from SGLang's source, and a few other strings."""
     return tuple(sorted({*_named_after_fields(), *_spelt_out()}))
 
 
@@ -126,7 +126,7 @@ def _spelt_out() -> Iterator[str]:
     package = find_spec("sglang")
     assert package is not None and package.origin is not None, "argument_names() found it"
     folder = Path(package.origin).with_name("srt")
-    # From 0.5.20 on most stand with the fields, in arg_groups.
+    # From 0.5.20 on most flags are written beside their fields, in arg_groups.
     for source in (folder / "server_args.py", *folder.glob("arg_groups/**/*.py")):
         yield from re.findall(r"""["'](--[a-z0-9][\w-]*)["']""", source.read_text("utf-8"))
     yield from ("--help", "--help-all", *_OF_GRPC)

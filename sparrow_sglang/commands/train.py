@@ -1,4 +1,4 @@
-"""`sparrow train`: GRPO from sparse rollouts, out of one TOML file.
+"""`sparrow train`: GRPO from sparse rollouts, configured by one TOML file.
 
 In: the file's name. Out: a run in its `run_dir`. The loop is `sparrow_sglang.rl.trainer`.
 """
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     if args.check:
         return _check_all(config, args)
-    # Late, as it imports torch.
+    # Imported here because it imports torch.
     from sparrow_sglang.rl.ranks import see_own_gpu
 
     rank = see_own_gpu()
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         with schedule_from(source):
             return train(config, args)
     except KeyboardInterrupt:
-        # Before the run has begun to hold signals back.
+        # Interrupted before the run handles signals itself.
         return _say_where_it_stands(config, "stopped", 130)
 
 
@@ -124,7 +124,7 @@ def _launch(config: TrainConfig, args: argparse.Namespace) -> int:
 
 
 def _train(config: TrainConfig, args: argparse.Namespace) -> int:
-    # Late, as they import torch and transformers.
+    # Imported here because they import torch and transformers.
     from transformers.utils import logging
 
     from sparrow_sglang.rl.engines.processes import EngineDied
@@ -134,7 +134,7 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     from sparrow_sglang.rl.runs.termination import Stopped
     from sparrow_sglang.rl.trainer import train
 
-    # Bars of a second each, in the middle of ours.
+    # The progress bars of transformers last a second each and would interrupt ours.
     logging.disable_progress_bar()
     rank = local_rank()
 

@@ -1,10 +1,11 @@
-"""The server's side of pushing an adapter: it is checked first, then replaces the one of its name.
+"""Server side of pushing an adapter: check it, then replace the adapter of the same name.
 
 In: the factors and the config of a LoRA adapter, as PEFT names them. Out: the adapter, loaded by
-SGLang under that name, with nothing of the former one in the prefix cache.
+SGLang under that name; the prefix cache holds no KV of the former adapter.
 
-SGLang 0.5.17 looks at the factors' shapes at the first request that uses them, where a wrong one
-ends the scheduler, and does without what it does not know of a config. So both are checked here.
+SGLang 0.5.17 checks the factors' shapes only at the first request that uses them, where a wrong
+shape ends the scheduler, and it ignores config fields that it does not know. So this module checks
+both before loading.
 """
 
 import asyncio
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 _LIMITS = "adapter_limits"
 _LOADED = "adapter_loaded"
 _DROP = "adapter_drop"
-# As schedules are called, and with the slashes of the hub.
+# The characters of schedule names, and the slash of Hugging Face Hub names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
-# Projections that the model computes as one; SGLang 0.5.17 wants factors of the first and the last.
+# Projections that the model computes as one; SGLang 0.5.17 needs factors for the first and last.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Larger factors and scales make log-probs of NaN, which end SGLang's sampler and so the scheduler.
+# Larger factors and scales lead to NaN log-probs, which end SGLang's sampler and so the scheduler.
 _MAX_FACTOR = 1000.0
 _MAX_ALPHA = 10_000.0
-# What SGLang would leave out without a word, and the values that leave nothing out.
+# Config fields that SGLang would silently ignore, and the values at which that loses nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "use_rslora": (None, False),
@@ -80,16 +81,17 @@ async def load_adapter(
 ) -> None:
     """Load a LoRA adapter in place of the one of that name, while no request runs.
 
-    The tensors are copied: SGLang keeps what it is given, and an optimizer step changes it.
+    The tensors are copied, because SGLang keeps those it is given and the next optimizer step would
+    change them in place.
 
     Args:
-        name: what requests call it (`lora_path`, or `model` in the OpenAI routes).
+        name: the name that requests use (`lora_path`, or `model` in the OpenAI routes).
         config: PEFT's adapter_config.json.
         tensors: lora_A [r, in] and lora_B [out, r] of each module under PEFT's names.
 
     Raises:
-        ControlError: LoRA is off, or name, config or a tensor does not fit this server, and the
-            adapter of that name is as it was; or requests are paused; or SGLang refused.
+        ControlError: LoRA is off, or the name, the config or a tensor does not fit this server; the
+            adapter of that name is unchanged. Or requests are paused, or SGLang refused.
     """
     if not resolved(manager.server_args).enable_lora:
         raise ControlError("LoRA is off: start the server with --enable-lora")
@@ -103,7 +105,7 @@ async def load_adapter(
             f"name={quoted(name)}: expected a string of 1 to 64 letters, digits, '.', '_', '/' and"
             " '-', such as 'math'"
         )
-    # The same on every rank, as all are started with the same arguments.
+    # The limits are the same on every rank, as all are started with the same arguments.
     limits = next(iter((await tell_schedulers(manager, _LIMITS, {})).values()))
     rank = _checked_rank(config, limits["max_rank"])
     shapes = await asyncio.to_thread(_module_shapes, manager)
@@ -125,7 +127,7 @@ async def _replace(
 
     former = name in manager.lora_registry.get_all_adapters()
     if former:
-        # SGLang refuses to load a name that it has.
+        # SGLang refuses to load an adapter under a name that is in use.
         gone = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)
         if not gone.success:
             raise ControlError(f"adapter {name!r} was not replaced: {gone.error_message}")
@@ -135,7 +137,7 @@ async def _replace(
         loaded = await manager.load_lora_adapter_from_tensors(request, None)
         if not loaded.success:
             raise ControlError(str(loaded.error_message))
-        # SGLang hears of one tensor-parallel rank only (0.5.17).
+        # SGLang reports the result of one tensor-parallel rank only (0.5.17).
         await tell_schedulers(manager, _LOADED, {"lora_id": request.lora_id})
     except ControlError as error:
         await _drop(manager, name, request.lora_id)
@@ -144,7 +146,7 @@ async def _replace(
 
 
 async def _drop(manager: "TokenizerManager", name: str, lora_id: str | None) -> None:
-    """Take an adapter that some ranks have not loaded away from those that have."""
+    """Unload an adapter that only some of the ranks have loaded from those ranks."""
     if name in manager.lora_registry.get_all_adapters():
         await manager.lora_registry.unregister(name)
         manager.lora_ref_cache.pop(name, None)
@@ -160,7 +162,7 @@ def _require_loaded(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str,
 
 @answers(_DROP)
 def _drop_here(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    # SGLang asserts that what it unloads is there.
+    # SGLang asserts that the adapter it unloads is loaded.
     lora_manager = _lora_manager(scheduler)
     loaded = lora_manager.lora_refs.get(fields["lora_id"])
     if loaded is not None:
@@ -174,7 +176,7 @@ def _lora_manager(scheduler: "Scheduler") -> Any:
 
 @answers(_LIMITS)
 def _limits(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    """In a scheduler: the memory set aside for adapters, fixed when the server started."""
+    """In a scheduler: largest rank and modules that memory is reserved for, fixed at start-up."""
     pool = _lora_manager(scheduler).memory_pool
     return {"max_rank": pool.max_lora_rank, "modules": sorted(pool.target_modules)}
 
@@ -193,7 +195,7 @@ def _checked_rank(config: Any, max_rank: int) -> int:
             " --max-lora-rank"
         )
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    # False for NaN, too.
+    # The comparison is False for NaN, so NaN is refused, too.
     if not (is_number and abs(cast(float, alpha)) <= _MAX_ALPHA):
         raise ControlError(
             f"config: lora_alpha={quoted(alpha)}: expected a number of at most {_MAX_ALPHA:g} in"
@@ -211,7 +213,7 @@ def _checked_rank(config: Any, max_rank: int) -> int:
 def _checked_modules(
     tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Mapping[str, tuple[int, int]]
 ) -> set[str]:
-    """Last parts of the names of the modules that `tensors` are factors of; all shapes fit."""
+    """Check names, shapes and values of `tensors`; return the last name parts of their modules."""
     seen: dict[str, set[str]] = {}
     for key, tensor in tensors.items():
         named = _FACTOR.fullmatch(key)
@@ -247,7 +249,7 @@ def _checked_modules(
 def _completed(
     tensors: "Mapping[str, torch.Tensor]", shapes: Mapping[str, tuple[int, int]]
 ) -> "dict[str, torch.Tensor]":
-    """With factors of zeros for projections without any that are fused with some that have them."""
+    """`tensors`, plus zero factors for projections without any, if fused with one that has them."""
     whole = dict(tensors)
     for key, tensor in tensors.items():
         named = _FACTOR.fullmatch(key)

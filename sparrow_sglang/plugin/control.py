@@ -1,7 +1,7 @@
-"""The server's side of run-time control: the schedule can be switched, landmarks be checked.
+"""Server side of run-time control: switch the schedule, check landmarks.
 
-Calls are coroutines in `ServerState.calls`; the HTTP route of a call is /sparrow/<name>, see
-`sparrow_sglang.plugin.routes`.
+Calls are coroutines in `ServerState.calls`. Those that `sparrow_sglang.plugin.routes` lists have
+the HTTP route /sparrow/<name>.
 """
 
 import sys
@@ -54,7 +54,7 @@ _CHECK = "landmarks"
 
 
 def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
-    """AFTER hook: what the launching process must know to check requests, switch and audit.
+    """AFTER hook: attach the state with which the launching process checks, switches and audits.
 
     Checked with 0.5.17, where the tokenizer manager is made once per server, after the HTTP app.
     """
@@ -88,8 +88,8 @@ async def schedule(
             fixed-<tokens>; None to read only.
 
     Returns:
-        `schedule`, the fields of what is active now; `previous`, of what was before; `loaded`,
-        the names that requests may use.
+        `schedule`, the fields of the active schedule; `previous`, those of the one active before;
+        `loaded`, the names that requests may use.
 
     Raises:
         ScheduleError: the schedule is unknown, wrong or does not fit this server.
@@ -102,10 +102,10 @@ async def schedule(
         await _require_agreement(manager, previous)
         return _answer(previous, previous)
     new = _schedule(schedule, previous, manager.model_config.hf_config)
-    # Refused before anybody waits.
+    # Check before waiting for requests, so that a schedule that does not fit is refused at once.
     previous.with_active(new)
     async with idle(manager, "the schedule was not switched"):
-        # Switches may have followed each other while this one waited.
+        # Another switch may have taken place while this one waited.
         previous = state.loaded
         loaded = previous.with_active(new)
         await _switch_all(manager, previous, loaded)
@@ -190,7 +190,7 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 
 @answers(_CALL)
 def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    """In a scheduler: hold what the message says, if it does, then say what is held."""
+    """In a scheduler: load the schedules of the message, if it has any; return those loaded."""
     budgets = require_scheduler_state().budgets
     if fields:
         loaded = LoadedSchedules(
@@ -215,7 +215,7 @@ def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
 
 
 def _schedule(schedule: Any, loaded: LoadedSchedules, hf_config: Any) -> BudgetSchedule:
-    """What the call names, for the model that is served."""
+    """The schedule that the call gives or names, fitted to the model that is served."""
     if isinstance(schedule, Mapping):
         return _of_its_own_name(BudgetSchedule(**schedule).for_model(hf_config), hf_config)
     if schedule in loaded.names:
@@ -233,7 +233,7 @@ def _schedule(schedule: Any, loaded: LoadedSchedules, hf_config: Any) -> BudgetS
 
 
 def _of_its_own_name(schedule: BudgetSchedule, hf_config: Any) -> BudgetSchedule:
-    """`schedule`, unless it would pass for the shipped one of its name."""
+    """`schedule`; raise `ScheduleError` if it has a shipped schedule's name but other fields."""
     shipped = schedule.name in known_schedules()
     if shipped and schedule != shipped_schedule(schedule.name).for_model(hf_config):
         raise ScheduleError(

@@ -1,13 +1,14 @@
 """Exact acceptance rates of sparse generations, computed in the server that makes them.
 
-The rate of a token needs both whole distributions. Lists of the likeliest tokens bound it, which is
-enough for a model that is sure of itself; where a model spreads its probability over thousands of
-tokens, the bounds say nothing. So the server keeps the last hidden state of every decode step of a
-generation, prefills the same tokens again, densely, and compares what the output layer makes of
-both. Only the rates leave the device. `client/exact_rates.py` has the requests for it.
+The acceptance rate of a token needs the whole sparse and the whole dense distribution. Top-k lists
+bound it, which is enough for a model with peaked distributions; where a model spreads its
+probability over thousands of tokens, the bounds are too loose to be of use. So the server keeps the
+last hidden state of every decode step of a generation, prefills the same tokens again, densely, and
+compares the output layer's logits of both. Only the rates leave the device. The requests for it are
+in `client/exact_rates.py`.
 
-Costs one copy of [batch, hidden size] per decode step, captured in its CUDA graph, and slots x
-steps x hidden size numbers of memory.
+The cost is one copy of [batch, hidden size] per decode step, captured in its CUDA graph, and memory
+for slots x steps x hidden size numbers.
 """
 
 import os
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def remember_places(
     forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook: which slots the requests of a prefill record into or are compared with.
+    """AFTER hook: note which slots the requests of a prefill record into or are compared with.
 
     Checked with 0.5.17; see `scheduler_hooks.remember_options`.
     """
@@ -41,7 +42,7 @@ def remember_places(
         [_place(req, RECORD) for req in batch.reqs],
         [len(req.output_ids) for req in batch.reqs],
     )
-    # By id, as the pass is run with a copy of `forward_batch`.
+    # Kept by request id, not on `forward_batch`, as the pass is run with a copy of that.
     places = {req.rid: _place(req, COMPARE) for req in batch.reqs}
     require_scheduler_state().compared = {
         rid: place for rid, place in places.items() if place is not None
@@ -58,10 +59,10 @@ def keep_or_compare(
     *args: Any,
     **kwargs: Any,
 ) -> "LogitsProcessorOutput":
-    """AROUND hook: the one place that sees the last hidden states of every forward pass.
+    """AROUND hook: keep or compare last hidden states, where every forward pass has them.
 
     Checked with 0.5.17, where decode passes run through here while their CUDA graph is captured,
-    after passes to warm up, and `customized_info` has one entry per request.
+    after warm-up passes, and `customized_info` has one entry per request.
     """
     if not _records():
         return original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
@@ -91,7 +92,7 @@ def keep_or_compare(
 
 
 def _records() -> bool:
-    # An environment may reach engines of other attention backends, too.
+    # Engines with other attention backends may inherit the environment variable, too.
     return VARIABLE in os.environ and PROCESS.scheduler is not None
 
 
@@ -105,7 +106,10 @@ def _the_record(hidden_size: int, dtype: Any, device: Any) -> StepRecord:
 
 
 def _place(request: Any, key: str) -> Place | None:
-    """None also where a client gives no place that this server has, which must not end it."""
+    """The place that a request gives under `key`; None if it gives none.
+
+    Also None if this server has no such place, as a client's mistake must not end the server.
+    """
     given = (request.sampling_params.custom_params or {}).get(key)
     if not isinstance(given, (list, tuple)) or [type(number) for number in given] != [int, int]:
         return None
@@ -115,6 +119,6 @@ def _place(request: Any, key: str) -> Place | None:
 
 
 def _size() -> tuple[int, int]:
-    """Slots and steps."""
+    """Numbers of slots and of steps per slot."""
     slots, steps = map(int, os.environ[VARIABLE].split("x"))
     return slots, steps

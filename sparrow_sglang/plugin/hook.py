@@ -9,8 +9,8 @@ class Hook(NamedTuple):
 
     Attributes:
         kind: name of a HookType.
-        parameters: names of the target's first parameters that `function` reads, self left out;
-            "a|b" where versions of SGLang differ, "*a" for one that may have any place.
+        parameters: names of the target's first parameters that `function` reads, without self;
+            "a|b" where versions of SGLang differ, "*a" for one that may be at any position.
     """
 
     target: str

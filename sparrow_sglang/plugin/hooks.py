@@ -1,9 +1,9 @@
-"""The table of hooks: everything that is changed in SGLang, by what, and how it is applied.
+"""The table of hooks: which functions of SGLang are changed, by which of ours, and how.
 
 SGLang's plugin framework puts a function of ours BEFORE, AFTER or AROUND one of its own, or in its
-place (REPLACE). Each function's docstring says why it is needed. All do nothing in a process whose
-attention backend is another one, but for those of `CPU_HOOKS`, which belong to our CPU platform.
-What `ServerArgs` needs is installed by `sparrow_sglang.plugin.server_args`, before there are hooks.
+place (REPLACE). Each function's docstring says why it is needed. Except for `CPU_HOOKS`, which
+belong to our CPU platform, all do nothing in a process with another attention backend. Changes to
+`ServerArgs` are made by `sparrow_sglang.plugin.server_args`, before there are hooks.
 """
 
 import inspect
@@ -106,7 +106,7 @@ _OF_STREAMS = (request_hooks.attend_request, request_hooks.report_in_stream)
 
 
 def failing_probes(hooks: Iterable[Hook]) -> list[str]:
-    """What `hooks` need of SGLang and this one does not have, one phrase each."""
+    """What `hooks` need and this version of SGLang does not have, one phrase each."""
     return [problem for hook in hooks if (problem := _probe(hook)) is not None]
 
 
@@ -131,7 +131,7 @@ def _probe(hook: Hook) -> str | None:
 
 
 def _kind_problem(hook: Hook, function: Any) -> str | None:
-    """A hook that awaits what it wraps, or iterates over it, needs a target of that kind."""
+    """A problem if the target is not of the kind that `hook.function` awaits or iterates over."""
     target = inspect.unwrap(function)
     if inspect.iscoroutinefunction(hook.function) and not inspect.iscoroutinefunction(target):
         return "is no coroutine function"
@@ -141,7 +141,7 @@ def _kind_problem(hook: Hook, function: Any) -> str | None:
 
 
 def register_hooks(hooks: Iterable[Hook]) -> None:
-    """Have SGLang apply `hooks` once all plugins are loaded; it only logs what it cannot apply."""
+    """Have SGLang apply `hooks` once all plugins are loaded; it only logs those it cannot apply."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -150,7 +150,7 @@ def register_hooks(hooks: Iterable[Hook]) -> None:
 
 
 def is_applied(hook: Hook) -> bool:
-    """Whether the wrappers that SGLang put round the target hold this hook's function."""
+    """Whether this hook's function is among the wrappers that SGLang put round the target."""
     target = located(hook.target)
     if target is None:
         return True

@@ -1,4 +1,4 @@
-"""What the attention layers of a loaded model may not ask for, as it would be computed wrongly.
+"""Properties of a loaded model's attention layers that sparse decode would compute wrongly.
 
 In: SGLang's model runner, only read. Out: one sentence per problem.
 """
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-# Attributes of SGLang's RadixAttention (0.5.17) that sparse decode goes by, or that say nothing of
-# the arithmetic: logit_capping_method is how a logit_cap is applied, which is refused; quant_method
-# creates the scales, which are looked at.
+# Attributes of SGLang's RadixAttention (0.5.17) that sparse decode takes into account, or that do
+# not affect the arithmetic: logit_capping_method says how a logit_cap is applied, which is refused;
+# quant_method creates the scales, which are checked below.
 LAYER_KNOWN = frozenset(
     {
         "tp_q_head_num",
@@ -25,11 +25,11 @@ LAYER_KNOWN = frozenset(
         "layer_id",
         "logit_capping_method",
         "quant_method",
-        # Of graphs of a prefill (0.5.23).
+        # Concerns only CUDA graphs of a prefill (0.5.23).
         "use_prefill_attention_wrapper",
     }
 )
-# Those that must have the value of plain attention.
+# Attributes that must have the value of plain attention.
 LAYER_PLAIN = {
     "logit_cap": 0.0,
     "is_cross_attention": False,
@@ -37,19 +37,19 @@ LAYER_PLAIN = {
     "pos_encoding_mode": "NONE",
     "xai_temperature_len": -1,
 }
-# Of an FP8 cache on a GPU: SGLang divides keys and values by the one to write them, and multiplies
-# what it reads by the other. Elsewhere they must be absent or 1.
+# Scales of an FP8 KV cache on a GPU: SGLang divides keys and values by the first when it writes
+# them, and multiplies them by the second when it reads. Elsewhere both must be absent or 1.
 LAYER_KV_SCALES = {"k_scale": "k_scale_float", "v_scale": "v_scale_float"}
-# Those that must be absent or 1: nothing else of attention is quantised.
+# Scales that must be absent or 1: sparse decode supports no other quantisation in attention.
 LAYER_SCALES = (
     "q_scale_float",
     "idx_q_scale_float",
     "idx_k_scale_float",
     "idx_v_scale_float",
 )
-# What must be that of the model, in layers that have a sliding window by its config; else -1.
+# Must be the model's window size in layers with a sliding window by its config, -1 in others.
 LAYER_WINDOW = "sliding_window_size"
-# Those that must equal another attribute of the layer.
+# Attributes that must equal another attribute of the layer.
 LAYER_EQUAL = {
     "qk_head_dim": "head_dim",
     "v_head_dim": "head_dim",
@@ -58,18 +58,18 @@ LAYER_EQUAL = {
 
 
 def layer_problems(runner: "ModelRunner") -> list[str]:
-    """Attention layers of a loaded model that would be computed wrongly."""
+    """Attributes of a loaded model's attention layers that would be computed wrongly."""
     import torch
     from sglang.srt.layers.radix_attention import RadixAttention
 
     windows = window_layers(runner.model_config.hf_config)
-    # There keys and values are read by the layers' scales.
+    # Only in this case are keys and values multiplied by the layers' scales when they are read.
     scaled_kv = runner.kv_cache_dtype == torch.float8_e4m3fn and runner.device == "cuda"
     problems = []
     for parent in runner.model.modules():
         for layer in parent.children():
             if isinstance(layer, RadixAttention):
-                # The stock backend plans for one window, that of the model.
+                # SGLang's own backend plans for one window size, that of the model.
                 window = runner.sliding_window_size if layer.layer_id in windows else -1
                 problems += [
                     f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
@@ -82,7 +82,7 @@ def layer_problems(runner: "ModelRunner") -> list[str]:
 
 
 def unknown_attributes() -> list[str]:
-    """What this SGLang's attention layer has that nobody has decided on, one phrase if any."""
+    """Attributes of this SGLang's attention layer that this module does not know, in one phrase."""
     import torch
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -102,7 +102,7 @@ def _odd_attributes(layer: Any, window: int | None, scaled_kv: bool) -> Iterator
             yield name, value
     kv_scales = [*LAYER_KV_SCALES, *LAYER_KV_SCALES.values()]
     for name in LAYER_SCALES if scaled_kv else (*kv_scales, *LAYER_SCALES):
-        # The later ones are there from 0.5.17 on.
+        # `_scale` takes absent ones as 1: some exist only from 0.5.17 on.
         if (value := _scale(layer, name)) != 1.0:
             yield name, value
     for divisor, factor in LAYER_KV_SCALES.items() if scaled_kv else ():
@@ -124,7 +124,7 @@ def _scale(layer: Any, name: str) -> float:
 def _sinks(parent: "torch.nn.Module", layer: Any) -> Iterator[tuple[str, Any]]:
     """Shapes of learned sinks, which models hold beside the layer and pass with each call.
 
-    But for those of gpt-oss, one logit a query head, which the sparse step takes.
+    Leaves out sinks like those of gpt-oss, one logit per query head, which the sparse step takes.
     """
     for name, value in (*parent.named_parameters(recurse=False), *vars(parent).items()):
         known = name == "sinks" and tuple(value.shape) == (layer.tp_q_head_num,)

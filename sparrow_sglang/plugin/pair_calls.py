@@ -1,4 +1,4 @@
-"""Which rotary pairs rank the pages of this model, measured in a running server for a calibration.
+"""Measure in a running server which rotary pairs rank the model's pages, for a calibration.
 
 In: a call to start, prompts, a call to read. Out: the sums of `PairVariances` of all KV heads.
 """
@@ -18,14 +18,14 @@ _Rows = list[list[float]]
 
 
 async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None) -> dict[str, Any]:
-    """Start to measure with landmarks of `landmark_tokens`; without, read and end it.
+    """Start measuring with landmarks of `landmark_tokens`; if None, end it and return the sums.
 
     Returns:
-        `layers`: rows [KV heads][D/2] by each layer that keeps landmarks, see `PairVariances`; none
-        at the start.
+        `layers`: rows [KV heads][D/2] for each layer that keeps landmarks, see `PairVariances`;
+        empty from the call that starts.
 
     Raises:
-        ControlError: there is nothing to read, as nobody started.
+        ControlError: there is nothing to read, as no measurement was started.
     """
     fields = {} if landmark_tokens is None else {"landmark_tokens": landmark_tokens}
     replicas = await tell_schedulers(manager, _CALL, fields)
@@ -52,7 +52,7 @@ def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     if measured is None:
         raise ControlError("rotary pairs are not measured: expected a call with landmark_tokens")
     if req_to_token.is_cuda:
-        # The last pass may still run, on another stream.
+        # The last forward pass may still run, on another stream.
         torch.cuda.synchronize(req_to_token.device)
     local = {str(layer): sums.tolist() for layer, sums in sorted(measured.sums.items())}
     return {"layers": _of_all_ranks(scheduler, backend.kv_heads, local)}
@@ -61,7 +61,7 @@ def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 def _of_all_ranks(
     scheduler: "Scheduler", heads: range, local: dict[str, _Rows]
 ) -> dict[str, _Rows]:
-    """Rows of all KV heads by layer; the query heads of one may lie on several ranks."""
+    """Rows of all KV heads by layer, summed where a KV head's query heads lie on several ranks."""
     ps = ranks(scheduler)
     gathered: list[Any] = [(heads, local)]
     if ps.attn_tp_size > 1:

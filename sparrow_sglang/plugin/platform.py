@@ -1,8 +1,8 @@
 """Entry point of SGLang's platforms, which SGLang runs during `import sglang`.
 
-It gives SGLang a platform where there is no accelerator, and elsewhere declines. Because it runs
-before anything else of SGLang, it is also where our command-line arguments get installed. SGLang is
-half imported at that moment, so nothing of it may be imported at the top of this file.
+It gives SGLang a platform where there is no accelerator, and declines elsewhere. Because it runs
+before anything else of SGLang, it also installs our command-line arguments. SGLang is only half
+imported at that moment, so this file must not import it at the top.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ def activate() -> str | None:
     """Qualified name of the CPU platform, or None where SGLang has a platform of its own."""
     noise.leave_out_if_asked()
     server_args.install_on_import()
-    # The user's explicit wish for SGLang's own CPU engine, which needs Intel AMX.
+    # The variable asks for SGLang's own CPU engine, which needs Intel AMX.
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or has_accelerator():
         return None
     return CPU_PLATFORM
@@ -32,7 +32,7 @@ def has_accelerator() -> bool:
         torch.cuda.is_available()  # ROCm too
         or torch.xpu.is_available()
         or torch.backends.mps.is_available()
-        # These add themselves to torch on import, which may not have happened yet.
+        # These packages add their device to torch on import, which may not have happened yet.
         or any(
             importlib.util.find_spec(name) is not None
             for name in ("torch_npu", "habana_frameworks", "torch_musa")

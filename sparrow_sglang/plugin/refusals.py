@@ -1,4 +1,4 @@
-"""What the backend cannot run with, and why: every combination that would decode wrongly.
+"""Arguments and models that the backend refuses, because it would decode wrongly, and why.
 
 In: SGLang's ServerArgs, its ModelConfig, its model runner; all are only read. Out: one sentence per
 problem, naming field, value, reason and remedy.
@@ -37,7 +37,7 @@ _NO_CHECKS = "nobody would check what requests ask for, nor report what was read
 _NO_BACKEND = "one kernel would decode densely, past the attention backend"
 _OTHER_LAYOUT = "the backend reads SGLang's own token pool in NHD layout"
 _NOT_SHOWN = "nobody has shown that right"
-# Models whose other layers have linear attention, and the SGLang that they have been fitted to.
+# Supported models with linear attention in some layers, and the SGLang version they need.
 _LINEAR_MODELS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForConditionalGeneration",
@@ -142,15 +142,15 @@ _ENVIRONMENT = {
 
 
 def uses_sparrow(server_args: "ServerArgs") -> bool:
-    """Whether prefill, decode or both are asked for from this backend."""
+    """Whether this backend is selected for prefill, decode or both."""
     return BACKEND in attention_backends(server_args)
 
 
 def server_problems(server_args: "ServerArgs") -> list[str]:
     """Problems that the arguments alone show; works before and after SGLang resolves them.
 
-    In another version than the supported one that is the only problem, as the rest goes by the
-    fields of that version.
+    If SGLang is missing, incomplete or too old, that is the only problem reported, as the fields
+    that are checked here may not exist.
     """
     if wrong_version := version_problems():
         return wrong_version
@@ -177,7 +177,7 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             f"sparrow_audit_log={server_args.sparrow_audit_log!r}: nothing is audited, so nothing"
             " would be logged; pass --sparrow-audit-rate 0.01, or remove --sparrow-audit-log"
         )
-    # Text or a mapping until SGLang has parsed it.
+    # A string or a mapping until SGLang has parsed it; neither has the attribute.
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     if graphs is not None and graphs.backend == "full":
         problems.append("cuda_graph_config[prefill].backend='full': use breakable or disabled")
@@ -188,7 +188,7 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
 
 
 def model_problems(model_config: "ModelConfig") -> list[str]:
-    """Properties of the model, as SGLang reads its config, that the backend cannot serve."""
+    """Properties of the model, by its config as SGLang reads it, that the backend cannot serve."""
     from sglang.srt.configs.model_config import is_minimax_sparse
 
     text = model_config.hf_text_config
@@ -247,7 +247,7 @@ def _lacks_interval(model_config: "ModelConfig") -> bool:
 
 
 def _is_linear_hybrid(model_config: "ModelConfig") -> bool:
-    """Whether SGLang takes just those layers for linear attention that we go by."""
+    """Whether SGLang and this package agree on which layers of a known model are linear."""
     text, config = model_config.hf_text_config, hybrid_config(model_config)
     whole = set(range(num_layers_of(text))).difference(linear_layers(text))
     known = _has_known_linear_layers(model_config)
@@ -261,9 +261,9 @@ def _lacks_triton() -> bool:
 
 
 def _has_other_windows(model_config: "ModelConfig") -> bool:
-    """Whether SGLang's pool for windows holds other layers or heads than we go by.
+    """Whether SGLang's pool for windows holds other layers or heads than we take to have windows.
 
-    Its lists of layers may be those of this pipeline stage.
+    SGLang's lists of layers may cover this pipeline stage only.
     """
     windows = set(window_layers(model_config.hf_text_config))
     in_windows = getattr(model_config, "swa_attention_layer_ids", None)
@@ -318,7 +318,7 @@ def _blackwell_problems() -> list[str]:
 
 
 def not_registered(error: Exception) -> RuntimeError:
-    """What to raise where the backend is asked for and its plugin has failed with `error`."""
+    """The error to raise if the backend is selected and its plugin has failed with `error`."""
     return RuntimeError(
         f"sparrow-sglang could not be registered: {error!r}. Install an SGLang that it runs with,"
         f" or choose another --attention-backend than {BACKEND}"

@@ -1,8 +1,8 @@
 """Entry point of SGLang's plugins: makes the attention backend `sparrow` known to SGLang.
 
-SGLang calls `register` once in the launching process and once in every scheduler. It logs the
-errors of plugins and goes on, and it does the same for hooks that it cannot apply. So the backend's
-factory, which no scheduler gets past, looks at what went wrong and refuses to start.
+SGLang calls `register` once in the launching process and once in every scheduler. It logs errors of
+plugins and hooks that it cannot apply, and goes on. So the backend's factory, which every scheduler
+must call, checks for such errors and refuses to start.
 """
 
 from collections.abc import Sequence
@@ -98,7 +98,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
 
 
 def probe_problems(hooks: Sequence[Hook]) -> list[str]:
-    """What this SGLang lacks or has otherwise, of what we rely on; a sentence for each."""
+    """Functions and attributes of this SGLang that are not as we rely on, a sentence for each."""
     return [
         f"SGLang {installed_version()}: {problem}; {INSTALL}"
         for problem in (*failing_probes(hooks), *unknown_attributes())

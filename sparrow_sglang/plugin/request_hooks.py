@@ -1,9 +1,9 @@
-"""What the launching process does with each request: it is checked, its answer says what was read.
+"""Hooks of the launching process that check each request and report the KV read in its answer.
 
 In: requests as SGLang 0.5.17 has them there, and their answers. Out: a `RequestOption` each, or an
-error that names the field, its value and what is allowed, of which SGLang makes HTTP 400, where it
-would answer with HTTP 500 or with its scheduler's end. What was read follows from the numbers of
-tokens in the answers; the schedulers do nothing for it.
+error that names the field, its value and what is allowed. SGLang answers such an error with HTTP
+400; without the check it would answer with HTTP 500, or its scheduler would end. The KV read is
+computed from the token counts in the answers, so the schedulers do nothing for it.
 """
 
 import json
@@ -38,7 +38,7 @@ _UNREADABLE = (
     re.error,
     msgspec.MsgspecError,
 )
-"""What SGLang raises, beside ValueError, on fields of a wrong type or form."""
+"""Errors that SGLang raises, besides ValueError, on fields of a wrong type or form."""
 
 logger = logging.getLogger("sparrow_sglang")
 
@@ -46,7 +46,9 @@ logger = logging.getLogger("sparrow_sglang")
 def attend_request(
     original: Callable[..., Any], manager: "TokenizerManager", request: Any, *args: Any, **kw: Any
 ) -> Any:
-    """AROUND hook: errors of a wrong request are its own; `meta_info["sparrow"]` if it asks.
+    """AROUND hook: turn errors of a wrong request into ValueErrors; add `meta_info["sparrow"]`.
+
+    The entry is added only if the request asks for it.
 
     Checked with 0.5.17, where all requests, of `Engine.generate` and of every route, pass through
     `generate_request`, and a ValueError becomes HTTP 400 but other errors HTTP 500.
@@ -58,9 +60,10 @@ def attend_request(
 def check_request(
     request: Any, manager: "TokenizerManager", given: Any, *args: Any, **kw: Any
 ) -> None:
-    """AFTER hook: refuse a request that asks for what there is not.
+    """AFTER hook: refuse a request that asks for something this server does not have.
 
-    Keeps what it asks for: the schedule cannot be switched from here until it is finished.
+    Stores the request's option, which stays valid: from here until the request is finished the
+    schedule cannot be switched.
 
     Checked with 0.5.17, where every part of a request passes through `_create_tokenized_object`.
 
@@ -81,9 +84,9 @@ def check_request(
 def report_in_response(
     response: Any, serving: Any, request: Any, answers: list[dict[str, Any]], *args: Any
 ) -> None:
-    """AFTER hook: `metadata["sparrow"]` in a completion, beside the weight version.
+    """AFTER hook: add `metadata["sparrow"]` to a completion, beside the weight version.
 
-    Checked with 0.5.17, where `metadata` is a dict of SGLang's own. An error has none.
+    Checked with 0.5.17, where `metadata` is a dict that SGLang fills. An error response has none.
     """
     usages = [answer["meta_info"].get(KEY) for answer in answers]
     if any(usages) and getattr(response, "metadata", None) is not None:
@@ -93,7 +96,7 @@ def report_in_response(
 def report_in_stream(
     original: Callable[..., AsyncIterator[str]], serving: Any, adapted: Any, *args: Any, **kw: Any
 ) -> AsyncIterator[str]:
-    """AROUND hook: one more chunk at the end of a stream, with the same `metadata`.
+    """AROUND hook: add one more chunk at the end of a stream, with the same `metadata`.
 
     Checked with 0.5.17, where a stream consists of whole server-sent events.
     """
@@ -106,7 +109,7 @@ def report_in_stream(
 async def _attended(answers: Any, request: Any) -> AsyncIterator[Any]:
     setattr(request, ATTRIBUTE, RequestState())
     begun = False
-    # Closing this must close SGLang's generator, which holds locks and request states.
+    # Closing this generator must close SGLang's, which holds locks and request states.
     async with aclosing(answers):
         try:
             _require_whole_n(getattr(request, "sampling_params", None))
@@ -123,7 +126,8 @@ async def _attended(answers: Any, request: Any) -> AsyncIterator[Any]:
             raise _unreadable(error) from error
         finally:
             if not hasattr(request, "is_single"):
-                # SGLang looks at it when a stream is over, also of a request it could not read.
+                # SGLang reads the attribute when a stream is over, even if it could not read the
+                # request and has not set it.
                 request.is_single = True
 
 
@@ -136,7 +140,7 @@ def _report(answer: Any, request: Any) -> None:
         option, meta = request_state(part).option, output["meta_info"]
         if option is None or not option.report or meta.get("finish_reason") is None:
             continue
-        # A request that is aborted before it ran has not been counted.
+        # The answer to a request that was aborted before it ran has no token counts.
         usage = option.usage(meta.get("prompt_tokens", 0), meta.get("completion_tokens", 0))
         meta[KEY] = asdict(usage)
         request_state(request).reports[index] = meta
@@ -159,7 +163,7 @@ async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
 def _require_whole_n(sampling_params: Any) -> None:
     """Raise `RequestError` unless `n`, in a dict or in each of a list of dicts, is 1 or more.
 
-    SGLang fails on texts and takes 0 for 1.
+    SGLang fails on strings and treats 0 as 1.
     """
     for parameters in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
         n = parameters.get("n", 1) if isinstance(parameters, dict) else 1
@@ -168,9 +172,9 @@ def _require_whole_n(sampling_params: Any) -> None:
 
 
 def _require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> None:
-    """Raise `RequestError` on what would fail in the scheduler, with all other requests.
+    """Raise `RequestError` on errors that would end the scheduler, and with it all requests.
 
-    Those are token ids that the model does not have, more top log-probs than it has tokens, and
+    These are token ids outside the vocabulary, more top log-probs than it has tokens, and
     parameters that the scheduler cannot read.
     """
     if request.input_ids:
@@ -194,7 +198,7 @@ def _require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> 
 def _require_begun(answer: Any) -> None:
     """Raise `RequestError` if the first answer of a stream says that the scheduler refused it.
 
-    SGLang does so itself where it does not stream.
+    SGLang raises an error itself for requests that are not streamed.
     """
     for output in answer if isinstance(answer, list) else [answer]:
         reason = output["meta_info"].get("finish_reason")
@@ -203,7 +207,7 @@ def _require_begun(answer: Any) -> None:
 
 
 def _unreadable(error: Exception) -> RequestError:
-    """What to answer to a request on which SGLang raised one of _UNREADABLE."""
+    """The error for a request on which SGLang raised one of _UNREADABLE."""
     return RequestError(
         f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected"
         " fields of the types that SGLang's GenerateReqInput and SamplingParams have"
@@ -211,7 +215,10 @@ def _unreadable(error: Exception) -> RequestError:
 
 
 def _named(message: str, parameters: Any) -> str:
-    """msgspec knows the place of a wrong field, as the parameters travel as an array."""
+    """An error message that names the wrong field.
+
+    msgspec's message has only the field's index, as the parameters are sent as an array.
+    """
     place = re.search(r"\$\[(\d+)\]", message)
     names = parameters.__struct_fields__
     if place is None or int(place[1]) >= len(names):

@@ -1,4 +1,4 @@
-"""What the launching process keeps for a request while it is under way."""
+"""State that the launching process keeps for a running request."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from sparrow_sglang.requests import RequestOption
 
 ATTRIBUTE = "sparrow"
-"""Where state is kept on SGLang's objects, requests and the TokenizerManager."""
+"""Attribute of SGLang's objects, requests and the TokenizerManager, that holds our state."""
 
 
 @dataclass
 class RequestState:
-    """What the launching process keeps for one `GenerateReqInput`, and for its copies.
+    """State that the launching process keeps for one `GenerateReqInput`, and for its copies.
 
     Attributes:
-        option: what it asked for; of a batch, each part has its own.
+        option: what the request asked for; each request of a batch has its own.
         reports: `meta_info` of the finished answers that carry a report, by their index.
     """
 
@@ -23,7 +23,7 @@ class RequestState:
 
 
 def request_state(request: Any) -> RequestState:
-    """The state of a `GenerateReqInput`, made where there is none yet."""
+    """The state of a `GenerateReqInput`, created if there is none yet."""
     state: RequestState | None = getattr(request, ATTRIBUTE, None)
     if state is None:
         state = RequestState()

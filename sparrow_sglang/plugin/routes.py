@@ -1,6 +1,6 @@
 """The HTTP side: routes of this package's own calls, and early errors as HTTP errors.
 
-In: requests to SGLang's app. Out: `ServerState.calls`, answers as JSON.
+In: requests to SGLang's app. Out: calls of `ServerState.calls`, their answers as JSON.
 """
 
 import json
@@ -26,7 +26,7 @@ _ERROR_EVENT = b'data: {"error":'
 
 
 class _Call(NamedTuple):
-    """How one call is made over HTTP; `fields` are those of a POST's body, all of them needed."""
+    """How one call is made over HTTP; `fields` are those of a POST's body, all of them required."""
 
     methods: tuple[str, ...]
     fields: frozenset[str] = frozenset()
@@ -52,8 +52,8 @@ _CALLS = {
 def add_routes(app: "FastAPI") -> None:
     """Add /sparrow/<call>, behind the same keys as SGLang's own control routes, at most once.
 
-    Also has /generate answer with an HTTP error where a stream would begin with one: SGLang 0.5.17
-    checks a streaming request of that route only after it has sent the status 200.
+    Also makes /generate answer with an HTTP error instead of a stream that begins with an error:
+    SGLang 0.5.17 checks a streaming request of that route only after it has sent the status 200.
     """
     from fastapi import Request
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -77,7 +77,7 @@ def add_routes(app: "FastAPI") -> None:
 
 
 def with_early_errors(app: AsgiApp) -> AsgiApp:
-    """`app`, but a stream whose first event is an error becomes a response of that status."""
+    """Wrap `app` so that a stream that begins with an error becomes a response of its status."""
 
     async def answer(scope: Message, receive: Receive, send: Send) -> None:
         held: Message | None = None
@@ -139,7 +139,7 @@ def _is_event_stream(message: Message) -> bool:
 
 
 def _error(message: Message) -> dict[str, Any] | None:
-    """The error that the first event of a stream consists of, if it does."""
+    """The error in the first event of a stream; None if the event is no error."""
     event: bytes = message.get("body", b"")
     if not event.startswith(_ERROR_EVENT):
         return None

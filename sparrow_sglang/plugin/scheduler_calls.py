@@ -1,4 +1,4 @@
-"""A call from the launching process to every scheduler and back, over SGLang's control messages.
+"""Calls from the launching process to every scheduler, over SGLang's control messages.
 
 In: the name of a call and JSON fields. Out: one JSON answer per data-parallel rank, or refusals.
 """
@@ -28,7 +28,7 @@ _answers: dict[str, Answer] = {}
 
 
 class ControlError(InputError):
-    """The server cannot do now what it was asked for; the message says why."""
+    """The server cannot do what it was asked for; the message says why."""
 
 
 class RanksDisagreeError(ControlError):
@@ -38,7 +38,7 @@ class RanksDisagreeError(ControlError):
 def answers(call: str) -> Callable[[Answer], Answer]:
     """Have the decorated function answer `call` in every scheduler.
 
-    It gets the scheduler and the call's fields; an exception of it refuses the call.
+    The function gets the scheduler and the call's fields; if it raises, the call is refused.
     """
 
     def register(answer: Answer) -> Answer:
@@ -58,8 +58,8 @@ async def tell_schedulers(
         ranks of each have given the same.
 
     Raises:
-        ControlError: schedulers refused, for the reasons that the message gives. Others may have
-            done what they were asked for.
+        ControlError: some schedulers refused, for the reasons that the message gives. The others
+            may have done what they were asked for.
     """
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
@@ -74,7 +74,7 @@ async def tell_schedulers(
 
 
 async def is_idle(manager: "TokenizerManager") -> bool:
-    """Whether no scheduler holds a request, nor is in the step that ended its last one."""
+    """Whether no scheduler holds a request or is still in the step that ended its last one."""
     try:
         await tell_schedulers(manager, _IDLE, {})
     except ControlError:
@@ -84,16 +84,17 @@ async def is_idle(manager: "TokenizerManager") -> bool:
 
 @asynccontextmanager
 async def idle(manager: "TokenizerManager", undone: str) -> AsyncIterator[None]:
-    """Within, no request runs, new ones are held back, and the prefix cache is empty.
+    """Within this context no request runs, new ones are held back, and the prefix cache is empty.
 
-    As SGLang's own weight updates do, waits for the running requests. `undone` begins the error.
+    Waits for the running requests, as SGLang's own weight updates do. The error message begins with
+    `undone`.
 
     Raises:
         ControlError: requests are paused and keep their KV, or SGLang remained busy.
     """
     async with manager.is_pause_cond:
         paused = manager.is_pause
-    # Paused requests would never give the lock back.
+    # Paused requests would never release the lock.
     async with nullcontext() if paused else manager.model_update_lock.writer_lock:
         if not await _flushed(manager, _PAUSED_TIMEOUT_S if paused else _IDLE_TIMEOUT_S):
             reason = "generation is paused with requests" if paused else "requests are running"
@@ -102,9 +103,9 @@ async def idle(manager: "TokenizerManager", undone: str) -> AsyncIterator[None]:
 
 
 async def _flushed(manager: "TokenizerManager", timeout_s: float) -> bool:
-    """Whether the prefix cache of every rank is empty.
+    """Flush the prefix cache of every rank; returns whether all ranks succeeded.
 
-    SGLang's own `flush_cache` says what the first data-parallel rank answered (0.5.17).
+    SGLang's own `flush_cache` returns only the first data-parallel rank's answer (0.5.17).
     """
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
@@ -124,7 +125,7 @@ def _require_idle(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, A
 def answer_call(
     original: Callable[..., None], scheduler: "Scheduler", message: "DumperControlReqInput"
 ) -> None:
-    """AROUND hook: take our messages out of a channel that carries JSON to every scheduler.
+    """AROUND hook: answer our messages, sent over SGLang's dumper control, which carries JSON.
 
     SGLang's channel for settings carries numbers only. Checked with 0.5.17, where all ranks of a
     replica handle a message at the same point between two steps, and one of them answers.
@@ -152,14 +153,14 @@ def rank_name(scheduler: "Scheduler") -> str:
 
 
 def _replica(scheduler: "Scheduler") -> int | None:
-    """Its data-parallel rank, be it a server or its attention that is replicated; None if alone."""
+    """The rank in data parallelism or data-parallel attention; None without either."""
     ps = ranks(scheduler)
     rank: int | None = ps.attn_dp_rank if ps.attn_dp_size > 1 else ps.dp_rank
     return rank
 
 
 class _Outcome(NamedTuple):
-    """What one scheduler says to a call: its name, and an answer unless there is an error."""
+    """One scheduler's outcome of a call: its name, and an answer unless there is an error."""
 
     rank: str
     answer: dict[str, Any]
@@ -171,12 +172,12 @@ def _outcome(answer: Answer, scheduler: "Scheduler", fields: dict[str, Any]) -> 
     try:
         return _Outcome(rank, answer(scheduler, fields))
     except Exception as error:
-        # Whatever it is, the caller must hear of it: it waits for an answer.
+        # Report every kind of exception, because the caller waits for an answer.
         return _Outcome(rank, {}, str(error) or type(error).__name__)
 
 
 def _agreed(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
-    """The outcome of all tensor-parallel ranks of a replica: one that fails fails the call."""
+    """The joint outcome of a replica's tensor-parallel ranks: an error if any of them failed."""
     ps = ranks(scheduler)
     outcomes: list[Any] = [local]
     if ps.attn_tp_size > 1:

@@ -1,4 +1,4 @@
-"""What a scheduler does otherwise for the backend `sparrow`: a request's option, KV, memory.
+"""Hooks of a scheduler for the backend `sparrow`: request options, KV in the prefix tree, memory.
 
 Each hook says why it is needed and which version of SGLang it was checked with.
 """
@@ -27,12 +27,12 @@ def remember_options(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """AFTER hook: what the requests of a prefill ask for must be on the device when they decode.
+    """AFTER hook: put the options of a prefill's requests on the device, where decode reads them.
 
-    A decode batch is announced to the guard, which refuses those that pass the backend by.
+    Also announces decode batches to the guard, which refuses those that bypass the backend.
 
-    The row of the token table is all that a step, replayed from a CUDA graph, knows of a request.
-    It is given away before the first prefill pass, also after a retraction.
+    A step that is replayed from a CUDA graph knows of a request only its row in the token table.
+    The row is assigned before the first prefill pass, also after a retraction.
 
     Checked with 0.5.17, where `init_new` runs on the stream of the forward pass that it prepares.
     """
@@ -50,7 +50,7 @@ def remember_options(
 
 
 def _require_another_backend(model_runner: "ModelRunner") -> None:
-    """Once: raise if ours was asked for in a scheduler that never had it built."""
+    """Raise if our backend is selected but this scheduler never built it; checks only once."""
     if PROCESS.serves_otherwise:
         return
     if uses_sparrow(model_runner.server_args):
@@ -67,9 +67,10 @@ def keep_sparse_kv_private(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """BEFORE hook: KV written while decoding sparsely must not become another request's prefix.
 
-    A finished request hands prompt and output to the prefix tree. KV of output tokens has seen only
-    part of the context, so a later request would silently inherit the mismatch. The prompt's pages
-    enter the tree after prefill, and stay; where the request ends at its prefill they enter here.
+    A finished request hands prompt and output to the prefix tree. KV of output tokens was computed
+    from only part of the context, so a later request would silently inherit the mismatch. The
+    prompt's pages enter the tree after prefill, and stay; if the request ends at its prefill, this
+    hook inserts them.
 
     Checked with 0.5.17. Other ways into the tree: `cache_unfinished_req` runs after prefill only,
     over tokens that were prefilled (re-prefilled ones of a retracted request included); retraction
@@ -92,15 +93,15 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     """Put the whole pages of what was prefilled into the prefix tree, unless they are in it.
 
     SGLang 0.5.17 does so after prefill unless the request has finished there. Under the overlap
-    scheduler such a request counts as decoded, as its first decode step runs already.
+    scheduler such a request counts as decoded, as its first decode step has been launched already.
     """
     prefilled = sglang_versions.prefilled_tokens(req)
     whole_pages = prefilled // tree_cache.page_size * tree_cache.page_size
     if getattr(req, "mamba_pool_idx", None) is not None:
-        # With the prompt the tree would take the state of linear attention that decode left.
+        # Together with the prompt, the tree would take the linear-attention state after decode.
         return
     if getattr(sglang_versions.kv_of(req), "swa_evicted_seqlen", 0):
-        # The tree would take windows that a decode step has given back for cached ones.
+        # The tree would treat sliding-window KV that decode has freed as cached.
         return
     # What `strip_thinking_cache` frees beyond the committed length must not be in the tree.
     in_the_tree = sglang_versions.kv_of(req).cache_protected_len
@@ -123,10 +124,10 @@ def reserve_landmarks(
 def reserve_landmarks_beside_windows(
     _: None, configurator: Any, kvc: "KVCacheConfigurator", *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook: the same where SGLang divides memory between a pool of windows and another.
+    """AFTER hook: as `reserve_landmarks`, where SGLang has a pool for sliding windows and another.
 
-    Checked with 0.5.17, where the pools are sized by what is counted here, of a token in bytes: in
-    each layer that keeps the whole KV, and in all layers.
+    Checked with 0.5.17, where the pools are sized by the two byte counts per token that are changed
+    here: one per layer that keeps the whole KV, and one over all layers.
     """
     if not uses_sparrow(kvc.server_args):
         return
@@ -161,10 +162,10 @@ def reserve_decode_buffers(
 ) -> int | None:
     """AFTER hook: the buffers of the decode step are allocated after the KV pool, so leave room.
 
-    They are as large as the largest batch times the longest sequence: half a GiB for 512 requests
-    of 256K tokens and 8 KV heads. An upper limit, as the number of requests is not known yet.
+    They grow with the largest batch times the longest sequence: half a GiB for 512 requests of 256K
+    tokens and 8 KV heads. The size is an upper limit, as the number of requests is not known yet.
 
-    Checked with 0.5.17, where the result is what the KV pool may take of the GPU, in bytes.
+    Checked with 0.5.17, where the result is the GPU memory that the KV pool may take, in bytes.
     """
     if kvc.device != "cuda" or kvc.is_draft_worker or not uses_sparrow(kvc.server_args):
         return None

@@ -1,4 +1,4 @@
-"""SGLang's `ServerArgs`: our choice, fields and checks in it, and the names that it has.
+"""Extend SGLang's `ServerArgs` by our backend, fields and checks; know its argument names.
 
 Frameworks build argument parsers and `ServerArgs` in processes that have only imported SGLang, so
 this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`.
@@ -115,7 +115,7 @@ def engine_arguments(text: str) -> dict[str, Any]:
 
 
 def unknown_argument(names: Iterable[str]) -> str | None:
-    """What to say of the first name that `sglang.Engine` does not know, None if it knows all."""
+    """An error message on the first name that `sglang.Engine` does not know, else None."""
     known = argument_names()
     for name in names:
         if name not in known:
@@ -126,7 +126,7 @@ def unknown_argument(names: Iterable[str]) -> str | None:
 
 
 def argument_names() -> frozenset[str]:
-    """What `sglang.Engine` takes by name: fields of SGLang's `ServerArgs`, and ours."""
+    """Names of the arguments of `sglang.Engine`: fields of SGLang's `ServerArgs`, and ours."""
     return server_argument_names() | FIELDS.keys()
 
 
@@ -185,7 +185,7 @@ def _extend_or_log() -> None:
     try:
         extend_fields_before_import(FIELDS)
     except Exception:
-        # `install` then finds no fields of ours, and says so to those who use the backend.
+        # `install` then finds our fields missing, and raises for those who use the backend.
         logger.exception("sparrow-sglang could not extend the fields of SGLang's ServerArgs")
 
 
@@ -194,7 +194,7 @@ def _install_or_log() -> None:
         install()
     except Exception:
         # People who do not use the backend must still be able to import SGLang. Those who do get
-        # this error from `plugin.register`, which installs again, and then from the backend.
+        # this error from `registration.register`, which installs again, and then from the backend.
         if wrong_version := version_problems():
             logger.warning("sparrow-sglang leaves this SGLang alone: %s", *wrong_version)
         else:
@@ -202,7 +202,7 @@ def _install_or_log() -> None:
 
 
 def _check_around_resolution(cls: Any) -> None:
-    """Refuse early, in the process that builds the engine and before anything is loaded."""
+    """Refuse wrong arguments in the process that builds the engine, before anything is loaded."""
     method = resolution_method(cls)
     original = getattr(cls, method)
 
@@ -228,7 +228,7 @@ def _check_around_resolution(cls: Any) -> None:
 
 
 def _check_model_config(cls: Any) -> None:
-    """Refuse a model as soon as SGLang has read its config, before SGLang adapts itself to it."""
+    """Refuse a model as soon as SGLang has read its config, before SGLang adapts its arguments."""
     original = getattr(cls, "get_model_config", None)
     if original is None:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -253,10 +253,10 @@ def _check_model_config(cls: Any) -> None:
 
 
 def _pass_for_dense_backend(cls: Any) -> None:
-    """SGLang serves gpt-oss by backends that it knows to take attention sinks, by their names.
+    """Give SGLang the name of our dense passes' backend for models with attention sinks.
 
-    It is told that of our dense passes. Checked with 0.5.17; where the method has another name
-    SGLang refuses the model.
+    SGLang serves gpt-oss only with backends that it knows, by name, to support sinks. Checked with
+    0.5.17; where the method has another name SGLang refuses the model.
     """
     original = getattr(cls, "_resolved_attention_backends", None)
     if original is None:
@@ -287,7 +287,10 @@ def _check_resolved(server_args: "ServerArgs") -> None:
 
 
 def _require_plugin() -> None:
-    """Without the plugin the scheduler would only say that the backend's name is unknown."""
+    """Raise if the plugin failed or is not loaded, with a clearer message than the scheduler's.
+
+    The scheduler would only say that the backend's name is unknown.
+    """
     if PROCESS.error is not None:
         raise not_registered(PROCESS.error) from PROCESS.error
     if problem := plugins_problem():
@@ -295,7 +298,7 @@ def _require_plugin() -> None:
 
 
 def plugins_problem() -> str | None:
-    """What to say of an environment that keeps SGLang from loading this plugin."""
+    """An error message if SGLANG_PLUGINS keeps SGLang from loading this plugin, else None."""
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
         return (

@@ -1,4 +1,4 @@
-"""What a server says of its schedules in its log, whatever its log level."""
+"""Log lines of a server about its schedules, written whatever its log level."""
 
 import logging
 import sys
@@ -26,7 +26,7 @@ def announce(line: str) -> None:
 def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
     """One schedule in one line.
 
-    `source` says where it comes from; `hf_config` is that of the model that is served by it.
+    `source` says where the schedule comes from; `hf_config` is the served model's config.
     """
     budgets, rule = schedule.budget_tokens, schedule.selection
     selection = "" if rule == SelectionRule() else f", {rule}"
@@ -47,7 +47,7 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
 
 
 def start_up_line(loaded: LoadedSchedules, source: str, hf_config: Any) -> str:
-    """What is active and why, and for which model it was calibrated, in one line."""
+    """The active schedule, its source and the model it was calibrated for, in one line."""
     others = [
         f"{other.name} ({other.calibration(hf_config)})"
         if other.is_foreign(hf_config)

@@ -1,4 +1,4 @@
-"""What this package keeps in a process of SGLang, but for single requests (`request_state.py`).
+"""State that this package keeps in a process of SGLang, except per request (`request_state.py`).
 
 SGLang runs a launching process, whose TokenizerManager sees every request, and schedulers.
 """
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ServerState:
-    """What the launching process keeps for one server that decodes sparsely.
+    """State that the launching process keeps for one server that decodes sparsely.
 
     Attributes:
-        loaded: what requests are checked against; set by `switch` only.
-        calls: coroutines behind the server's routes /sparrow/<name> and `Endpoint.call_sparrow`.
+        loaded: the schedules that requests are checked against; set by `switch` only.
+        calls: coroutines by the name that `Endpoint.call_sparrow` takes; some have a route, too.
         auditor: None without --sparrow-audit-rate.
         module_shapes: [out, in] of the model's linear modules, once an adapter has been pushed.
     """
@@ -39,7 +39,7 @@ class ServerState:
     module_shapes: dict[str, tuple[int, int]] | None = None
 
     def switch(self, loaded: LoadedSchedules) -> None:
-        """From now on requests are checked against `loaded`, and audited under its active one."""
+        """Check requests against `loaded` from now on, and audit under its active schedule."""
         self.loaded = loaded
         if self.auditor is not None:
             self.auditor.follow(loaded.active)
@@ -47,14 +47,14 @@ class ServerState:
 
 @dataclass
 class SchedulerState:
-    """What a scheduler that decodes sparsely keeps.
+    """State of a scheduler that decodes sparsely.
 
     Attributes:
-        budgets: the schedules and what requests ask for, on the device; owns the active schedule.
-        guard: is told of each decode batch.
+        budgets: the schedules and the requests' options, on the device; owns the active schedule.
+        guard: gets an announcement of each decode batch.
         audited: whether some requests of this server are audited.
         record: hidden states of decode steps, in a server that records them.
-        compared: requests of the latest prefill pass whose steps are compared, by their ids.
+        compared: places of the latest prefill's requests that are to be compared, by request id.
     """
 
     budgets: "BudgetTable"
@@ -67,7 +67,10 @@ class SchedulerState:
     )
 
     def option(self, req: "Req") -> RequestOption:
-        """What a request asks for, read at its first prefill; the launching process refuses."""
+        """The option of a request, read at its first prefill.
+
+        An option that cannot be read counts as none here: the launching process refuses it.
+        """
         option = self._options.get(req)
         if option is None:
             try:
@@ -80,13 +83,13 @@ class SchedulerState:
 
 @dataclass
 class ProcessState:
-    """What the registration did in this process, and the scheduler that runs in it.
+    """Outcome of the registration in this process, and the scheduler that runs in it.
 
     Attributes:
-        hooks: what SGLang was told to apply.
+        hooks: the hooks that SGLang was told to apply.
         error: why the registration failed, None if it did not.
         scheduler: None in other processes, and until the backend has been built.
-        serves_otherwise: whether another backend is known to be asked for in this scheduler.
+        serves_otherwise: whether this scheduler is known to serve with another backend.
     """
 
     hooks: "tuple[Hook, ...]" = ()
@@ -99,7 +102,7 @@ PROCESS = ProcessState()
 
 
 def server_state(manager: Any) -> ServerState | None:
-    """The state of a TokenizerManager's server, None if that decodes by another backend."""
+    """The state of a TokenizerManager's server, None if the server uses another backend."""
     state: ServerState | None = getattr(manager, ATTRIBUTE, None)
     return state
 

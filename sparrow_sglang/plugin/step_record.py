@@ -1,6 +1,6 @@
 """Hidden states of the decode steps of some generations, and their comparison with dense ones.
 
-In: hidden states of every forward pass, by SGLang's row of a request. Out: acceptance rates.
+In: hidden states of every forward pass, and SGLang's row of each request. Out: acceptance rates.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ class StepRecord:
 
         self._steps = steps
         self._nowhere = slots * steps
-        # Forward passes run in inference mode, other writers do not.
+        # Not inference tensors: forward passes write them in inference mode, other writers do not.
         with torch.inference_mode(False):
             self._states = torch.zeros(slots * steps + 1, hidden_size, dtype=dtype, device=device)
-            # Whether a state is that of the generation which records into its slot now.
+            # Whether a state belongs to the generation that currently records into its slot.
             self._recorded = torch.zeros(slots * steps + 1, dtype=torch.bool, device=device)
             self._rates = torch.zeros(slots, steps, device=device)
             self._places = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
@@ -40,10 +40,10 @@ class StepRecord:
     def assign(
         self, rows: Sequence[int], places: Sequence[Place | None], sampled: Sequence[int]
     ) -> None:
-        """Which slot the requests in these rows of the token table record into, None for none.
+        """Set the slots that the requests in these rows of the token table record into.
 
-        They are about to be prefilled, with the response tokens that each has `sampled`: none, or
-        those up to a retraction.
+        A place of None means that a request records nowhere. The requests are about to be
+        prefilled; `sampled` are their numbers of response tokens so far, 0 unless retracted.
         """
         import torch
 
@@ -76,10 +76,10 @@ class StepRecord:
         place: Place,
         logits: "Callable[[torch.Tensor], torch.Tensor]",
     ) -> list[float | None]:
-        """Rates of response tokens 1 to T - 1 of one request, of which these states were computed.
+        """Rates of response tokens 1 to T - 1 of one request, from its dense hidden states.
 
-        `hidden` is [C, H], of the positions from `prefix` on; rates of earlier chunks are kept.
-        None, as JSON has no NaN, where no decode step was recorded.
+        `hidden` is [C, H], of the positions from `prefix` on; rates of earlier chunks are kept. A
+        rate is None, as JSON has no NaN, where no decode step was recorded.
         """
         import torch
 
@@ -88,7 +88,8 @@ class StepRecord:
         last = min(end, prompt + self._steps - 1)
         for start in range(max(prefix, prompt), last, _ROWS):
             stop = min(start + _ROWS, last)
-            # The state at position p gives the token after it, as the step with p + 1 cached does.
+            # The dense state at position p predicts the token at p + 1, as does the decode step
+            # with p + 1 cached tokens.
             step = start + 1 - prompt
             first = slot * self._steps + step
             kept = slice(first, first + stop - start)

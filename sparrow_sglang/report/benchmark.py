@@ -1,8 +1,8 @@
 """Sections of benchmark results: step time and throughput by length, rollouts over time.
 
 In: result files, as `sparrow bench` writes them. Out: one section for all decode steps, which are
-compared across files, and one for each other result; a result of a kind that has no charts is shown
-as a table.
+compared across files, and one section per other result. Results for which there are no charts are
+shown as a table.
 """
 
 import math
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def benchmark_sections(results: dict[Path, dict[str, Any]], left_out: list[str]) -> list[Section]:
-    """Sections of all results. What is damaged goes to `left_out`, with the reason."""
+    """Sections of all results. Damaged files are noted in `left_out`, with the reason."""
     steps: list[Run] = []
     others: list[Section] = []
     for path, content in results.items():
@@ -123,7 +123,7 @@ def _length_figures(run: Run) -> Iterator[Figure]:
     """Step time and throughput of each model and batch that was timed at several lengths."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in run.rows:
-        # Sequences of mixed length have no one length to be drawn at.
+        # A batch of mixed lengths has no single length to plot it at.
         if not row["case"].startswith("fill:"):
             groups.setdefault((served_model(row), row["batch"]), []).append(row)
     name = Path(run.path).name
@@ -217,7 +217,7 @@ def _tail_line(label: str, bins: Sequence[Row], colour: str) -> Line:
 
 
 def _scalar_table(title: str, rows: Sequence[Row]) -> Table:
-    """Every value of the rows that is no list; a wide and short table lies on its side."""
+    """Every value of the rows that is no list; a wide and short table is transposed."""
     named = [scalars(row) for row in rows]
     names = list(dict.fromkeys(name for row in named for name in row))
     cells = [[_cell(row.get(name)) for name in names] for row in named]

@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 def schedule_sections(schedules: dict[Path, dict[str, Any]], left_out: list[str]) -> list[Section]:
     """A section for the schedules of each measurement, one for each schedule without evidence.
 
-    What is no schedule goes to `left_out`, with the reason.
+    Files that hold no valid schedule are noted in `left_out`, with the reason.
     """
     measured: list[BudgetSchedule] = []
     plain: list[Section] = []
@@ -83,7 +83,7 @@ def check_section(path: Path, content: dict[str, Any]) -> Section:
 
 
 def _measured_section(schedules: Sequence[BudgetSchedule]) -> Section:
-    """Of schedules from one measurement, whose evidence each of them holds."""
+    """The section of schedules from one measurement, of which each contains the evidence."""
     first = schedules[0]
     evidence: Row = first.provenance
     targets = sorted({s.tail_target for s in schedules if s.tail_target})
@@ -116,7 +116,7 @@ def _bins_of(schedule: BudgetSchedule) -> Table:
 
 
 def _tail_map(schedules: Sequence[BudgetSchedule], evidence: Row) -> Figure:
-    """Measured tails by position and budget, and which of the budgets each schedule takes."""
+    """Measured tails by position and budget, and the budgets that each schedule uses."""
     budgets = sorted(map(int, evidence["tails"]))
     least = evidence["min_tokens"]
     filled = {
@@ -170,7 +170,7 @@ def _plain_section(schedule: BudgetSchedule) -> Section:
 
 
 def _share_facts(schedules: Sequence[BudgetSchedule]) -> list[tuple[str, str]]:
-    """Tokens read at the end of the schedule's bins, of those cached."""
+    """KV tokens that each schedule reads at the end of its last bin, and their share of all."""
     facts = []
     for schedule in schedules:
         end = len(schedule.budget_tokens) * schedule.bin_tokens

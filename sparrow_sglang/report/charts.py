@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-# Between black and white in lightness, to be told from both.
+# Of medium lightness, so that they can be told from both black and white.
 PALETTE = (
     "#3f7fce", "#c4691c", "#2f8f6b", "#8a63c9", "#c9504f", "#2389a3", "#a07a14", "#7b8087",
 )  # fmt: skip
 _RAMP = ("#8a63c9", "#3f7fce", "#2389a3", "#2f8f6b", "#a07a14", "#c4691c", "#c9504f")
-# Not neutral, so that no cell has one of the two colours that follow the theme.
+# Slightly tinted, so that no cell has one of the two colours that `_inline` replaces by the theme.
 _SHADES = ("#232830", "#6f7785", "#b4bac6", "#e9ebf0")
 _INK, _RULE = "#101010", "#dddddd"
 _THEME = {_INK: "currentColor", _RULE: "var(--rule)"}
@@ -73,10 +73,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one pair of axes. `targets` are levels to hold, `moments` places on the x axis.
+    """Lines over one pair of axes. `targets` are levels to hold, `moments` positions on the x axis.
 
-    `stacked` lays the lines upon each other as areas; `from_zero` begins the y axis at 0, `top`
-    ends it.
+    `stacked` draws the lines as stacked areas; `from_zero` begins the y axis at 0, `top` is its
+    upper end.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Chart:
 
     @property
     def labels(self) -> list[str]:
-        """What the legend names, where there is more than one."""
+        """Entries of the legend, which is drawn if there is more than one."""
         return [line.label for line in self.lines] + [label for label, _ in self.targets]
 
 
@@ -114,12 +114,12 @@ class HeatMap:
 
     @property
     def labels(self) -> list[str]:
-        """What the legend names."""
+        """Entries of the legend."""
         return [label for label, _ in self.paths]
 
 
 def ramp(count: int) -> list[str]:
-    """`count` colours for lines that have an order."""
+    """`count` graded colours for lines that have an order."""
     from matplotlib.colors import LinearSegmentedColormap, to_hex
 
     colours = LinearSegmentedColormap.from_list("ramp", _RAMP)
@@ -165,7 +165,7 @@ def _colour(figure: Any, axes: Any, chart: HeatMap) -> None:
     mesh.set_gid("cells")
     bar = figure.colorbar(mesh, ax=axes, label=chart.value_label, ticks=MaxNLocator(5))
     bar.outline.set_visible(False)
-    # As a picture in the page, which matplotlib makes of it otherwise, it would have to be loaded.
+    # By default matplotlib makes the colour bar an image, which the page would have to load.
     bar.solids.set_rasterized(False)
     bar.solids.set_edgecolor("face")
     for i, (label, path) in enumerate(chart.paths):
@@ -232,7 +232,7 @@ def _plot_line(axes: Any, line: Line, gid: str) -> None:
 
 def _inline(svg: str, chart: Chart | HeatMap, name: str) -> str:
     """matplotlib's document as an element of the page: unique ids, theme colours, a title."""
-    # Its only style rule would hold for the whole page, which has the same.
+    # Drop matplotlib's style rule: it would apply to the whole page, which has the same rule.
     body = re.sub(r"<(metadata|style)\b.*?</\1>|<!--.*?-->", "", svg, flags=re.DOTALL)
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body).replace("xlink:href", "href")
     for colour, theme in _THEME.items():

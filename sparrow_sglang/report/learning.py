@@ -37,7 +37,10 @@ class LearningRun:
 
 
 def arms_section(folder: Path, files: Sequence[Path]) -> Section:
-    """Runs whose metrics lie side by side, named by arm and seed. Raises `ReportError`."""
+    """The section of runs with metrics files in one folder, named by arm and seed.
+
+    Raises `ReportError`.
+    """
     runs = []
     for path in files:
         named = SEED_FILE.fullmatch(path.name)
@@ -56,8 +59,8 @@ def arms_section(folder: Path, files: Sequence[Path]) -> Section:
 
 
 def learning_section(runs: Sequence[LearningRun], title: str, versions: Settings) -> Section:
-    """Means over the seeds of a schedule at the steps that all of them reached, in bands from the
-    lowest to the highest."""
+    """Means over the seeds of each schedule, at the steps that all seeds reached, with bands from
+    the lowest to the highest."""
     labels = list(dict.fromkeys(run.label for run in runs))
     figures, facts = [], []
     for metric, name in _SHOWN.items():

@@ -1,6 +1,6 @@
-"""The page: sections with facts, charts, tables and settings, put into one HTML text.
+"""The page: sections with facts, charts, tables and settings, rendered as one HTML string.
 
-In: `Section`s. Out: HTML that loads nothing from anywhere.
+In: `Section`s. Out: HTML that loads no other files.
 """
 
 import math
@@ -21,7 +21,7 @@ class ReportError(InputError):
 
 @contextmanager
 def reading(path: Path | str, writer: str) -> Iterator[None]:
-    """Turn what a damaged file makes the block raise into a `ReportError` that names it."""
+    """Turn errors that a damaged file causes in the block into a `ReportError` that names it."""
     try:
         yield
     except ReportError:
@@ -51,7 +51,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Settings:
-    """Names and values, such as a configuration, as they are written."""
+    """Names and values, such as a configuration, shown as they were written."""
 
     title: str
     values: Mapping[str, str]
@@ -67,7 +67,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Section:
-    """What one calibration, run or set of results has to say. `facts` are names and values."""
+    """The section of one calibration, run or set of results. `facts` are names and values."""
 
     kind: str
     title: str
@@ -79,7 +79,7 @@ class Section:
 
 
 def render(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:
-    """The page. `left_out` are reasons why something that was found is not on it."""
+    """The page. `left_out` are the reasons why some files that were found are not on it."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -109,7 +109,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a result's row that are no lists, nested ones by dotted names."""
+    """The values of a result's row that are no lists, nested ones under dotted names."""
     named: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
@@ -120,7 +120,7 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings by dotted names."""
+    """Nested settings under dotted names."""
     named: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""What a run's policy has answered: the best and the worst response of some groups, as text.
+"""Responses of a run's policy: the best and the worst of some groups, as text.
 
 In: the folder of a run. Out: `Excerpt`s, from the first step to the last.
 """
@@ -17,7 +17,10 @@ _HEAD, _END = 4000, 2000
 
 
 def response_excerpts(folder: Path) -> list[Excerpt]:
-    """Of a group of at most four steps. Raises `ReportError` if the file is damaged."""
+    """Best and worst response of one group in each of at most four steps.
+
+    Raises `ReportError` if the file is damaged.
+    """
     path = folder / RESPONSES_FILE
     rows = json_lines(path)
     steps = sorted({row["step"] for row in rows})

@@ -1,4 +1,4 @@
-"""Result files of benchmarks, and the commands that they were written by."""
+"""Result files of benchmarks, and the commands that wrote them."""
 
 import re
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Run:
 
     @classmethod
     def checked(cls, path: str, content: dict[str, Any]) -> Self:
-        """Raises `ReportError` if there are no rows, or what every result carries is missing."""
+        """A checked `Run`; raises `ReportError` without rows or a field that every result has."""
         missing = {"device", "packages", "commit", "command", "rows"} - content.keys()
         rows = content.get("rows")
         if missing or not rows or not all(isinstance(row, dict) for row in rows):
@@ -80,7 +80,7 @@ class Run:
 
 
 def rerun_command(recorded: str) -> str:
-    """The recorded command as one types it: by `sparrow bench`, JSON quoted, without its --out."""
+    """The recorded command as a user types it: `sparrow bench`, JSON quoted, without --out."""
     program, _, options = recorded.partition(" ")
     options = re.sub(r" ?--out[ =]\S+", "", options)
     options = re.sub(r"(?<!')(\{[^{}']*\"[^{}']*\})(?!')", r"'\1'", options)

@@ -32,7 +32,7 @@ class RunFiles:
 
     @property
     def steps(self) -> list[Row]:
-        """Rows of training steps; the last evaluation has a row without one."""
+        """Rows of training steps, without rows of evaluations alone, such as the last one."""
         return [row for row in self.rows if "timing_s/step" in row]
 
     def line(self, name: str, label: str, colour: str, **more: Any) -> Line:
@@ -68,7 +68,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows with a step. A killed run may have cut the last one, which is left out."""
+    """Rows of a JSONL file, each with a step. A last row that a killed run cut is left out."""
     if not path.exists():
         return []
     rows = []

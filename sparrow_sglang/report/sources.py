@@ -1,6 +1,6 @@
-"""What lies in a folder that can be reported on.
+"""Find the files in a folder that can be reported on.
 
-In: a folder or one file. Out: paths by kind, told apart by their content and not by their names.
+In: a folder or one file. Out: paths by kind; JSON files are told apart by content, not by name.
 """
 
 import json
@@ -22,7 +22,7 @@ LOOKED_FOR = (
 SEED_FILE = re.compile(r"(.+)-seed(\d+)\.jsonl")
 """Metrics of one run among several: the arm, and the seed."""
 
-# What a run writes for others to read, large and without anything to report.
+# Folders of a run that are large, are meant for other tools, and hold nothing to report.
 _CLOSED_FOLDERS = ("checkpoints", "tensorboard", "wandb")
 
 
@@ -44,9 +44,9 @@ class Sources:
 
 
 def find_sources(place: Path) -> Sources:
-    """Everything in a folder and below, hidden folders left out; or one file of it.
+    """Everything in a folder and its subfolders, except hidden ones; or one file.
 
-    Raises `ReportError` if there is no such place, or nothing in it to report on.
+    Raises `ReportError` if `place` does not exist, or holds nothing to report on.
     """
     found = Sources()
     if not place.exists():

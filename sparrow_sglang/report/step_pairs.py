@@ -40,7 +40,7 @@ class Pair:
 
 
 def served_model(row: Mapping[str, Any]) -> str:
-    """A row's model and what is special in how it was served: "qwen3-8b (TP 2, FP8 KV)"."""
+    """A row's model and how it was served, if not by default: "qwen3-8b (TP 2, FP8 KV)"."""
     ways = [f"{name.upper()} {row[name]}" for name in ("tp", "ep") if row.get(name, 1) > 1]
     ways += ["FP8 KV"] if has_fp8_kv(row) else []
     return f"{row['model']} ({', '.join(ways)})" if ways else str(row["model"])
@@ -53,8 +53,9 @@ def has_fp8_kv(row: Mapping[str, Any]) -> bool:
 def pair_rows(runs: Sequence[Run]) -> list[Pair]:
     """Each sparse row with the fastest dense backend of its SGLang for its model, case and device.
 
-    A backend's time is that of the sparse row's own run where it is there, as a device differs from
-    run to run; else the shortest of other runs. In the order of the runs and rows.
+    A backend's time comes from the sparse row's own run if it was timed there, as a device's speed
+    differs from run to run; else it is the shortest of other runs. Pairs are in the order of the
+    runs and rows.
     """
     return [
         Pair(row, run, *_fastest_dense(row, run, runs))
@@ -87,9 +88,9 @@ def model_size(model: str) -> float:
 
 
 def reading_order(pair: Pair) -> tuple[Any, ...]:
-    """To sort by: devices, models by size, schedules, batches and contexts."""
+    """Sort key of pairs: device, model by size, schedule, batch and context."""
     row = pair.sparse
-    # A model's own schedules stand before fixed ones.
+    # A model's own schedules come before fixed ones.
     fixed = row["schedule"].startswith("fixed-")
     budget = int(row["schedule"].rpartition("-")[2]) if fixed else 0
     context = row["cached_tokens"] / row["batch"]

@@ -31,7 +31,7 @@ _STEP_COLUMNS = {
     "seconds": "timing_s/step",
 }
 
-# Title, unit, label of each metric (none: the tails by position) and a note.
+# Title, unit, label of each metric (an empty dict stands for the tails by position) and a note.
 _CHARTS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     (
         "Reward",
@@ -101,7 +101,7 @@ def training_section(folder: Path) -> Section:
 
 
 def _settings(run: RunFiles) -> list[Settings]:
-    """The newest configuration, and the versions, again wherever a resumed run changed them."""
+    """The newest configuration, and the versions, repeated where a resumed run has other ones."""
     if not run.starts:
         return []
     settings = [Settings("Configuration", flat(run.config))]
@@ -190,7 +190,7 @@ def _heldout_sets(run: RunFiles) -> dict[str, str]:
 
 
 def _time(run: RunFiles) -> Figure:
-    """Stages in the order in which a step goes through them; the rest is what no stage timed."""
+    """Time of each stage of a step, in order; the rest is the time that no stage measured."""
     steps = run.steps
     names = dict.fromkeys(name for row in steps for name in row if name.startswith("timing_s/"))
     del names["timing_s/step"]
@@ -206,7 +206,7 @@ def _time(run: RunFiles) -> Figure:
         for i, (label, seconds) in enumerate(zip([*labels, "rest"], [*spent, rest], strict=True))
     ]
     if len(steps) == 1:
-        # An area needs a width.
+        # With one step the areas would have no width, so draw it half a step to either side.
         lines = [Line(ln.label, [places[0] - 0.5, places[0] + 0.5], [*ln.y] * 2, ln.colour)
                  for ln in lines]  # fmt: skip
     title, moves = "Where the time of a step goes", _moves(run)

@@ -1,4 +1,4 @@
-"""What a report of these tests carries, to be counted by tools/test_sglang.py."""
+"""Properties in the reports of these tests, which tools/test_sglang.py counts."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from sparrow_sglang.provenance import provenance
 
 @pytest.fixture(scope="session", autouse=True)
 def device_versions_and_commit(record_testsuite_property: Callable[[str, object], None]) -> None:
-    """As properties of the file that --junitxml names."""
+    """Record device, versions and commit as properties of the --junitxml report."""
     where = provenance()
     for name in ("device", "commit"):
         record_testsuite_property(name, where[name])
@@ -20,11 +20,11 @@ def device_versions_and_commit(record_testsuite_property: Callable[[str, object]
 
 
 def pytest_sessionstart() -> None:
-    """A time limit ends a run by SIGTERM: pytest then reports the tests that have ended."""
+    """On SIGTERM, which ends a run at a time limit, let pytest report the tests that have ended."""
 
     def end(*_: object) -> None:
         pytest.exit("terminated", returncode=128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
-    # Engines are forked from this process, and end at once.
+    # Engines are forked from this process; they must end at once on SIGTERM.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))

@@ -1,8 +1,8 @@
-"""Two faults below us, provoked on purpose, and that what we do about them helps.
+"""Two faults in libraries below us are provoked, to show that our workarounds help.
 
-A FlashInfer plan is written over while the device has not copied the one before; `PlanGuard` waits.
+FlashInfer overwrites a plan that the device has not copied yet; `PlanGuard` waits for the copy.
 cuDNN's attention gives NaN or wrong gradients under a mask (pytorch/pytorch#196678) where a row's
-logsumexp is below -88.7; the trainer leaves cuDNN out under masks.
+logsumexp is below -88.7; the trainer does not use cuDNN under masks.
 """
 
 import random
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 _SLEEP_CYCLES = 1_500_000_000
 
-# Two batches of the same total length: a plan of one has tiles that lie outside the other's rows.
+# Two batches of the same total length: the plan of one has tiles outside the rows of the other.
 _LONG_FIRST = [24_000, *[40] * 7]
 _LONG_LAST = [*[40] * 7, 24_000]
 _HEAD_DIM = 128
@@ -35,7 +35,7 @@ _KV_HEADS = 8
 
 
 class _Decode:
-    """Stock decode of SGLang for CUDA graphs: FlashInfer's wrapper with buffers of ours."""
+    """SGLang's stock decode for CUDA graphs: FlashInfer's wrapper with our buffers."""
 
     def __init__(self, num_q_heads: int) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -49,7 +49,7 @@ class _Decode:
             torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda"),
             "NHD",
             use_cuda_graph=True,
-            # As SGLang chooses for bf16.
+            # SGLang makes the same choice for bf16.
             use_tensor_cores=num_q_heads // _KV_HEADS >= 4,
             paged_kv_indptr_buffer=self.indptr,
             paged_kv_indices_buffer=self.indices,
@@ -81,7 +81,7 @@ class _Decode:
         )
 
     def plan(self, name: str) -> None:
-        """As SGLang plans each replay: lengths on the host, nothing waits for the device."""
+        """Plan as SGLang does before each replay: lengths are on the host, nothing waits."""
         from flashinfer.decode import fast_decode_plan
 
         self.indptr.copy_(self.on_device[name])
@@ -101,7 +101,7 @@ class _Decode:
         )
 
     def planned(self) -> torch.Tensor:
-        """What the device has of the plan, once the work before is done."""
+        """The plan as the device sees it once the work before is done."""
         return self.wrapper._int_workspace_buffer[: 2**16].clone()
 
     def run(self) -> torch.Tensor:
@@ -110,9 +110,9 @@ class _Decode:
 
 
 def plan_case(num_q_heads: int, guarded: bool, attend: bool) -> dict[str, Any]:
-    """Plan two steps while the device is busy; what it then has of the first plan.
+    """Plan two steps while the device is busy; report what the device sees as the first plan.
 
-    `attend` runs both steps, too, which may end in an illegal memory access.
+    `attend` also runs the first step, which may end in an illegal memory access.
     """
     decode = _Decode(num_q_heads)
     plans, outputs = {}, {}
@@ -151,7 +151,7 @@ def cudnn_case(backend: str, rows: int, keys: int, shift: float) -> dict[str, An
     last = keys - rows + torch.arange(rows, device="cuda")
     token = torch.arange(keys, device="cuda")
     causal = token <= last[:, None]
-    # Pages of 16 tokens, of which a third is kept, the first and the last ones always.
+    # Pages have 16 tokens. Every third page is kept, the first one included, and the last ones.
     page = token // 16
     kept = (page % 3 == 0) | (page >= last[:, None] // 16 - 1)
     mask = (causal & kept).expand(2, q_heads, rows, keys)
@@ -189,7 +189,7 @@ def test_stock_decode_reads_its_own_plan_while_the_next_one_is_made(num_q_heads)
     guarded = plan_case(num_q_heads, guarded=True, attend=True)
     assert guarded["plans_differ"] and guarded["first_plan_intact"]
     assert guarded["output_error"] == 0
-    # Once FlashInfer itself keeps its plans apart, the guard may go.
+    # When this fails, FlashInfer itself keeps its plans apart, and the guard can be removed.
     assert not plan_case(num_q_heads, guarded=False, attend=False)["first_plan_intact"]
 
 

@@ -16,8 +16,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FP8 = torch.float8_e4m3fn
-# Mean |difference| of log-probs between bf16 and float64: 0.016 on a CPU, where the error of an
-# oracle that reads everything is 0.051; the latter is 0.048 on an H200.
+# Bound of the mean |difference| of log-probs between bf16 and float64. It is 0.016 on a CPU, where
+# the error of an oracle that reads everything is 0.051; the latter is 0.048 on an H200.
 ROUNDING = 0.04
 
 
@@ -33,8 +33,8 @@ def test_log_probs_follow_the_contract_on_rounded_kv(
     SCHEDULE.save(schedule := tmp_path / "schedule.json")
     served = model
     if scales == (1.0, 1.0):
-        # FlashInfer would compute a pass on keys and values that are not rounded yet; with scales
-        # the backend itself has it read the pool.
+        # By default, FlashInfer would compute prefill on keys and values before they are rounded.
+        # With scales, the backend itself makes FlashInfer read the pool.
         monkeypatch.setenv("SGLANG_FLASHINFER_USE_PAGED", "1")
     else:
         served = save_with_kv_scales(model, tmp_path / "scaled", scales)
@@ -54,7 +54,7 @@ def test_log_probs_follow_the_contract_on_rounded_kv(
         log_level="error",
     ) as engine:
         sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
-        # The second time prompts are found in the prefix cache.
+        # In the second round, prompts are found in the prefix cache.
         cold, warm = (
             engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
             for _ in range(2)
@@ -66,12 +66,12 @@ def test_log_probs_follow_the_contract_on_rounded_kv(
     for answers in (cold, warm):
         error = mean_error(oracle, prompts, answers)
         assert error < ROUNDING
-        # Or else the test could not tell sparse decode from dense.
+        # Otherwise the test could not tell sparse decode from dense.
         assert mean_error(dense, prompts, answers) > 1.5 * error
 
 
 def mean_error(oracle: ContractModel, prompts: list[list[int]], answers: list[dict]) -> float:
-    """Mean |difference| of the answers' log-probs and those of an oracle."""
+    """Mean |difference| between the answers' log-probs and an oracle's."""
     errors = []
     for prompt, answer in zip(prompts, answers, strict=True):
         recorded = answer["meta_info"]["output_token_logprobs"]

@@ -1,6 +1,6 @@
-"""The kernels on an FP8 KV pool against float64 loops over the keys and values it stands for.
+"""The kernels on an FP8 KV pool against float64 loops over the dequantised keys and values.
 
-As in `test_kernels.py`: in Triton's interpreter on a CPU, compiled on a GPU.
+As in `test_kernels.py`, they run in Triton's interpreter on a CPU, and compiled on a GPU.
 """
 
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ def test_the_whole_step_against_the_contract(
             8,
             page_size,
             head_dim**-0.5,
-            # The keys' scale is a power of two, so that means are rounded alike without it.
+            # The keys' scale is a power of two, so means round the same with it and without it.
             store=bf16,
             rule=rule,
         )
@@ -130,7 +130,7 @@ def test_landmarks_of_a_prefill_are_the_definition(device: str, rule: SelectionR
         max_pages=step.page_table.shape[1],
     )
     full = torch.cat([step.page_table[0, :20], step.page_table[1, :1]]).long()
-    # Without the pairs, which are no landmarks.
+    # Compare codes and scales only; pairs are no landmarks.
     stored = zip(written[:2], expected[:2], strict=True) if rule == INT4 else [(written, expected)]
     for got, want in stored:
         assert torch.equal(got[full], want[full])

@@ -1,4 +1,4 @@
-"""Engines on a GPU with head dimensions that tiles pad, which FlashInfer cannot prefill."""
+"""Engines on a GPU with head dimensions that kernels pad and FlashInfer cannot prefill."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NEW_TOKENS = 60
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 def test_generation_follows_the_contract(head_dim, graphs, schedule_file, tmp_path):
-    """Dense prefill in chunks, then sparse decode; 64 shows what bf16 alone is off by."""
+    """Dense prefill in chunks, then sparse decode; head_dim 64 shows the error of bf16 alone."""
     model = save_tiny_model(tmp_path, spread=0.08, head_dim=head_dim)
     prompts = [random_prompt(length, length) for length in (40, 150, 200)]
     with start_engine(
@@ -40,5 +40,5 @@ def test_generation_follows_the_contract(head_dim, graphs, schedule_file, tmp_pa
     # The first token comes from the dense prefill alone.
     assert max(float(each[0]) for each in near) < 0.15
     assert float(torch.cat(near).median()) < 0.05
-    # Or else the test could not tell sparse decode from dense.
+    # Otherwise the test could not tell sparse decode from dense.
     assert float(torch.cat(far[1:]).median()) > 2 * float(torch.cat(near[1:]).median())

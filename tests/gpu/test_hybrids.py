@@ -1,7 +1,7 @@
 """Models in which every other layer has linear attention: sparse decode in the full-attention ones.
 
-SGLang computes linear attention by Triton kernels. Without a GPU they are interpreted, in fp32 and
-in a process of its own, which the first test starts.
+SGLang computes linear attention with Triton kernels. Without a GPU they are interpreted in fp32, in
+a process of its own that the first test starts.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ FP32 = 5e-4  # |difference| of a log-prob; transformers computes linear attentio
 SHAPES: dict[str, Any] = (
     {"head_dim": 256, "hidden_size": 256, "spread": 0.05}
     if ON_GPU
-    # SGLang splits what belongs to three heads in torch, which is faster than the interpreter.
+    # With three value heads SGLang splits the projections in torch, faster than the interpreter.
     else {"spread": 0.15, "linear_num_key_heads": 1, "linear_num_value_heads": 3}
 )
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -60,8 +60,11 @@ def gated_delta_rule(
     cu_seqlens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """SGLang's kernel for prefill, which takes 16 bits and is tuned on a device, token by token
-    (arXiv 2412.06464, eq. 10): outputs, None, and the state before each 64 tokens of a sequence."""
+    """Stand-in for SGLang's prefill kernel, which needs 16 bits and is tuned on a device.
+
+    It works token by token (arXiv 2412.06464, eq. 10) and returns outputs, None, and the state
+    before each 64 tokens of a sequence.
+    """
     groups, scale = v.shape[2] // q.shape[2], q.shape[-1] ** -0.5
     q, k = (
         (x[0] * (x[0].square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(groups, 1)
@@ -85,7 +88,7 @@ def gated_delta_rule(
 def gating(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log of the decay, and the share of a change that is made, [1, tokens, heads]."""
+    """Log of the decay, and the share of each state update that is applied, [1, tokens, heads]."""
     return (-A_log.exp() * torch.nn.functional.softplus(a + dt_bias))[None], b.sigmoid()[None]
 
 
@@ -100,7 +103,10 @@ def gated_delta_step(
     ssm_state_indices: torch.Tensor,
     **_: Any,
 ) -> None:
-    """SGLang's kernel for decode, which the interpreter cannot run: one token of each request."""
+    """Stand-in for SGLang's decode kernel, which the interpreter cannot run.
+
+    It computes one token of each request.
+    """
     rows, (heads, v_dim, k_dim) = len(a), initial_state.shape[1:]
     k_width = (mixed_qkv.shape[1] - heads * v_dim) // 2
     q, k, v = mixed_qkv.split([k_width, k_width, heads * v_dim], dim=-1)
@@ -118,7 +124,7 @@ def gated_delta_step(
 
 @pytest.fixture(scope="module", autouse=True)
 def interpretable() -> Iterator[None]:
-    """What SGLang asserts of a GPU, and does without one where Triton is interpreted."""
+    """Replace SGLang's uses and assertions of a GPU when Triton is interpreted."""
     if not INTERPRETED:
         yield
         return
@@ -142,7 +148,7 @@ def interpretable() -> Iterator[None]:
         patch.setattr(gdn_backend, "fused_gdn_gating", gating)
         pinning = partial(without_pinned_memory, ScheduleBatch.prepare_for_decode)
         patch.setattr(ScheduleBatch, "prepare_for_decode", lambda batch: pinning(batch))
-        # Of the convolution's states, which would be rounded to 16 bits.
+        # The convolution's states would otherwise be rounded to 16 bits.
         patch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
         patch.setattr(ServerArgs, "_validate_mamba_extra_buffer", lambda *_: None)
         yield
@@ -156,12 +162,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def less_to_compile() -> Iterator[None]:
-    """What takes minutes on a GPU before the first token, and is not what these tests are about."""
+    """Turn off compilations that take minutes on a GPU and do not matter to these tests."""
     with pytest.MonkeyPatch.context() as patch:
         if ON_GPU:
-            # Else prompts run in kernels for Hopper, of ten files that take a minute or more each.
+            # Otherwise prefill compiles Hopper kernels, ten files of a minute or more each.
             patch.setenv("SGLANG_FLASHINFER_USE_PAGED", "1")
-            # Else torch compiles the sum over a token's experts, again for other small batches.
+            # Otherwise torch compiles the sum over a token's experts, again for each small batch.
             patch.setenv("TORCHDYNAMO_DISABLE", "1")
         yield
 
@@ -178,14 +184,14 @@ def engine(
         sparrow_schedule=str(schedule),
         chunked_prefill_size=128,
         dtype="bfloat16" if ON_GPU else "float32",
-        # So that states are kept while decoding, too.
+        # Small, so that states are also kept while decoding.
         mamba_track_interval=64,
         # Otherwise states fill the memory of the machine.
         max_mamba_cache_size=64,
         # Compiling graphs takes minutes; batches of three are decoded without one.
         disable_prefill_cuda_graph=True,
         cuda_graph_max_bs_decode=2,
-        # Of Qwen3.5, whose folder would have to hold an image processor.
+        # As a multimodal model, Qwen3.5 would need an image processor in its folder.
         enable_multimodal=False,
     ) as engine:
         yield engine
@@ -203,9 +209,12 @@ def generate(engine: Any, prompts: list[list[int]], tokens: int, option: Any = N
 
 @pytest.fixture
 def assert_follows(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """In bf16 by the median, which the report of the tests shows: that of transformers is 0.017 to
-    0.045 from float64 with such prompts, some tokens 0.26, where sparse decode is 0.10 to 0.15 from
-    dense decode."""
+    """A check of an answer against an oracle; in bf16 it bounds the median error.
+
+    The report of the tests shows the median. With such prompts, transformers in bf16 has a median
+    of 0.017 to 0.045 from float64, and 0.26 at some tokens; sparse decode is 0.10 to 0.15 from
+    dense decode.
+    """
 
     def check(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> None:
         found = oracle.errors(prompt, answer)
@@ -230,12 +239,12 @@ def dense_oracle(model: str) -> ContractModel:
 
 @needs_kernels
 def test_generation_follows_the_contract(engine, oracle, dense_oracle, assert_follows):
-    """Prompts in chunks, and those that a chunk of the kernels just holds."""
+    """Prompts longer than a chunk, and a prompt that exactly fills a chunk of the kernels."""
     prompts = [random_prompt(length, length) for length in (1, 64, 190)]
     answers = generate(engine, prompts, 20)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_follows(oracle, prompt, answer)
-    # Or else the test could not tell sparse decode from dense.
+    # Otherwise the test could not tell sparse decode from dense.
     near, far = (each.errors(prompts[-1], answers[-1]) for each in (oracle, dense_oracle))
     assert far.max() > 2 * near.median() + 50 * FP32
 
@@ -244,7 +253,7 @@ def test_generation_follows_the_contract(engine, oracle, dense_oracle, assert_fo
 def test_no_state_that_sparse_decode_left_is_another_requests_prefix(
     engine, dense_oracle, assert_follows
 ):
-    """SGLang keeps one at 192 tokens; the second prompt has a page past its last chunk."""
+    """SGLang keeps a state at 192 tokens; the second prompt has a page past its last chunk."""
     prompts = [random_prompt(11, 128), random_prompt(12, 150)]
     histories = [
         prompt + [token for _, token, _ in first["meta_info"]["output_token_logprobs"]]
@@ -256,7 +265,7 @@ def test_no_state_that_sparse_decode_left_is_another_requests_prefix(
         assert_follows(dense_oracle, history, second)
     connect(engine).call_sparrow("landmarks")
     if ON_GPU:
-        # The same prompts without a prefix are rounded alike; a wrong state would come on top.
+        # Rounding errors are alike without a cached prefix; a wrong state would add to them.
         flush(engine)
         cold = generate(engine, histories, 8, {"dense": True})
         warm_error, cold_error = (

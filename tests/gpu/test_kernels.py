@@ -1,7 +1,7 @@
 """The Triton kernels against the torch definition, and against the float64 loop of `contract.py`.
 
-On a CPU they run in Triton's interpreter, which must be on before Triton is imported: one test
-starts this file again in a process of its own. On a GPU the same cases run compiled.
+On a CPU they run in Triton's interpreter, which must be enabled before Triton is imported, so one
+test runs this file again in a process of its own. On a GPU the same cases run compiled.
 """
 
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ def test_bulk_landmarks(
     ]
     full[2] = full[2][1:]
     chosen = torch.cat(full).long()
-    # Both means are fp32 sums of the same numbers in another order, then rounded once.
+    # Both means are fp32 sums of the same numbers in different orders, rounded once.
     ulp = 2.0**-7 if dtype == BF16 else 2.0**-10
     torch.testing.assert_close(written[chosen], step.landmarks[chosen], rtol=ulp, atol=1e-6)
     assert (written[chosen] == step.landmarks[chosen]).float().mean() > 0.99
@@ -151,7 +151,7 @@ def test_selection_is_the_definition(
     launch: SelectLaunch,
 ) -> None:
     step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=len(lengths))
-    # Two schedules of three bins, the last of which has no end; each row has a schedule of its own.
+    # Two schedules of three bins each, the last bin without an end; rows alternate between them.
     tables = [[8, 12, 13], [10, 10, 30]]
     ids = [row % 2 for row in range(len(lengths))]
     budgets = budgets_of(step, tables, [20, 15], [(which, NO_CAP) for which in ids])
@@ -165,8 +165,8 @@ def test_selection_is_the_definition(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_row_reads_what_its_request_asked_for(device: str) -> None:
-    """Two schedules, a cap under and one over the schedule's budget, and a dense row in a batch
-    whose launch is shaped for the shortest of them; requests lie in another order than rows."""
+    """Two schedules, a cap below and one above the schedule's budget, and a dense row, in a batch
+    where two programs share each row; requests are in another order than rows."""
     lengths = [900, 901, 640, 1000, 1500]
     step = Step(device, lengths, seed=9)
     table = [[8, 12, 13], [10, 10, 30], [NO_CAP] * 3]
@@ -188,7 +188,7 @@ def test_each_row_reads_what_its_request_asked_for(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("pages", "splits"), [(2048, 1), (2500, 3), (8192, 2)])
 def test_long_rows(device: str, pages: int, splits: int) -> None:
-    """Rows longer than the part of the keys that stays in registers, up to 131,072 tokens."""
+    """Rows with more sort keys than stay in registers, up to 131,072 tokens."""
     step = Step(device, [pages * 16 - 3, 9000], (2, 1), 64, seed=pages)
     budgets = fixed_budget(step, 700)
     page_ids, counts = step.select(budgets, 700, SelectLaunch(splits, 512))
@@ -206,8 +206,8 @@ def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None
     step.landmarks = palette[choice.to(device)]
     page_ids, counts = step.select(fixed_budget(step, budget), 40, SelectLaunch(2, 8))
     kept = torch.full((2,), budget, device=device)
-    # Equal landmarks give equal scores, so no rounding can excuse another choice. A matrix product
-    # may round the last of equal rows otherwise than the first.
+    # Equal landmarks give equal scores, so rounding cannot excuse another choice. Scores are sums
+    # here, as a matrix product may round equal rows differently.
     landmarks = step.landmarks[step.page_table.long()].transpose(1, 2).double()
     queries = step.q.double().unflatten(1, (landmarks.shape[1], -1)).mean(2, keepdim=True)
     scores = (queries * landmarks).sum(-1)
@@ -243,7 +243,8 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
     value = torch.arange(51, device=device, dtype=torch.float32)
     value[3], value[5], value[40], value[44], value[45] = -torch.inf, torch.inf, torch.nan, 0, -0.0
     step.landmarks[table[:51]] = value[:, None, None].to(BF16)
-    # Of 51 pages 3, 5 and 40 tie at the end; before them come the zeros 44 and 45, the later last.
+    # Of 51 pages, 3, 5 and 40 tie for the last place. Just above them are the zeros 44 and 45, of
+    # which the later page ranks lower.
     for budget, left_out in ((49, {5, 40}), (48, {3, 5, 40}), (47, {3, 5, 40, 45})):
         page_ids, _ = step.select(fixed_budget(step, budget), budget, SelectLaunch(1, 16))
         kept = [n for n in range(51) if n not in left_out]
@@ -264,7 +265,7 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
     ids=["geometric", "negative", "squares overflow", "outlier", "two clusters", "largest"],
 )
 def test_the_threshold_of_scores_that_are_not_normal(device: str, scores: torch.Tensor) -> None:
-    """The search starts from the threshold of normal scores."""
+    """The search for the threshold starts from that of normally distributed scores."""
     order = torch.randperm(120, generator=torch.Generator().manual_seed(1))
     scores = scores[order].to(BF16)
     step = Step(device, [120 * 16], (1, 1))
@@ -350,7 +351,7 @@ def test_a_sink_takes_its_share_of_the_softmax(
     launch: DecodeLaunch,
 ) -> None:
     step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=head_dim)
-    # From one that takes nothing to one that takes nearly all, in the dtype of the model.
+    # The first sink takes nothing of the softmax, the last nearly all; they have the model's dtype.
     sinks = torch.linspace(-30, 12, heads[0], dtype=dtype, device=device)
     page_ids, counts = step.select(fixed_budget(step, 21), 24, select.SelectLaunch(2, 16))
     out = step.decode(page_ids, counts, launch, sinks)
@@ -423,7 +424,7 @@ def test_padding_and_repeats_change_nothing(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_launches_that_serving_uses_fit_every_head_dim(device: str, head_dim: int) -> None:
-    """Their tiles depend on the head dimension, and must be powers of two."""
+    """Tiles of launches depend on the head dimension, and must be powers of two."""
     step = Step(device, [700, 90], (4, 2), head_dim)
     pick = select_launch(2, 2, head_dim, step.page_table.shape[1], step.q.device)
     many = select_launch(512, 2, head_dim, step.page_table.shape[1], step.q.device)
@@ -437,7 +438,7 @@ def test_the_launches_that_serving_uses_fit_every_head_dim(device: str, head_dim
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str) -> None:
-    """A neighbour's keys and values of infinity, and a neighbour's place in the output."""
+    """The neighbour head's keys and values are infinite, and its part of the output is checked."""
     step = Step(device, [640], (4, 2), 80, dtype=FP16)
     page_ids, counts = step.select(fixed_budget(step, 9), 9, SelectLaunch(2, 16))
     alone = step.decode(page_ids, counts, DecodeLaunch(2, 32))
@@ -454,7 +455,7 @@ def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_a_batch_beyond_the_buffers_runs_in_slices(device: str, head_dim: int) -> None:
-    """Landmarks of a prefill, then a decode step: in one piece, in three, and by the definition."""
+    """Landmarks of a prefill, then a decode step: in one slice, in three, and by the definition."""
     schedule = make_schedule(16, 40, [16, 24])
     lengths = [1, 255, 256, 257, 500, 641, 700]
     host = Pool(lengths, (4, 2), head_dim, 16, seed=head_dim)

@@ -1,6 +1,6 @@
 """Requests of random lengths come, grow, end, are aborted or retracted; their pages are used again.
 
-Small enough for NVIDIA's compute-sanitizer, under which docs/testing.md has them run.
+The tests are small enough for NVIDIA's compute-sanitizer; docs/testing.md says how to run it.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ SCHEDULE = BudgetSchedule(
 
 
 class Requests:
-    """Requests in a pool of pages of one layer, as SGLang keeps them; row 0 is padding."""
+    """Requests and one layer's page pool, laid out as in SGLang; row 0 is padding."""
 
     def __init__(self, head_dim: int, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -64,7 +64,7 @@ class Requests:
         self.step.reserve(ROWS)
 
     def admit(self) -> None:
-        """Prefill a new request, if there is a row and pages for it."""
+        """Prefill a new request if a row and enough pages are free."""
         rows = [row for row in range(1, ROWS + 1) if row not in self.lengths]
         length = min(int(2 ** self.draw.uniform(0, 11.5)), LONGEST - 200)
         if not rows or len(self.free) < length // PAGE + 20:
@@ -78,20 +78,20 @@ class Requests:
         self.step.update_landmarks(self.k, self.landmarks)
 
     def leave(self) -> None:
-        """End, abort or retract a request: its pages are free at once."""
+        """Remove a request, as on its end, abort or retraction: its pages are free at once."""
         row = self.draw.choice(list(self.lengths))
         del self.lengths[row]
         self.free += self.pages.pop(row)
         self.draw.shuffle(self.free)
 
     def advance(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One more token for every request: rows and lengths, [B] on the host."""
+        """Add a token to every request; return rows and lengths, [B] on the host."""
         rows = list(self.lengths)
         self._write([self._grow(row) for row in rows])
         return torch.tensor(rows), torch.tensor([self.lengths[row] for row in rows])
 
     def require_landmarks(self) -> None:
-        """Every full page's landmark is its keys' mean."""
+        """Assert that the landmark of every full page is the mean of its keys."""
         full = [
             page for row, pages in self.pages.items() for page in pages[: self.lengths[row] // PAGE]
         ]

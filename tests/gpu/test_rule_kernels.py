@@ -1,6 +1,6 @@
 """The kernels for int4 landmarks and layer weights against the torch definition and float64 loops.
 
-As in `test_kernels.py`: in Triton's interpreter on a CPU, compiled on a GPU.
+As in `test_kernels.py`, they run in Triton's interpreter on a CPU, and compiled on a GPU.
 """
 
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def products(step: Step, row: int, head: int) -> torch.Tensor:
 
 
 def assert_selected(step: Step, page_ids: torch.Tensor, counts: list[int]) -> None:
-    """The kernel kept the best pages, but for scores that fp32 cannot tell apart."""
+    """The kernel kept the best pages, except for scores that fp32 cannot tell apart."""
     for row, count in enumerate(counts):
         assert (page_ids[row, :, count:] == POISON).all(), "entries past the count were written"
         pages = step.pages[row]
@@ -175,7 +175,7 @@ def test_landmarks_of_a_prefill_and_of_the_page_just_filled(
     last = [table[-1:] for table, n in zip(full, lengths, strict=True) if n and n % page == 0]
     for written, pages in ((bulk, torch.cat(full)), (step.landmarks, torch.cat(last))):
         index = pages.long()
-        # The means are fp32 sums in another order; rounding may turn out otherwise at an edge.
+        # The means are fp32 sums in different orders, so a value at a rounding edge may differ.
         half_ulp = (written.scales[index] / expected.scales[index] - 1).abs().max()
         assert half_ulp <= 2**-10
         assert (written.codes[index] == expected.codes[index]).float().mean() > 0.99
@@ -191,7 +191,7 @@ def test_landmarks_of_a_prefill_and_of_the_page_just_filled(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
-    """Halves round to even, an all-zero landmark has scale 0, and what is not finite codes as 0."""
+    """Halves round to even, an all-zero landmark has scale 0, non-finite landmarks code as 0."""
     rule = rule_of(16, None, "mean_query")
     step = Step(device, [16 * 8], (1, 1), 64, 16, FP16, rule=rule)
     table = step.page_table[0, :8].long()
@@ -277,7 +277,7 @@ def test_a_small_channel_beside_a_large_one_counts(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_layer_reads_its_share(device: str) -> None:
-    """Weights of two schedules, a cap, a row that keeps everything, and a row of padding."""
+    """Layer weights of two schedules, a cap, a row that keeps all pages, and a padding row."""
     lengths = [900, 901, 640, 1000, 1]
     step = Step(device, lengths, seed=9)
     table, least = [[8, 12, 13], [10, 10, 30], [NO_CAP] * 3], SINKS + RECENTS
@@ -308,7 +308,7 @@ def landmarks_of_layers(k: torch.Tensor, rule: SelectionRule) -> list[Landmarks]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pairs", [24, chosen_pairs(2, 2, 16, 64)], ids=["slowest", "chosen"])
 def test_the_whole_step_is_that_of_the_torch_path(device: str, pairs: Any) -> None:
-    """Prefill, then a decode step of each layer: in one piece, in slices, and by the definition."""
+    """Prefill, then a decode step of each layer: in one slice, in two, and by the definition."""
     rule = RULE.model_copy(update={"layer_weights": (0.5, 1.5), "landmark_pairs": pairs})
     schedule = make_schedule(16, 10, [6, 8]).model_copy(
         update={"selection": rule, "dense_layers": ()}

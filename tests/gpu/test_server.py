@@ -1,4 +1,4 @@
-"""The embedded model on a GPU answers as the CPU path does."""
+"""The embedded model gives the same answers on a GPU as on the CPU path."""
 
 import json
 import os
@@ -14,15 +14,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NEW_TOKENS = 48
-# Start and length in characters; about four to a token. Few and short, as the CPU path takes
-# minutes for more.
+# Start and length in characters, about four per token. The passages are few and short, as the CPU
+# path would take minutes for more.
 PASSAGES = ((0, 3200), (3000, 3600), (6500, 2800))
 # Twice the log-prob noise of bf16 between two implementations of the same dense model.
 ROUNDING = 0.25
 
 
 def prompts() -> list[str]:
-    """Texts to repeat: what comes next is to be found in the prompt, and seldom in doubt."""
+    """Texts to repeat: the next token can be copied from the prompt and is seldom in doubt."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     passages = [text[start : start + size] for start, size in PASSAGES]
     return [f"{passage}\n\nThe same text again:\n\n{passage[:300]}" for passage in passages]
@@ -68,7 +68,7 @@ def test_greedy_text_equals_the_cpu_path_wherever_the_choice_is_clear():
     model = str(embedded_model())
     run = subprocess.run(
         [sys.executable, __file__, model],
-        # More threads only wait for each other.
+        # With more threads, they would only wait for each other.
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"},
         capture_output=True,
         text=True,
@@ -79,7 +79,7 @@ def test_greedy_text_equals_the_cpu_path_wherever_the_choice_is_clear():
     for cpu, gpu in zip(on_cpu, answer(model), strict=True):
         for (token, lead), (other, _) in zip(cpu, gpu, strict=True):
             if lead < ROUNDING:
-                break  # From a close call on the two may rightly differ.
+                break  # After a close call the two continuations may rightly differ.
             assert other == token
             compared += 1
     assert compared >= NEW_TOKENS // 2

@@ -22,7 +22,7 @@ LENGTHS = [1, 255, 256, 257, 639, 640, 641, 1900, 3000, 4096]
 
 
 class DevicePool:
-    """A `Pool` in bf16 on the GPU, with the landmarks that a prefill of it leaves."""
+    """A `Pool` in bf16 on the GPU, with landmarks, which `prefill` fills."""
 
     def __init__(self, lengths: list[int], seed: int = 0) -> None:
         host = Pool(lengths, HEADS, DIM, PAGE, seed)

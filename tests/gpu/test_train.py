@@ -39,14 +39,14 @@ SETTINGS = DistillConfig(enabled=True, delivery="lora", lr=1e-3)
 
 
 def attend(kernel, tensors, late, dtype):
-    """Output and gradients of the late positions (start, end) of sequences, in `dtype`.
+    """Output and gradients at the late positions (start, end) of sequences, in `dtype`.
 
-    Of the output, those rows that a sequence has. `kernel` computes it from a selection.
+    `kernel` computes the output from a selection of pages; padding rows of the output are 0.
     """
     query, key, value, direction = (x.to(dtype, copy=True) for x in tensors)
     inputs = [x.requires_grad_() for x in (query, key, value)]
     positions = padding(late, query.device).source
-    # Of the same numbers in every dtype, so that all read the same pages.
+    # Pages are selected from the original tensors, so that all dtypes read the same pages.
     rule = SparseRule(SCHEDULE, tuple(start for start, _ in late))
     chosen = rule.selected_pages(*tensors[:2], late, 2)
     out = kernel(query, key, value, chosen, positions, SCHEDULE.page_size, None)
@@ -63,7 +63,7 @@ def by_blocks(query, key, value, selection, positions, page_size, scaling):
 
 
 def random_heads(heads: tuple[int, int, int], late: Late) -> list[torch.Tensor]:
-    """Queries of the late positions, keys, values, and a direction of the output."""
+    """Queries of the late positions, keys, values, and a direction by which gradients are taken."""
     query_heads, kv_heads, dim = heads
     rows, length = max(end - start for start, end in late), max(end for _, end in late)
     torch.manual_seed(length)
@@ -73,7 +73,7 @@ def random_heads(heads: tuple[int, int, int], late: Late) -> list[torch.Tensor]:
 
 @pytest.fixture
 def compile_anew():
-    """Shapes of models that no process trains together would add up to torch's limit."""
+    """Reset torch.compile: the shapes of several models would add up to its recompile limit."""
     torch._dynamo.reset()
 
 
@@ -104,7 +104,7 @@ def test_the_compiled_kernel_is_plain_attention_over_the_pages(compile_anew, hea
 
 
 def test_gradients_of_few_rows_are_finite_where_all_scores_are_low():
-    """What cuDNN makes NaN of: a mask, a width of 64 beyond a multiple of 128, tiny normalisers."""
+    """Where cuDNN gives NaN: a mask, a width of 64 beyond a multiple of 128, tiny normalisers."""
     heads, late = (9, 3, 64), ((640, 704),)
     tensors = [0.1 * tensor for tensor in random_heads(heads, late)]
     query, key, *_ = tensors
@@ -113,7 +113,7 @@ def test_gradients_of_few_rows_are_finite_where_all_scores_are_low():
     found = attend(attend_by_rows, tensors, late, torch.bfloat16)
     assert all(tensor.isfinite().all() for tensor in found)
     for expected, other in zip(exact, found, strict=True):
-        # The queries' is a difference of large numbers, of which bf16 leaves nothing.
+        # The queries' gradient is a difference of large numbers, which bf16 cannot resolve.
         if expected is not exact[1]:
             assert (other - expected).norm() < 0.02 * expected.norm()
 
@@ -137,7 +137,7 @@ def test_no_mask_of_positions_by_positions_is_kept_or_made(compile_anew):
 
 
 def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
-    """What SGLang's "auto" then serves is what the policy computes in."""
+    """With dtype "auto", SGLang then serves the dtype in which the policy computes."""
     first, second = (
         DensePolicy.load(ModelConfig(path=model), OptimizerConfig(lr=1e-4), "cuda")
         for _ in range(2)
@@ -173,7 +173,7 @@ def test_gradients_in_bf16_add_up_as_in_float64(model):
             total += part.double()
     norm = torch.stack([total.norm() for total in exact]).norm()
     result = policy.loss_step(sequences, lambda logprobs, _: logprobs.sum())
-    # Kernels that add atomically give other last bits of each micro-batch.
+    # Kernels with atomic additions change the last bits of each micro-batch's gradients.
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
 
 
@@ -226,7 +226,7 @@ def policy(model) -> DensePolicy:
 
 @pytest.fixture(scope="module")
 def prompts(model) -> list[Prompt]:
-    """Real text; responses begin and end on both sides of pages and of bins."""
+    """Prompts of real text, whose responses begin and end on both sides of page and bin edges."""
     builtin = builtin_prompts(tokenizer_of(model), 4096, 512, NEW_TOKENS, 1, "check")
     ids = [prompt.input_ids for prompt in builtin if len(prompt.input_ids) > 700]
     lengths = [127, 128, 129, 400, 510, 511, 512, 513, 700, *map(len, ids)]
@@ -255,7 +255,7 @@ def engine(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapter(policy, engine, prompts) -> SparseAdapter:
-    """One that has learnt enough to matter."""
+    """An adapter that is trained enough to change the distribution."""
     sequences, _ = rollouts(engine, prompts, Sampling(NEW_TOKENS))
     adapter = SparseAdapter(policy, SETTINGS)
     for _ in range(8):
@@ -296,11 +296,11 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
 
     dense_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, adapter=name, dense=True))
     sparse_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, adapter=name))
-    # The yardstick: the same engine and trainer, where neither leaves anything out.
+    # The yardstick is the distance of the same engine and trainer when both are dense.
     noise, noise_high = distance("dense run, dense", dense_run, expected_adapter, None)
     mean, high = distance("sparse run, its own", sparse_run, expected_adapter, SCHEDULE)
     assert mean < 1.5 * noise and high < 2 * noise_high
-    # And so near to no distribution but its own.
+    # The samples are not as near to any other distribution.
     assert (
         distance("sparse run, other adapter", sparse_run, other_adapter, SCHEDULE)[0] > 1.5 * mean
     )
@@ -329,5 +329,5 @@ def test_offloaded_state_leaves_the_gpu_and_takes_the_same_steps(model, prompts)
     # 2 bytes a weight instead of 14.
     assert memory[True] < 0.25 * memory[False]
     for name, weight in weights[False].items():
-        # Rounding decides the sign of steps where a gradient is all but 0.
+        # Where a gradient is almost 0, rounding decides the sign of the step.
         assert (weight - weights[True][name]).abs().mean() < 1e-5, name

@@ -1,4 +1,4 @@
-"""A policy sharded over two GPUs by NCCL, and whole runs with an engine on each of them."""
+"""A policy sharded over two GPUs with NCCL, and whole runs with an engine on each GPU."""
 
 import json
 import os
@@ -46,8 +46,8 @@ def test_two_gpus_take_the_steps_of_one(tmp_path: Path) -> None:
     start = AutoModelForCausalLM.from_pretrained(embedded_model(), dtype=torch.float32)
     before = {name: weight.detach() for name, weight in start.named_parameters()}
     for name, one in alone.items():
-        # Other packs give other last bits in bfloat16: a share that is missing, or is counted
-        # twice, makes a hundred times as much.
+        # Two ranks pack sequences differently, which changes the last bits in bfloat16. A share
+        # that is missing or counted twice would make a difference a hundred times as large.
         moved = distance(one["weights"], before)
         assert moved > 0.3 * sharded_steps.LR, name
         for two in (ranks[name] for ranks in both):
@@ -56,7 +56,7 @@ def test_two_gpus_take_the_steps_of_one(tmp_path: Path) -> None:
             assert float((two["logprobs"] - one["logprobs"]).abs().mean()) < 0.05, name
             assert distance(two["weights"], one["weights"]) < 0.1 * moved, name
             if name != "offload" and torch.cuda.is_available():
-                # Half of the weights and of AdamW's state.
+                # Each rank holds half of the weights and of AdamW's state.
                 assert two["bytes"] < 0.6 * one["bytes"], name
 
 
@@ -83,7 +83,7 @@ def sparrow_train(run_dir: Path, *words: str, **settings: Any) -> None:
     values = {"run_dir": run_dir} | SETTINGS | settings
     command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(EXAMPLE), *words]
     command += [f"--set={key}={value}" for key, value in values.items()]
-    # The site that these tests were started with, whatever it is.
+    # The run must import from the same paths as these tests.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run(command, check=True, timeout=400, env=environment)
 
@@ -100,7 +100,8 @@ def test_a_run_of_two_gpus_trains_and_goes_on(tmp_path: Path) -> None:
     assert [row["step"] for row in steps] == [0, 1, 2]
     for row in steps:
         assert row["actor/optimizer_steps"] == 1 and row["actor/grad_norm"] > 0
-        # Both engines sample sparsely from each step's weights: wrong ones would be nats away.
+        # Both engines sample sparsely from each step's weights; with wrong weights, log-probs would
+        # be nats away.
         assert row["sparrow/kv_tokens_read"] < row["sparrow/kv_tokens_cached"]
         estimate = row["sparrow/accept_mean_estimate"]
         assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.1)

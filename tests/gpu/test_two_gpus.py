@@ -1,7 +1,7 @@
 """One engine on two GPUs: split, replicated, and with replicated attention in a split model.
 
-What each rank decodes is compared with transformers and the contract's loop, teacher-forced along
-the engine's own samples; a request is sent to each replica by its number.
+The output of each rank is compared with transformers and the contract's loop, teacher-forced along
+the engine's own samples; requests are routed to each replica by its rank.
 """
 
 import asyncio
@@ -42,7 +42,8 @@ SHAPE = {
 SCHEDULES = {tokens: BudgetSchedule.fixed(tokens) for tokens in (64, 160)}
 PROMPTS = [random_prompt(seed, 170 + 13 * seed) for seed in range(6)]
 NEW_TOKENS = 40
-# Mean |difference| of log-probs from float64: of half precision, and of pages that it confuses.
+# Bound of the mean |difference| of log-probs from float64: the rounding of half precision, and
+# pages whose order the rounding changes.
 NOISE = 0.02 if ON_GPU else 1e-4
 LAYOUTS = {
     "one": {},
@@ -66,7 +67,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def oracles(model: str) -> dict[int | None, ContractModel]:
-    """By budget in tokens; None decodes densely."""
+    """Oracles by budget in tokens; the one of None decodes densely."""
     sparse = {tokens: ContractModel(model, schedule) for tokens, schedule in SCHEDULES.items()}
     return {None: ContractModel(model), **sparse}
 
@@ -78,13 +79,13 @@ def start(model: str, **arguments: Any) -> LocalEngine:
         "fixed-64,fixed-160",
         **{
             "skip_tokenizer_init": True,
-            # Three bits more than bfloat16 to tell noise from a wrong page.
+            # float16 has three bits more than bfloat16, to tell noise from a wrong page.
             "dtype": "float16" if ON_GPU else "float32",
             "max_total_tokens": 8192,
             "max_running_requests": 16,
             "cuda_graph_max_bs_decode": 8,
             "disable_prefill_cuda_graph": True,
-            # SGLang's default for experts, which FlashInfer compiles for minutes.
+            # This fusion is SGLang's default for experts; FlashInfer would compile it for minutes.
             "enforce_disable_flashinfer_allreduce_fusion": True,
             "chunked_prefill_size": 128,
             "random_seed": 0,
@@ -117,7 +118,7 @@ def replicas(layout: str) -> list[int | None]:
 
 
 def sample(engine: LocalEngine, rank: int | None, **option: Any) -> list[Answer]:
-    """Answers to all prompts from one replica, while others are idle."""
+    """Answers to all prompts from one replica, while the others are idle."""
     answers = engine.engine.generate(
         input_ids=PROMPTS,
         sampling_params={
@@ -141,7 +142,7 @@ def sample(engine: LocalEngine, rank: int | None, **option: Any) -> list[Answer]
 
 
 def error(oracle: ContractModel, answers: list[Answer]) -> float:
-    """Mean |difference| of the answers' log-probs from the oracle's."""
+    """Mean |difference| between the answers' log-probs and the oracle's."""
     apart = [found - expected(oracle, prompt, ids) for prompt, ids, found, _ in answers]
     return float(torch.cat(apart).abs().mean())
 
@@ -174,7 +175,7 @@ def test_a_schedule_is_switched_on_every_rank(
 ) -> None:
     for tokens in (160, 64):
         set_schedule(engine.engine, f"fixed-{tokens}")
-        # Compares what all ranks hold.
+        # `get_schedule` compares the schedules of all ranks.
         assert get_schedule(engine.engine).name == f"fixed-{tokens}"
         for rank in replicas(layout):
             assert_decoded_under(tokens, sample(engine, rank), oracles)
@@ -201,7 +202,7 @@ def test_requests_of_every_replica_are_audited(
 
 
 def test_landmarks_of_every_rank_are_those_of_their_pages(engine: LocalEngine, layout: str) -> None:
-    """While requests run on all replicas, and of what they leave in the prefix cache."""
+    """Checked while requests run on all replicas, and then for pages in the prefix cache."""
     manager, ranks = engine.engine.tokenizer_manager, replicas(layout)
 
     async def request(number: int) -> None:
@@ -241,7 +242,7 @@ def test_landmarks_of_every_rank_are_those_of_their_pages(engine: LocalEngine, l
     for rank in ranks:
         engine.engine.generate(
             input_ids=PROMPTS[0],
-            # At another temperature than 1 it is not audited.
+            # Requests at another temperature than 1 are not audited.
             sampling_params={"max_new_tokens": 1, "temperature": 0},
             routed_dp_rank=rank,
         )
@@ -252,7 +253,7 @@ def test_landmarks_of_every_rank_are_those_of_their_pages(engine: LocalEngine, l
 def test_new_weights_reach_every_rank(
     engine: LocalEngine, layout: str, model: str, other_model: str
 ) -> None:
-    """And the first weights again, for whatever tests come after."""
+    """New weights are loaded, then the first weights again, for later tests."""
     if layout == "dp":
         pytest.skip("SGLang loads tensors into replicas with replicated attention only")
     for version, path in (("1", other_model), ("2", model)):
@@ -282,7 +283,7 @@ def test_a_mixture_of_experts_decodes_as_the_contract_says(
 
 
 def test_weights_are_broadcast_from_one_gpu_to_the_other(model: str, other_model: str) -> None:
-    """As a trainer on the first GPU sends them to an engine on the second."""
+    """Weights are sent as by a trainer on the first GPU to an engine on the second."""
     share_nccl_settings({})
     engine = start(model, **({"base_gpu_id": 1} if ON_GPU else {}))
     try:

@@ -1,7 +1,7 @@
 """Engines on a GPU with models in which every other layer has a sliding window.
 
-SGLang keeps the windows of gemma3 in the same KV pool, those of gpt_oss in one of their own. The
-latter has attention sinks, too, so dense passes run in SGLang's Triton backend.
+SGLang keeps the KV of gemma3's windowed layers in the common pool, that of gpt_oss in a pool of its
+own. gpt_oss also has attention sinks, so its dense passes run in SGLang's Triton backend.
 """
 
 import pytest
@@ -14,8 +14,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NEW_TOKENS = 60
-# Kernels for experts want rounder widths; in bf16 a token may go to another expert. SGLang makes
-# weights of gpt_oss in the dtype of the checkpoint.
+# Expert kernels need rounder widths than the default ones; in bf16 a token may go to another
+# expert. SGLang creates weights of gpt_oss in the dtype of the checkpoint.
 SHAPES = {
     "gemma3": {"spread": 0.08},
     "gpt_oss": {
@@ -27,7 +27,7 @@ SHAPES = {
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize(("kind", "head_dim"), [("gemma3", 64), ("gemma3", 256), ("gpt_oss", 64)])
 def test_generation_follows_the_contract(kind, head_dim, graphs, schedule_file, tmp_path):
-    """Dense prefill in chunks, then sparse decode in the layers that keep the whole KV."""
+    """Dense prefill in chunks, then sparse decode in the layers without a window."""
     model = save_tiny_model(tmp_path, kind, head_dim=head_dim, **SHAPES[kind])
     prompts = [random_prompt(length, length) for length in (40, 150, 200)]
     with start_engine(
@@ -50,5 +50,5 @@ def test_generation_follows_the_contract(kind, head_dim, graphs, schedule_file, 
         for oracle in oracles
     )
     assert float(near.median()) < 0.05
-    # Or else the test could not tell sparse decode from dense.
+    # Otherwise the test could not tell sparse decode from dense.
     assert float(far[1:].median()) > 2 * float(near[1:].median())

@@ -1,4 +1,4 @@
-"""Tiny models that speak text, and LoRA adapters for them with what they merge to."""
+"""Tiny models with a tokenizer, and LoRA adapters for them with the checkpoints they merge to."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def save_adapter(model: str, folder: Path, seed: int, modules: tuple[str, ...]) -> tuple[str, str]:
-    """Folders of a random adapter, written by PEFT, and of the checkpoint it merges to, by PEFT."""
+    """Folders of a random adapter and of the checkpoint that it merges to, both written by PEFT."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

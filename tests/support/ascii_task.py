@@ -33,7 +33,7 @@ def save_model_of_bytes(folder: Path, **overrides: Any) -> str:
 
     `overrides` are fields of its config.
     """
-    # Late, because the processes that judge import this file.
+    # Imported here, because reward workers import this file and do not need these modules.
     from engines import save_tiny_model
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -50,5 +50,5 @@ def save_model_of_bytes(folder: Path, **overrides: Any) -> str:
 
 
 def rows(run_dir: Path) -> list[dict]:
-    """What the run has logged, in order."""
+    """Rows of the run's metrics, in order."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Wrong command lines of `sparrow`, and what is said of them."""
+"""Wrong command lines of `sparrow`, and their error messages."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from sparrow_sglang.commands import cli
 
 
 def refusal(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line by which `sparrow bench NAME` refuses to begin, without what it begins with."""
+    """The one-line error of `sparrow bench NAME` for wrong arguments, without its prefix."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
     out, error = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Checkpoint folders that hold a model's config only: enough for what is checked before loading."""
+"""Checkpoint folders with only a model's config: enough for checks that run before loading."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def save_config(folder: Path, **fields: Any) -> str:
-    """The folder, with the config of a small model but for `fields`."""
+    """Write the config of a small model, overridden by `fields`, and return the folder."""
     base = {
         "vocab_size": 256,
         "hidden_size": 64,

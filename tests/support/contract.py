@@ -8,10 +8,11 @@
 4. Attention over the kept pages is exact; the softmax runs over the kept tokens only. A query head
    with a sink has one more term in the denominator of its softmax, exp(sink).
 
-A selection rule changes 3: a page has a landmark for every few of its tokens, which may be stored
-in int4 and without the fastest rotary pairs, or with none but those that a layer and KV head have
-chosen, and its score is the largest product of any of them with the mean query or, by "best_head",
-with any query of the group. Under layer weights a layer has a budget of its own.
+A selection rule changes 3: a page has a landmark for every few of its tokens. Landmarks may be
+stored in int4, and without the fastest rotary pairs or with only the pairs that were chosen for the
+layer and KV head. The page's score is the largest product of any of its landmarks with the mean
+query or, with "best_head", with any query of the group. With layer weights, each layer has a budget
+of its own.
 """
 
 import math
@@ -50,7 +51,7 @@ def kept_channels(rule: object, dim: int, layer: int, head: int) -> list[int]:
 def landmarks_of(
     page_keys: np.ndarray, rule: object, kept: list[int], store: Callable
 ) -> np.ndarray:
-    """Landmarks of a page's keys [page, D], [n, D] with 0 in the channels left out."""
+    """Landmarks [n, D] of a page's keys [page, D]; channels that are left out are 0."""
     size, dim = page_keys.shape
     means = page_keys.reshape(-1, rule.landmark_tokens or size, dim).mean(1)[:, kept]
     landmarks = np.zeros((len(means), dim))

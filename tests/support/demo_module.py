@@ -12,7 +12,7 @@ def load_demo() -> ModuleType:
     spec = importlib.util.spec_from_file_location("sparrow_demo", DEMO)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # dataclasses looks the module up while the classes are made.
+    # dataclasses looks the module up in sys.modules while the classes are created.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""What the tests of DistillSparse share: a policy, an adapter's settings, sequences."""
+"""Shared by the tests of DistillSparse: a policy, an adapter's settings, sequences."""
 
 from engines import random_prompt
 

@@ -1,9 +1,9 @@
 """Real SGLang engines that start in about a second, and tiny checkpoints for them to serve.
 
-SGLang starts its processes by spawn, and each would import SGLang anew (20 s on two cores). Here
-they are forked from the test process, which has imported everything once. That is safe as long as
-no OpenMP threads run in the test process, see conftest.py; engines inherit its single thread, which
-is also fastest for models this small.
+SGLang spawns its processes, and each would import SGLang anew (20 s on two cores). Here they are
+forked from the test process, which has imported everything once. That is safe as long as no OpenMP
+threads run in the test process, see conftest.py; engines inherit its limit of one thread, which is
+also fastest for models this small.
 """
 
 import gc
@@ -47,7 +47,7 @@ SERVED_MODEL_FILES = (
 SCHEDULE = BudgetSchedule(
     name="test", page_size=16, bin_tokens=4 * 16, budget_tokens=(4 * 16, 5 * 16, 5 * 16, 7 * 16)
 )
-# The same budgets under another selection rule, and no layer that is dense. Heads have 8 pairs.
+# The same budgets under another selection rule, without dense layers. Heads have 8 rotary pairs.
 RULE = SelectionRule(
     landmark_tokens=4,
     landmark_bits=4,
@@ -60,7 +60,7 @@ RULED = BudgetSchedule(
 )
 
 
-# As RULED, with landmarks of two tokens in pairs of each layer and KV head's own.
+# As RULED, but with landmarks of two tokens, in rotary pairs chosen for each layer and KV head.
 CHOSEN = BudgetSchedule(
     **RULED.model_dump()
     | {
@@ -70,7 +70,7 @@ CHOSEN = BudgetSchedule(
         ),
     }
 )
-# Windows far shorter than the tests' prompts; layers 1, 3 and 5 keep everything.
+# The windows are far shorter than the tests' prompts; layers 1, 3 and 5 have full attention.
 GEMMA3 = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -81,7 +81,7 @@ GEMMA3 = {
 }
 
 
-# As above, in a KV pool of its own, and with attention sinks and experts.
+# The same windows, but with a KV pool of their own in SGLang; with attention sinks and experts.
 GPT_OSS = {
     "num_hidden_layers": 6,
     "layer_types": GEMMA3["layer_types"],
@@ -92,10 +92,10 @@ GPT_OSS = {
     "swiglu_limit": 7.0,
     "pad_token_id": 0,
 }
-# Layers 1 and 3 have full attention, the others linear; heads are rotated in a quarter.
+# Layers 1 and 3 have full attention, the others linear; RoPE covers a quarter of a head's channels.
 QWEN3_5 = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
-    # What SGLang goes by instead.
+    # SGLang reads this field instead of `layer_types`.
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -118,8 +118,8 @@ class EngineDied(RuntimeError):
 def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
     """A running `sglang.Engine`; several may run at once.
 
-    Takes token ids, because the tiny checkpoints have no tokenizer. `server_args` go to SGLang as
-    they are, on top of the defaults below.
+    It takes token ids, because the tiny checkpoints have no tokenizer. `server_args` go to SGLang
+    unchanged and override the defaults below.
     """
     engine_module = import_for_fork()
     defaults = {
@@ -142,20 +142,21 @@ def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
         yield engine
     finally:
         own = _children() - before
-        # SGLang's shutdown kills all children of this process, those of other engines too.
+        # SGLang's shutdown would kill all children of this process, also those of other engines.
         with mock.patch.object(engine_module, "kill_process_tree", lambda *_, **__: kill(own)):
             if engine is None:
                 kill(own)
             else:
                 engine.shutdown()
-        # Left to the garbage collector, a context waits for ever to deliver to a dead process.
+        # If the garbage collector closed a context, it would wait forever to deliver messages to a
+        # dead process.
         for context in contexts:
             context.destroy(linger=0)
 
 
 @contextmanager
 def _zmq_contexts_into(found: "list[zmq.Context[Any]]") -> Iterator[None]:
-    """Collect the ZeroMQ contexts that are made meanwhile."""
+    """Append to `found` the ZeroMQ contexts that are created within."""
     init = zmq.Context.__init__
 
     def recorded(self: "zmq.Context[Any]", *args: Any, **kwargs: Any) -> None:
@@ -172,7 +173,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 
 async def start_request(engine: Any, **fields: Any) -> AsyncIterator[dict[str, Any]]:
-    """A request that is being decoded, and its answers from the second on."""
+    """Start a request, wait for its first answer, and return the iterator of the others."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     request = GenerateReqInput(**fields, stream=True)
@@ -199,7 +200,7 @@ def flush(engine: Any) -> None:
 
 @contextmanager
 def weight_updates(engine: Any) -> Iterator[None]:
-    """Within, weights may be loaded; SGLang asks for it from 0.5.22 on."""
+    """A context in which weights may be loaded; SGLang requires it from 0.5.22 on."""
     for step in ("begin", "end"):
         if hasattr(engine, f"{step}_weight_update"):
             getattr(engine, f"{step}_weight_update")()
@@ -218,10 +219,11 @@ def import_for_fork() -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    # Its own is taken by somebody else now and then until the engine gets to use it.
+    # A port from SGLang's own function is sometimes taken by another process before the engine
+    # binds it.
     server_args.get_free_port = free_port
     set_envs_and_config = engine._set_envs_and_config
-    # Whatever is here stays: neither this process nor those forked from it need to go through it.
+    # All present objects stay alive: neither this process nor its forks need to scan them again.
     gc.collect()
     gc.freeze()
 
@@ -230,8 +232,8 @@ def import_for_fork() -> Any:
         # A forked process cannot use CUDA once its parent has.
         if not torch.cuda.is_available():
             multiprocessing.set_start_method("fork", force=True)
-        # SGLang collects garbage in its processes, and a client that Ray has left behind would wait
-        # for a thread there that was not forked.
+        # Collect garbage here, before the fork: SGLang collects it in its processes, where a
+        # leftover Ray client would wait for a thread that does not exist after the fork.
         gc.collect()
 
     engine._set_envs_and_config = then_fork
@@ -252,7 +254,7 @@ def _raise_engine_died(signum: int, frame: FrameType | None) -> None:
 
 
 def _children() -> set[psutil.Process]:
-    """Forked descendants; servers that a test runs beside the engine have sessions of their own."""
+    """Forked descendants in this session; servers that a test starts have sessions of their own."""
     session = os.getsid(0)
     found = set()
     for process in psutil.Process().children(recursive=True):
@@ -265,7 +267,7 @@ def _children() -> set[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """End processes, at once and whether or not they still run."""
+    """Kill processes at once; processes that have already ended are ignored."""
     for process in processes:
         try:
             process.send_signal(signal.SIGKILL)
@@ -275,7 +277,7 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _qwen3_5_config(**fields: Any) -> Any:
-    """Of a language model and, as Qwen3.5 has one, a vision model that is as small as it may be."""
+    """Config of a language model and the smallest possible vision model, which Qwen3.5 requires."""
     import transformers
 
     vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1}
@@ -293,8 +295,8 @@ def save_tiny_model(
 
     Args:
         kind: "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "qwen3_next" or "qwen3_5"; every
-            other layer of gemma3 and gpt_oss has a sliding window, of the last two linear
-            attention.
+            other layer of gemma3 and gpt_oss has a sliding window, every other layer of qwen3_next
+            and qwen3_5 linear attention.
         spread: standard deviation of the weights; from about 0.15 on, attention is sharp enough
             that it matters which pages are read.
         overrides: fields of the Hugging Face config.
@@ -332,12 +334,12 @@ def save_tiny_model(
     fields |= overrides
     model = model_class(config_class(**fields))
     if kind == "gemma3":
-        # Embeddings are also the output layer and are scaled up on their way in: as they are, the
-        # model would always repeat its last token.
+        # The embeddings are also the output layer, and gemma3 scales them up at the input: without
+        # this division, the model would always repeat its last token.
         model.model.embed_tokens.weight.data /= 3
     if kind == "gpt_oss":
         for layer in model.model.layers:
-            # As many bits as SGLang keeps of them.
+            # SGLang keeps sinks in bfloat16, so they are rounded to it.
             sinks = torch.randn(len(layer.self_attn.sinks)) + 2
             layer.self_attn.sinks.data = sinks.bfloat16().float()
     model.to(getattr(torch, fields["dtype"])).save_pretrained(folder)

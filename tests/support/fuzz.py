@@ -1,7 +1,7 @@
-"""Wrong and odd inputs at random, each replayable by seed and number, and what an error must say.
+"""Random wrong and odd inputs, each replayable by seed and number, and rules for error messages.
 
-A case begins with something valid and changes it in a place or two. Whoever reads it must take it
-as it is meant, or refuse it in one line that names one of the changed fields and its value.
+A case begins with a valid input and changes it in a place or two. The code under test must read it
+as documented, or refuse it in one line that names one of the changed fields and its value.
 """
 
 import copy
@@ -21,7 +21,7 @@ _CHARACTERS = string.printable + "\x00\x1b\x7f\x85\u2028\u202eé😀\ud800"
 
 @dataclass(frozen=True)
 class Change:
-    """A field that was given `value`; MISSING where it was taken away."""
+    """A field that was set to `value`; MISSING if the field was removed."""
 
     field: str
     value: Any
@@ -47,14 +47,14 @@ _KEYS = ("self", "cls", "fields", "schema", "copy", "model_config", "__class__",
 
 
 def cases(seed: int, kind: str, numbers: range) -> Iterator[tuple[str, random.Random]]:
-    """A name and a source of randomness for each of `numbers`, which depend on nothing else."""
+    """Name and random generator of each case, which depend only on seed, kind and number."""
     for number in numbers:
         name = f"{seed} {kind} {number}"
         yield name, random.Random(name)
 
 
 def odd_value(draw: random.Random, depth: int = 0) -> Any:
-    """Any JSON value, most of them such as somebody has once forgotten to think of."""
+    """A random JSON value, most often an edge case."""
     kind = draw.random()
     if kind < 0.6 or depth > 3:
         return draw.choice(_SCALARS)
@@ -73,7 +73,7 @@ def odd_value(draw: random.Random, depth: int = 0) -> Any:
 
 
 def near_value(draw: random.Random, value: Any) -> Any:
-    """Something close to `value`, which may be as good."""
+    """A value close to `value`, which may be valid, too."""
     if isinstance(value, bool):
         return draw.choice([not value, int(value), str(value), [value]])
     if isinstance(value, int | float):
@@ -99,7 +99,7 @@ def near_value(draw: random.Random, value: Any) -> Any:
 def changed(
     draw: random.Random, fields: Mapping[str, Any], known: list[str]
 ) -> tuple[dict[str, Any], list[Change]]:
-    """A deep copy of `fields` with up to two of them changed, and what was done.
+    """A deep copy of `fields` with up to two of them changed, and the changes.
 
     `known` are names that may be given a value although `fields` does not have them.
     """
@@ -156,12 +156,12 @@ def _names(message: str, change: Change) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Without what depends on how often something was quoted."""
+    """`text` without quotes and backslashes, whose number depends on how often it was quoted."""
     return re.sub(r"[\\'\"]", "", text)
 
 
 def _shown(value: Any) -> Iterator[str]:
-    """Beginnings of what a value, or an element of it, may be printed as."""
+    """Forms in which an error may show a value, or an element of it."""
     yield repr(value)
     yield ascii(value)
     yield f"a {type(value).__name__}"
@@ -176,7 +176,7 @@ def _shown(value: Any) -> Iterator[str]:
 
 
 def damaged(draw: random.Random, content: bytes) -> bytes:
-    """`content` cut, with some bytes replaced, repeated or put in."""
+    """`content` with random damage: cut, or with bytes replaced, removed, repeated or inserted."""
     result = bytearray(content)
     for _ in range(draw.choice([1, 1, 1, 2, 5])):
         at = draw.randrange(len(result) + 1)
@@ -202,7 +202,7 @@ def damaged(draw: random.Random, content: bytes) -> bytes:
 def outcome(
     read: Callable[[], Any], refusals: type[Exception] | tuple[type[Exception], ...]
 ) -> tuple[Any, str | None]:
-    """What was read, or None and the message of the error by which it was refused.
+    """The result of `read` and None, or None and the message of the error that refused the input.
 
     Any other error passes through and is a finding.
     """

@@ -1,4 +1,4 @@
-"""What is read without a server: schedule files and names, run configurations, request options."""
+"""Fuzz cases without a server: schedule files and names, run configurations, request options."""
 
 import json
 import math
@@ -53,7 +53,7 @@ RUN: dict[str, Any] = {"run_dir": "runs/a", "steps": 100, "task": {"name": "stor
 
 
 def schedule_file(draw: random.Random, folder: Path) -> str | None:
-    """A schedule file: a schedule that answers as the file says, or one line."""
+    """A schedule file must give a schedule with the file's values, or a one-line error."""
     fields, changes = changed(
         draw, draw.choice([SCHEDULE, FULL_SCHEDULE]), list(BudgetSchedule.model_fields)
     )
@@ -79,13 +79,13 @@ def schedule_file(draw: random.Random, folder: Path) -> str | None:
 
 
 def _with_names(changes: list[Change]) -> list[Change]:
-    """An error about how two fields go together names the one that was not changed, too."""
+    """An error about two fields together may name the field that was not changed."""
     return [Change(field, c.value) for c in changes for field in ("bin_tokens", "budget_tokens")]
 
 
 def _schedule_problem(found: BudgetSchedule, fields: Mapping[str, Any], folder: Path) -> str | None:
     given = json.loads(json.dumps(fields))
-    # Saved as a whole, or not at all if it is the published one.
+    # A selection rule is saved with all its fields, or left out if it is the published one.
     rule = SelectionRule(**given.pop("selection", {}))
     if rule != SelectionRule():
         given["selection"] = rule.model_dump(mode="json")
@@ -142,7 +142,7 @@ def is_schedule(fields: Any) -> bool:
 
 
 def _are_pairs(lists: Any) -> bool:
-    """Whether these are ascending indices by layer and KV head, equally many of each."""
+    """Whether these are ascending indices by layer and KV head, all lists equally long."""
     layers = lists if isinstance(lists, list) else []
     heads = [head for layer in layers for head in (layer if isinstance(layer, list) else [None])]
     whole = all(isinstance(h, list) and all(_whole(v, 0) and v < 1024 for v in h) for h in heads)
@@ -177,7 +177,7 @@ def _whole(value: Any, least: int | None = None) -> bool:
 
 
 def _count(value: Any, least: int | None = None) -> bool:
-    """Tables on a device hold it, in 32 bits."""
+    """Whether a value is a count that fits into a device table of 32-bit integers."""
     return _whole(value, least) and value <= 2**30
 
 
@@ -203,7 +203,7 @@ def _field(value: Any) -> bool:
 
 
 def schedule_name(draw: random.Random, folder: Path) -> str | None:
-    """What --sparrow-schedule, a run and a request may be given as a schedule."""
+    """A schedule name, as --sparrow-schedule, a run or a request may give it."""
     name = draw.choice([*known_schedules(), "fixed-512", "fixed-", "./s.json", "/", "s.json", ""])
     for _ in range(draw.choice([0, 1, 1, 2])):
         at = draw.randrange(len(name) + 1)
@@ -219,7 +219,7 @@ def schedule_name(draw: random.Random, folder: Path) -> str | None:
 
 
 def run_configuration(draw: random.Random, folder: Path) -> str | None:
-    """A TOML file of `sparrow train`: what it says, or one line."""
+    """A TOML file of `sparrow train` must give its own values, or a one-line error."""
     fields, changes = _changed_run(draw)
     content = toml(fields)
     broken = draw.random() < 0.1
@@ -258,7 +258,7 @@ def _changed_run(draw: random.Random) -> tuple[dict[str, Any], list[Change]]:
 
 
 def _run_problem(got: Any, given: Any, place: str) -> str | None:
-    """Where a configuration differs from what the file says, or is nothing to train by."""
+    """The place where a configuration differs from the file, as a message; None if nowhere."""
     if place in (".engine.server_args", ".task.options"):
         return None
     if isinstance(given, list) and isinstance(got, list) and len(given) == len(got):
@@ -276,7 +276,7 @@ def _run_problem(got: Any, given: Any, place: str) -> str | None:
 
 
 def toml(fields: Mapping[str, Any]) -> bytes:
-    """TOML of JSON values; None, which it does not have, is left out."""
+    """TOML of JSON values; None, which TOML does not have, is left out."""
     lines = [
         f"{_toml(key)} = {_toml(value)}\n" for key, value in fields.items() if value is not None
     ]
@@ -284,7 +284,7 @@ def toml(fields: Mapping[str, Any]) -> bytes:
 
 
 def _in_toml(change: Change) -> Change:
-    """A change as the file shows it, which has no None; in a table, keys may be missing."""
+    """A change as the TOML file shows it: values of None, and tables, count as MISSING."""
     value = _without_none(change.value)
     return Change(change.field, MISSING if value is None or isinstance(value, dict) else value)
 
@@ -362,7 +362,7 @@ KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
 
 
 def problems(kind: str, seed: int, numbers: range, folder: Path) -> list[str]:
-    """What went wrong in these cases, a line each."""
+    """Problems found in these cases, a line each."""
     found = []
     for name, draw in cases(seed, kind, numbers):
         try:

@@ -1,7 +1,7 @@
 """Odd bodies for one live server: requests with options, and this package's own routes.
 
-Each is answered as it is meant, or refused with status 400 in one line. What the server should say
-follows from the documented rules and from what it was sent before.
+The server must answer each body as documented, or refuse it with status 400 in one line. The
+expected answer follows from the documented rules and from what was sent before.
 """
 
 import base64
@@ -33,7 +33,7 @@ DTYPES = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3", 
 
 
 class Live:
-    """Sends cases of one kind after the other, and knows what the server holds.
+    """Sends the cases of a kind to the server one after the other.
 
     `adapter` is a safetensors file of factors that fit CONFIG.
     """
@@ -48,7 +48,7 @@ class Live:
         }
 
     def problems(self, kind: str, seed: int, numbers: range) -> list[str]:
-        """What went wrong in these cases, a line each; ends where the server does not answer."""
+        """Problems found in these cases, a line each; stops if the server does not answer."""
         found = []
         for name, draw in cases(seed, kind, numbers):
             try:
@@ -133,7 +133,7 @@ class Live:
             changes += [*more, Change("body", MISSING), Change("schedule", given)]
             given = body.get("schedule")
         if given is None:
-            # The body's form is wrong then, which is shown whole.
+            # Without a schedule the form of the body is wrong; the error need only name the field.
             changes.append(Change("schedule", MISSING))
         content = json.dumps(body).encode()
         if draw.random() < 0.1:
@@ -157,7 +157,7 @@ class Live:
         return self._generate({"report": True})
 
     def adapter_route(self, draw: random.Random) -> str | None:
-        """An adapter, which a request then uses."""
+        """Set an adapter; if the server takes it, a request uses it."""
         body: dict[str, Any] = {"name": "a", "config": CONFIG}
         weights, changes = self.adapter, []
         part = draw.choice(["config", "config", "header", "tensors", "bytes", "body", "content"])
@@ -204,7 +204,7 @@ class Live:
 
 
 def _is_json(body: Any) -> bool:
-    """Whether strict parsers take what Python writes."""
+    """Whether strict JSON parsers accept what Python writes for `body`."""
     return is_portable(body)
 
 
@@ -219,7 +219,7 @@ def _refused(answer: httpx.Response, changes: list[Change]) -> str | None:
 
 
 def _odd_tensors(draw: random.Random, weights: bytes) -> tuple[bytes, list[Change]]:
-    """Factors of which one has another shape, dtype, name or values."""
+    """LoRA factors, one of which has another shape, dtype, name or values, or is missing."""
     tensors = load(weights)
     key = draw.choice(sorted(tensors))
     value = tensors.pop(key)
@@ -242,7 +242,7 @@ def _odd_tensors(draw: random.Random, weights: bytes) -> tuple[bytes, list[Chang
 
 
 def _odd_header(draw: random.Random, weights: bytes) -> tuple[bytes, list[Change]]:
-    """A safetensors file whose header says something else of a tensor."""
+    """A safetensors file whose header describes one tensor wrongly."""
     size = struct.unpack("<Q", weights[:8])[0]
     header = json.loads(weights[8 : 8 + size])
     key = draw.choice([key for key in header if key != "__metadata__"])

@@ -1,4 +1,4 @@
-"""One decode step's tensors and launches for the tests of kernels, and their interpreter."""
+"""One decode step's tensors and launches for kernel tests, and Triton's interpreter for them."""
 
 import os
 import subprocess
@@ -60,8 +60,11 @@ def require_passes_interpreted(test_file: Path) -> None:
 
 @contextmanager
 def interpreter_bf16() -> Iterator[None]:
-    """Triton 3.6's interpreter truncates casts to bf16 and multiplies the bit patterns in tl.dot;
-    a GPU rounds to nearest even and multiplies the values."""
+    """Make Triton 3.6's interpreter treat bf16 as a GPU does.
+
+    The interpreter truncates casts to bf16 and multiplies the bit patterns in tl.dot; a GPU rounds
+    to nearest even and multiplies the values.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -96,7 +99,7 @@ def interpreter_bf16() -> Iterator[None]:
 
 
 class Step:
-    """One decode step's tensors. Pages lie scattered; whatever no request owns is NaN."""
+    """One decode step's tensors. Pages are scattered; slots that no request owns are NaN."""
 
     def __init__(
         self,
@@ -131,8 +134,9 @@ class Step:
         self.k, self.v, self.page_table = k.to(device), v.to(device), table.to(device)
         self.q = torch.randn(len(lengths), heads[0], head_dim, generator=generator)
         self.q = self.q.to(dtype).to(device)
-        # The landmark of a page with unwritten slots is NaN: a kernel that scores one shows it.
-        # Computed on the CPU: some GPU kernels of torch divide by multiplying with a reciprocal.
+        # The landmark of a page with unwritten slots is NaN, which shows if a kernel scores it.
+        # Landmarks are computed on the CPU, as some GPU kernels of torch divide by multiplying with
+        # a reciprocal.
         pairs = kept_pairs(self.rule, 0, range(heads[1]), head_dim)
         computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), self.rule, pairs)
         self.landmarks: torch.Tensor | Int4Codes
@@ -146,10 +150,10 @@ class Step:
         return (pages[:, None].long() * self.page_size + torch.arange(self.page_size)).flatten()
 
     def snapshot(self, budgets: Budgets, requests: torch.Tensor | None = None) -> torch.Tensor:
-        """Pages to keep of each row, from the kernel that also copies the page table.
+        """Number of pages to keep for each row, from the kernel that also copies the page table.
 
         Args:
-            requests: [bs], each row's request; rows and requests are the same without it.
+            requests: [bs], each row's request; by default, row i belongs to request i.
         """
         batch, device = len(self.lengths), self.q.device
         slots = self.page_table[:, :, None] * self.page_size + torch.arange(
@@ -243,7 +247,7 @@ class Step:
     def attend(
         self, page_ids: torch.Tensor, counts: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The definition in fp32, on the same numbers."""
+        """Output of the torch definition in fp32, on the same inputs."""
         pools = (pool.float().nan_to_num() for pool in (self.k, self.v))
         ids = page_ids.clamp(min=0).long()
         scale = self.q.shape[-1] ** -0.5
@@ -271,7 +275,7 @@ def budgets_of(
 def assert_selected(
     step: Step, page_ids: torch.Tensor, counts: torch.Tensor, budgets: list[int]
 ) -> None:
-    """The kernel kept what the definition keeps, but for scores that fp32 cannot tell apart."""
+    """The kernel kept the definition's pages, except for scores that fp32 cannot tell apart."""
     table, landmarks = step.page_table, step.landmarks
     kept = [min(n, b) for n, b in zip(step.pages, budgets, strict=True)]
     assert counts.tolist() == kept
@@ -296,8 +300,8 @@ def assert_selected(
             swapped_in = sorted(set(got) - set(want), key=lambda page: float(terms(page).sum()))
             swapped_out = sorted(set(want) - set(got), key=lambda page: float(terms(page).sum()))
             for page, other in zip(swapped_in, swapped_out, strict=True):
-                # bf16 rounding of the score would be 2^-9 of it. fp32 sums of D terms are off by
-                # far less, and only such an error may exchange two pages.
+                # Rounding a score to bf16 changes it by up to 2^-9. The error of an fp32 sum of D
+                # terms is far smaller, and only such an error may exchange two pages.
                 allowed = 2**-18 * float(terms(page).abs().sum() + terms(other).abs().sum())
                 assert abs(float(terms(page).sum() - terms(other).sum())) <= allowed
 

@@ -1,4 +1,4 @@
-"""The cache of the embedded model, and a conversion into it that takes no time."""
+"""The cache of the embedded model, and a fake conversion into it that takes no time."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def visible(folder: Path) -> list[str]:
 
 
 def write_files(gguf: Path, folder: Path) -> None:
-    """A conversion that takes no time."""
+    """A fake conversion that writes all files at once."""
     folder.mkdir()
     for name in models.FILES:
         (folder / name).write_text("x")

@@ -1,8 +1,8 @@
-"""What a server with the sparrow backend must answer, from transformers and the contract's loop.
+"""Expected answers of a server with the sparrow backend, from transformers and the contract's loop.
 
-A transformers model in float64 whose attention is dense for the prompt and follows `contract.py`
-for every later position, but for layers with a sliding window, which attend to their window
-throughout. It shares nothing with the backend but the checkpoint.
+The oracle is a transformers model in float64. Its attention is dense for the prompt and follows
+`contract.py` for every later position, except in layers with a sliding window, which always attend
+to their window. It shares nothing with the backend but the checkpoint.
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ class ContractModel:
         schedule: supplies numbers only (page size, bins, budgets, the fields of its selection);
             None attends densely throughout.
         cap: upper bound of the budget in tokens, as a request may ask for.
-        kv_dtype: what keys and values are rounded to before anything attends to them, and not if
-            None. Landmarks of an FP8 pool are in bf16, all others in fp32.
-        kv_scales: what keys and values are divided by before they are rounded, powers of two.
+        kv_dtype: dtype to which keys and values are rounded before attention; None does not round.
+            Landmarks of an FP8 pool are in bf16, all others in fp32.
+        kv_scales: divisors of keys and values before they are rounded, powers of two.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ContractModel:
             path,
             dtype=torch.float64,
             attn_implementation=name,
-            # One expert after the other: the faster ways take no float64.
+            # Experts run one after the other: the faster implementations do not support float64.
             experts_implementation="eager",
         ).eval()
 
@@ -121,7 +121,7 @@ class ContractModel:
         return logits[len(prompt) - 1 :].log_softmax(-1)
 
     def errors(self, prompt: list[int], answer: dict[str, Any]) -> torch.Tensor:
-        """Distance of the log-prob of each token that an engine has answered, [new tokens]."""
+        """|difference| between an engine's log-prob of each new token and ours, [new tokens]."""
         values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
         expected = self.log_probs(prompt, list(ids)).gather(-1, torch.tensor(ids)[:, None])
         return (torch.tensor(values, dtype=torch.float64) - expected.squeeze(-1)).abs()

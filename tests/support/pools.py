@@ -1,4 +1,4 @@
-"""KV pools and schedules for tests of the step itself, without a server."""
+"""KV pools and schedules for tests of the decode step without a server."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ def make_schedule(page_size: int, bin_pages: int, budgets: list[int]) -> BudgetS
 
 
 def chosen_pairs(layers: int, heads: int, count: int, head_dim: int, seed: int = 0) -> tuple:
-    """Other rotary pairs for each layer and KV head, as `landmark_pairs` of a rule lists them."""
+    """Random rotary pairs for each layer and KV head, in the form of a rule's `landmark_pairs`."""
     draw = np.random.default_rng(seed)
     pairs = range(head_dim // 2)
     return tuple(

@@ -1,8 +1,8 @@
 """Ports for the processes of the tests, which run side by side.
 
-A port that is only known to be free may be taken before it is used: by whoever else asks for one,
-or by the kernel, for a connection. These are handed out in turn to all processes of this machine,
-and lie below those that the kernel takes.
+A port that is only known to be free may be taken before it is used: by another process, or by the
+kernel for an outgoing connection. The ports here are handed out in turn to all processes of this
+machine, and lie below the kernel's ephemeral ports.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ _HANDED_OUT = Path(tempfile.gettempdir()) / "sparrow-test-ports"
 
 
 def free_port() -> int:
-    """A port that nobody uses, and that no other call gets before thousands of others."""
+    """A port that no process uses, and that is not handed out again before thousands of others."""
     with _HANDED_OUT.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)

@@ -12,8 +12,8 @@ from ports import free_port
 
 
 def on_ranks(world: int, job: Callable[[], Any], folder: Path) -> list[Any]:
-    """What `job` returns in each of `world` processes, started as torchrun starts them; where it
-    does not return, the exit code."""
+    """Results of `job` in `world` processes, started as torchrun starts them; the exit code of a
+    process in which it does not return."""
 
     def run(rank: int) -> None:
         os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

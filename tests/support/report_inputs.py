@@ -31,7 +31,7 @@ MOVED_AT = 5
 
 
 def _rates(unit: Unit, cached: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Acceptance rates that fall with the share of the cache that is left out."""
+    """Acceptance rates that fall as a larger share of the cached KV is not read."""
     budgets = np.array([unit.arm.schedule.kv_budget_tokens(int(n)) for n in cached])
     left_out = 1 - budgets / cached
     draw = np.random.default_rng(unit.number)
@@ -41,7 +41,7 @@ def _rates(unit: Unit, cached: NDArray[np.int64]) -> NDArray[np.float64]:
 def _measure(
     engine: Any, units: Sequence[Unit], work: WorkFolder, batch: int, progress: Any
 ) -> None:
-    """What `calibration.measure.measure` stores, from a known distribution instead of an engine."""
+    """Stand-in for `calibration.measure.measure` with a known distribution instead of an engine."""
     for unit in units:
         cached = len(unit.prompt.input_ids) + 1 + np.arange(unit.new_tokens - 1)
         rates = _rates(unit, cached)
@@ -107,7 +107,7 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
 
 
 def responses(step: int) -> list[dict[str, Any]]:
-    """A group of three, the second of which is the best and the last the worst."""
+    """A group of three responses; the second has the highest reward, the last the lowest."""
     return [
         {
             "task": "story",

@@ -1,5 +1,4 @@
-"""Groups whose responses say what a reward function shall do with them, and scores without
-processes."""
+"""Groups whose responses tell a reward function what to do, and scoring without processes."""
 
 import os
 import signal
@@ -14,7 +13,7 @@ from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 
 def obey(prompt: Prompt, text: str) -> float:
-    """Does what the text says."""
+    """A reward function that does what the response text says."""
     if text == "raise":
         raise ValueError("no reward")
     if text == "nan":
@@ -24,7 +23,7 @@ def obey(prompt: Prompt, text: str) -> float:
     if text == "exit":
         os._exit(0)
     if text == "hang":
-        # Not to be interrupted by anything milder than a kill.
+        # Block all signals, so that only SIGKILL ends the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         time.sleep(600)
     if text.startswith("slow "):
@@ -42,7 +41,7 @@ def group(name: str, offset: float, texts: list[str], finish_reason: str = "stop
 
 
 class AtOnce:
-    """Scoring without processes, so that nothing depends on what is complete first."""
+    """Scoring without processes, so that nothing depends on the order of completion."""
 
     def __init__(self, reward: Callable[[Prompt, str], float]) -> None:
         self._reward = reward

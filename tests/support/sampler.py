@@ -1,4 +1,4 @@
-"""A stand-in for rollout engines that samples by transformers."""
+"""A stand-in for rollout engines that samples with transformers."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A checkpoint whose attention layers have scales of an FP8 KV cache, and nothing else in FP8."""
+"""A checkpoint with scales of an FP8 KV cache in its attention layers, but without FP8 weights."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 
 def save_with_kv_scales(model: str, folder: Path, scales: tuple[float, float]) -> str:
-    """A copy of a checkpoint with the same scales of keys and of values in each layer."""
+    """A copy of a checkpoint with `scales` of keys and of values, the same in each layer."""
     shutil.copytree(model, folder)
     path, config_path = folder / "model.safetensors", folder / "config.json"
     weights = load_file(path)

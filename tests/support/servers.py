@@ -19,7 +19,7 @@ START_S = 120.0
 def start_server(model_path: str, **server_args: Any) -> Iterator[str]:
     """The URL of a server that is forked from this process, as `start_engine` forks an engine."""
     import_for_fork()
-    # Imported here once, as it takes the forked process seconds.
+    # Imported before the fork, as the import would take each forked process seconds.
     from sglang.srt.entrypoints import http_server
 
     port = free_port()
@@ -56,7 +56,7 @@ def forked(port: int, serve: Callable[..., None], *arguments: Any) -> Iterator[s
 
 
 def _in_a_session_of_its_own(serve: Callable[..., None], *arguments: Any) -> None:
-    # So that engines of the same test do not take it for one of theirs.
+    # With its own session, `engines.start_engine` does not take it for a process of an engine.
     os.setsid()
     serve(*arguments)
 

@@ -1,5 +1,6 @@
-"""Steps of the policy of the embedded model on this process's GPU: a program for each of two ranks,
-and a function for the only one.
+"""Steps of a policy with the embedded model on this process's GPU.
+
+Each of two ranks runs this file as a program; a single rank calls `steps`.
 """
 
 import gc
@@ -14,14 +15,14 @@ SETTINGS = {
     "bfloat16": ({"dtype": "bfloat16"}, {}),
     "offload": ({"dtype": "bfloat16"}, {"offload": True}),
 }
-"""Of the model and of the optimizer."""
+"""Fields of `ModelConfig` and of `OptimizerConfig`, by setting."""
 
 LR = 1e-3
 
 
 def steps(ranks: Any) -> dict[str, dict[str, Any]]:
-    """Of each setting, log-probs before a step, its loss and gradient norm, weights and allocated
-    bytes after it."""
+    """For each setting: log-probs before a step, its loss and gradient norm, and the weights and
+    allocated bytes after it."""
     import numpy as np
     import torch
 
@@ -57,7 +58,8 @@ def steps(ranks: Any) -> dict[str, dict[str, Any]]:
             "weights": {name: w.float().cpu() for name, w in policy.named_weights()},
         }
         del policy
-        # What FSDP has sharded lies in reference cycles, and would count for the next setting.
+        # FSDP's shards are in reference cycles; without collection they would count for the next
+        # setting.
         gc.collect()
         torch.cuda.empty_cache()
     return results

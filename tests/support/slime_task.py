@@ -1,4 +1,4 @@
-"""A reward by slime's interface in which some groups of samples differ and others do not."""
+"""A reward with slime's interface that differs within some groups of samples but not in others."""
 
 from typing import Any
 

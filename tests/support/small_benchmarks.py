@@ -1,4 +1,4 @@
-"""Benchmarks of a size that takes seconds, as options of their command lines."""
+"""Command line options with which benchmarks take seconds."""
 
 REQUESTS, INPUT, OUTPUT = 3, 40, 60
 SERVING = ["--num-prompts", str(REQUESTS), "--input-len", str(INPUT), "--output-len", str(OUTPUT)]

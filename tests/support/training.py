@@ -1,4 +1,4 @@
-"""What the tests of training share: prompts, engine arguments, run settings, expected log-probs."""
+"""Shared by the tests of training: prompts, engine arguments, run settings, expected log-probs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from engines import random_prompt
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
-# Larger than any other difference between SGLang's arithmetic and transformers' in 32 bits.
+# An upper bound of the rounding differences between SGLang and transformers in 32 bits.
 FP32 = 2e-4
 PROMPTS = [Prompt(f"p{i}", "test", tuple(random_prompt(i, 70 + 9 * i))) for i in range(3)]
 # Reads every page of the tests' sequences, so that sparse decode is dense decode.
@@ -38,7 +38,7 @@ def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfi
             "server_args": {
                 "max_total_tokens": 8192,
                 "max_running_requests": 16,
-                # It wants an end-of-text token, which this tokenizer does not have.
+                # A grammar backend needs an end-of-text token, which this tokenizer does not have.
                 "grammar_backend": "none",
             },
         },
@@ -56,7 +56,7 @@ def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfi
 
 
 def optimizer_steps(checkpoint: Path) -> set[int]:
-    """How many steps AdamW has taken, of any weight."""
+    """The step counts of AdamW over all weights."""
     stored = dcp.FileSystemReader(checkpoint / "training").read_metadata().state_dict_metadata
     steps = {name: torch.empty(()) for name in stored if name.endswith(".step")}
     dcp.load(steps, checkpoint_id=checkpoint / "training", no_dist=True)
@@ -65,7 +65,7 @@ def optimizer_steps(checkpoint: Path) -> set[int]:
 
 @torch.no_grad()
 def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarray:
-    """Of the sampled tokens, after all that precedes them."""
+    """Log-probs of the sampled tokens, given all tokens before them."""
     ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
     start = len(rollout.prompt_ids)
     logits = model(ids).logits[0, start - 1 : -1].double() / temperature
@@ -87,9 +87,9 @@ def error(model, groups) -> float:
 
 
 def turns_of(rollout: Rollout, tokenizer: Any, ends: range, limit: int) -> tuple[str, ...]:
-    """The model's turns, of which SGLang leaves out the token of `ends` that ended each."""
+    """The model's turns as text, without the token of `ends` that ended each, as in SGLang."""
     *earlier, last = rollout.parts[1::2]
-    # SGLangs differ in what they say ended a response at the limit, that token or the limit.
+    # If that token falls on the length limit, versions of SGLang differ in the finish reason.
     at_limit = len(rollout.response_ids) == limit
     by_itself = last[-1] in ends and (not at_limit or rollout.finish_reason == "stop")
     parts = [*(part[:-1] for part in earlier), last[:-1] if by_itself else last]

@@ -1,9 +1,10 @@
-"""verl's trainer without a GPU, by verl's own extension points: named in VERL_USE_EXTERNAL_MODULES.
+"""verl's trainer without a GPU, through verl's own extension point VERL_USE_EXTERNAL_MODULES.
 
-verl loads this module in each of its processes. It registers a platform of the name `cpu` and where
-its class of rollout replicas is; get_rollout_replica_class imports SGLang as for an Intel AMX
-processor. verl itself is not changed; two things outside are, as both expect a device: torch takes
-`cpu:gloo,cpu:gloo` for a mistake, and SGLang's reducer looks for the device of a shared tensor.
+verl loads this module in each of its processes. The module registers a platform named `cpu` and a
+loader of the class of rollout replicas; get_rollout_replica_class imports SGLang as for an Intel
+AMX processor. verl itself is not changed. Two functions of torch and SGLang are patched, as both
+expect a device: torch rejects the backend `cpu:gloo,cpu:gloo`, and SGLang's reducer looks for the
+device of a shared tensor.
 """
 
 import functools
@@ -51,7 +52,7 @@ class CpuPlatform(PlatformBase):
         return True
 
     def current_device(self) -> Any:
-        # Asked for when weights are about to be shared, where SGLang has been imported.
+        # verl calls this before it shares weights, at a time when SGLang has been imported.
         _share_cpu_tensors()
         return "cpu"
 

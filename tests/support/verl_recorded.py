@@ -1,4 +1,4 @@
-"""What the example's sampler has seen of each batch, for a test to compute again."""
+"""The batches that the example's sampler has seen, dumped so that a test can recompute the tail."""
 
 import json
 import os

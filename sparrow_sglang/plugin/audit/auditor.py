@@ -1,12 +1,12 @@
 """The audit of a running server: some finished requests are scored again densely on that server.
 
 In: requests on their way to the scheduler and its answers on their way back, in the process that
-holds SGLang's TokenizerManager. Out: rows in the mismatch log, statistics in the report. What users
-get back is not touched.
+holds SGLang's TokenizerManager. Out: rows in the mismatch log, statistics in the report. Users get
+the same answers as without the audit.
 
-A request is audited if it is sampled at temperature 1 without top-p, top-k, min-p, penalties, logit
-bias or grammar, under the active schedule: only then are the log-probs that the sampler saw those
-of the sparse distribution itself. Others are counted as skipped.
+A request can be audited if it is sampled at temperature 1 without top-p, top-k, min-p, penalties,
+logit bias or grammar, under the active schedule: only then are the log-probs that the sampler saw
+those of the sparse distribution itself. Other requests are counted as skipped.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 BUSY_SHARE = 0.02
-"""While users' requests run, at most this share of the tokens they took is prefilled for audits."""
+"""While users' requests run, audits prefill at most this share of the tokens of users' requests."""
 
 _POLL_S = 0.2
 _PUBLISH_S = 5.0
 # An abort takes effect after the scheduler's current step, which may be a long chunk of a prefill.
 _ABORT_S = 10.0
 _IDLE_S = 10.0
-# A paused scheduler that is not idle will not become so.
+# A paused scheduler that still holds requests will not become idle, so do not wait for it long.
 _PAUSED_IDLE_S = 1.0
 
 logger = logging.getLogger("sparrow_sglang")
@@ -57,9 +57,10 @@ logger = logging.getLogger("sparrow_sglang")
 class Auditor:
     """Chooses requests, records what the sampler saw, scores them again when there is room.
 
-    Room is when nobody else's request runs, or within BUSY_SHARE of the tokens that users' requests
-    took; one request at a time, of the lowest priority where priorities are on. What does not fit
-    is dropped and counted. `rate`, the share of auditable requests, may be set at any time.
+    There is room when no user's request runs, or when the score stays within BUSY_SHARE of the
+    tokens that users' requests took. Requests are scored one at a time, at the lowest priority
+    where priorities are on. Requests that do not fit the queue are dropped and counted. `rate`, the
+    share of auditable requests to audit, may be set at any time.
 
     No score starts while generation is paused, while memory is released, or within `held_back`.
 
@@ -75,7 +76,7 @@ class Auditor:
     ) -> None:
         self.report = AuditReport(schedule, manager.server_args.enable_metrics)
         self.released: set[str] = set()
-        """Tags of the memory that is released now."""
+        """Tags of the memory that is currently released."""
         self._manager = manager
         self.rate = rate
         self._log = log
@@ -89,20 +90,20 @@ class Auditor:
         self._published = 0.0
         self._audited_since = False
         self._worker: asyncio.Task[None] | None = None
-        # The score that is under way, its request's id once the scheduler has it, and whether it
-        # has been told to end.
+        # The score that is under way, the id of its request once that has been sent to the
+        # scheduler, and whether the score has been aborted.
         self._score: asyncio.Task[bool] | None = None
         self._sent: str | None = None
         self._ending = False
 
     def follow(self, schedule: BudgetSchedule) -> None:
-        """`schedule` is active from now on; statistics start anew if that is another one."""
+        """Audit under `schedule` from now on; statistics start anew if the schedule changed."""
         if schedule != self.report.schedule:
             self._queue.clear()
             self.report.start(schedule)
 
     def sees(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
-        """Requests on their way to the scheduler; chosen ones will carry log-probs back."""
+        """Note requests on their way to the scheduler; ask chosen ones to return log-probs."""
         if self._worker is None or self._worker.done():
             self._worker = asyncio.get_running_loop().create_task(self._work())
         for request in requests:
@@ -112,7 +113,7 @@ class Auditor:
             self._prompt_tokens[request.rid] = len(request.input_ids or ())
             parameters = getattr(request, "sampling_params", None)
             generates = parameters is not None and parameters.max_new_tokens != 0
-            # SGLang's own health checks, and scores, are nothing that could be audited.
+            # SGLang's own health checks and scoring requests cannot be audited.
             state = self._manager.rid_to_state[request.rid]
             if not state.obj.log_metrics or not generates:
                 continue
@@ -122,7 +123,7 @@ class Auditor:
                 self._record(request)
 
     def receives(self, answers: "BatchStrOutput") -> None:
-        """Answers on their way to the users; takes off what only the audit asked for."""
+        """Record answers on their way to the users; remove what only the audit asked for."""
         for index, rid in enumerate(answers.rids):
             self._queue.record(rid, answers, index)
             reason = answers.finished_reasons[index]
@@ -136,7 +137,7 @@ class Auditor:
 
     @asynccontextmanager
     async def held_back(self) -> AsyncIterator[None]:
-        """Within, no score runs or starts, and the scheduler is done with the last one.
+        """Within this context no score runs or starts, and the scheduler is done with the last one.
 
         A score under way is aborted and starts anew later. Waits at most _ABORT_S and _IDLE_S.
         """
@@ -150,7 +151,7 @@ class Auditor:
 
     @asynccontextmanager
     async def held_back_for_new_weights(self) -> AsyncIterator[None]:
-        """As `held_back`; moreover, nothing that old weights have generated is scored later."""
+        """As `held_back`; in addition, no response of the old weights is scored afterwards."""
         self._queue.clear()
         try:
             async with self.held_back():
@@ -166,15 +167,16 @@ class Auditor:
         if self._sent is not None:
             self._manager.abort_request(self._sent)
             await asyncio.wait({score}, timeout=_ABORT_S)
-        # Before it is sent it may wait for a lock that the caller holds.
+        # A score that has not been sent may wait for a lock that the caller holds.
         score.cancel()
         await asyncio.wait({score})
 
     async def _wait_until_idle(self) -> None:
-        """Wait until the scheduler has left the step of what it answered last.
+        """Wait until the scheduler has left the step in which its last request ended.
 
-        SGLang's scheduler ends itself if it is still busy with that when it is to flush its cache
-        after an update, or to release memory. Users' requests are their senders' business.
+        SGLang's scheduler ends itself if it is still in that step when it is told to flush its
+        cache after an update, or to release memory. Does not wait for users' requests: whoever
+        sends the update must.
         """
         limit_s = _PAUSED_IDLE_S if self._manager.is_pause else _IDLE_S
         deadline = time.monotonic() + limit_s
@@ -206,7 +208,8 @@ class Auditor:
             top_k=self._top_k,
         )
         if self._queue.start(recorded):
-            # The user's own request object stays as it is, and SGLang builds the answer from that.
+            # Only the tokenised request is changed. SGLang builds the answer from the user's own
+            # request object, which stays as it is.
             ask_for_logprobs(request, self._top_k)
 
     async def _work(self) -> None:
@@ -219,7 +222,7 @@ class Auditor:
             )
             if self._log is not None and self._log.is_due():
                 await self._write(self._log.flush)
-            # Confidence intervals take a moment of this process' time, which users share.
+            # Publish rarely: confidence intervals take CPU time of the process that serves users.
             if self._audited_since and time.monotonic() - self._published > _PUBLISH_S:
                 self._audited_since = False
                 await asyncio.to_thread(self.report.publish)
@@ -250,7 +253,7 @@ class Auditor:
         elif self._ending:
             self._queue.put_back()
         else:
-            # Whatever is wrong with one request, the server's users and the next must not suffer.
+            # An error in one request must affect neither users nor the next audited request.
             outcomes["failed"] += 1
             logger.warning("audit of request %s failed: %s", recorded.request_id, error)
         self._queue.done()
@@ -263,18 +266,19 @@ class Auditor:
         return True
 
     def _forget_vanished(self) -> None:
-        """Requests that were aborted before they produced anything send no answer."""
+        """Forget requests that were aborted before any output, as no answer arrives for them."""
         for rid in [rid for rid in self._prompt_tokens if rid not in self._manager.rid_to_state]:
             del self._prompt_tokens[rid]
             self._queue.finish(rid, complete=False)
 
     async def _enter_score(self, recorded: RecordedRequest) -> bool:
-        """Score one request again and enter it everywhere, unless it is lost meanwhile.
+        """Score one request again; enter it in report and log unless it was lost in the meantime.
 
-        Returns whether it was entered; not so if it was aborted. Raises whatever SGLang refuses
-        the request with.
+        Returns whether it was entered, which is False also if the score was aborted. Raises
+        whatever SGLang refuses the request with.
         """
-        # A generation may fill the context, and the scheduler takes prompts a few tokens shorter.
+        # A generation may fill the context, but the scheduler takes only prompts that are a few
+        # tokens shorter.
         room = self._manager.max_req_input_len - 1 - len(recorded.prompt)
         response = list(recorded.tokens[: max(room, 0)])
         if not response:
@@ -284,10 +288,10 @@ class Auditor:
             recorded.prompt, response, self._top_k, self._namespace, recorded.lora_path
         )
         request = request_of(fields | {"priority": self._lowest_priority(), "no_logs": True})
-        # To its end, where SGLang gives back the lock that its weight updates wait for.
+        # Read the stream to its end, where SGLang releases the lock that weight updates wait for.
         answers = [answer async for answer in self._manager.generate_request(request, None)]
         if answers[-1]["meta_info"]["finish_reason"]["type"] == "abort":
-            # By `_end_score`, or by a user who aborts everything.
+            # Aborted by `_end_score`, or by a user who aborts all requests.
             self._ending = True
             return False
         if request.lora_id != recorded.lora_id:

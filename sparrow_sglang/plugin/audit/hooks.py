@@ -1,6 +1,6 @@
-"""What SGLang does otherwise for the audit: requests and answers are seen, scores are held back.
+"""Hooks for the audit: they observe requests and answers, and hold scores back.
 
-Does nothing in a process that serves without --sparrow-audit-rate.
+They do nothing in a process that serves without --sparrow-audit-rate.
 """
 
 from collections.abc import Callable, Coroutine
@@ -20,24 +20,24 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def see_requests(manager: "TokenizerManager", requests: Any) -> None:
-    """BEFORE hook: the last place where requests, one or a list, are objects of this process."""
+    """BEFORE hook: show the auditor a request, or a list of them, before it leaves this process."""
     auditor = _auditor(manager)
     if auditor is not None:
         auditor.sees(requests if isinstance(requests, list) else [requests])
 
 
 def see_answers(manager: "TokenizerManager", answers: Any) -> None:
-    """BEFORE hook: answers before SGLang makes of them what the users asked for."""
+    """BEFORE hook: show the auditor answers before SGLang turns them into the users' answers."""
     auditor = _auditor(manager)
     if auditor is not None and hasattr(answers, "output_ids"):
         auditor.receives(answers)
 
 
 async def hold_back(call: Call, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook: a call that needs the scheduler idle, or stops it, must meet no score there.
+    """AROUND hook: no score may run during a call that needs the scheduler idle, or stops it.
 
-    Checked with 0.5.17. A pause that is not an abort keeps what the scheduler holds, so that an
-    update would wait for its answer for ever; a flush fails while anything runs.
+    Checked with 0.5.17. A pause that is not an abort keeps the scheduler's requests, so a weight
+    update would wait forever for a score to be answered; a flush fails while anything runs.
     """
     auditor = _auditor(manager)
     async with auditor.held_back() if auditor else nullcontext():
@@ -47,9 +47,9 @@ async def hold_back(call: Call, manager: "TokenizerManager", *args: Any, **kwarg
 async def hold_back_for_new_weights(
     call: Call, manager: "TokenizerManager", *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND hook: as `hold_back`; what old weights generated must not be scored with new ones.
+    """AROUND hook: as `hold_back`; responses of old weights must not be scored with new weights.
 
-    Checked with 0.5.17, whose check of the weights may also overwrite them.
+    Checked with 0.5.17, whose `check_weights` may also overwrite the weights.
     """
     auditor = _auditor(manager)
     async with auditor.held_back_for_new_weights() if auditor else nullcontext():
@@ -59,9 +59,10 @@ async def hold_back_for_new_weights(
 async def hold_back_until_resumed(
     release: Call, manager: "TokenizerManager", request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND hook: from the release of memory on, nothing may start until all of it is back.
+    """AROUND hook: from the release of memory on, no score may start until all of it is back.
 
-    Checked with 0.5.17, whose scheduler asserts that it is idle, and where no tags mean all.
+    Checked with 0.5.17, whose scheduler asserts that it is idle, and where a request without tags
+    means all memory.
     """
     auditor = _auditor(manager)
     if auditor is None:
@@ -75,7 +76,7 @@ async def hold_back_until_resumed(
 async def start_again(
     resume: Call, manager: "TokenizerManager", request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND hook: the end of `hold_back_until_resumed`."""
+    """AROUND hook: end what `hold_back_until_resumed` began, for the tags that are resumed."""
     answer = await resume(manager, request, *args, **kwargs)
     auditor = _auditor(manager)
     if auditor is not None:
@@ -102,9 +103,9 @@ def top_logprobs_of_some(
 ) -> tuple[list[Any], list[Any]]:
     """AROUND hook: search and copy only the rows [V] of `logprobs` [B, V] that want a top-k list.
 
-    Checked with 0.5.17, which sorts every row if one of them wants it, and then copies two tensors
-    per row to the host; for one audited request among 256 that is longer than the audit itself.
-    The scheduler calls `tolist()` on what stands in for the other rows.
+    Checked with 0.5.17, which sorts every row if one of them wants a list, and then copies two
+    tensors per row to the host; for one audited request among 256 that takes longer than the audit
+    itself. The other rows get empty arrays, as the scheduler calls `tolist()` on them.
     """
     asking = [row for row, k in enumerate(top_logprobs_nums) if k > 0]
     everybody = len(asking) == len(top_logprobs_nums)

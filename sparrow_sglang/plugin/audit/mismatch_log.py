@@ -1,7 +1,7 @@
-"""The mismatch log: what each audited token looked like on both sides, kept on disk as Parquet.
+"""The mismatch log: sparse and dense log-probs of each audited token, kept on disk as Parquet.
 
-In: the scored tokens of one request after another. Out: a folder of Parquet files, and their rows
-as one table again. Imports pyarrow only where a function needs it.
+In: the scored tokens of one request after another. Out: a folder of Parquet files; reading it gives
+all rows as one table. Imports pyarrow only where a function needs it.
 """
 
 import logging
@@ -63,10 +63,10 @@ class MismatchLog:
     """Appends rows to a folder of Parquet files of about `file_rows` rows.
 
     A file appears under its name only once it is complete, so a killed process loses at most the
-    rows since the last `flush`, and nobody reads half a file. Whoever appends flushes when the log
-    `is_due`: at `file_rows` rows, or `flush_s` seconds after the first one that waits. Beyond
-    `max_bytes`, the oldest files of the folder are deleted. One thread at a time may use an
-    instance; several processes may share a folder.
+    rows since the last `flush`, and nobody reads half a file. The caller that appends must call
+    `flush` when the log `is_due`: at `file_rows` rows, or `flush_s` seconds after the first waiting
+    row. Beyond `max_bytes`, the oldest files of the folder are deleted. One thread at a time may
+    use an instance; several processes may share a folder.
     """
 
     def __init__(
@@ -95,22 +95,22 @@ class MismatchLog:
         self._waiting.append(rows)
 
     def is_due(self) -> bool:
-        """Whether rows wait that are many or old enough for a file."""
+        """Whether enough rows wait for a file, or the first of them has waited long enough."""
         rows = sum(len(waiting) for waiting in self._waiting)
         return rows >= self._file_rows or (
             rows > 0 and time.monotonic() - self._since >= self._flush_s
         )
 
     def flush(self) -> None:
-        """Write the rows that wait as one file; on `OSError` they stay, and no file appears."""
+        """Write the waiting rows as one file; on `OSError` they stay, and no file appears."""
         if not self._waiting:
             return
-        # It was deleted or unmounted; what is written in its place, nobody would find.
+        # The folder was deleted or unmounted. Do not make it again: nobody would find the file.
         if not self._folder.is_dir():
             raise FileNotFoundError(f"mismatch log {self._folder}: the folder is gone")
         import pyarrow.parquet
 
-        # By time first, so that sorting by name is sorting by age.
+        # The name begins with the time, so that sorting by name is sorting by age.
         name = f"mismatch-{time.time_ns()}-{os.getpid()}-{self._files}.parquet"
         with replacing(self._folder / name) as draft:
             pyarrow.parquet.write_table(_table(self._waiting), draft, compression="zstd")
@@ -129,12 +129,12 @@ class MismatchLog:
 
 
 def read_mismatch_log(path: str | os.PathLike[str]) -> "pyarrow.Table":
-    """All rows of a log folder, oldest file first, or of one of its files.
+    """Read all rows of a log folder, oldest file first, or of one of its files.
 
     Columns: request_id (string), position, token_id, kv_budget_tokens (int32), sparse_logprob,
-    dense_logprob, alpha_lower, alpha_upper (float32); `TokenRows` says what they mean. Files that
-    are damaged are left out, with a warning in the log. Raises `FileNotFoundError` if `path` does
-    not exist.
+    dense_logprob, alpha_lower, alpha_upper (float32); `TokenRows` says what they mean. Damaged
+    files are left out, with a warning in the log. Raises `FileNotFoundError` if `path` does not
+    exist.
     """
     import pyarrow
     import pyarrow.parquet

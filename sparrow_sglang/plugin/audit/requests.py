@@ -1,7 +1,7 @@
 """Which requests an audit takes, and what it keeps of them until they are scored.
 
 In: tokenised requests, and the scheduler's answers to them. Out: per audited request the tokens and
-the log-probs that the sampler saw, within bounds of requests and tokens.
+the log-probs that the sampler saw; the numbers of requests and tokens held are bounded.
 """
 
 from array import array
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BatchStrOutput, TokenizedGenerateReqInput
 
 MAX_REQUESTS = 64
-"""So many requests are recorded at once, and so many recorded ones wait for their score."""
+"""Largest number of requests recorded at once, and of recorded requests waiting for a score."""
 
 MAX_TOKENS = 1 << 20
-"""Tokens, of prompts and of responses, that all of them hold together.
+"""Largest number of prompt and response tokens that all these requests hold together.
 
-A token of a response takes 8 bytes and 8 more per entry of its top-k list, 168 at k = 20, and an
-array up to an eighth more than it holds: 200 MB in the worst case, whatever the requests' lengths.
+A response token takes 8 bytes and 8 more per entry of its top-k list, 168 at k = 20, and arrays
+allocate up to an eighth more than they hold: 200 MB in the worst case, whatever the requests'
+lengths.
 """
 
 _ALL_TOP_K = 1 << 30
@@ -33,11 +34,11 @@ _ALL_TOP_K = 1 << 30
 
 @dataclass
 class RecordedRequest:
-    """A request of `prompt` that is being generated or was, and what the sampler saw of it.
+    """An audited request, running or finished, and what the sampler saw of its response.
 
-    Of T response tokens `top_ids` and `top_logprobs` hold T * `top_k` entries, most likely first.
-    `lost` means that it will not be scored: the weights or the schedule have changed since it
-    began, or there was no room for it.
+    For T response tokens `top_ids` and `top_logprobs` hold T * `top_k` entries, most likely first.
+    `lost` means that the request will not be scored, for example because the weights or the
+    schedule have changed since it began, or because there was no room for it.
     """
 
     request_id: str
@@ -54,11 +55,11 @@ class RecordedRequest:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the prompt and of the response so far; 0 once it is lost."""
+        """Tokens of the prompt and of the response so far; 0 after `lose`."""
         return len(self.prompt) + len(self.tokens)
 
     def record(self, answers: "BatchStrOutput", index: int) -> None:
-        """Take what the sampler saw."""
+        """Append the tokens and log-probs of one of the scheduler's answers."""
         self.logprobs.extend(answers.output_token_logprobs_val[index])
         self.tokens.extend(answers.output_token_logprobs_idx[index])
         for mine, rows in (
@@ -80,7 +81,7 @@ class RecordedRequest:
             del held[:]
 
     def scores(self, tokens: int) -> SparseScores:
-        """What the sampler saw of the first `tokens` tokens of the response."""
+        """The sampler's log-probs and top-k lists of the first `tokens` response tokens."""
         entries = tokens * self.top_k
         return SparseScores(
             logprobs=np.array(self.logprobs[:tokens], dtype=np.float64),
@@ -94,7 +95,7 @@ class RecordedRequest:
 class AuditQueue:
     """Requests that are being recorded, and recorded ones that wait for their score.
 
-    What does not fit into MAX_REQUESTS or MAX_TOKENS counts as dropped in `outcomes`.
+    Requests that do not fit into MAX_REQUESTS or MAX_TOKENS count as dropped in `outcomes`.
     """
 
     def __init__(self, outcomes: Counter[str]) -> None:
@@ -137,7 +138,7 @@ class AuditQueue:
             try:
                 request.record(answers, index)
             except TypeError:
-                # A log-prob that is no number must not keep the answer from its user.
+                # SGLang gave a log-prob that is no number; the user must get the answer anyway.
                 request.lose()
             self._tokens += request.held_tokens
             if self._tokens > MAX_TOKENS:
@@ -145,7 +146,7 @@ class AuditQueue:
         request.leave_to_user(answers, index)
 
     def finish(self, request_id: str, complete: bool) -> None:
-        """The request is over; if `complete` and not lost, it waits for its score from now on."""
+        """End the recording of a request; if `complete` and not lost, queue it for its score."""
         request = self._recording.pop(request_id, None)
         if request is None:
             return
@@ -156,30 +157,30 @@ class AuditQueue:
             self._waiting.append(request)
 
     def take(self) -> RecordedRequest:
-        """Remove `first`, which counts as scored until `done` or `put_back`."""
+        """Remove and return `first`, which counts as being scored until `done` or `put_back`."""
         self._scoring = self._waiting.popleft()
         return self._scoring
 
     def put_back(self) -> None:
-        """The request that was taken has not been scored, and is to be scored next."""
+        """Put the request that was taken, and not scored, back at the front of the queue."""
         if self._scoring is not None:
             self._waiting.appendleft(self._scoring)
         self._scoring = None
 
     def done(self) -> None:
-        """The request that was taken needs nothing any more."""
+        """Forget the request that was taken, and free its share of MAX_TOKENS."""
         if self._scoring is not None:
             self._tokens -= self._scoring.held_tokens
         self._scoring = None
 
     def clear(self) -> None:
-        """Nothing that has begun so far shall be scored: weights or schedule change."""
+        """Drop all requests that have begun so far, as the weights or the schedule change."""
         for request in self._recording.values():
             self._lose(request)
         while self._waiting:
             self._drop(self._waiting.popleft())
         if self._scoring is not None:
-            # Its arrays may be in use in another thread.
+            # Do not free its arrays, which another thread may be using.
             self._scoring.lost = True
 
     def _lose(self, request: RecordedRequest) -> None:
@@ -194,7 +195,7 @@ class AuditQueue:
 def is_auditable(
     request: "TokenizedGenerateReqInput", option: RequestOption | None, active: BudgetSchedule
 ) -> bool:
-    """Whether the sampler sees the model's own distribution, of the active schedule."""
+    """Whether the sampler sees the model's own distribution under the active schedule."""
     parameters = request.sampling_params
     reshaped = (
         parameters.min_p,
@@ -216,7 +217,7 @@ def is_auditable(
         and parameters.repetition_penalty == 1.0
         and not any(reshaped)
     )
-    # Log-probs of the prompt would come back for as many tokens as the audit asks for.
+    # The prompt's top-k lists would be as long as those that the audit asks for.
     prompt_logprobs = request.return_logprob and request.logprob_start_len != -1
     other_input = (
         request.input_embeds is not None
@@ -230,8 +231,8 @@ def is_auditable(
 def ask_for_logprobs(request: "TokenizedGenerateReqInput", top_k: int) -> None:
     """Have the scheduler return the sampled tokens' log-probs and top-k lists.
 
-    Fields that SGLang ignores as long as no log-probs are asked for must not come to life by this:
-    the prompt's log-probs would cost a forward pass over what the prefix cache holds.
+    SGLang ignores the other log-prob fields while `return_logprob` is off, so reset them before
+    turning it on: log-probs of the prompt would cost a forward pass over its cached prefix.
     """
     if not request.return_logprob:
         request.top_logprobs_num = 0

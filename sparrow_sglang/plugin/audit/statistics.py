@@ -1,4 +1,4 @@
-"""What an audited server says about its mismatch: tail statistics, Prometheus gauges, one warning.
+"""What an audited server reports of its mismatch: tail statistics, Prometheus gauges, warnings.
 
 In: acceptance bounds of audited tokens, lengths of the running requests. Out: gauges on SGLang's
 /metrics, a summary, and a warning per position bin whose tail falls below the schedule's target.
@@ -17,7 +17,7 @@ from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
 from sparrow_sglang.schedule import BudgetSchedule
 
 WELL_FILLED_TOKENS = 2000
-"""Tokens from which on a bin's tail is worth a warning: 100 of them lie below the percentile."""
+"""Tokens that a bin needs before its tail is warned of: 100 of them lie below the percentile."""
 
 _RESAMPLES = 200
 _GAUGES = {
@@ -39,8 +39,8 @@ logger = logging.getLogger("sparrow_sglang")
 class AuditReport:
     """Counts what one server's audit found under one schedule at a time.
 
-    Bins are the schedule's own, or of 2,000 tokens under a fixed budget. Both bounds are kept,
-    because the acceptance rate itself cannot be known from top-k lists: the tail lies between them.
+    Bins are the schedule's own, or of 2,000 tokens under a fixed budget. Top-k lists do not give
+    the acceptance rate itself, so tails of both its bounds are kept; the true tail lies between.
     """
 
     def __init__(self, schedule: BudgetSchedule, gauges: bool) -> None:
@@ -50,7 +50,7 @@ class AuditReport:
         self.start(schedule)
 
     def start(self, schedule: BudgetSchedule) -> None:
-        """Count anew, for `schedule`."""
+        """Start counting anew under `schedule`."""
         self.schedule = schedule
         fixed = len(schedule.budget_tokens) == 1
         bin_tokens = BIN_TOKENS if fixed else schedule.bin_tokens
@@ -72,10 +72,10 @@ class AuditReport:
         self._bounds["upper"].add(rows.request_id, rows.position, rows.alpha_upper)
 
     def publish(self) -> dict[str, Any]:
-        """Bring the gauges up to date, and warn of bins that have fallen below the target.
+        """Update the gauges, and warn of bins that have fallen below the target.
 
-        Returns what the gauges say, with confidence intervals: requests by outcome, and per bound
-        the bins, as JSON values.
+        Returns the gauges' values with confidence intervals: requests by outcome, and per bound the
+        bins, as JSON values.
         """
         requests = dict(self.requests)
         bins = {
@@ -87,7 +87,7 @@ class AuditReport:
                 self._set("sparrow:acceptance_tail", tail.tail, bin=tail.bin, bound=bound)
                 self._set("sparrow:acceptance_mean", tail.mean, bin=tail.bin, bound=bound)
                 self._set("sparrow:audited_tokens", tail.tokens, bin=tail.bin)
-        # Last, so that who sees a request counted sees its tokens, too.
+        # Set last, so that a reader who sees a request counted sees its tokens, too.
         for outcome, count in requests.items():
             self._set("sparrow:audit_requests", count, outcome=outcome)
         for upper in bins["upper"]:
@@ -99,7 +99,7 @@ class AuditReport:
         }
 
     def publish_load(self, lengths: Iterable[int]) -> None:
-        """KV tokens cached and read of running requests of these lengths in tokens."""
+        """Publish KV tokens cached and read, for running requests of these lengths in tokens."""
         if not self._gauges:
             return
         cached = np.array(list(lengths), dtype=np.int64)
@@ -107,11 +107,12 @@ class AuditReport:
         self._set("sparrow:kv_tokens_read", int(self.schedule.tokens_read(cached).sum()))
 
     def _warn_below_target(self, upper: BinTail) -> None:
-        """Only the upper bound proves a tail too low; a loose lower bound would cry wolf."""
+        """Warn by the upper bound: only it proves a tail too low; the lower one may be loose."""
         target = self.schedule.tail_target
         if target is None or upper.tail >= target or upper.bin in self._warned:
             return
-        # Chance alone takes half of the bins that just hold the target below it for a while.
+        # Of bins whose true tail equals the target, half fall below it at some time by chance. So
+        # warn only if the whole confidence interval lies below.
         if upper.tokens < WELL_FILLED_TOKENS or upper.tail_high is None:
             return
         if upper.tail_high < target:
@@ -138,10 +139,10 @@ class AuditReport:
 
 @functools.cache
 def _prometheus_gauges() -> dict[str, Any]:
-    """One set per process, as a name may be registered once.
+    """Create the gauges once per process, as Prometheus lets a name be registered only once.
 
-    prometheus_client looks for its folder of shared values when it is imported, and SGLang names
-    the folder only while it starts.
+    The import is here because prometheus_client looks for its folder of shared values when it is
+    imported, and SGLang sets that folder only while it starts.
     """
     from prometheus_client import Gauge
 

@@ -1,7 +1,7 @@
-"""What SGLang must do otherwise on a machine without an accelerator.
+"""Hooks for SGLang on a machine without an accelerator.
 
 In: calls that would launch Triton or AMX kernels, ask for pinned memory or need a C++ compiler.
-Out: the same in plain torch. `sparrow_sglang.plugin.hooks` says where each function goes.
+Out: the same in plain torch. `sparrow_sglang.plugin.hooks` lists the target of each function.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,8 +37,8 @@ def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def without_accelerator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook: memory is released on the device that torch was built for, and torch 2.14, of
-    SGLang 0.5.23, says CUDA where there is none."""
+    """AROUND hook: SGLang releases memory on the device that torch names, and torch 2.14, of
+    SGLang 0.5.23, names CUDA on a machine without a GPU."""
     with mock.patch.object(torch, "get_device_module", lambda device=None: torch.cpu):
         return original(*args, **kwargs)
 
@@ -47,7 +47,7 @@ def with_pool_for_windows(
     original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND hook: out-of-tree platforms get one pool for all layers, but SGLang counts and caches
-    as if windows had theirs (0.5.17)."""
+    as if sliding-window layers had their own pool (0.5.17)."""
     if not configurator.is_hybrid_swa:
         return original(configurator, *args, **kwargs)
     from sglang.srt.mem_cache.allocator import swa
@@ -63,26 +63,28 @@ def with_pool_for_windows(
 
 
 def no_triton(backend: str) -> bool:
-    """REPLACE hook: SGLang decides by the attention backend's name (0.5.17), not by the device."""
+    """REPLACE hook: SGLang decides on Triton by the attention backend's name (0.5.17), not by the
+    device."""
     return False
 
 
 def last_locations(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
-    """REPLACE hook: SGLang takes the torch version for two backends by name only (0.5.17)."""
+    """REPLACE hook: SGLang uses its torch version only for two backends, by name (0.5.17)."""
     return last_locations_in_torch()(req_to_token, req_pool_indices, prefix_lens)
 
 
 def no_binding(*args: Any, **kwargs: Any) -> None:
-    """REPLACE hook: SGLang insists on one NUMA node per rank, to bind its AMX kernels (0.5.17)."""
+    """REPLACE hook: SGLang requires one NUMA node per rank, to bind its AMX kernels (0.5.17)."""
 
 
 def prepare_rank(*, tp_size: int | None = None, **kwargs: Any) -> None:
     """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always (0.5.17).
 
-    Nothing is compiled, as gpt-oss's experts and llguidance's mask would be (0.5.17), whatever the
-    platform says: it needs a C++ compiler, and up to half a minute at the first request.
+    Also turns compilation off: SGLang would compile gpt-oss's experts and llguidance's mask
+    whatever the platform says (0.5.17), which needs a C++ compiler, and up to half a minute at the
+    first request.
     """
     torch.compiler.set_stance("force_eager")
     tp_size = tp_size or ranks(None).tp_size

@@ -1,7 +1,7 @@
 """Stock SGLang on a machine without an accelerator, in plain torch.
 
-SGLang's own CPU engine needs Intel AMX and its kernels; its other platforms need a device. This one
-swaps what would launch Triton kernels (page allocation, last locations, positions) for torch, and
+SGLang's own CPU engine needs Intel AMX and its kernels; its other platforms need a device. This
+platform replaces the Triton kernels (page allocation, last locations, positions) by torch, and
 keeps LoRA from asking for pinned memory. Attention is SGLang's torch_native, or `sparrow`.
 """
 
@@ -14,14 +14,14 @@ from sglang.srt.platforms.interface import SRTPlatform
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# The machine is somebody's laptop, and torch touches all of the KV pool when it zeroes it: 0.75 GB
+# The machine may be somebody's laptop, and torch zeroes, hence touches, the whole KV pool: 0.75 GB
 # for the embedded model. Both are upper limits.
 MAX_TOTAL_TOKENS = 32768
 MEMORY_FRACTION = 0.5
 
 
 class SparrowCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """Out-of-tree, because SGLang's in-tree CPU platform expects Intel AMX."""
+    """An out-of-tree platform, because SGLang's in-tree CPU platform expects Intel AMX."""
 
     _enum = PlatformEnum.OOT
 
@@ -32,7 +32,7 @@ class SparrowCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The other LoRA backends are Triton kernels.
         server_args.lora_backend = "torch_native"
         if server_args.moe_runner_backend == "auto":
-            # For some models SGLang would choose kernels, and lay out the weights for them.
+            # For some models SGLang would choose other kernels, and lay out the weights for them.
             server_args.moe_runner_backend = "triton"
         if server_args.grammar_backend is None:
             # SGLang's default, xgrammar, stops the scheduler on its first request on a CPU.
@@ -40,18 +40,18 @@ class SparrowCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = MEMORY_FRACTION
             server_args.max_total_tokens = server_args.max_total_tokens or MAX_TOTAL_TOKENS
-        # An idle scheduler would keep one core busy, and here there are few.
+        # An idle scheduler would keep one core busy, and this machine has few.
         server_args.sleep_on_idle = True
 
     def get_device(self, device_id: int = 0) -> Any:
-        # Text, because SGLang takes it for the value of --device.
+        # A string, because SGLang uses it as the value of --device.
         return self.device_type
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        # Inductor needs a C++ compiler, and ten seconds for the first request.
+        # Inductor needs a C++ compiler, and delays the first request by ten seconds.
         return "eager"
 
     def get_mha_kv_pool_cls(self) -> type:
