@@ -1,8 +1,9 @@
 """The scale at which rollouts use the adapter: the one with the best measured acceptance tail.
 
 In: the adapter after its step, and responses, which are others than the step learned from if there
-are any. Out: the scale of the adapter, and the tail percentiles that chose it. Since 0 is one of the scales, an
-adapter may be useless, but does not make the sparse actor worse than it is without one.
+are any. Out: the scale of the adapter, and the tail percentiles that chose it. Since 0 is one of
+the scales, an adapter may be useless, but does not make the sparse actor worse than it is without
+one.
 """
 
 from collections.abc import Mapping, Sequence

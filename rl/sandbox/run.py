@@ -42,7 +42,7 @@ WEAKNESSES = {
     "process count": "using up the number of processes that this user may have",
     "memory": "taking more memory than its limit for some 20 ms, by several processes at once",
     "disk": "taking more disk than its limit for some 20 ms",
-    "kernel": "using faults of the kernel's interface, most of which it may call",
+    "kernel": "exploiting faults in the kernel's interface, most of which it may call",
 }
 
 
