@@ -21,7 +21,7 @@ from sparrow_sglang.hf_config import (
 )
 from sparrow_sglang.plugin.layer_refusals import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES
-from sparrow_sglang.sglang_arguments import attention_backends
+from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
 from sparrow_sglang.sglang_install import installed_version, version_problems
 from sparrow_sglang.sglang_versions import has_asymmetric_kv, hybrid_config
 
@@ -234,6 +234,38 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         " --attention-backend for it"
         for what, present in properties.items()
         if present
+    ]
+
+
+def rank_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
+    """Why the attention heads of a model cannot be split among the ranks.
+
+    SGLang's models assert this, without a message, while they are built.
+    """
+    text = model_config.hf_text_config
+    heads = {
+        "query heads": model_config.num_attention_heads,
+        "KV heads": model_config.get_total_num_kv_heads(),
+    }
+    if LINEAR in layer_types_of(text):
+        heads["key heads of linear attention"] = text.linear_num_key_heads
+
+    def can_split(ranks: int) -> bool:
+        # KV heads are repeated where there are more ranks than heads.
+        repeated = ranks % heads["KV heads"] == 0
+        return all(
+            count % ranks == 0 or (name == "KV heads" and repeated) for name, count in heads.items()
+        )
+
+    ranks = attention_tp_size(server_args)
+    if can_split(ranks):
+        return []
+    model = " ".join(model_config.hf_config.architectures or ["this model"])
+    counts = ", ".join(f"{count} {name}" for name, count in heads.items())
+    allowed = ", ".join(str(n) for n in range(1, heads["query heads"] + 1) if can_split(n))
+    return [
+        f"tp_size={resolved(server_args).tp_size}: model {model} has {counts}, which {ranks}"
+        f" attention ranks cannot share evenly; pass a --tp-size that makes it one of {allowed}"
     ]
 
 

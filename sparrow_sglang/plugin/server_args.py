@@ -27,6 +27,7 @@ from sparrow_sglang.plugin.refusals import (
     BACKEND,
     model_problems,
     not_registered,
+    rank_problems,
     refuse,
     server_problems,
     uses_sparrow,
@@ -279,6 +280,7 @@ def _check_resolved(server_args: "ServerArgs") -> None:
     refuse(server_problems(view))
     model_config = model_config_if_read(server_args)
     if model_config is not None:
+        refuse(rank_problems(view, model_config))
         if view.device == "cuda":
             refuse(kernel_problems(view, model_config))
         loaded, _ = resolve_schedules(server_args, model_config.hf_config)

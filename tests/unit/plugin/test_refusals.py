@@ -84,6 +84,34 @@ def test_model(make_args, tmp_path, config, message):
     assert "choose another --attention-backend" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "allowed"),
+    [(9, 3, 2, "1, 3, 9"), (12, 4, 6, "1, 2, 4, 12"), (12, 4, 3, "1, 2, 4, 12")],
+)
+def test_heads_that_ranks_cannot_share(make_args, tmp_path, heads, kv_heads, ranks, allowed):
+    """SGLang would assert it in the scheduler, without a message."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 72}
+    model = save_config(tmp_path, **config, **shape)
+    with pytest.raises(ValueError) as error:
+        make_args(model, tp_size=ranks)
+    assert (
+        f"tp_size={ranks}: model LlamaForCausalLM has {heads} query heads, {kv_heads} KV heads,"
+        f" which {ranks} attention ranks cannot share evenly; pass a --tp-size that makes it one of"
+        f" {allowed}"
+    ) in str(error.value)
+    # Replicated attention is not split; KV heads are repeated for more ranks than there are.
+    make_args(model, tp_size=ranks, dp_size=ranks, enable_dp_attention=True)
+    make_args(model, tp_size=int(allowed.rpartition(" ")[2]))
+
+
+def test_heads_of_linear_attention_that_ranks_cannot_share(make_args, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = save_config(tmp_path, **QWEN3_NEXT, linear_num_key_heads=3, linear_num_value_heads=6)
+    with pytest.raises(ValueError, match="3 key heads of linear attention, which 2 attention"):
+        make_args(model, tp_size=2, disable_radix_cache=True)
+
+
 def test_a_config_by_which_sglang_cannot_tell_layers_apart(make_args, tmp_path):
     """As transformers saves it; SGLang's own config class would raise an AttributeError."""
     saved = {key: value for key, value in QWEN3_NEXT.items() if key != "full_attention_interval"}
