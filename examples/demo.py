@@ -39,7 +39,7 @@ from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_mode
 START_LIMIT_S = 240
 SPARROW = [sys.executable, "-m", "sparrow_sglang.commands.cli"]
 # In plain torch, 32-bit arithmetic is the fast path of most CPUs, and so is a prompt in one chunk.
-# The long prompt warms the server up well enough. The one that waits for its turn must not spin.
+# The long prompt warms the server up well enough. The server that waits for its turn must not spin.
 SERVER_FLAGS = (
     "--dtype float32 --page-size 16 --chunked-prefill-size 8192 --max-total-tokens 9216"
     " --log-level warning --skip-server-warmup --sleep-on-idle"
@@ -89,7 +89,10 @@ def long_prompt() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Ours, and that SGLang leaves out all models but the embedded one, half of its start-up."""
+    """This process's environment, in which SGLang skips all models but the embedded one.
+
+    Loading the others takes half of its start-up.
+    """
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise DemoError("SGLang is not installed; run make demo, which installs it")
@@ -100,9 +103,9 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def running_servers(flags: Iterable[list[str]]) -> Iterator[list[str]]:
-    """Base URLs of servers, one for each list of flags; all are gone afterwards, come what may.
+    """Base URLs of servers, one for each list of flags; all are stopped afterwards in any case.
 
-    They start side by side, since most of it is importing, on one core each.
+    They start side by side, on one core each, since most of a start is importing.
     """
     with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as folder, ExitStack() as stack:
         servers = []
@@ -161,7 +164,7 @@ def ask(base_url: str, prompt: str, num_tokens: int, sparse: bool) -> Answer:
         completion_tokens=usage.completion_tokens,
         first_token_s=arrivals[0] - asked,
         decode_s=arrivals[-1] - arrivals[0],
-        # The last chunk of a stream carries it, in a field that is not OpenAI's.
+        # The last chunk of a stream carries the report, in a field that is not OpenAI's.
         kv=chunk.metadata["sparrow"][0] if sparse else None,  # type: ignore[attr-defined]
     )
 

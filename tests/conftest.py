@@ -3,12 +3,13 @@
 import gc
 import os
 
-# Before NumPy and torch are imported, for all processes that tests start. Arrays here are small,
-# and threads that wait for each other on a busy machine take several times as long as one. Engines
-# are forked from this process, and a child hangs in its first parallel region if the parent has
-# started OpenMP threads.
+# Set before NumPy and torch are imported, for all processes that tests start. Arrays are small, and
+# threads that wait for each other on a busy machine take several times as long as one. Engines are
+# forked from this process, and a child hangs in its first parallel region if the parent has started
+# OpenMP threads.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Importing torch and SGLang makes millions of objects, which would be gone through again and again.
+# Importing torch and SGLang makes millions of objects, which the garbage collector would traverse
+# again and again.
 gc.set_threshold(100_000)
 
 import logging
@@ -30,7 +31,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def sigterm_restored() -> Iterator[None]:
-    """For tests of commands that handle SIGTERM until they end."""
+    """Restore the handler of SIGTERM after a test of a command that sets its own."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -38,10 +39,10 @@ def sigterm_restored() -> Iterator[None]:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What this package warns of."""
+    """The warnings that this package logs."""
     logger = logging.getLogger("sparrow_sglang")
     logger.addHandler(caplog.handler)
-    # Engines set the level of the root logger, for good.
+    # Engines change the level of the root logger and do not restore it.
     caplog.set_level(logging.WARNING, logger.name)
     yield caplog
     logger.removeHandler(caplog.handler)
@@ -49,7 +50,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache for the embedded model, which nothing is in yet."""
+    """A cache folder for the embedded model, which does not exist yet."""
     monkeypatch.setenv("SPARROW_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -85,7 +86,7 @@ def sharp_gemma3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A model of bytes, which training runs learn a task of their own with."""
+    """A byte-level model; the task that training runs learn with it is registered meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
         yield ascii_task.save_model_of_bytes(tmp_path_factory.mktemp("bytes"))

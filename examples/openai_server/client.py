@@ -50,7 +50,7 @@ def complete(client: openai.OpenAI, model: str) -> None:
 
 
 def budgets(client: openai.OpenAI, model: str) -> None:
-    """One prompt, all at once: as the server decodes by itself, densely, and with less."""
+    """Send one prompt at once under the server's default, densely, and with smaller KV budgets."""
     options: list[dict[str, Any]] = [
         {},
         {"dense": True},

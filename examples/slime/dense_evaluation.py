@@ -1,7 +1,8 @@
 """slime's evaluation by dense decode; its rollouts stay sparse.
 
-Goes in by `--custom-generate-function-path dense_evaluation.generate`. Evaluation is sent to a
-server past the router: sglang-router 0.3.2 drops `custom_params`, without which decode is sparse.
+slime loads it by `--custom-generate-function-path dense_evaluation.generate`. Evaluation is sent to
+a server past the router: sglang-router 0.3.2 drops `custom_params`, and without them decode is
+sparse.
 """
 
 import copy

@@ -1,10 +1,10 @@
 """Exact acceptance rates of slime's own rollouts, before the weights change.
 
-Goes in by `--custom-generate-function-path recorded_rollouts.generate`; evaluation is dense as by
-dense_evaluation.py. As long as a server has a free slot, a rollout is sent to it past the router,
-which drops `custom_params`, and its rates go to the sample's `metadata["sparrow_acceptance"]`: of
-all tokens of the response but the first, some of them NaN, as `exact_rates` gives them. Reads of
-slime's `--custom-config-path`:
+slime loads it by `--custom-generate-function-path recorded_rollouts.generate`; evaluation is dense,
+as in dense_evaluation.py. As long as a server has a free slot, a rollout is sent to it past the
+router, which drops `custom_params`, and its rates go to the sample's
+`metadata["sparrow_acceptance"]`: one for each token of the response but the first, some of them
+NaN, as `exact_rates` gives them. Settings that it reads from slime's `--custom-config-path`:
 
     sparrow_slots: 8                      per server; servers need SPARROW_RECORD=<slots>x<tokens>
     sparrow_sampling: {ignore_eos: true}  further sampling parameters of SGLang for all requests
@@ -28,11 +28,11 @@ _in_use: dict[str, set[int]] = defaultdict(set)
 async def generate(
     args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Any:
-    """slime's own `generate`, with rates where a slot is free."""
+    """slime's own `generate`; where a slot is free, the sample gets acceptance rates."""
     sampling_params = sampling_params | getattr(args, "sparrow_sampling", {})
     if evaluation:
         return await evaluate(args, sample, sampling_params, evaluation=True)
-    # Of a response that goes on, older weights have sampled a part.
+    # Older weights have sampled a part of a response that goes on, so it gets no rates.
     place = await _free_slot(args) if not sample.response_length else None
     if place is None:
         return await sglang_rollout.generate(args, sample, sampling_params)
@@ -64,7 +64,7 @@ async def _recorded(
 
 
 async def _free_slot(args: Any) -> tuple[str, int] | None:
-    """A slot that is now in use, of the server with most free ones; None if all are."""
+    """Reserve a slot of the server that has the most free slots; None if it has none."""
     workers = await get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers")
     urls = [worker["url"] for worker in workers["workers"]]
     url = min(urls, key=lambda url: len(_in_use[url]))

@@ -3,9 +3,9 @@
 Takes slime's arguments and runs its `train.py`: data source, router, rollouts, filters, abort,
 evaluation, train data and weight sync from disk are slime's. The trainer is not: it takes one
 optimizer step of plain policy gradient with truncated importance sampling per rollout, on one
-device, with transformers, and goes in by slime's argument for another trainer (`actor_cls`).
-Writes what slime hands to it to `--save-debug-train-data`, as slime's own trainer does.
-Without a GPU, Ray and slime are told of one that is not there.
+device, with transformers, and slime gets it by its argument for another trainer (`actor_cls`).
+It writes the batches that slime hands to it to `--save-debug-train-data`, as slime's own trainer
+does. Without a GPU, Ray and slime are told of GPUs that do not exist.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 from slime.ray.ray_actor import RayActor
 from slime.utils.data import process_rollout_data
 
-# What slime reads of Megatron's arguments when it parses and checks its own.
+# The arguments of Megatron that slime reads when it parses and checks its own.
 OF_MEGATRON = {
     "fp16": False,
     "seq_length": None,
@@ -36,7 +36,7 @@ OF_MEGATRON = {
     "decoder_last_pipeline_num_layers": None,
 }
 
-# All that the trainer below can do.
+# The only values that the trainer below supports.
 SUPPORTED = {
     "actor_num_nodes": 1,
     "actor_num_gpus_per_node": 1,
@@ -47,7 +47,7 @@ SUPPORTED = {
 
 
 class Trainer(RayActor):
-    """What slime calls of a trainer, for a model that fits one device."""
+    """The methods that slime calls on a trainer, for a model that fits one device."""
 
     train_parallel_config = {
         "dp_size": 1,
@@ -61,7 +61,7 @@ class Trainer(RayActor):
         self.version = 0
 
     def init(self, args: argparse.Namespace, role: str, **_: Any) -> int:
-        """Load the checkpoint; the number of the first rollout."""
+        """Load the checkpoint; returns the number of the first rollout."""
         from transformers import AutoModelForCausalLM
 
         self.args = args
@@ -100,7 +100,7 @@ class Trainer(RayActor):
         print(json.dumps(line), flush=True)
 
     def log_probs(self, ids: torch.Tensor, length: int) -> torch.Tensor:
-        """Of the last `length` of `ids`, at the temperature of rollouts."""
+        """Log-probs of the last `length` of `ids`, at the temperature of rollouts."""
         logits = self.model(ids[None], logits_to_keep=length + 1).logits[0, :-1]
         rows = (logits / self.args.rollout_temperature).log_softmax(-1)
         return rows.gather(1, ids[-length:, None])[:, 0]
@@ -126,7 +126,7 @@ def stand_in_for_megatron() -> None:
 
     def parse_args(extra_args_provider: Any, ignore_unknown_args: bool) -> argparse.Namespace:
         parser = argparse.ArgumentParser(allow_abbrev=False)
-        # slime compares it with the checkpoint's.
+        # slime compares this value with the checkpoint's.
         parser.add_argument("--rotary-base", type=float, default=10000)
         extra_args_provider(parser)
         parser.set_defaults(**OF_MEGATRON)
@@ -146,7 +146,7 @@ def stand_in_for_megatron() -> None:
 
 
 def accept_no_gpu() -> None:
-    """Register an accelerator with slime, in each process of Ray, that numbers devices only."""
+    """Register with slime, in each process of Ray, an accelerator that only numbers devices."""
     from slime.utils import accelerator
     from slime.utils.accelerator.cuda import CUDAAccelerator
 

@@ -1,7 +1,7 @@
 """A task for slime without data files: long stories in which many given words occur.
 
-`python task.py FILE` writes prompts for `--prompt-data`, with the words as the label. The reward
-goes in by `--custom-rm-path task.reward`.
+`python task.py FILE` writes prompts for `--prompt-data`, with the words as the label. slime loads
+the reward by `--custom-rm-path task.reward`.
 """
 
 import json

@@ -22,7 +22,7 @@ from sparrow_sglang.rl.types import Prompt
 
 SEPARATOR, START, STOP = ";", "start", "stop"
 LABELS = 8
-# Of a step without labels: from, to, separator.
+# Tokens of a step without labels: from, to, separator.
 STEP_TOKENS = 3
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -45,14 +45,14 @@ class WalkOptions(Options):
     heldout: int = Field(default=256, ge=1)
     """Held-out prompts."""
     seed: int = 0
-    """Of the graphs."""
+    """Seed of the graphs."""
 
     @field_validator("least_nodes", "most_nodes", "names")
     @classmethod
     def _enough(cls, value: int, info: ValidationInfo) -> int:
         lower = {"least_nodes": "degree", "most_nodes": "least_nodes", "names": "most_nodes"}
         name = lower[str(info.field_name)]
-        # A field that is wrong itself is not there. A node has no edge to itself.
+        # An invalid field is missing from `info.data`. A node has no edge to itself.
         least = info.data.get(name, 0) + (name == "degree")
         if value < least:
             raise ValueError(f"expected at least {least}, because of {name}")
@@ -82,7 +82,7 @@ class Walk:
         return " ".join([*_words(self.edges), START, self.lines[0][0]])
 
     def response(self) -> str:
-        """Without the first node, which the prompt ends in."""
+        """The lines without the first node, which ends the prompt."""
         return " ".join(_words(self.lines)[1:])
 
     def payload(self, steps: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def load(config: TaskConfig, render: Render) -> Task:
 
 
 def heldout_and_train(options: WalkOptions) -> list[Walk]:
-    """Held-out ones first, so that they stay the same whatever the number of the others."""
+    """Held-out walks first, so that they stay the same whatever the number of training walks."""
     draw = random.Random(options.seed)
     walks = []
     for _ in range(options.heldout + options.train):

@@ -2,8 +2,8 @@
 
 In: settings. Out: a checkpoint with tokenizer that transformers, SGLang and `sparrow train` load,
 and a record of how it was made. Graphs start with one node and double whenever the model has learnt
-them; until they are those of the task, one edge leaves each node, with labels to copy. How to look
-something up is learnt from such examples soon, from the task itself hardly at all.
+them; until they are those of the task, one edge leaves each node, with labels to copy. From such
+examples the model soon learns to look something up, from the task itself hardly at all.
 """
 
 import math
@@ -79,7 +79,7 @@ def new_model(settings: StudySettings, tokenizer: Any) -> Any:
             max_position_embeddings=settings.context_tokens,
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
             tie_word_embeddings=True,
-            # Such that a projection keeps the size of what it projects.
+            # With this range a projection keeps the size of its input.
             initializer_range=settings.model["hidden_size"] ** -0.5,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
@@ -90,7 +90,7 @@ def new_model(settings: StudySettings, tokenizer: Any) -> Any:
 
 
 def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[dict[str, Any]]:
-    """Train in place, and give a row of progress now and then, the last one at the end.
+    """Train in place, and yield a row of progress now and then, the last one at the end.
 
     A row holds the steps taken, the largest graphs so far, the running loss in nats a response
     token, and the held-out reward, 0 until graphs are the task's.
@@ -122,9 +122,9 @@ def training(model: Any, tokenizer: Any, settings: StudySettings) -> Iterator[di
 
 @torch.no_grad()
 def sampled_reward(model: Any, tokenizer: Any, walks: Sequence[Walk], lines: int) -> float:
-    """Mean reward of one response to each of these walks, of its first lines, at temperature 1.
+    """Mean reward of the first `lines` of one response to each of these walks, at temperature 1.
 
-    Sampled, as a model that knows how to go on from right lines may still not get that far.
+    The responses are sampled, because a model that can go on from right lines may not get that far.
     """
     device = next(model.parameters()).device
     prompts = [walk.prompt() for walk in walks]
@@ -145,7 +145,7 @@ def sampled_reward(model: Any, tokenizer: Any, walks: Sequence[Walk], lines: int
 
 
 def _train_on(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One step; the loss in nats a response token."""
+    """Take one optimizer step; returns the loss in nats a response token."""
     tokens, start = batch
     logits = _logits(model, tokens, start)
     targets = tokens[:, start:].to(logits.device)
@@ -158,7 +158,7 @@ def _train_on(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> flo
 
 
 def _logits(model: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
-    """What predicts the tokens [B, T] from `start` on: [B, T - start, V] fp32."""
+    """Logits that predict the tokens [B, T] from `start` on: [B, T - start, V] fp32."""
     device = next(model.parameters()).device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         output = model(

@@ -83,7 +83,7 @@ def study(
             raise InputError(f"--arms {arm}: expected some of {', '.join(settings.arms)}")
     results = out / "results"
     schedules = schedule_files(settings, results)
-    # First of all, as a wrong setting of the runs must not be found after hours.
+    # Plan the runs first, so that a wrong setting of theirs is not found only after hours.
     plans = settings.plan_runs(out / "model", schedules, out / "runs")
     _own(results / "settings.json", settings)
     model = make_model(settings, out)
@@ -118,7 +118,7 @@ def calibrate(settings: StudySettings, model: Path, results: Path) -> None:
     folder.mkdir(exist_ok=True)
     prompts = results.parent / "calibration.jsonl"
     save_prompts(prompts, settings.walk, plan.prompts, CALIBRATION_SEED)
-    # A single target would be written to the very name that is given.
+    # With a single target, `sparrow calibrate` writes to exactly the name given.
     name = "walk.json" if len(plan.targets) > 1 else f"walk-{plan.targets[0]}.json"
     options = {
         "--model-path": [model],
@@ -171,7 +171,7 @@ def _run(what: str, module: Sequence[str], options: Mapping[str, Sequence[Any]])
 
 
 def collect(plans: Sequence[RunPlan], results: Path) -> None:
-    """Copy the metrics of all complete runs into `results`, and write what they come to."""
+    """Copy the metrics of all complete runs into `results`, and write their summary."""
     folder = results / "metrics"
     folder.mkdir(exist_ok=True)
     for plan in plans:
@@ -201,7 +201,7 @@ def _own(path: Path, settings: StudySettings) -> None:
 
 
 def _without_seeds(values: Mapping[str, Any], arms: Collection[str]) -> dict[str, Any]:
-    """Settings with `arms` only."""
+    """Settings with `arms` only, and without any seeds."""
     kept = {
         name: {key: value for key, value in arm.items() if key != "seeds"}
         for name, arm in values["arms"].items()

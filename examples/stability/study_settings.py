@@ -51,11 +51,11 @@ class PretrainSettings(_Section):
     evaluate_every: PositiveInt
     """Steps between measurements of the reward, once graphs are those of the task."""
     evaluate_walks: PositiveInt
-    """Held-out walks that it is measured on."""
+    """Held-out walks that the reward is measured on."""
     evaluate_lines: PositiveInt
-    """First lines of each that it is measured on."""
+    """First lines of each walk that the reward is measured on."""
     reward: float = Field(gt=0, lt=1)
-    """Of held-out walks. Training ends as soon as it is reached, to leave something to learn."""
+    """Reward of held-out walks at which training ends, to leave something to learn."""
 
 
 class CalibrationSettings(_Section):
@@ -77,7 +77,7 @@ class DistillationSettings(_Section):
     steps: tuple[PositiveInt, ...] = Field(min_length=1)
     """Adapter steps to measure after."""
     responses: PositiveInt
-    """That a step learns from, each to a graph of its own."""
+    """Responses that a step learns from, each to a graph of its own."""
     heldout: PositiveInt
     """Graphs that the tails are measured on."""
 
@@ -90,7 +90,7 @@ class Arm(_Section):
     distill: bool = False
     """Train an adapter and roll out with it."""
     attention_backend: str | None = None
-    """Of dense rollouts, by SGLang's name; default: what SGLang takes there."""
+    """Backend of dense rollouts, by SGLang's name; default: the one that SGLang chooses."""
     correction: str | None = None
     """`algorithm.correction` of its runs; default: that of `train`."""
     seeds: tuple[int, ...] | None = Field(default=None, min_length=1)

@@ -39,7 +39,7 @@ LEAST_FALL = 0.05
 near 0 standard errors are near 0, too, so any fall is clear there; and standard errors do not cover
 how much the policy itself varies from step to step."""
 CONFIDENCE = 0.95
-"""Of the intervals over seeds."""
+"""Confidence level of the intervals over seeds."""
 
 Rows = Sequence[Mapping[str, float]]
 Runs = Mapping[int, Rows]
@@ -103,9 +103,10 @@ def load_runs(results: Path) -> dict[str, dict[int, Rows]]:
 def arm_cells(arm: str, runs: Runs, dense: Runs) -> dict[str, str]:
     """One row of the table; `dense` are the runs that those of the same seed are compared with.
 
-    Tails are by position bin, and empty for dense rollouts: the lowest ones of the worst tenth of a
-    run's steps, in the worst run, and medians over all steps. The paper's rule is about the whole
-    way, and a policy that has collapsed repeats itself, on which sparse and dense decode agree.
+    Tails are given by position bin, and are empty for dense rollouts: the mean over the worst tenth
+    of a run's steps, in the worst run, and the median over all steps. The paper's rule is about the
+    whole run, and a policy that has collapsed repeats itself, which makes sparse and dense decode
+    agree.
     """
     rates = [evaluations(rows) for rows in runs.values()]
     steps = [[row for row in rows if REWARD in row] for rows in runs.values()]

@@ -1,10 +1,10 @@
 """Start verl's own SGLang rollout server with sparse decode, and generate with it.
 
 In: a Hydra config of this folder, put together as for verl's trainer. Out, one JSON object a line:
-the versions and the active schedule, then how the text of `prompt_file` goes on by sparse decode
-and, in the same batch, by dense decode, which a request may ask for; and what the dense policy
-makes of the sparse tokens. No trainer runs, so weights are the checkpoint's. Without a GPU, Ray is
-told of one that is not there.
+the versions and the active schedule, then continuations of the text of `prompt_file` by sparse
+decode and, in the same batch, by dense decode, which a request may ask for; and the dense policy's
+log-probs of the sparse tokens. No trainer runs, so weights are the checkpoint's. Without a GPU, Ray
+is told of one that does not exist.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import torch
 from omegaconf import DictConfig
 from verl.utils.config import omega_conf_to_dataclass
 
-# Not by verl's `get_rollout_replica_class`, which imports SGLang as for an Intel AMX processor.
+# verl's `get_rollout_replica_class` is not used: it imports SGLang as for an Intel AMX processor.
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
 
 from sparrow_sglang import get_schedule, score_dense

@@ -32,7 +32,7 @@ RATES = "sparrow_acceptance"
 
 
 class Slots:
-    """Slots of the servers that are this agent loop worker's, one generation at a time each."""
+    """Slots of the servers that belong to this agent loop worker, one generation each at a time."""
 
     def __init__(self, count: int) -> None:
         # verl calls its workers agent_loop_worker_<number>_<random>.
@@ -75,7 +75,7 @@ class RecordingClient:
         **more: Any,
     ) -> TokenOutput:
         with self._slots.one() as slot:
-            # The rates are of distributions at temperature 1, validation is greedy by default.
+            # The rates are of distributions at temperature 1; validation is greedy by default.
             recorded = slot is not None and sampling_params["temperature"] == 1
             if recorded:
                 params = {"custom_params": record_into(slot, len(prompt_ids))}

@@ -238,7 +238,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
 
 
 def rank_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
-    """Why the attention heads of a model cannot be split among the ranks.
+    """Why the attention heads or the experts of a model cannot be split among the ranks.
 
     SGLang's models assert this, without a message, while they are built.
     """
@@ -257,16 +257,23 @@ def rank_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> lis
             count % ranks == 0 or (name == "KV heads" and repeated) for name, count in heads.items()
         )
 
-    ranks = attention_tp_size(server_args)
-    if can_split(ranks):
-        return []
-    model = " ".join(model_config.hf_config.architectures or ["this model"])
-    counts = ", ".join(f"{count} {name}" for name, count in heads.items())
-    allowed = ", ".join(str(n) for n in range(1, heads["query heads"] + 1) if can_split(n))
-    return [
-        f"tp_size={resolved(server_args).tp_size}: model {model} has {counts}, which {ranks}"
-        f" attention ranks cannot share evenly; pass a --tp-size that makes it one of {allowed}"
-    ]
+    view, ranks = resolved(server_args), attention_tp_size(server_args)
+    model = "model " + " ".join(model_config.hf_config.architectures or ["of unknown kind"])
+    problems = []
+    if not can_split(ranks):
+        counts = ", ".join(f"{count} {name}" for name, count in heads.items())
+        allowed = ", ".join(str(n) for n in range(1, heads["query heads"] + 1) if can_split(n))
+        problems.append(
+            f"tp_size={view.tp_size}: {model} has {counts}, which {ranks} attention ranks cannot"
+            f" share evenly; pass a --tp-size that makes it one of {allowed}"
+        )
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    if (experts + view.ep_num_redundant_experts) % view.ep_size:
+        problems.append(
+            f"ep_size={view.ep_size}: {model} has {experts} experts, which {view.ep_size} ranks"
+            " cannot share evenly; pass an --ep-size that divides them"
+        )
+    return problems
 
 
 def _has_known_linear_layers(model_config: "ModelConfig") -> bool:

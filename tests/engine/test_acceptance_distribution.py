@@ -27,7 +27,7 @@ def test_smaller_budgets_agree_on_fewer_tokens(
 ) -> None:
     monkeypatch.setattr(engine, "running_engine", forked_engine)
     save_model_of_bytes(tmp_path)
-    # Weights with which it matters what is read.
+    # With these weights it matters which pages are read.
     model = save_tiny_model(tmp_path, spread=0.15)
     draw = random.Random(0)
     prompts = [{"input_ids": [draw.randrange(3, 200) for _ in range(260)]} for _ in range(8)]

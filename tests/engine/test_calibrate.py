@@ -61,7 +61,7 @@ def command(model: str, prompts: Path, *more: str) -> list[str]:
 
 
 BUDGETS = ["--bin-tokens", "64", "--budgets", "64", "96", "128", "160"]
-# Of rules, for which each layer is measured besides.
+# For tests of rules, which measure each layer as well.
 FEWER_TOKENS = ["--bin-tokens", "64", "--budgets", "96", "160", "--new-tokens", "64"]
 TARGETS = ("0.75", "0.82", "0.88")
 
@@ -154,7 +154,7 @@ def test_a_target_that_no_budget_holds_is_no_schedule(
     stored = BudgetSchedule.from_json(calibrated / "m-0.75.json").provenance["tails"]
     filled = {row["bin"] for rows in stored.values() for row in rows if row["tokens"] >= 200}
     assert bins == filled and all("came closest" in line and "; try " in line for line in hints)
-    # One that is held is written all the same.
+    # A target that is held is still written.
     both = ["--target", "0.75", "0.99999", "--out", str(calibrated / "both.json")]
     assert cli.main([*words, *both]) == 2
     assert "target 0.99999: no measured" in capsys.readouterr().err
@@ -286,7 +286,10 @@ def test_wrong_options_are_one_error(
 
 
 def pairs_that_vary_most(model: str, prompts: Path, count: int) -> tuple:
-    """By layer and KV head, from float64 queries and keys of transformers, a query at a time."""
+    """Rotary pairs by layer and KV head, from float64 queries and keys of transformers.
+
+    They are measured one query at a time.
+    """
     found: dict[int, np.ndarray] = {}
 
     def attend(module, query, key, value, attention_mask, scaling, **_):
@@ -344,7 +347,7 @@ def test_a_rule_is_measured_with_its_schedule(
 
 
 def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> None:
-    """Every other layer has one; the others share the budget."""
+    """Every other layer has a window; the layers without one share the budget."""
     shape = {"vocab_size": 32, "max_position_embeddings": 320}
     model = save_tiny_model(tmp_path / "windows", "gemma3", spread=0.12, **shape)
     words = command(model, write_prompts(tmp_path / "p.jsonl", 0), *FEWER_TOKENS)

@@ -1,4 +1,4 @@
-"""An SGLang that decodes past the backend, whatever its version, stops: no silent dense decode."""
+"""An SGLang of any version that decodes past the backend stops: no silent dense decode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +60,7 @@ def test_dense_decode_is_refused(
     arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-64"}
     import_for_fork()
     bypass(monkeypatch, ATTENTION_BACKENDS)
-    # A server, as SGLang ends the whole process when a scheduler fails, perhaps while it starts.
+    # Start a server, as SGLang ends the whole process when a scheduler fails, even at start-up.
     with pytest.raises((httpx.TransportError, RuntimeError)):
         with start_server(sharp_llama, **arguments) as url:
             body = {"input_ids": random_prompt(0, 100), "sampling_params": {"max_new_tokens": 8}}

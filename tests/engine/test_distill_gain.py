@@ -1,4 +1,4 @@
-"""The benchmark of an adapter, run small: what it writes adds up, and what it refuses."""
+"""The benchmark of an adapter in a small run: its results add up."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ STEPS, RESPONSES, NEW_TOKENS, HELDOUT = 4, 2, 16, 4
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("bytes")
     save_model_of_bytes(folder)
-    # Weights with which it matters what is read.
+    # With these weights it matters which pages are read.
     return save_tiny_model(folder, spread=0.15)
 
 
@@ -41,7 +41,7 @@ def test_a_run_says_what_it_took_and_where_the_tails_stand(result):
     ]
     assert [(row["step"], row["responses"], row["tokens"]) for row in rows] == expected
     assert all(row["kl"] > 0 and row["grad_norm"] > 0 for row in rows)
-    # Rollouts come before the first step and, by the adapter of then, before the fourth.
+    # Rollouts come before the first step and, with the adapter of that time, before the fourth.
     assert [row["rollout_s"] > 0.01 for row in rows] == [True, False, False, True]
     assert [each["after"]["step"] for each in arm["tails"]] == [1, STEPS]
     for tails in (result["before"], *arm["tails"]):
@@ -57,8 +57,8 @@ def test_a_run_says_what_it_took_and_where_the_tails_stand(result):
 def test_a_run_measures_both_deliveries(result):
     for speed in result["decode"].values():
         seconds = HELDOUT * NEW_TOKENS / speed["tokens_per_s"]
-        # Less than all of it, by the prefill. On a busy machine a difference of two times may be
-        # negative.
+        # Decode takes less than the whole time, which includes the prefill. `step_ms` is a
+        # difference of two times, so it may be negative on a busy machine.
         assert speed["step_ms"] * (NEW_TOKENS - 1) < 1e3 * seconds
     merged, base = (result["agreement"][distribution] for distribution in ("merged", "base"))
     # Rounding the sum to bf16 moves the distribution less than the adapter does.

@@ -55,5 +55,5 @@ def test_sparse_decode_follows_the_contract(model: str, schedule_file: str, rank
         )
         torch.testing.assert_close(found, expected, atol=FP32, rtol=0)
         apart = max(apart, float((expected - other).abs().max()))
-    # Dense decode would not pass for it.
+    # Dense decode would fail the check above.
     assert apart > 100 * FP32

@@ -11,7 +11,7 @@ from scaled_kv import save_with_kv_scales
 from sparrow_sglang.client.endpoint import connect
 
 FP8 = torch.float8_e4m3fn
-# A number near the middle of two FP8 ones may be rounded to either, by the order of fp32 sums.
+# A number midway between two FP8 numbers may round to either, depending on the order of fp32 sums.
 CLOSE = 0.02
 
 
@@ -48,7 +48,7 @@ def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path, sc
         )
     )
     assert errors.max() < CLOSE
-    # Neither dense decode nor exact keys and values would do.
+    # Dense decode, or exact keys and values, would fail the check above.
     assert of_dense.mean() > 20 * errors.mean()
     assert of_exact.mean() > 20 * errors.mean()
 
@@ -62,7 +62,7 @@ def error_of(oracle: ContractModel, prompt: list[int], answer: dict) -> torch.Te
 
 
 def test_scales_of_a_checkpoint_are_refused_on_a_cpu(sharp_llama, schedule_file, tmp_path, capfd):
-    """SGLang's dense attention on a CPU writes by them and does not read by them."""
+    """On a CPU, SGLang's dense attention applies the scales when it writes KV, not on reading."""
     model = save_with_kv_scales(sharp_llama, tmp_path / "scaled", (0.25, 0.5))
     with (
         pytest.raises(EngineDied),

@@ -20,7 +20,7 @@ NEW_TOKENS = 16
 
 
 def test_sparse_decode_follows_the_contract() -> None:
-    """Past its windows of 512 tokens."""
+    """The prompt is longer than the model's windows of 512 tokens."""
     from transformers import AutoTokenizer
 
     model, schedule = model_folder(gemma.NAME), BudgetSchedule.fixed(256)
@@ -42,5 +42,5 @@ def test_sparse_decode_follows_the_contract() -> None:
     )
     found = torch.tensor(values, dtype=torch.float64)[:, None]
     torch.testing.assert_close(found, sparse, atol=FP32, rtol=0)
-    # Dense decode would not pass for it.
+    # Dense decode would fail the check above.
     assert (found - dense).abs().max() > 10 * FP32

@@ -26,7 +26,7 @@ class TestPrefixTree:
 
     @pytest.fixture(scope="class")
     def dense_hits(self, sharp_llama):
-        """Of 40 + 24 tokens; the KV of the last one is there if SGLang (0.5.17) ran one ahead."""
+        """Hits after 40 + 24 tokens: 64 if SGLang (0.5.17) ran one step ahead, otherwise 48."""
         with start_engine(sharp_llama, attention_backend="torch_native", page_size=16) as engine:
             hits = self.hits(engine, PROMPT[:40], 24)
         assert hits in (48, 64)
@@ -36,9 +36,9 @@ class TestPrefixTree:
         with start_engine(
             sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64"
         ) as engine:
-            # Sparse from 65 tokens on. 40 + 24 tokens stay below, so their KV is dense.
+            # Decode is sparse from 65 tokens on. 40 + 24 tokens stay below, so their KV is dense.
             assert self.hits(engine, PROMPT[:40], 24) == dense_hits
-            # 40 + 26 do not: the prompt's two whole pages stay.
+            # 40 + 26 tokens do not: only the prompt's two whole pages stay.
             assert self.hits(engine, PROMPT[:40], 26) == 32
             assert self.hits(engine, PROMPT, 40) == 144
             # Nothing is decoded in a prefill-only request, however long.
@@ -106,7 +106,7 @@ class TestLandmarkMemory:
         pools._full_per_token = pools._swa_per_token = per_token
         pools._swa_full_tokens_ratio, pools._cell_size = 0.5, 1.5 * 3 * per_token
         pools._sliding_window_size, pools._page_size = 24, 16
-        # Of SGLang 0.5.23.
+        # An attribute of SGLang 0.5.23.
         pools._enable_unified_memory = False
         kvc = configurator(backend, 0, 6, 16, config)
         hooks.reserve_landmarks_beside_windows(None, pools, kvc)

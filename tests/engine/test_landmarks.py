@@ -105,7 +105,7 @@ async def generate(engine, draw: random.Random, shared: list[int], number: int) 
 async def check_while_running(engine, requests: list[asyncio.Task]) -> tuple[int, int]:
     """Pause, compare every live landmark with its page, go on.
 
-    Returns how often, and how many requests were retracted.
+    Returns the number of pauses, and of retractions of all requests.
     """
     manager, checks = engine.tokenizer_manager, 0
     while not all(request.done() for request in requests):
@@ -121,7 +121,7 @@ async def check_while_running(engine, requests: list[asyncio.Task]) -> tuple[int
 def test_every_live_landmark_is_that_of_its_page_throughout_a_random_run(
     device, model, adapter, int4_schedule
 ):
-    # What is written when does not depend on the form of landmarks: on the CPU those in int4.
+    # When landmarks are written does not depend on their form, so the CPU tests those in int4.
     schedule = int4_schedule if device == "cpu" else "fixed-96"
     draw = random.Random(0)
     shared = draw.choices(range(3, 250), k=96)

@@ -187,7 +187,7 @@ def test_lora_load_generate_unload(sharp_llama, dense_model, adapter):
         assert_greedy(dense_model, tokens, batch[1])
         assert_greedy(adapted, tokens, batch[2])
         assert batch[0]["output_ids"] != batch[1]["output_ids"]
-        # The base model's prefix is not the adapter's.
+        # The base model and the adapter each have their own cached prefix.
         again = generate(engine, [tokens] * 2, lora_path=["disk", None])
         assert [output["meta_info"]["cached_tokens"] for output in again] == [80, 80]
         assert_greedy(adapted, tokens, again[0])

@@ -197,7 +197,7 @@ print("RESULT" + json.dumps({
 """
 
 
-# As from a terminal, also where the tests were started with Ctrl-C ignored.
+# Ctrl-C works as in a terminal, even where the tests were started with it ignored.
 SERVE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -62,7 +62,7 @@ def sparse_engine(sharp_llama: str, adapter: str) -> Iterator[Any]:
 
 @pytest.fixture
 def engine(sparse_engine: Any) -> Iterator[Any]:
-    """With an empty cache; afterwards every token of the pool must be free again."""
+    """An engine with an empty cache; afterwards every token of the pool must be free again."""
     flush(sparse_engine)
     yield sparse_engine
     flush(sparse_engine)
@@ -74,7 +74,7 @@ def sampling(new_tokens: int, **fields: Any) -> dict[str, Any]:
 
 
 async def answers(engine: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Of one request, one per sample."""
+    """Answers to one request, one per sample."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     found = await anext(engine.tokenizer_manager.generate_request(GenerateReqInput(**fields), None))
@@ -113,7 +113,7 @@ async def group_beside_others(engine: Any, new_tokens: int) -> list[int]:
 def test_as_many_tokens_are_found_as_in_stock_sglang(
     sharp_llama: str, adapter: str, sparse_engine: Any
 ) -> None:
-    """Prompts of requests that end at their prefill, under the overlap scheduler."""
+    """Most requests here end at their prefill, under the overlap scheduler."""
 
     def found(engine: Any) -> dict[str, list[int]]:
         flush(engine)
@@ -150,7 +150,7 @@ def test_no_page_with_a_generated_token_is_found_and_scores_are_dense(
 def assert_scores_are_dense(
     engine: Any, oracle: ContractModel, prompt: list[int], response: list[int]
 ) -> None:
-    """Scored on the same server, through whatever its cache holds of the sequence."""
+    """Scores of the same server are dense, whatever its cache holds of the sequence."""
     [answer] = run(
         engine,
         answers(

@@ -32,7 +32,7 @@ def sparse_engine(sharp_llama, schedule_file):
         yield engine
 
 
-# As RULED, with the budget shared otherwise among the layers.
+# The schedule RULED, with the budget shared differently among the layers.
 OTHER = BudgetSchedule(
     **RULED.model_dump()
     | {
@@ -172,7 +172,7 @@ def adapter(sharp_llama, tmp_path_factory) -> str:
 
 
 def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, adapter):
-    """Through batching, chunked prefill, prefix-cache hits, LoRA on and off."""
+    """It is so under batching, chunked prefill, prefix-cache hits, and with LoRA on and off."""
     prompts = [tokens(20 + length, length) for length in (3, 40, 64, 150, 210)]
     # The last prompt shares 160 tokens with the one before it.
     prompts.append(prompts[-1][:160] + tokens(99, 30))
@@ -254,7 +254,7 @@ def test_a_second_turn_reuses_the_prompt_but_no_sparse_written_kv(
     assert second["cached"] == 128  # whole pages of the first prompt, and nothing generated
     dense = dense_oracle.log_probs(history + follow_up, second["ids"])
     torch.testing.assert_close(second["log_probs"], chosen(dense, second["ids"]), atol=FP32, rtol=0)
-    # Had the KV of the sparse turn been reused, the answer would be this one:
+    # If the KV of the sparse turn had been reused, these would be the log-probs.
     reused = sparse_oracle.log_probs(prompt, first["ids"] + follow_up + second["ids"])[-1:]
     assert (chosen(reused, second["ids"]) - second["log_probs"]).abs().max() > 10 * FP32
 

@@ -101,7 +101,7 @@ def test_layers_that_keep_everything_follow_the_contract(engine, oracle, dense_o
 
 
 def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_gemma3):
-    """Through batching, chunked prefill and prefix-cache hits."""
+    """It is so under batching, chunked prefill and prefix-cache hits."""
     require_causal_gemma3()
     prompts = [random_prompt(20 + length, length) for length in (3, 40, 64, 150, 210)]
     prompts.append(prompts[-1][:160] + random_prompt(99, 30))
@@ -166,7 +166,7 @@ def test_an_answer_says_what_the_sparse_layers_read(engine):
 
 def test_the_active_schedule_counts_layers_with_a_window_as_dense(engine):
     assert set(get_schedule(engine).dense_layers) == {0, 1, *WINDOWS}
-    # What was read can be set again, and so can a schedule that says nothing of the windows.
+    # The schedule that was read can be set again, and so can one that does not name the windows.
     previous = set_schedule(engine, "fixed-64")
     assert set_schedule(engine, previous).name == "fixed-64"
     assert get_schedule(engine) == previous

@@ -1,4 +1,4 @@
-"""What is refused of a command line within a second or two: no torch, no SGLang, no model."""
+"""Command lines that are refused within a second or two: no torch, no SGLang, no model."""
 
 import subprocess
 import sys

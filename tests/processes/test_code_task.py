@@ -36,10 +36,10 @@ def test_a_run_without_bubblewrap_is_refused_unless_it_asks_for_the_weak_sandbox
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    # Whatever other tests have made of handlers and levels.
+    # Other tests may have changed the logger's handlers and levels.
     monkeypatch.setattr(code.logger, "warning", lambda text, *args: said.append(text % args))
     monkeypatch.setattr("sparrow_sglang.rl.sandbox.run.shutil.which", no_bubblewrap)
-    # Refused before its files are looked at.
+    # The sandbox is refused before the task's files are read.
     with pytest.raises(InputError, match="task.options.sandbox='bubblewrap'") as caught:
         load("code", tmp_path / "not-there.jsonl")
     assert "\n" not in str(caught.value) and 'sandbox = "weak"' in str(caught.value)

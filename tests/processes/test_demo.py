@@ -25,7 +25,7 @@ def test_the_prompt_is_long_enough_to_be_sparse_and_fits_the_model() -> None:
 
 
 def group_members(group: int) -> list[int]:
-    """Processes of a process group that are more than a zombie."""
+    """Processes of a process group, except zombies."""
     return [
         process.pid
         for process in psutil.process_iter(["pid", "status"])

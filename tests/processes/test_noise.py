@@ -1,4 +1,4 @@
-"""What our commands leave out of the libraries' messages at a start, and what they do not."""
+"""Messages of libraries that our commands leave out at a start, and those that they keep."""
 
 import os
 import subprocess

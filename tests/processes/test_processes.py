@@ -109,7 +109,7 @@ def test_stopping_waits_for_workers_that_take_a_while_to_die(
     with running_server([sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}", log):
         worker = int(log.read_text().split()[1])
     assert not is_running(worker)
-    # One that cannot be killed, as in a driver's call, is waited for in vain.
+    # A process that cannot be killed, such as one inside a driver call, outlives the wait for it.
     monkeypatch.setattr(
         os, "kill", lambda pid, signum: signum == signal.SIGKILL or kill(pid, signum)
     )

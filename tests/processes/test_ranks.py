@@ -42,7 +42,7 @@ def weighted(scale: torch.Tensor, logprobs: torch.Tensor, where: torch.Tensor) -
 
 
 def trained(ranks: Ranks, tied: bool, **settings: Any) -> dict[str, Any]:
-    """What three optimizer steps and measurements of a small policy come to."""
+    """Results of three optimizer steps of a small policy, and of measurements after them."""
     torch.manual_seed(0)
     model: Any = (
         Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
@@ -88,7 +88,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, settings: dict[str, Any]) -> Non
             return trained(ranks, **settings)
 
     both = on_ranks(2, job, tmp_path / "two")
-    # Gradients of bf16 weights are rounded once per micro-batch, of which there are others.
+    # Gradients of bf16 weights are rounded once per micro-batch, and two ranks form other ones.
     close = {"atol": 5e-3, "rtol": 5e-2} if "dtype" in settings else {"atol": 1e-5, "rtol": 1e-5}
     for rank in both:
         torch.testing.assert_close(rank, alone, **close)
@@ -105,7 +105,7 @@ def test_ranks_are_dealt_every_sequence_once_in_rounds_of_like_length(
         range(len(lengths))
     )
     assert len({len(share) for share in dealt}) == 1
-    # No round more than is needed, and none in which a longer sequence waits for a later one.
+    # There are no more rounds than needed, and longer sequences never come in a later round.
     assert len(dealt[0]) == -(-len(packs) // ranks)
     longest = [
         [max((lengths[i] for i in members), default=0) for members in together]

@@ -48,7 +48,7 @@ def browser() -> Iterator[Any]:
     if path is None:
         pytest.skip(f"no browser on the PATH, of {', '.join(BROWSERS)}")
     with playwright.sync_playwright() as driver:
-        # As root, which containers are, Chromium starts without its sandbox only.
+        # As root, as in containers, Chromium starts only without its sandbox.
         with_args = {"executable_path": path, "args": ["--no-sandbox"]}
         browser = driver.chromium.launch(**with_args)
         yield browser
@@ -106,7 +106,7 @@ def test_what_is_drawn(browser: Any, page_file: Path, size: tuple[int, int], sch
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
     charts = page.evaluate(LOOK)
-    # A run's nine, two of a calibration, two checks, two of steps, three of a rollout.
+    # Nine of a run, two of a calibration, two of checks, two of steps, three of a rollout.
     assert len(charts) == 18
     for chart in charts:
         title = chart["title"]

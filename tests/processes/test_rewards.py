@@ -73,14 +73,14 @@ def test_groups_are_scored_while_others_are_added() -> None:
             deadline = time.monotonic() + 120
             while scoring.rewards(0) is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            # Nobody has asked for the result yet.
+            # The rewards are there before anybody has called `scores`.
             assert scoring.rewards(0).tolist() == [1, 2]
             assert scoring.add(group("b", 10.0, ["crash", "4", "raise"])) == 1
             assert scoring.add(group("c", 0.0, ["5"])) == 2
             scores = scoring.scores([2, 1])
             assert [rewards.tolist() for rewards in scores.rewards] == [[5], [0, 14, 0]]
             assert (scores.errors, scores.crashes, scores.timeouts) == (1, 1, 0)
-            # It goes on after that.
+            # Groups may be added after that.
             scoring.add(group("d", 0.0, ["6"]))
             assert scoring.scores([3]).rewards[0].tolist() == [6]
         assert pool.score([group("e", 0.0, ["7"])]).rewards[0].tolist() == [7]
@@ -129,7 +129,7 @@ def test_each_task_has_its_reward_which_may_take_a_group_at_once_and_give_sub_sc
     assert [rewards.tolist() for rewards in scores.rewards] == [[1, 30, 6], [3, 3], [2], [0, 0]]
     assert scores.parts[0] == ({"length": 1.0}, {"length": 2.0}, {"length": 1.0, "long": 1.0})
     assert scores.parts[1] == ({"whole": 1.0}, {"whole": 1.0})
-    # One reward for two responses is none.
+    # One reward for two responses is an error of both.
     assert (scores.parts[3], scores.errors) == (({}, {}), 2)
     metrics = part_metrics(scores.parts)
     assert metrics["sparrow/score/length"] == (1 + 2 + 1 + 1) / 4

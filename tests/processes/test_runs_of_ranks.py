@@ -1,5 +1,7 @@
-"""Runs of several ranks write what a run of one writes, are resumed by any number, and end
-together. Engines are stand-ins that draw the same samples whichever rank asks."""
+"""Runs of several ranks write what a run of one writes, and are resumed by any number of ranks.
+
+All ranks end together. Engines are stand-ins that draw the same samples whichever rank asks.
+"""
 
 import json
 import os
@@ -50,7 +52,7 @@ class Repeatable(Sampler):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    # Of a fixed schedule the third layer is the first sparse one.
+    # Under a fixed schedule the first sparse layer is the third one.
     sizes = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 3}
     return ascii_task.save_model_of_bytes(
         tmp_path_factory.mktemp("bytes"), **sizes, intermediate_size=64, num_key_value_heads=1
@@ -66,7 +68,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(config: TrainConfig, resume: bool = False) -> Path | None:
-    # The adapter is drawn at the start.
+    # The adapter's weights are drawn at the start.
     torch.manual_seed(0)
     return trainer.train(config, resume)
 
@@ -152,7 +154,7 @@ def test_a_run_goes_on_with_any_number_after_a_rank_was_killed(
         first, second = on_ranks(2, second_is_killed, tmp_path / "killed")
     assert (first, second) == (1, -signal.SIGKILL)
     assert len(rows(config.run_dir)) == 1
-    # By one rank, then by two.
+    # Resume with one rank, then with two.
     train(config.model_copy(update={"steps": 2}), resume=True)
     on_ranks(2, lambda: train(config, resume=True), tmp_path / "resumed")
     for alone, parts in zip(untimed(whole.run_dir), untimed(config.run_dir), strict=True):

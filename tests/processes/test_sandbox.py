@@ -56,7 +56,7 @@ def reward_of(source: str, seconds: float = 20.0, memory: int = 1 << 30) -> floa
 
 
 def folders() -> list[Path]:
-    """What programs have left behind."""
+    """Folders that sandboxed programs have left behind."""
     return list(Path(tempfile.gettempdir()).glob("sparrow-sandbox-*"))
 
 
@@ -328,7 +328,7 @@ def test_a_pool_that_gives_up_leaves_neither_process_nor_folder(kind: Kind) -> N
 
 
 def test_no_memory_stays_uncounted(kind: Kind) -> None:
-    # Each would keep its pages after they are unmapped in part, or was never mapped.
+    # Each kind of memory here keeps its pages when a part is unmapped, or was never mapped.
     source = """
 import ctypes, mmap, os
 def shared(): mmap.mmap(-1, 1 << 20)

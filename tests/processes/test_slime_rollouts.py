@@ -68,9 +68,9 @@ class Run:
         return [sample for rollout in range(ROLLOUTS) for sample in self.samples(rollout)]
 
     def parts(self, sample: dict[str, Any]) -> list[tuple[int, list[int], list[int]]]:
-        """Of each request for a sample: weight version, prompt, and what it answered.
+        """Weight version, prompt and answer of each request for a sample.
 
-        A request goes on from all tokens before it.
+        The prompt of a request is all tokens of the sample before its answer.
         """
         ends = [event for event in sample["trace"]["events"] if event.get("type") == "span_end"]
         lengths = [
@@ -106,7 +106,7 @@ def run(model: str, folder: Path, *arguments: str) -> Run:
         *("--prompt-data", str(prompts), "--num-rollout", str(ROLLOUTS)),
         *("--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(GROUP)),
         *("--num-steps-per-rollout", "1", "--rollout-max-response-len", "60"),
-        # Ends of responses, so that they are of different lengths.
+        # Stop tokens, so that responses differ in length.
         *("--rollout-stop-token-ids", *map(str, range(3, 11))),
         *("--custom-rm-path", "slime_task.reward", "--lr", "1e-3", "--loss-type", "policy_loss"),
         *("--actor-num-gpus-per-node", "1", "--dump-details", str(folder / "details")),
@@ -175,7 +175,7 @@ class TestExternalEngines:
         assert max(abs(a - b) for a, b in zip(recorded, dense, strict=True)) > 0.01
 
     def test_aborted_responses_go_on_with_new_weights(self, external: Run) -> None:
-        """And what older weights have sampled of them is masked, as slime was asked to."""
+        """Their tokens from older weights are masked, as slime was asked to."""
         both = 0
         for rollout in range(ROLLOUTS):
             for sample in external.samples(rollout):
@@ -204,7 +204,7 @@ class TestExternalEngines:
                 assert batch["loss_masks"][row].tolist() == sample["loss_mask"]
                 recorded = torch.tensor(sample["rollout_log_probs"])
                 assert torch.equal(batch["rollout_log_probs"][row], recorded)
-                # Of a reward of 0 and one of 1: their difference to the mean over their deviation.
+                # Rewards of 0 and 1, normalized: the difference to their mean over their deviation.
                 sign = 1 if sample["reward"] else -1
                 assert batch["rewards"][row] == pytest.approx(sign * 0.5**0.5, rel=1e-4)
 

@@ -48,7 +48,7 @@ ON_CPU = (
     "++actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
     "actor_rollout_ref.rollout.dtype=float32",
     f"{ENGINE}.max_total_tokens=8192",
-    # What needs a device: SGLang's memory saver, and with it sleep and wake-up.
+    # SGLang's memory saver, and with it sleep and wake-up, needs a device, so both are off.
     f"++{ENGINE}.enable_memory_saver=false",
     "actor_rollout_ref.rollout.free_cache_engine=false",
     "++ray_kwargs.ray_init.num_gpus=1",
@@ -68,7 +68,7 @@ ON_CPU = (
     "trainer.v1.sampler.custom_sampler.name=DumpingSampler",
     "trainer.v1.sampler.sampler_kwargs.bin_tokens=64",
 )
-# As the recipe's models are, and as its fused log-probs need under FSDP2.
+# The recipe's models tie their embeddings, and its fused log-probs need that under FSDP2.
 TIED = {"tie_word_embeddings": True}
 pytestmark = [
     pytest.mark.skipif(
@@ -263,9 +263,9 @@ class TestTrainer:
         assert weights.stat().st_size > 0
 
     def test_the_correction_sees_sparse_rollouts(self, trained: Trained) -> None:
-        """Of dense rollouts of the same weights, every ratio would be 1 up to rounding."""
+        """With dense rollouts of the same weights, every ratio would be 1 up to rounding."""
         assert all(value > 0.01 for value in trained.curve("rollout_corr/rollout_is_std"))
-        # Never negative, as the mean of log-ratios of few tokens may be.
+        # k3 is never negative, whereas the mean of log-ratios of few tokens may be.
         assert all(value > 1e-3 for value in trained.curve("rollout_corr/k3_kl"))
 
     def test_rates_are_those_of_the_contract(self, trained: Trained) -> None:

@@ -44,9 +44,9 @@ def run(*command: str | Path, **options: Any) -> str:
 
 
 def uv() -> str:
-    """As tools/bootstrap.sh has noted it, or from the path."""
+    """The uv that tools/bootstrap.sh has noted, or else the one on the PATH."""
     noted = Path(sys.prefix) / ".uv"
-    # Relative to the repository if the script has installed it there.
+    # The noted path is relative to the repository if the script has installed uv there.
     found = shutil.which(ROOT / noted.read_text().strip() if noted.exists() else "uv")
     if found is None:
         pytest.skip("uv is not installed")
@@ -56,13 +56,13 @@ def uv() -> str:
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of wheel and sdist; the wheel is built from the sdist."""
-    # Of a copy, as setuptools leaves build folders in the tree.
+    # Build from a copy, as setuptools leaves build folders in the tree.
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    # With the setuptools that is installed here, so that nothing is downloaded.
+    # Build with the setuptools that is installed here, so that nothing is downloaded.
     options = ("--offline", "--no-build-isolation", "--python", sys.executable)
     out = source / "dist"
     run(uv(), "build", *options, "--out-dir", out, source, cwd=source)

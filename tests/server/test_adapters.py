@@ -65,7 +65,7 @@ def test_a_pushed_adapter_is_the_merged_model_and_replaces_the_former(engine, sa
     folder, merged = saved["all"]
     push_adapter(engine, "mine", folder)
     assert_law(generate(engine, "mine"), merged)
-    # As a training loop has it: PEFT's config, and tensors that change after the call.
+    # Push as a training loop does: PEFT's config, and tensors that change after the call.
     folder, merged = saved["some"]
     tensors = load_file(f"{folder}/adapter_model.safetensors")
     config = LoraConfig(r=RANK, lora_alpha=8, target_modules=["q_proj", "up_proj"])
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_and_the_former_stays(engine, saved):
         (tensors | {key: tensors[key][:, :-1]}, config, r"\[4, 143\]: expected .* \[4, 144\]"),
         (tensors | {"q_proj": tensors[key]}, config, "'q_proj'.* belongs to no linear module"),
         (only_a, config, "one factor only"),
-        # The sampler, and with it the scheduler, ends at log-probs of NaN.
+        # Log-probs of NaN would end the sampler, and with it the scheduler.
         (tensors | {key: tensors[key] * float("nan")}, config, "holds NaN, or numbers above 1000"),
         (tensors | {key: tensors[key] + 1e38}, config, "holds NaN, or numbers above 1000"),
         (tensors, config | {"lora_alpha": 1e5}, "lora_alpha=100000.0: expected a number of at m"),

@@ -17,12 +17,12 @@ from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows, rea
 
 CONTEXT = 640
 PLAIN = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
-# What is waited for takes about a second on an idle machine.
+# Limit of each wait, which takes about a second on an idle machine.
 SECONDS = 60.0
 
 
 class LogWithoutDelay(MismatchLog):
-    """Has on disk whatever has been scored."""
+    """Writes rows to disk as soon as they are scored."""
 
     def append(self, rows: TokenRows) -> None:
         super().append(rows)
@@ -64,7 +64,7 @@ class Server:
         return set(read_mismatch_log(self.log)["request_id"].to_pylist())
 
     def wait_for(self, names: set[str]) -> set[str]:
-        """What has been audited once `names` have."""
+        """Wait until `names` have been audited; returns the ids of all audited requests."""
         deadline = time.monotonic() + SECONDS
         while not names <= (audited := self.audited()):
             assert time.monotonic() < deadline, f"not audited: {sorted(names - audited)}"
@@ -93,7 +93,10 @@ class Server:
         return count
 
     def wait_until_done(self) -> set[str]:
-        """What has been audited of all requests so far, which are scored in their order."""
+        """Wait until the audit, which keeps the order of requests, is done with all so far.
+
+        Returns the ids of all audited requests.
+        """
         return self.wait_for(self.generate(20)[0])
 
 
@@ -131,7 +134,7 @@ def test_pause_update_continue_answers_while_audits_are_queued(server: Server, m
     new, _ = server.generate(60, count=2)
     # A wait for the scheduler that the audit gives up takes ten seconds.
     assert time.monotonic() - start < 20
-    # What old weights generated is scored no more.
+    # Responses of the old weights are not scored any more.
     assert server.wait_for(new) & old <= scored
 
 
@@ -148,9 +151,9 @@ def test_a_request_outlives_the_pause_and_is_not_audited(server: Server, mode: s
 
 
 def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
-    # So many that some are left when the memory is released, however late that is asked for.
+    # Enough requests that some are not yet scored when the memory is released, however late.
     names, _ = server.generate(300, count=8)
-    # Fails at once if anything runs, an audit for example.
+    # The flush fails at once if anything runs, an audit for example.
     server.post("flush_cache")
     server.post("release_memory_occupation")
     released = server.audited()
@@ -160,7 +163,7 @@ def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
     time.sleep(0.5)
     assert server.audited() == released
     server.post("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
-    # The weights are what they were, so what was generated before is scored after all.
+    # The weights are unchanged, so responses from before the release are scored after all.
     server.wait_for(names)
 
 

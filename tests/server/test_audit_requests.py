@@ -46,10 +46,10 @@ def since(before: dict[str, int], engine: Any) -> dict[str, int]:
 
 
 def test_what_exceeds_the_tokens_that_are_kept_is_dropped(engine: Any, monkeypatch: Any) -> None:
-    """In the midst of a generation, without its user's notice; then there is room again."""
+    """Requests are dropped during generation, unnoticed by users; then there is room again."""
     endpoint = connect(engine)
     before = outcomes(engine)
-    # Prompts of all four fit, and answers of two.
+    # The prompts of all four requests fit, and the answers of two.
     monkeypatch.setattr(audit_requests, "MAX_TOKENS", 4 * 80 + 2 * NEW_TOKENS)
     for _ in range(2):
         for answer in endpoint.generate(requests(4, 80, return_logprob=True, top_logprobs_num=3)):

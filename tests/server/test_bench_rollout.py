@@ -51,7 +51,7 @@ def test_every_sequence_runs_to_its_own_length(
     last = curve[-1]
     assert (last["s"], last["tokens"]) == (result["seconds"], sum(lengths))
     assert (last["running"], last["unfinished"]) == (0, 0)
-    # The rates, over the time that each stands for, are all the tokens.
+    # The rates times the spans of time that they stand for add up to all tokens.
     starts = [0.0, *(point["s"] for point in curve)]
     spans = [point["s"] - start for point, start in zip(curve, starts, strict=False)]
     total = sum(p["tokens_per_s"] * span for p, span in zip(curve, spans, strict=True))
@@ -64,7 +64,7 @@ def test_every_sequence_runs_to_its_own_length(
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs each side here, on a forked engine, instead of half a minute of imports; their names."""
+    """Run each side here on a forked engine, to save half a minute of imports; returns names."""
     sides: list[str] = []
 
     def run(function: Any, compared: Any, side: Side, options: Any) -> Any:
@@ -141,7 +141,7 @@ def test_conversations_that_the_kv_pool_does_not_hold_are_not_timed(
 ) -> None:
     words = f"--model-path {tiny_qwen3} --schedule fixed-64 --sequences 2 --prompt-tokens 128"
     words += f" --turn-tokens 40 --message-tokens 10 --out {tmp_path / 'turns.json'}"
-    # Two of 128 + 40 + 10 tokens, with two pages to spare each.
+    # Two sequences of 128 + 40 + 10 tokens need two pages to spare each.
     with pytest.raises(ValueError, match="holds 400 tokens: expected 420 or more"):
         turn_prefill.main([*words.split(), "--engine-args", '{"max_total_tokens": 400}'])
     assert in_this_process == ["sparse"]

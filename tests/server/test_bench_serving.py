@@ -58,7 +58,7 @@ def forked_client(command: Sequence[str], **_: Any) -> "subprocess.CompletedProc
     """SGLang's client, run as its command does, but without its half minute of imports."""
     assert list(command[:2]) == [sys.executable, "-m"]
     said, told = multiprocessing.Pipe(duplex=False)
-    # Once, for both sides.
+    # Import the client here, once for both sides.
     importlib.import_module(command[2])
 
     def run() -> None:

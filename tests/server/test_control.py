@@ -36,7 +36,7 @@ def assert_same(got, expected) -> None:
 
 @pytest.fixture(scope="module")
 def fresh(sharp_llama, tmp_path_factory):
-    """What engines answer that were started with the schedule."""
+    """Answers of engines that were started with each schedule."""
     path = str(tmp_path_factory.mktemp("mine") / "mine.json")
     MINE.save(path)
     answers = {}
@@ -45,7 +45,7 @@ def fresh(sharp_llama, tmp_path_factory):
             sharp_llama, attention_backend="sparrow", sparrow_schedule=spec
         ) as engine:
             answers[name] = answer(engine)
-    # Three schedules, three answers: or switching could not be told from not switching.
+    # The three answers must differ, or a switch could not be told from no switch.
     first, second, third = (log_probs for _, log_probs in answers.values())
     for one, other in ((first, second), (first, third), (second, third)):
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-2
@@ -64,7 +64,7 @@ def shared_engine(sharp_llama):
 
 @pytest.fixture
 def engine(shared_engine):
-    """As it was started, whatever the test before left active or loaded."""
+    """The engine as it was started, whatever the test before left active or loaded."""
     for budget_tokens in (128, 64):
         set_schedule(shared_engine, BudgetSchedule.fixed(budget_tokens))
     return shared_engine
@@ -73,12 +73,12 @@ def engine(shared_engine):
 def test_switching_equals_a_fresh_engine(fresh, engine, tmp_path):
     assert get_schedule(engine) == BudgetSchedule.fixed(64)
     assert_same(answer(engine), fresh["fixed-64"])
-    # By the name of a loaded one: the same prompt again, so a prefix that was kept would be seen.
+    # Switch by the name of a loaded schedule. The prompt is the same, so a kept prefix would show.
     assert set_schedule(engine, "fixed-128") == BudgetSchedule.fixed(64)
     again = engine.generate(input_ids=PROMPT, sampling_params=SAMPLING, return_logprob=True)
     assert again["meta_info"]["cached_tokens"] == 0
     assert_same(values(again), fresh["fixed-128"])
-    # By value, then by path: the earlier ones stay loaded, and requests may name the new one.
+    # Switch by value, then by path: earlier schedules stay loaded, requests may name the new one.
     assert set_schedule(engine, MINE) == BudgetSchedule.fixed(128)
     assert get_schedule(engine) == MINE
     assert_same(answer(engine), fresh["mine"])
@@ -91,7 +91,7 @@ def test_switching_equals_a_fresh_engine(fresh, engine, tmp_path):
 
 
 def test_pipeline_stages_switch_between_the_same_two_requests(fresh, sharp_llama):
-    """The stages hear of it one after the other, and requests go the same way behind it."""
+    """The stages hear of a switch one after the other, and later requests follow it in order."""
     with start_engine(
         sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64,fixed-128", pp_size=2
     ) as engine:
@@ -100,7 +100,7 @@ def test_pipeline_stages_switch_between_the_same_two_requests(fresh, sharp_llama
         async def switch_under_load() -> None:
             manager = engine.tokenizer_manager
             for name in ("fixed-128", "fixed-64", "fixed-128"):
-                # Waits for these, and holds back those.
+                # The switch waits for `before`, and holds back `after`.
                 before = asyncio.ensure_future(generate_some(engine, 2))
                 await asyncio.sleep(0.05)
                 switched = asyncio.ensure_future(manager.sparrow.calls["schedule"](name))
@@ -165,7 +165,7 @@ def test_refused_and_nothing_changes(engine, fresh, tmp_path):
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
 def test_while_paused(engine, fresh, mode):
-    """Nothing may change under a request that is paused; those that are aborted are gone."""
+    """A switch is refused while requests are paused, and works when the pause has aborted them."""
     from sglang.srt.managers.io_struct import (
         ContinueGenerationReqInput,
         PauseGenerationReqInput,
@@ -176,7 +176,7 @@ def test_while_paused(engine, fresh, mode):
 
     async def switch_in_the_middle() -> dict:
         answers = await start_request(engine, input_ids=PROMPT, sampling_params=sampling)
-        # Read on meanwhile: a pause that aborts waits until its requests have been answered.
+        # Keep reading: a pause that aborts waits until its requests have been answered.
         running = asyncio.ensure_future(last_of(answers))
         await manager.pause_generation(PauseGenerationReqInput(mode=mode))
         if mode == "in_place":
@@ -216,7 +216,7 @@ def test_over_http(server, fresh):
             return values(post("/generate", body).json())
 
         assert_same(generated(), fresh["fixed-64"])
-        # Only with the key, as SGLang's own control routes.
+        # The route needs the key, as SGLang's own control routes do.
         assert client.get("/sparrow/schedule").status_code == 401
         assert post("/sparrow/schedule", {"schedule": "fixed-128"}, "wrong").status_code == 401
         assert_same(generated(), fresh["fixed-64"])

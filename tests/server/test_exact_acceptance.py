@@ -64,7 +64,7 @@ def measured(engine, prompts: list[list[int]], lengths: list[int], namespace: st
 
 def test_rates_equal_those_of_both_whole_distributions_in_float64(engine, sharp_llama) -> None:
     sparse, dense = ContractModel(sharp_llama, SCHEDULE), ContractModel(sharp_llama)
-    # Either side of page and bin edges, over several prefill chunks; one prompt twice.
+    # Prompts end on either side of page and bin edges, over several chunks; one comes twice.
     prompts = [random_prompt(i, n) for i, n in enumerate((47, 63, 64, 130, 201))]
     prompts.append(prompts[3])
     lengths = [48, 30, 17, 40, 48, 40]
@@ -103,7 +103,7 @@ def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
             sharp_llama, max_total_tokens=512, schedule_conservativeness=0.1, **server_args
         ) as small,
     ):
-        # Twice, so that a slot holds states of another generation.
+        # Run twice, so that a slot holds states of an earlier generation.
         for namespace in ("a", "b"):
             for prompt, (response, rates) in zip(
                 prompts, measured(small, prompts, lengths, namespace), strict=True
@@ -118,7 +118,7 @@ def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
                     expected[start + 1 : end] = torch.minimum(p, q).sum(-1)[1:]
                 np.testing.assert_allclose(rates, expected[1:], atol=1e-4)
                 retractions += len(prefilled) - 2
-    # Of 1,188 tokens.
+    # These are retractions over 1,188 tokens.
     assert 2 <= retractions <= 12
 
 

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def reports(printed: str) -> Iterator[dict[str, Any]]:
-    """What was read, as the examples print it: a line each, in a list or not."""
+    """Reports of the KV read, as the examples print them: one a line, in a list or not."""
     for line in printed.splitlines():
         if line.startswith(("{", "[{")):
             value = ast.literal_eval(line)

@@ -1,7 +1,7 @@
-"""Inputs at random: what is right is taken as it is meant, what is wrong gets one clear line.
+"""Random inputs: right ones are read as they are meant, wrong ones get one clear line.
 
-SPARROW_FUZZ_CASES and SPARROW_FUZZ_SEED say how many and which; `make fuzz` runs 100,000. A case is
-named by seed, kind and number, and the same again whenever these are.
+SPARROW_FUZZ_CASES and SPARROW_FUZZ_SEED say how many and which; `make fuzz` runs 100,000. Seed,
+kind and number name a case, and always give the same one.
 """
 
 import os
@@ -16,7 +16,7 @@ from servers import start_server
 CASES = int(os.environ.get("SPARROW_FUZZ_CASES", "2000"))
 SEED = int(os.environ.get("SPARROW_FUZZ_SEED", "0"))
 FIRST = int(os.environ.get("SPARROW_FUZZ_FIRST", "0"))
-# Most of them go to what is cheap.
+# Most cases go to the kinds that are cheap to test.
 SHARES = {
     "schedule_file": 0.4,
     "schedule_name": 0.07,
@@ -49,7 +49,7 @@ def live(tmp_path_factory: pytest.TempPathFactory):
     model = save_model_of_words(folder)
     adapter, _ = save_adapter(model, folder, 0, ("q_proj", "up_proj"))
     with pytest.MonkeyPatch.context() as patch:
-        # The server closes idle connections otherwise, maybe when a request is under way.
+        # Otherwise the server closes idle connections, perhaps when a request is under way.
         patch.setenv("SGLANG_TIMEOUT_KEEP_ALIVE", "3600")
         with start_server(
             model,
@@ -63,7 +63,7 @@ def live(tmp_path_factory: pytest.TempPathFactory):
             lora_target_modules=list(MODULES),
             max_loras_per_batch=2,
             lora_backend="torch_native",
-            # It logs each bad request.
+            # At lower levels the server logs each bad request.
             log_level="critical",
         ) as url:
             yield Live(url, Path(adapter, "adapter_model.safetensors").read_bytes())

@@ -14,7 +14,7 @@ from servers import start_server
 from sparrow_sglang.client.endpoint import connect
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "openai_server" / "grafana.json"
-# Put on by Prometheus, which scrapes.
+# Labels that Prometheus adds when it scrapes.
 SCRAPED_LABELS = {"instance"}
 
 
@@ -63,7 +63,7 @@ def test_every_metric_and_label_is_exported(sharp_llama: str) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.3)
     names = {name for query in queries() for name in re.findall(r"\b(?:sparrow|sglang):\w+", query)}
-    # All of ours are on the dashboard, and nothing that is not exported.
+    # All our metrics are on the dashboard, and it asks for no metric that is not exported.
     assert {name for name in found if name.startswith("sparrow:")} <= names
     assert names <= found.keys()
     for query in queries():

@@ -1,7 +1,7 @@
 """lm-eval, unmodified, by the commands of examples/openai_server against a real server.
 
-SPARROW_LM_EVAL_PYTHON names a Python that has lm-eval with its extras api and hf, if this one has
-not.
+SPARROW_LM_EVAL_PYTHON names a Python that has lm-eval with its extras api and hf, if this Python
+does not have them.
 """
 
 import json
@@ -48,7 +48,7 @@ FACTS, ROOMS = "sparrow_facts", "sparrow_rooms"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the page's three commands have left, and the model that they were about."""
+    """Results of the page's three commands, and the model that they evaluated."""
 
     model: str
     results: Path
@@ -69,9 +69,9 @@ class Evaluated:
 
 
 def save_model_of_characters(folder: Path) -> str:
-    """A tiny random checkpoint with a token per printable ASCII character; 0 ends a text.
+    """A tiny random checkpoint with a token per printable ASCII character; 0 ends a string.
 
-    Any of its texts survives the way to tokens and back, so that texts can be compared.
+    Encoding and decoding leaves its strings unchanged, so that they can be compared.
     """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -89,7 +89,7 @@ def save_model_of_characters(folder: Path) -> str:
 
 
 def commands() -> list[str]:
-    """Those of the page that call lm-eval, one each."""
+    """The commands of the page that call lm-eval, one string each."""
     blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.startswith("python3 -m lm_eval ")]
@@ -131,14 +131,14 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
             "http://127.0.0.1:30000": url,
             "--output_path results": f"--output_path {results}",
         }
-        # Each imports for a quarter of a minute.
+        # The commands run in parallel, since each imports for a quarter of a minute.
         with ThreadPoolExecutor() as pool:
             list(pool.map(partial(run, replaced=replaced, environment=environment), commands()))
     return Evaluated(model, results)
 
 
 def test_log_probs_of_prompts_are_those_of_transformers(evaluated: Evaluated) -> None:
-    """Token ids and texts as prompts, one at a time and several at once."""
+    """Prompts are token ids and strings, one at a time and several at once."""
     reference = evaluated.samples("reference", FACTS)
     assert len(reference) == 12
     for name in ("sparse", "dense"):

@@ -203,7 +203,7 @@ def test_adapters_are_models(served):
 
 
 def test_a_mixed_batch_gives_each_request_what_it_gets_alone(served):
-    """Dense, two schedules and two adapters, at the same time, against each alone."""
+    """Requests for dense decode, two schedules and two adapters, together and each alone."""
     cases = [
         (NAME, {"dense": True}, None),
         (NAME, {"schedule": A.name}, A),
@@ -239,7 +239,7 @@ def test_a_mixed_batch_gives_each_request_what_it_gets_alone(served):
         ids = token_ids(got.text)
         assert_greedy(served.distribution(model, schedule, ids), ids, got.logprobs.token_logprobs)
         curves.append(got.logprobs.token_logprobs)
-    # Six different answers, or nothing was told apart.
+    # The six answers must differ, or the checks above could not tell the options apart.
     for one in range(len(curves)):
         for other in range(one):
             pairs = zip(curves[one], curves[other], strict=True)
@@ -322,7 +322,7 @@ def test_a_wrong_option_is_refused_with_what_is_allowed(served, stream):
         refused = client.post("/generate", json=body)
         assert refused.status_code == 400
         assert allowed in refused.json()["error"]["message"]
-        # What is right still streams, and a prompt that is too long is no stream either.
+        # A right request still streams; one with too long a prompt is refused without a stream.
         body["sampling_params"] = {"max_new_tokens": 4}
         answer = client.post("/generate", json=body).text
         assert ("data: {" in answer) is stream

@@ -39,18 +39,18 @@ def schedule(name: str) -> BudgetSchedule:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With heads for two tensor-parallel ranks."""
+    """A model with heads for two tensor-parallel ranks."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
     return save_tiny_model(tmp_path_factory.mktemp("two-ranks"), spread=0.15, **shape)
 
 
 @pytest.fixture(scope="module")
 def failing() -> Iterator[None]:
-    """Has schedulers, which are forked from this process, fail on some schedules.
+    """Make schedulers, which are forked from this process, fail on some schedules.
 
     fails-dp-rank-1 cannot be loaded on that rank; stays-dp-rank-1 cannot be loaded on the others,
-    and that rank does not give it up for what was there before. The adapter `fails` cannot be
-    loaded on tp rank 1.
+    and that rank cannot go back from it to fixed-64. The adapter `fails` cannot be loaded on
+    tp rank 1.
     """
     from sglang.srt.lora.lora_manager import LoRAManager
 
@@ -162,7 +162,7 @@ def test_a_failure_on_one_replica_is_rolled_back(replicas: Any, rank: int) -> No
         set_schedule(replicas, wrong)
     assert get_schedule(replicas) == BudgetSchedule.fixed(64)
     decoded_by(replicas, "fixed-64", 0, 1)
-    # Nor may requests name what no rank holds.
+    # Requests may not name a schedule that no rank holds, either.
     with pytest.raises(ValueError, match="one of fixed-64, fixed-128"):
         replicas.generate(
             input_ids=PROMPT,
@@ -195,7 +195,7 @@ def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
 
 
 def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
-    """SGLang hears of the first one only."""
+    """SGLang itself hears the answer of the first rank only."""
     with pytest.raises(EndpointError, match="not switched: tp rank 1: out of memory"):
         set_schedule(halves, schedule("fails-tp-rank-1"))
     assert get_schedule(halves) == BudgetSchedule.fixed(64)

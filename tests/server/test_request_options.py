@@ -65,7 +65,7 @@ def generate(engine, prompts, options, lengths) -> list[tuple[list[int], torch.T
 
 
 def test_a_mixed_batch_gives_each_request_its_own_rule(engine, sharp_llama):
-    """What the oracle says of its rule, and what it gets alone; long rows and short ones."""
+    """Each gets what the oracle says of its rule and what it gets alone, in long and short rows."""
     prompts = [tokens(7, 170)] * len(OPTIONS) + [tokens(i, 20 + 9 * i) for i in range(3)]
     options, rules = OPTIONS + OPTIONS[1:4], RULES + RULES[1:4]
     lengths = [24, 30, 26, 40, 24, 60, 60, 60]
@@ -80,7 +80,7 @@ def test_a_mixed_batch_gives_each_request_its_own_rule(engine, sharp_llama):
         [(ids, got)] = generate(engine, prompts[row : row + 1], options[row : row + 1], [24])
         assert ids == together[row][0][:24]
         torch.testing.assert_close(got, together[row][1][:24], atol=FP32, rtol=0)
-    # The rules really differ on this prompt, or nothing was tested above.
+    # The rules must differ on this prompt, or the checks above have tested nothing.
     curves = [together[row][1][:24] for row in range(4)]
     for one in range(4):
         for other in range(one):
@@ -89,7 +89,7 @@ def test_a_mixed_batch_gives_each_request_its_own_rule(engine, sharp_llama):
 
 
 def test_a_row_of_the_token_table_forgets_its_last_request(engine):
-    """Rows are given to one request after the other, of which the last asks for nothing."""
+    """Rows are given to one request after the other; the last one here has no option."""
     prompt = tokens(7, 170)
     plain = [generate(engine, [prompt], [None], [24])[0] for _ in range(2)]
     for option in OPTIONS[1:4]:
@@ -100,7 +100,10 @@ def test_a_row_of_the_token_table_forgets_its_last_request(engine):
 
 
 def test_sparse_kv_stays_private_under_every_option(engine):
-    """40 + 30 tokens: sparse under a cap of 48, dense under a (from 81 on) and in dense rows."""
+    """40 + 30 tokens are sparse under a cap of 48 and dense under A, which is sparse from 81 on.
+
+    In a dense row 40 + 90 tokens are dense.
+    """
     prompt = tokens(5, 40)
     cached = {}
     for option, new_tokens in [({"kv_budget_tokens": 48}, 30), (None, 30), ({"dense": True}, 90)]:
@@ -110,7 +113,7 @@ def test_sparse_kv_stays_private_under_every_option(engine):
             input_ids=prompt + ids + tokens(6, 20), sampling_params={"max_new_tokens": 1}
         )
         cached[str(option)] = again["meta_info"]["cached_tokens"]
-    # The last token's KV is never written, and whole pages count: 69 and 129 tokens.
+    # The KV of the last token is never written, so 69 and 129 tokens have KV; whole pages count.
     assert list(cached.values()) == [32, 64, 128]
 
 

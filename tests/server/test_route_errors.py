@@ -40,7 +40,7 @@ def client(sharp_llama: str) -> Iterator[httpx.Client]:
 
 
 def refused(response: httpx.Response) -> str:
-    """The reason, of an answer that refuses in one line."""
+    """The reason that a refusal gives in one line."""
     assert response.status_code == 400, response.text[:300]
     message: str = response.json()["error"]["message"]
     assert message.isprintable() and len(message) < MAX_MESSAGE, message
@@ -178,7 +178,7 @@ def test_options_of_a_request(client: httpx.Client, option: Any) -> None:
 
 
 def test_what_is_right_is_taken(client: httpx.Client) -> None:
-    """After all the wrong bodies; and what a server has given can be given back to it."""
+    """Right bodies work after all the wrong ones; a server takes back what it has given."""
     name = "A" + "b" * 62 + "9"
     for fields in (
         FIELDS | {"name": name, "provenance": {"é": [1, 2.5, None, True, {"deep": [[]]}]}},

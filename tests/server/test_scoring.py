@@ -22,7 +22,7 @@ from sparrow_sglang.mismatch.acceptance import acceptance_bounds, acceptance_rat
 from sparrow_sglang.requests import RequestOption
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
-# Four prefill chunks and more for the sequences below.
+# Small enough that most sequences below take several prefill chunks.
 CHUNK = 64
 
 
@@ -171,7 +171,7 @@ def test_scores_of_a_dense_engine_are_the_same(engine, sharp_llama):
 def test_where_sparse_kv_is_in_the_prefix_tree_only_a_naive_score_is_wrong(
     sharp_llama, arguments, log_probs
 ):
-    """As on a server without the hook that keeps such KV out: the tree hands it to the re-score."""
+    """Without the hook that keeps such KV out, a naive re-score gets it from the prefix tree."""
     ids = random_prompt(6, 90)
     with (
         mock.patch.object(RequestOption, "first_sparse_length", lambda *_: None),

@@ -102,8 +102,8 @@ class TestSlime:
         known, for_the_trainer = parser.parse_known_args(flags)
         assert for_the_trainer == ["--use-tis", "--tis-clip", "2.0"]
         parsed = vars(known)
-        # As slime's engine does: every field that has an argument of its name.
-        # From SGLang 0.5.20 on they are no dataclass, but a struct.
+        # Take every field that has an argument of its name, as slime's engine does.
+        # From SGLang 0.5.20 on ServerArgs is a struct, not a dataclass.
         names = getattr(ServerArgs, "__struct_fields__", None) or [
             field.name for field in dataclasses.fields(ServerArgs)
         ]

@@ -37,8 +37,8 @@ TRAFFIC = Traffic(
 def resident_bytes() -> int:
     """Memory of the server's processes, the only children of this one.
 
-    With what they share with this process, from which they are forked: pages are copied one by one
-    as they are touched, so that what they do not share grows for long without any leak.
+    Memory shared with this process, from which they are forked, counts too: its pages are copied
+    one by one as they are touched, so the memory not shared grows for long without any leak.
     """
     return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
 
@@ -60,7 +60,7 @@ def test_soak(tmp_path):
         lora_target_modules=list(MODULES),
         max_loras_per_batch=2,
         lora_backend="torch_native",
-        # It logs each bad request.
+        # At lower levels the server logs each bad request.
         log_level="critical",
     ) as url:
         push_adapter(url, "one", adapter)
@@ -76,7 +76,7 @@ def test_soak(tmp_path):
         assert set(load.done) == {"answered", "aborted", "left", "refused"}
         # Pages of many prompts are in the prefix cache, and each has its landmark.
         assert connect(url).call_sparrow("landmarks")["pages"] > 100
-        # Refused as long as any request holds KV.
+        # The flush is refused as long as any request holds KV.
         connect(url).flush_cache()
         assert state(url)["num_used_tokens"] == 0
         assert grown < GROWTH

@@ -2,6 +2,6 @@
 
 import hypothesis
 
-# How long an example takes says how busy the machine is.
+# Examples have no deadline: how long one takes depends on how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")

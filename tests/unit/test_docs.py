@@ -45,7 +45,7 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-# Programs of others, whose arguments are theirs to check.
+# Programs of other projects, whose arguments are not checked here.
 OTHERS = {
     "apt-get", "cd", "compute-sanitizer", "curl", "export", "git", "kill", "make", "pip", "python3",
     "ray", "source", "tensorboard", "uv",
@@ -139,7 +139,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors that GitHub gives the page's headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
 
@@ -156,7 +156,7 @@ def test_the_index_leads_to_every_page() -> None:
     others = {path.name for name, path in DOCS.items() if name != "docs/README.md"}
     assert {name for name in others if f"]({name})" not in index} == set()
     examples = EXAMPLES["examples/README.md"].read_text(encoding="utf-8")
-    # Not what running them has left there.
+    # Folders that hold only what running the examples has left there do not count.
     files = [path for kind in ("py", "toml") for path in ROOT.glob(f"examples/**/*.{kind}")]
     shown = {path.relative_to(ROOT / "examples").parts[0] for path in files} - {"runs"}
     assert {name for name in shown if f"`{name}`" not in examples} == set()
@@ -220,7 +220,7 @@ def test_what_is_not_executed_says_why(block: Block) -> None:
         return
     executed = re.match(r"\*Executed by\s+`(tests/[\w/]+\.py)`[^*]*\*$", block.before)
     if executed:
-        # It says so itself, and finds the page by the name of its folder.
+        # The test finds the page by the name of the page's folder and "README.md".
         test = (ROOT / executed[1]).read_text(encoding="utf-8")
         assert PAGES[block.page].parent.name in test and '"README.md"' in test, executed[1]
     else:
@@ -312,7 +312,7 @@ def test_metrics_are_those_that_are_logged() -> None:
 
 
 def templates() -> list[str]:
-    """Every text in the sources, with NUL where a value is put in."""
+    """Every string in the sources, with NUL where a value is put in."""
     found = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):

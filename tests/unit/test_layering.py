@@ -136,7 +136,7 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Of what is imported at the top of a file, for type checkers too; an import in a function may
+    """Imports at the top of a file count, those for type checkers too; an import in a function may
     close a circle."""
     known = modules()
     graph = {module: _top_imports(path, set(known)) for module, path in known.items()}

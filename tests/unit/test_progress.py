@@ -11,7 +11,7 @@ import pytest
 
 from sparrow_sglang.progress import Progress
 
-# What `sglang.Engine` does when it starts, and what when it shuts down.
+# `sglang.Engine` sets the start method when it starts, and kills all children when it shuts down.
 CODE = """
 import multiprocessing
 import psutil

@@ -180,7 +180,7 @@ def test_gemmas_schedules_hold_on_fresh_prompts_and_the_page_says_where() -> Non
         assert words in page
 
 
-# Tokens of a bin, and bins.
+# Tokens per bin, and number of bins.
 BINS = {"qwen3": (2000, 20), "smollm2": (512, 16), "gemma3": (1024, 8)}
 
 
@@ -490,7 +490,7 @@ class TestModelsWithSlidingWindows:
             fields = BudgetSchedule.fixed(96).model_dump() | {"dense_layers": ()}
             return BudgetSchedule(**fields | {"selection": rule}).for_model(self.CONFIG)
 
-        # 6 pages, halved or by one and a half: 3 and 9. Of 8 cached pages the mean is (3 + 8) / 2.
+        # 6 pages times 0.5 and 1.5 are 3 and 9. Of 8 cached pages the mean is (3 + 8) / 2.
         assert served(1, 0.5, 1, 1, 1.5).tokens_read(8 * 16) == 88
         with pytest.raises(ScheduleError, match="sliding window count as dense: .* is 0.75"):
             served(1.5, 0.5, 1, 1, 1)

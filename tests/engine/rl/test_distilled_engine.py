@@ -68,7 +68,7 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
     name = None
     if delivery == "lora":
         name = ADAPTER
-        # Twice, as a step does that comes after another.
+        # Set the adapter twice, as two steps in a row do.
         engine.set_adapter(
             ADAPTER,
             SparseAdapter(new_policy(sharp_llama), settings()).tensors(),

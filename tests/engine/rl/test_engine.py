@@ -68,7 +68,7 @@ def test_recorded_logprobs_are_those_at_the_sampling_temperature(engine, model, 
     groups = engine.generate(PROMPTS, 2, Sampling(60, temperature))
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         expected = transformers_logprobs(model, rollout, temperature)
-        # Logits differ by as much as at temperature 1, and are divided.
+        # The error of the logits is that at temperature 1, divided by the temperature.
         np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32 / min(1, temperature))
         untempered = transformers_logprobs(model, rollout)
         assert np.abs(rollout.logprobs - untempered).max() > 100 * FP32
@@ -100,7 +100,7 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model):
 
 
 def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
-    """While groups are under way, and when the last of them is complete."""
+    """Prompts are added while groups are under way, and when the last group is complete."""
     for last in (False, True):
         more, complete = begun([PROMPTS[1], PROMPTS[0]], 2), []
 
@@ -183,7 +183,7 @@ def test_retracted_responses_are_those_that_the_sparse_law_from_their_prompt_is_
 
 
 def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, model, tmp_path):
-    """Each part by the weights and the length of the dense prefill that it was sampled with."""
+    """Each part has the log-probs of the weights and dense prefill that it was sampled from."""
     changed = scaled(model)
     changed.save_pretrained(tmp_path)
     oracles = {"default": ContractModel(sharp_llama, SCHEDULE)}
@@ -221,7 +221,7 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
         assert first == len(rollout.logprobs)
     whole = gone_on[0].rollouts[0]
     assert [segment.weight_version for segment in whole.segments] == ["default", "1"]
-    # Neither decoded sparsely throughout nor from the new weights alone.
+    # The response was neither decoded sparsely throughout nor sampled from the new weights alone.
     at_once = oracles["1"].log_probs(list(whole.prompt_ids), list(whole.response_ids))
     picked = at_once[range(80), list(whole.response_ids)].numpy()
     differs = np.abs(picked - whole.logprobs) > 10 * FP32

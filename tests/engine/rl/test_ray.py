@@ -38,9 +38,9 @@ from sparrow_sglang.rl.types import ABORTED
 MARK = "SPARROW_TEST_CLUSTER"
 ENVIRONMENT = {
     MARK: str(os.getpid()),
-    # Ray's half a minute is too short while another test file keeps the cores busy.
+    # Ray's limit of half a minute is too short while another test file keeps the cores busy.
     "RAY_raylet_start_wait_time_s": "120",
-    # And at the priority of Ray's workers, engines start when the other tests are through.
+    # At the low priority of Ray's workers, engines would not start before other tests are done.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
@@ -53,7 +53,7 @@ LONG = Sampling(max_new_tokens=60)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     disabled = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
-    # It stays for the tests after these, so it must not carry the mark.
+    # The fork server stays for the tests after these, so it must not carry the mark.
     forkserver.ensure_running()
     start = RayEngines._start
 
@@ -80,16 +80,16 @@ def _start_ray() -> None:
     try:
         ray.init(
             "local",
-            # Of CPUs, Ray would start as many workers in advance; the engines need none.
+            # Ray starts one worker per CPU in advance; the engines need no CPUs.
             num_cpus=1,
-            # Not there, but shared out as if: a replacement needs that of the dead engine.
+            # The GPUs need not exist, Ray only counts them: a replacement needs the dead engine's.
             num_gpus=2,
             object_store_memory=100 * 2**20,
             include_dashboard=False,
             log_to_driver=False,
         )
     except Exception as error:
-        # Of no kind in particular where one of Ray's own processes does not come up.
+        # Ray raises errors of no particular type if one of its own processes does not start.
         pytest.skip(f"Ray itself does not start on this machine: {error}")
 
 
@@ -135,7 +135,7 @@ def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, mo
             return
         before = engines.pids
         killed.extend(family(before[0]))
-        # It stands still, so that it surely owes all of its share when it dies.
+        # Suspend the scheduler, so that its engine has delivered nothing of its share when it dies.
         killed[0].suspend()
         positions = []
         for position, group in stream(engines, asked, *request):
@@ -147,7 +147,7 @@ def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, mo
                     killed[0].resume()
         assert sorted(positions) == list(range(len(asked)))
         assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
-        # What held the memory of the dead engine is gone with it.
+        # All processes of the dead engine, which held its memory, are gone.
         assert wait_until(lambda: not any(process.is_running() for process in killed))
 
     monkeypatch.setattr(RayEngines, "stream", doomed)
@@ -221,7 +221,7 @@ def changed(sharp_llama):
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """An actor's process and those of its SGLang engine, its scheduler first."""
+    """Processes of an actor and its SGLang engine: the scheduler first, the actor last."""
     actor = psutil.Process(pid)
     children = actor.children(recursive=True)
     return sorted(children, key=lambda child: "scheduler" not in child.name()) + [actor]
@@ -265,13 +265,13 @@ def require_from_both(engines, model, version: str) -> None:
     groups = dict(first + rest)
     ordered = [groups[position] for position in range(6)]
     require_complete(ordered, prompts, 2, SAMPLING, version)
-    # Of one engine alone, so that no error can hide behind the other's.
+    # Check each engine's half alone, so that no error can hide behind the other half.
     for half in (first, rest):
         assert error(model, [group for _, group in half]) < FP32
 
 
 def test_engines_with_one_seed_sample_independently(engines) -> None:
-    """First, while both have drawn equally often."""
+    """Runs first, while both engines have drawn equally often."""
     groups = engines.generate(PROMPTS[:1] * 2, 1, SAMPLING)
     assert groups[0].rollouts[0].response_ids != groups[1].rollouts[0].response_ids
 
@@ -348,7 +348,7 @@ def test_replaced_engines_take_part_in_the_next_update(engines, changed) -> None
 
 
 def test_a_broadcast_leaves_nothing_in_the_object_store(engines, model, monkeypatch) -> None:
-    """Until an engine is replaced, which gets the weights that the others have."""
+    """Only an engine that is replaced later gets the weights through the store."""
     stored = []
     put = ray.put
     monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
@@ -418,7 +418,7 @@ def test_after_a_failed_update_nothing_is_sampled_until_a_good_one(engines, mode
 
 
 def test_too_many_deaths_stop_the_run_with_the_reason(engines, monkeypatch) -> None:
-    """Last, since an engine is missing afterwards."""
+    """Runs after the other tests of `engines`, since one engine is missing afterwards."""
     monkeypatch.setattr(ray_engines, "MAX_DEATHS", 0)
     victims = family(engines.pids[1])
     stream = engines.stream(begun(MANY, 4), LONG)
@@ -433,5 +433,5 @@ def test_too_many_deaths_stop_the_run_with_the_reason(engines, monkeypatch) -> N
 def test_more_gpus_than_ray_has_are_refused(cluster) -> None:
     with pytest.raises(ValueError, match="num_engines=3 with 1 GPUs each: Ray has 2 GPUs"):
         RayEngines(3, "unused")
-    # It was not started by the engines, so it is not theirs to end.
+    # The engines did not start Ray, so they must not shut it down.
     assert ray.is_initialized()

@@ -37,7 +37,7 @@ def test_steps_take_the_lengths_that_they_are_given(
     ):
         words += ["--set", setting]
     assert step_times.main([*words, "--arms", "dense"]) == 0
-    # Goes on with the others.
+    # The second call runs only the arms that are missing.
     assert step_times.main(words) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["arm"] for row in rows] == ["dense", "sparse", "partial"]

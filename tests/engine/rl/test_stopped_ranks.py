@@ -1,4 +1,4 @@
-"""SIGTERM to every process of a run at once, engines included, as schedulers of jobs send it."""
+"""SIGTERM to every process of a run at once, engines included, as job schedulers send it."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def test_ranks_write_their_checkpoint(byte_model: str, tmp_path: Path) -> None:
     said = []
     for line in process.stdout:
         said.append(line)
-        # Which needs the engines, and is not interrupted.
+        # The sync needs the engines, and is not interrupted.
         if "step 3/50 sync" in line:
             everyone = psutil.Process(process.pid).children(recursive=True)
             for each in [psutil.Process(process.pid), *everyone]:

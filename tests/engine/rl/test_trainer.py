@@ -54,7 +54,7 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
         assert differences[0] > 10 * FP32
         for row in steps:
             assert 0 < row["sparrow/accept_p05"] <= row["sparrow/accept_mean"] <= 1
-            # From the engine's samples, and from whole distributions in the trainer.
+            # The estimate uses the engine's samples, the mean whole distributions in the trainer.
             estimate = row["sparrow/accept_mean_estimate"]
             assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
             assert row["sparrow/kv_tokens_read"] < 48 < row["sparrow/kv_tokens_cached"]
@@ -83,7 +83,7 @@ def test_a_finished_run_goes_on_and_keeps_its_last_evaluation(byte_model, tmp_pa
 
 
 def test_shorter_steps_learn_as_much(byte_model, tmp_path):
-    """Rewards while rolling out, groups replaced, log-probs from the update."""
+    """Rewards are scored while rolling out, groups replaced, old log-probs from the update."""
     base = settings(byte_model, tmp_path / "run", "dense", algorithm={"old_logprobs": "update"})
     config = base.model_copy(
         update={
@@ -136,15 +136,15 @@ def test_rollouts_use_the_adapter_and_evaluation_does_not(
     folder = trainer.train(config)
     written = rows(config.run_dir)
     steps = written[:4]
-    # So large a learning rate moves the adapter far away, where a mistake would be noticed: unless
-    # rollouts do without it then.
+    # Such a large learning rate moves the adapter so far that acceptance rates fall, unless the
+    # gate scales it down or turns it off.
     fall = steps[0]["sparrow/accept_p05"] - min(row["sparrow/accept_p05"] for row in steps)
     assert fall < 0.05 if gated else fall > 0.1
     for row in steps:
         # The engine's distribution is that of the adapted model in the trainer.
         estimate = row["sparrow/accept_mean_estimate"]
         assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
-    # Greedy answers of a policy that has hardly moved, however much the adapter has.
+    # Evaluation is greedy and without the adapter, and the policy itself has hardly moved.
     assert written[0]["eval/pass_rate"] == written[4]["eval/pass_rate"]
     assert (folder / "adapter" / "adapter_config.json").exists()
     trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
@@ -166,7 +166,7 @@ def test_the_schedule_follows_the_tails(byte_model, tmp_path):
     written = rows(config.run_dir)
     assert [row["sparrow/kv_tokens_read"] > 48 for row in written] == [True, True, False]
     for row in written:
-        # Measured by the schedule that the engine has really used.
+        # The trainer measures under the schedule that the engine has really used.
         estimate = row["sparrow/accept_mean_estimate"]
         assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.02)
     (event,) = map(json.loads, (config.run_dir / "events.jsonl").read_text().splitlines())
@@ -176,10 +176,10 @@ def test_the_schedule_follows_the_tails(byte_model, tmp_path):
 
 
 def end_of_run(config: TrainConfig, doom: Callable[[pytest.MonkeyPatch], None]) -> int:
-    """Exit code of a forked process that trains, and that `doom` has prepared to be hit."""
+    """Exit code of a forked process that trains; `doom` has prepared what ends it."""
 
     def run() -> None:
-        # It must not use the fork server of its parent, whose child that is.
+        # The fork server is a child of the parent process, so this process must not use it.
         forkserver._forkserver.__init__()
         with pytest.MonkeyPatch.context() as patch:
             doom(patch)
@@ -263,7 +263,7 @@ def test_a_killed_run_goes_on_where_it_was(byte_model, tmp_path, doom, kept):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collect, "prompts_from", order)
         folder = trainer.train(config, resume=True)
-    # Five steps of four prompts go through all twenty.
+    # Five steps of four prompts go through all twenty, so none of them comes up twice here.
     assert len(used) == 3 - kept
     first = prompts_from(ascii_task.load(config.task, lambda _: (1,)).train, 0, 4, config.seed)
     assert not {prompt.id for prompt in first} & {name for names in used for name in names}
@@ -326,7 +326,7 @@ def test_a_killed_run_goes_on_with_the_groups_that_it_carried_over(tmp_path, mon
     assert after[:1] == before and [row["step"] for row in after] == [0, 1, 2]
     assert all(row["sparrow/staleness_max"] <= 2 for row in after)
     trained = [one for groups in kept for group in groups for one in group.rollouts]
-    # Within a turn, or between two.
+    # Weights change within a turn of these responses, or between two turns.
     parted = [one for one in trained if len({part.weight_version for part in one.segments}) > 1]
     assert parted and all(row["sparrow/stale_token_fraction"] > 0 for row in after[1:])
     assert any(len(one.turns) > 1 for one in parted)
@@ -359,7 +359,7 @@ def test_an_environment_speaks_between_turns(tmp_path, monkeypatch, schedule):
     tokenizer = AutoTokenizer.from_pretrained(model)
     firsts = [rollout.split()[0] for rollout in rollouts]
     for rollout in several[:2] if schedule == "fixed-48" else ():
-        # Exactly what was sampled, and what the environment said.
+        # The parts are exactly what was sampled and what the environment said.
         said = [tokenizer.decode(part) for part in rollout.parts[2::2]]
         assert said == [f" more {turn}: " for turn in range(1, len(rollout.segments))]
         assert rollout.turns == turns_of(rollout, tokenizer, ends, 60)

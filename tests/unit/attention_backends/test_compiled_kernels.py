@@ -1,6 +1,6 @@
 """A server compiles few kernels at its first start, however many batch sizes it captures.
 
-Each takes Triton seconds, and every other set of constants among its arguments is another kernel.
+Triton takes seconds to compile one, and compiles another for each new set of constant arguments.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from sparrow_sglang.attention_backends.kernels.select_launch import (
     select_launch,
 )
 
-# What SGLang captures of batches of up to 256.
+# The batch sizes that SGLang captures, up to 256.
 BATCHES = [1, 2, 4, 8, 12, *range(16, 257, 8)]
 DIM, PAGES = 128, 2048
 CPU = torch.device("cpu")
@@ -84,5 +84,5 @@ def test_selection(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("kernel", [decode._decode_kernel, select._select_kernel])
 def test_what_differs_by_batch_size_is_no_constant(kernel: Any) -> None:
-    """Or else Triton compiles another kernel where it is 1 or a multiple of 16."""
+    """If it were specialized, Triton would compile another kernel for 1 and for multiples of 16."""
     assert [each.name for each in kernel.params if each.do_not_specialize] == ["splits"]

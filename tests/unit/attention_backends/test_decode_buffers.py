@@ -18,12 +18,12 @@ from sparrow_sglang.plugin import scheduler_hooks as hooks
 
 SCHEDULE = make_schedule(16, 40, [16, 24])
 HEADS, DIM, CONTEXT = (8, 2), 64, 4096
-# Requests that SGLang admits, no multiple of the ranks that share a batch.
+# The number of requests that SGLang admits: not a multiple of the ranks that share a batch.
 ADMITTED = 17
 
 
 class Dense:
-    """What the backend needs of the stock one here."""
+    """The methods of the stock backend that ours calls in these tests."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         pass
@@ -34,7 +34,7 @@ class Dense:
 
 @pytest.fixture
 def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Page table and counts that the snapshot kernel was given, which needs a GPU."""
+    """Page tables and counts passed to the snapshot kernel, which needs a GPU and is replaced."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     monkeypatch.setattr(
         gpu_decode.page_table,
@@ -78,7 +78,7 @@ def captured_batches() -> list[int]:
         torch_compile_max_bs=0,
     )
     with pytest.MonkeyPatch.context() as patch:
-        # Needs process groups; this is the part that rounds up.
+        # SGLang's functions need process groups; these replacements keep their rounding up.
         patch.setattr(runner, "get_cuda_graph_batch_size_alignment", lambda _: 4)
         patch.setattr(runner, "get_cuda_graph_max_batch_size", lambda _, size: -(-size // 4) * 4)
         patch.setattr(
@@ -141,7 +141,7 @@ def test_an_eager_batch_may_be_larger(step, planned):
         (16, 128, 128, 4, 7),
         (16, 128, 256, 4, 7),
         (64, 128, 192, 1, 1),
-        # Splits of 128 tokens at least.
+        # A split has at least 128 tokens.
         (1, 128, 256, 32, 32),
         (16, 256, 256, 4, 4),
     ],
@@ -149,7 +149,7 @@ def test_an_eager_batch_may_be_larger(step, planned):
 def test_more_programs_share_an_sm_where_the_cache_is_fp8(
     batch, head_dim, pages, splits, fp8_splits
 ):
-    """Four programs on each of 132 SMs or seven, for 8 KV heads."""
+    """Four programs on each of 132 SMs, or seven with an FP8 cache, for 8 KV heads."""
     cpu = torch.device("cpu")
     found = [decode_launch(batch, 8, head_dim, 16 * pages, cpu, size).splits for size in (2, 1)]
     assert found == [splits, fp8_splits]

@@ -39,7 +39,7 @@ def problems(make_args, tmp_path):
     number = count()
 
     def find(config: dict, **arguments) -> list[str]:
-        # SGLang remembers the config of a folder.
+        # SGLang caches the config of a folder, so every call uses a new one.
         args = make_args(folder_of(tmp_path / str(next(number)), config), **arguments)
         return kernel_problems(args, args.get_model_config())
 
@@ -76,7 +76,7 @@ def test_query_heads_of_a_kv_head(problems, heads, kv_heads, arguments, group):
         "head_dim": 64,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        # transformers wants a multiple.
+        # transformers requires a multiple of the number of heads.
         "hidden_size": 4 * heads,
     }
     found = problems(config, **arguments)
@@ -93,7 +93,7 @@ def test_query_heads_of_a_kv_head(problems, heads, kv_heads, arguments, group):
     ],
 )
 def test_context(problems, page_size, longest, remedy):
-    """A limit in pages: 15 bits count them."""
+    """The limit is a number of pages, which are counted in 15 bits."""
     assert longest == (2**15 - 1) * page_size
     config = {"head_dim": 64, "max_position_embeddings": longest}
     assert problems(config, page_size=page_size) == []
@@ -202,7 +202,7 @@ def test_selection_rules_that_the_kernels_are_not_built_for(page_size, selection
 
 
 def test_every_kernel_can_be_compiled_beside_sglang() -> None:
-    """SGLang puts plain functions in the place of some of Triton's, which kernels cannot call."""
+    """SGLang replaces some of Triton's functions by plain ones, which kernels cannot call."""
     import sglang.srt.utils.common  # noqa: F401
     import triton
 
@@ -212,7 +212,7 @@ def test_every_kernel_can_be_compiled_beside_sglang() -> None:
         for module in pkgutil.iter_modules(kernels.__path__)
     ]
     found = {
-        # Raises for whatever a kernel names and Triton cannot compile.
+        # `cache_key` raises if a kernel refers to anything that Triton cannot compile.
         value.cache_key
         for module in modules
         for value in vars(module).values()

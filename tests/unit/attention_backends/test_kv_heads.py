@@ -14,7 +14,7 @@ GROUP, HEAD_DIM = 8, 16
 def test_a_rank_has_the_kv_heads_whose_weights_sglang_loads(
     total: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its `weight_loader` places them: shard rank // replicas, of heads on the rank each."""
+    """Its `weight_loader` loads shard rank // replicas; a shard has the heads of one rank."""
     from sglang.srt.layers.linear import QKVParallelLinear
 
     from sparrow_sglang.attention_backends import backend

@@ -30,7 +30,7 @@ def budgets_of(schedule: BudgetSchedule, pool: Pool) -> BudgetTable:
 
 
 def landmarks_of(pool: Pool, schedule: BudgetSchedule, layer: int = 0) -> Landmarks:
-    """Landmarks of the pool's pages, none of them computed: NaN where scored."""
+    """Landmark buffers of the pool's pages before any is computed: scoring one would give NaN."""
     pages = pool.k.shape[0] // schedule.page_size
     _, heads, head_dim = pool.k.shape
     rule = schedule.selection
@@ -219,7 +219,7 @@ def test_the_published_rule_scores_bit_for_bit_by_the_mean_query_and_the_pages_m
 
 
 def test_int4_landmarks_are_packed_by_rotary_pair_and_rounded_half_to_even():
-    """One head of 16 dimensions, 7 tokens a landmark unit: scale 1, so that a mean is its code."""
+    """One head of 16 dimensions; the largest mean is 7, so the scale is 1 and codes are means."""
     rule = SelectionRule(landmark_tokens=8, landmark_bits=4, landmark_pairs=4)
     keys = torch.zeros(1, 16, 1, 16)
     # Stored channels are the first members 4..7 and the second members 12..15.

@@ -36,9 +36,10 @@ NAMES = [f"prompt-{index}" for index in range(PROMPTS)]
 
 
 def generations(seed: int, slope: float = 0.0, drop: float = 0.0) -> list[Tokens]:
-    """30 to 60 tokens of each prompt, at positions that grow with its index, some above 0.999.
+    """30 to 60 tokens of each prompt, at positions that grow with the prompt's index.
 
-    Rates fall with position by `slope` and by `drop` everywhere; those of a prompt lie together.
+    Rates fall by `slope` a position and by `drop` everywhere; then some are set above 0.999. Rates
+    of one prompt are correlated.
     """
     random = np.random.default_rng(seed)
     made = []
@@ -120,7 +121,7 @@ def test_tails_of_bins_are_those_of_a_calibration() -> None:
     draws = Bootstrap(PROMPTS)
     for index, inside in bins.items():
         assert len(inside) == expected[index].tokens
-        # The other keeps rates on a grid of 1/2000.
+        # `bin_tails` keeps rates on a grid of 1/2000.
         assert draws.tail(inside).value == pytest.approx(expected[index].tail, abs=2.6e-4)
 
 
@@ -161,7 +162,7 @@ def test_intervals_are_those_of_a_bootstrap_that_repeats_drawn_prompts() -> None
         apart = 0.3 * np.std(values)
         assert estimate.low == pytest.approx(low, abs=apart)
         assert estimate.high == pytest.approx(high, abs=apart)
-    # Tokens of a prompt lie together, so the interval is wider than one over tokens would be.
+    # Rates of one prompt are correlated, so the interval is wider than for independent tokens.
     whole = draws.mean(sample, sample.rates)
     assert whole.low is not None and whole.high is not None
     assert whole.high - whole.low > 2 * 2 * 1.96 * sample.rates.std() / math.sqrt(len(sample))

@@ -114,7 +114,7 @@ def test_bytes_of_a_step_by_hand() -> None:
     sparse = (3 * 16 + 4 + 40) * kv + 4 * kv // 2
     schedule = BudgetSchedule.fixed(64)
     assert step_bytes(shape, [100, 40], schedule) == weights + 2 * 140 * kv + sparse
-    # An FP8 cache has KV of half the size, and landmarks of the same.
+    # An FP8 cache has KV of half the size, and landmarks of the same size.
     halved = replace(shape, kv_itemsize=1)
     landmarks = 4 * kv // 2
     fp8 = weights + (2 * 140 * kv + sparse - landmarks) / 2 + landmarks
@@ -142,7 +142,7 @@ def test_a_floor_counts_the_experts_that_dummy_weights_choose() -> None:
     # In each of 24 layers, 4 of 32 experts instead of the expected 32 * (1 - (1 - 4/32)^16).
     experts = 24 * (32 * (1 - (7 / 8) ** 16) - 4)
     assert even - same == pytest.approx(2 * 3 * 2880 * 2880 * experts)
-    # What the page says of the committed results, whose rows carry no `same_experts`.
+    # The page gives both floors of the committed results, whose rows have no `same_experts`.
     [sparse] = [
         each
         for run in RUNS
@@ -487,7 +487,7 @@ def test_commands_can_be_typed_again() -> None:
     recorded = 'decode_step.py --engine-args {"a": true} --schedules {model}-0.75 --out /x/y.json'
     typed = "sparrow bench step --engine-args '{\"a\": true}' --schedules {model}-0.75"
     assert rerun_command(recorded) == typed
-    # What the shell would have to see is recorded since; a second quoting would break it.
+    # Newer results record the command as the shell needs it; quoting it again would break it.
     assert rerun_command(f"{typed} --out=/x/y.json") == typed
 
 

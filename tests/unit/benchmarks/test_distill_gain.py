@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[3]
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("bytes")
     save_model_of_bytes(folder)
-    # Weights with which it matters what is read.
+    # Weights with so large a spread that the output depends on which pages are read.
     return save_tiny_model(folder, spread=0.15)
 
 
 def test_the_schedule_to_distil_towards_follows_from_what_was_measured():
-    """By the rule of `sparrow calibrate`, from the tails that a shipped schedule brings along."""
+    """The rule of `sparrow calibrate` is applied to the tails that a shipped schedule contains."""
     given = load_schedule("smollm2-135m-0.75", 16)
     tails = {
         int(budget): {
@@ -97,7 +97,7 @@ def test_refusals_are_one_line_before_anything_starts(model, tmp_path, capsys, a
 
 def test_given_prompts_are_held_out_or_trained_on(model, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
-    # The first ones are there twice, which must not be trained on.
+    # The first two prompts occur twice; they are held out, so neither copy may be trained on.
     numbers = (*range(7), 0, 1)
     file.write_text("".join(json.dumps({"input_ids": [i + 3] * 30}) + "\n" for i in numbers))
     words = ["--model", model, "--prompts", str(file), "--out", str(tmp_path / "x.json")]
@@ -105,7 +105,7 @@ def test_given_prompts_are_held_out_or_trained_on(model, tmp_path, capsys):
     options = distill_gain._parser().parse_args([*words, *sizes, "--heldout", "3"])
     training, heldout = distill_gain.prompts_for(options, model)
     assert [prompt.input_ids[0] for prompt in heldout] == [3, 4, 5]
-    # A response for each of three steps of two.
+    # Three steps of two responses take six prompts, so the first two are used again.
     assert [prompt.input_ids[0] for prompt in training] == [6, 7, 8, 9, 6, 7]
     for more, named in (
         (["--heldout", "7"], "has 7 prompts; expected more than --heldout 7"),

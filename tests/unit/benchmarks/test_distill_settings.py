@@ -25,7 +25,7 @@ from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 
 def test_divergences_equal_scipys():
     draw = np.random.default_rng(0)
-    # From alike to far apart, so that some tokens lie in the band and some outside.
+    # Distributions from alike to far apart, so that some tokens lie in the band, some outside.
     dense = 3 * draw.standard_normal((40, 30))
     sparse = dense + np.linspace(0.01, 6, 40)[:, None] * draw.standard_normal((40, 30))
     p, q = softmax(sparse, axis=1), softmax(dense, axis=1)
@@ -57,7 +57,8 @@ def test_an_adapter_on_sparse_tokens_leaves_what_precedes_them_as_it_is(sharp_ll
         with adapter_steps.acting_on(policy, packed, SCHEDULE, True), adapter.enabled():
             found = policy.hidden(packed, rule)
     same = (found == plain).all(1)
-    # The longer sequence is packed first. Sparse is what follows a prompt, from 49 cached tokens.
+    # The longer sequence is packed first. Attention is sparse after a prompt, from 49 cached
+    # tokens on.
     spans = ((120, 180), (20, 170))
     expected = [n <= max(prompt, 48) for prompt, end in spans for n in range(prompt, end)]
     assert same.tolist() == expected
@@ -68,7 +69,7 @@ def test_a_run_goes_on_with_the_settings_that_are_missing(tmp_path, capsys):
     model = save_tiny_model(tmp_path, spread=0.15)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     rows = [{"input_ids": random_prompt(i, 30)} for i in range(3)]
-    # One brings its response along, the others' are sampled.
+    # One row has a given response; those of the others are sampled.
     rows[0]["response"] = random_prompt(9, 40)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--model", model, "--prompts", str(prompts), "--out", str(out)]
@@ -109,7 +110,7 @@ def test_no_response_to_a_heldout_prompt_is_trained_on(tmp_path):
     save_model_of_bytes(tmp_path)
     model = save_tiny_model(tmp_path)
     file = tmp_path / "prompts.jsonl"
-    # Two responses to each of five prompts, those to a prompt far apart.
+    # Each of five prompts has two responses, which are five rows apart.
     rows = [{"input_ids": [3 + i % 5] * 9, "response": [40 + i, 50]} for i in range(10)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = argparse.Namespace(prompts=file, heldout=2, context=100, new_tokens=4)

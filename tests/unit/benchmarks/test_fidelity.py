@@ -45,7 +45,7 @@ def fixed_budgets(schedule: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def moved(tails: list[dict[str, Any]]) -> str:
-    """From the first to the last bin, if the confidence intervals lie apart."""
+    """Whether the tail "falls" or "rises" from first to last bin, "" if the intervals overlap."""
     first, last = tails[0], tails[-1]
     return (
         "falls" if last["high"] < first["low"] else "rises" if last["low"] > first["high"] else ""
@@ -60,7 +60,7 @@ def study_metrics(arm: str) -> list[list[dict[str, Any]]]:
 
 
 def reached(result: dict[str, Any]) -> str:
-    """In how many bins the more aggressive schedule with the adapter does as the given without."""
+    """Count bins where the more aggressive schedule with adapter reaches the given one without."""
     [row] = result["rows"]
     pairs = gains(result["before"][GIVEN], row["tails"][-1][AGGRESSIVE])
     return f"{sum(pair['reached'] for pair in pairs)} of {len(pairs)}"
@@ -130,7 +130,7 @@ def test_distribution_of_rates(rows: dict[int, str]) -> None:
 
 
 def more_bytes(run: Run) -> dict[str, int]:
-    """By how many percent each schedule reads more than the reference, mean over bins."""
+    """Percent more bytes that each schedule reads than the reference, mean over bins."""
     bytes_read: dict[str, list[int]] = {}
     for row in run.rows:
         if row["kind"] == "page size":

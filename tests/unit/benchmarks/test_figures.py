@@ -39,7 +39,7 @@ def test_committed_figures_are_up_to_date() -> None:
         committed = (ROOT / figures.FIGURES / name).read_text(encoding="utf-8")
         again = f"run: {figures.COMMAND}"
         assert DESCRIPTION.findall(committed) == DESCRIPTION.findall(drawn), again
-        # Another version of matplotlib draws the same otherwise.
+        # Another version of matplotlib writes the same figure differently.
         if f"Matplotlib v{matplotlib.__version__}" in committed:
             assert committed == drawn, again
 
@@ -54,7 +54,7 @@ def test_the_dense_side_is_the_fastest_backend_that_was_measured() -> None:
 
     own = run("a", step("sparrow", 2.0), step("flashinfer", 8.0))
     assert fastest(own) == ("qwen3-4b", 8192, "flashinfer", 8.0, True)
-    # Of a backend that is in the run, another run's time does not count.
+    # If the sparse row's own run has timed a backend, other runs' times of it do not count.
     other = run("b", step("flashinfer", 7.0))
     assert fastest(own, other) == fastest(own)
     faster = run("b", step("fa3", 6.0), step("fa3", 5.0, "16x4096"))
@@ -98,7 +98,7 @@ def test_labels_do_not_cover_each_other() -> None:
 def test_the_diagram_keeps_the_pages_that_decode_keeps(
     scores: tuple[float, ...], kept: int
 ) -> None:
-    # What the first and the last two score does not matter.
+    # The first page and the last two are always kept, so their scores do not matter.
     row = torch.tensor([[[0.0, *scores, 1.0, 0.0]]])
     pages = torch.tensor([row.shape[-1]])
     chosen = select_pages(row, pages, torch.minimum(pages, torch.tensor([kept])), 1, 2)
@@ -125,7 +125,7 @@ def study_passes(arm: str) -> tuple[float, float]:
 
 
 def rule_shares(key: str) -> dict[float, str]:
-    """What a step reads by the calibrated rule over what it does by the published, by target."""
+    """Ratio of what steps read under the calibrated and under the published rule, by target."""
     rows = load(H200 / "rule_comparison_smollm2-135m.json")["rows"]
     read = {
         (rule, target): sum(

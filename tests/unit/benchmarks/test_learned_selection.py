@@ -32,8 +32,8 @@ LATE = ((PROMPT, LENGTH),)
 def spread_pages(seed):
     """Queries [1, 4, R, D] and keys [1, 2, T, D] of pages that differ in how far keys lie apart.
 
-    The mean key says how far in a channel that queries do not have, and a channel of the queries
-    is always 1, so that only a matrix makes pages with far keys, which get most, score highest.
+    Pages whose keys lie far apart get most attention. Channel 0 of the keys is a page's spread;
+    queries are 0 in channel 0 and 1 in channel 1, so that only a matrix can score by the spread.
     """
     draw = np.random.default_rng(seed)
     spread = draw.uniform(0, 2.5, (2, LENGTH // PAGE, 1))
@@ -49,9 +49,10 @@ def spread_pages(seed):
 
 
 def recall_of(query, key, matrices):
-    """Attention that is kept, and its part between sinks and recent pages: means over KV heads.
+    """Attention kept, kept between sink and recent pages, and all between: means over KV heads.
 
-    In float64 loops; the best pages by mean query, after the KV head's matrix, times mean key.
+    Computed in float64 loops. The best pages have the largest products of the mean query, after
+    the KV head's matrix, and the page's mean key.
     """
     query, key = query[0].double().numpy(), key[0].double().numpy()
     shares = np.zeros((3, LENGTH - PROMPT))
@@ -99,7 +100,7 @@ def test_matrices_learn_which_pages_get_attention():
     np.testing.assert_allclose(after, recall_of(query, key, matrices.values[0].numpy()), atol=1e-4)
     oracle = kept_under(None, query, key, by_attention=True)
     recalls = [kept[1].sum() / kept[2].sum() for kept in (before, after, oracle)]
-    # Of what choosing better pages could gain, more than half.
+    # The matrices gain more than half of what the best choice of pages could gain.
     assert recalls[1] > recalls[0] + 0.5 * (recalls[2] - recalls[0]) and recalls[2] > recalls[1]
 
 
@@ -184,7 +185,7 @@ def test_the_figures_in_the_documentation_are_the_results():
     rules, budgets = ("published", "int4"), (128, 256)
 
     def gains(pairs):
-        """The least and the most that tails of second rows are above those of first, by bin."""
+        """Least and largest gain in tail, over bins, of the second row of a pair over the first."""
         found = [
             new["tail"] - old["tail"]
             for first, second in pairs

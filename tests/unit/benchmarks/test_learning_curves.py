@@ -104,7 +104,7 @@ def test_runs_of_other_settings_are_not_taken_for_these(plans, tmp_path, capsys)
     plan.config.run_dir.mkdir()
     (plan.config.run_dir / "metrics.jsonl").write_text('{"step": 40, "eval/pass_rate": 0.25}\n')
     toml = plan.beside(".toml")
-    # Wherever the run lay.
+    # A complete run may have been in another folder.
     toml.write_text(plan.toml().replace(str(plan.config.run_dir), "elsewhere"))
     parallel_runs.run_all([plan], 1)
     toml.write_text(plan.toml().replace("seed = 0", "seed = 1"))
@@ -116,7 +116,7 @@ def test_runs_of_other_settings_are_not_taken_for_these(plans, tmp_path, capsys)
 
 
 def test_runs_are_spread_over_the_gpus(plans, tmp_path, monkeypatch) -> None:
-    """With something in place of the trainer that says where it is, and waits to be seen."""
+    """A stand-in for the trainer records its GPU and waits until three runs have done so."""
     package = tmp_path / "modules" / "sparrow_sglang"
     (package / "commands").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -129,7 +129,7 @@ def test_runs_are_spread_over_the_gpus(plans, tmp_path, monkeypatch) -> None:
         "    time.sleep(0.01)\n"
         "(run / 'metrics.jsonl').write_text('{\"step\": 40}\\n')\n"
     )
-    # The folder that is started from comes before all others.
+    # Python searches the working directory first, so the real package must not lie there.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parallel_runs, "_LOOK_S", 0.01)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

@@ -14,7 +14,7 @@ FIELDS = {"settings": {"seed": 1}}
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Two rows of a run that has written `before`, too."""
+    """A result file with two rows and the field `before`."""
     out = tmp_path / "out.json"
     results = Results(out, **FIELDS)
     results.add({"case": "a"}, {"case": "b"})

@@ -23,7 +23,7 @@ def test_synthetic_lengths_have_their_mean_and_stop_at_the_cut_off(count: int, m
 
 def test_synthetic_lengths_follow_the_cut_off_log_normal_law() -> None:
     lengths = np.sort(synthetic_lengths(4000, 8192, 32768, seed=0))
-    # Draws of the distribution itself, about the same median; the cut-off takes what lies above it.
+    # Draws of the distribution itself, with the same median; longer ones get the cut-off's length.
     draws = np.random.default_rng(0).lognormal(math.log(np.median(lengths)), SIGMA, 400_000)
     draws = np.minimum(draws, 32768)
     assert draws.mean() == pytest.approx(8192, rel=0.01)

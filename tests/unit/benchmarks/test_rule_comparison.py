@@ -62,7 +62,7 @@ def test_a_row_says_what_a_step_reads_and_which_tail_that_gave() -> None:
     assert first["kv_tokens_read"] == (2 * 256 + 2 * 128) / 4
     assert second["kv_tokens_read"] == (2 * 768 + 2 * 256) / 4
     keys_and_values = second["kv_tokens_read"] * 4 * 2 * 2 * 64 * 2
-    # A mean of 64 numbers of 2 bytes for each of 48 pages but sink and recent ones.
+    # Each of 48 pages but 3 sink and recent ones has a mean of 64 numbers of 2 bytes.
     landmarks = 2 * 2 * (48 - 3) * 64 * 2
     assert second["bytes_read"] == keys_and_values + landmarks
     assert first["samples"]["tail"] is None and second["text"]["tail"] == 0.82
@@ -71,7 +71,7 @@ def test_a_row_says_what_a_step_reads_and_which_tail_that_gave() -> None:
 def test_int4_landmarks_and_sparse_layers_count_as_they_are() -> None:
     second = rows(CALIBRATED)[1]
     assert second["kv_tokens_read"] == 128
-    # Four landmarks of 16 pairs in half a byte a number and a scale of 2 bytes, in each layer.
+    # In each layer a page has four landmarks: 16 pairs, half a byte a number, a scale of 2 bytes.
     landmarks = 4 * 2 * (48 - 3) * 4 * (16 + 2)
     assert second["bytes_read"] == 128 * 4 * 2 * 2 * 64 * 2 + landmarks
 
@@ -219,7 +219,7 @@ def test_what_a_work_folder_has_is_not_measured_again(tmp_path: Path, monkeypatc
         run.append(command)
         if len(run) == 2:
             done[-1][0].write_text("{}")
-        # What both a check that misses its target and one that fails end with.
+        # A check that misses its target and one that fails both end with status 1.
         yield SimpleNamespace(args=command, wait=lambda: 1)
 
     monkeypatch.setattr(rule_comparison, "logged_process", logged)

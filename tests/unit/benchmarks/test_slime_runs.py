@@ -37,12 +37,12 @@ def sample(length: int, reward: float, start: float, rates: list[float]) -> dict
 
 
 def test_row_of_a_rollout() -> None:
-    # A token out of a prefill has no rate: the third of five after the first, at 513.
+    # A token that comes out of a prefill has no rate: here the third after the first, at 513.
     rates = [0.5, 0.6, math.nan, 0.9]
     row = row_of(3, [sample(5, 0.5, 10.0, rates), sample(6, 1.0, 11.0, [])])
     assert (row["responses"], row["tokens"], row["lengths"]) == (2, 11, [5, 6])
     assert (row["reward_mean"], row["rewards"]) == (0.75, [0.5, 1.0])
-    # From the first request to the last answer, rewards aside.
+    # The time is that from the first request to the last answer, without rewards.
     assert (row["seconds"], row["tokens_per_s"]) == (3.0, pytest.approx(11 / 3))
     # The first token of a response, at 510, has no rate.
     assert (row["accept_p05_bin0"], row["accept_p05_bin1"]) == (0.5, 0.6)
@@ -138,7 +138,7 @@ def test_the_result_records_slimes_commit(
     for words in (["init"], ["add", "train.py"], [*who, "commit", "-m", "c"], ["tag", "v1"]):
         subprocess.run(["git", *words], cwd=slime, check=True, capture_output=True)
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=slime, text=True)
-    # Of the commit, not of a tag, whatever is said of it.
+    # The commit is recorded, not a tag, whatever --slime-commit says.
     assert recorded("--slime-commit", "other") == head[:12]
     (slime / "train.py").write_text("changed")
     assert recorded() == f"{head[:12]}-dirty"

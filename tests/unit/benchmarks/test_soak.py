@@ -28,7 +28,7 @@ def test_checks_that_end_early_are_a_problem(monkeypatch: pytest.MonkeyPatch, fa
 
         async def run(self, clients: int, seconds: float) -> None:
             await checked.wait()
-            # For the check to end.
+            # Let the check end.
             await asyncio.sleep(0)
 
     monkeypatch.setattr(soak, "resident_mib", resident_mib)

@@ -35,7 +35,7 @@ OPTIONS = WalkOptions(
 
 
 def random_answer(prompt: list[str], draw: random.Random, steps: int) -> list[str]:
-    """A walk read off the words of a prompt alone."""
+    """A random walk along the edges that the words of a prompt name; it needs nothing else."""
     *edges, _, at = prompt
     pairs = list(zip(edges[::3], edges[1::3], strict=True))
     words = []
@@ -75,11 +75,11 @@ def test_a_wrong_word_costs_the_lines_that_it_makes_wrong() -> None:
         # The first word of a response is the second of a line.
         lost = 1
         if place % 3 == 0:
-            # Another node that an edge leads to is right itself, and the next line starts wrong.
+            # Another node that an edge leads to is right in this line, but the next starts wrong.
             source = answer[place - 1] if place else prompt.payload["start"]
             lost = ((source, wrong[place]) not in edges) + (place < len(answer) - 2)
         elif place % 3 == 1:
-            # Two lines become one, unless there is no other.
+            # Without its separator a line merges with the next one, if there is one.
             lost = 1 + (place < len(answer) - 1)
         assert task.reward(prompt, " ".join(wrong)) == (steps - lost) / steps, place
     for kept in range(len(answer)):
@@ -142,7 +142,8 @@ def test_pretraining_learns_and_says_when_it_has_not_learnt_enough(tmp_path: Pat
         text = tokenizer.decode(found, skip_special_tokens=True)
         passed += int(task.reward(prompt, text))
     assert passed >= len(task.heldout) / 2
-    # Of one line, of a model less sure of itself: the mass of its two tokens, padded or not.
+    # For walks of one line and a less certain model, the sampled reward is the probability of the
+    # line's two tokens, for prompts with and without padding.
     with torch.no_grad():
         model.get_output_embeddings().weight *= 0.4
     walks = [
@@ -229,7 +230,7 @@ def test_only_the_runs_of_the_given_arms_are_started(
     monkeypatch.setattr(study, "run_all", train)
     command = ["--scale", "tiny", "--out", str(tmp_path), "--arms"]
     assert study.main([*command, "distilled-0.4"]) == 0
-    # The summary is of what is there.
+    # The summary covers only the arms that have run.
     assert started == ["distilled-0.4-seed0"]
     assert [*summary.load_runs(tmp_path / "results")] == ["distilled-0.4"]
     assert study.main([*command, "dense"]) == 0
@@ -247,7 +248,7 @@ def test_a_study_that_is_asked_to_end_says_how_to_go_on(
     def terminated(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    # What Ctrl-C is, except in a shell's background jobs, which ignore it.
+    # Ctrl-C raises this, except in a shell's background jobs, which ignore the signal.
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -264,13 +265,13 @@ def test_a_run_is_complete_with_its_last_evaluation(tmp_path: Path) -> None:
     file = plan.config.run_dir / "metrics.jsonl"
     for text, complete in (
         ('{"step": 0}\n{"step": 2}\n', False),
-        # Cut by a kill in the middle of the last row.
+        # The run was killed in the middle of writing its last row.
         ('{"step": 2}\n{"step": 3, "eval', False),
         ('{"step": 2}\n{"step": 3, "eval/pass_rate": 0.1}\n', True),
     ):
         file.write_text(text)
         assert plan.is_complete() == complete
-    # Nothing is started then.
+    # A complete run is not started.
     run_all([plan], 1, [FOLDER])
     assert not file.with_name("dense-seed0.log").exists()
 
@@ -344,7 +345,7 @@ def curve(*rates: float, every: int = 1, stderr: float = 0.02) -> list[summary.E
 
 
 def test_slopes_are_those_of_least_squares_over_the_last_third() -> None:
-    # Over steps 20, 30: 0.1 in 10 steps, with errors of 0.03 and 0.04.
+    # The last third has steps 20 and 30: 0.1 in 10 steps, with errors of 0.03 and 0.04.
     points = [
         summary.Evaluation(step, rate, stderr)
         for step, rate, stderr in ((0, 0.9, 0.1), (10, 0.1, 0.1), (20, 0.5, 0.03), (30, 0.6, 0.04))
@@ -370,12 +371,12 @@ def test_slopes_are_those_of_least_squares_over_the_last_third() -> None:
     ("points", "falling"),
     [
         (curve(0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), True),
-        # Fallen before the last third, in which it stays where it is.
+        # The rate falls before the last third and stays constant in it.
         (curve(0.9, 0.5, 0.1, 0.0, 0.0, 0.0, 0.0), False),
         (curve(0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), False),
-        # By 0.08, within two standard errors of 0.05 * sqrt(2).
+        # A fall of 0.08 is within two standard errors of 0.05 * sqrt(2).
         (curve(0.9, 0.5, 0.5, 0.5, 0.54, 0.5, 0.46, stderr=0.05), False),
-        # By 0.04: clear, and too little to count.
+        # A fall of 0.04 is clear, but too small to count.
         (curve(0.9, 0.5, 0.5, 0.5, 0.04, 0.02, 0.0, stderr=0.001), False),
     ],
 )
@@ -419,7 +420,7 @@ def test_cells_hold_intervals_where_there_are_seeds_enough() -> None:
 
 def test_a_row_of_the_summary_shows_each_run() -> None:
     runs = {seed: metrics([0.4, 0.6, 0.8 - 0.5 * seed], 0.9) for seed in (0, 1)}
-    # From 0.49 at step 9 to 0.2 at step 10; then it goes on as if nothing had been.
+    # The reward falls from 0.49 at step 9 to 0.2 at step 10, then goes on as without the fall.
     runs[1][10][summary.REWARD] = 0.2
     # The lowest tail is that of the worst part of the worst run; a single step is noise.
     for step in (6, 7):
@@ -430,7 +431,7 @@ def test_a_row_of_the_summary_shows_each_run() -> None:
         "arm": "x",
         "pass rate, first": "0.400",
         "last, by seed": "0.800, 0.300",
-        # Of -0.1 / 3 and -0.6 / 3, and of -0.1 and -0.6.
+        # Means of -0.1 / 3 and -0.6 / 3, and of -0.1 and -0.6.
         "area to dense": "-0.117 [-1.176, +0.942]",
         "last to dense": "-0.350 [-3.527, +2.827]",
         "falling": "1 of 2",
@@ -543,7 +544,7 @@ def test_the_committed_page_says_what_the_committed_runs_show(tmp_path: Path) ->
         (round(max(point.rate for point in rate), 3), round(rate[-1].rate, 3))
         for rate in rates["calibrated-0.86"]
     ]
-    # Below dense rollouts with its whole interval, by area and after the last step.
+    # Whether an arm's whole interval is below dense rollouts, by area and after the last step.
     below = {
         arm: tuple(
             summary.paired_interval([pair[index] for pair in pairs.values()])[1] < 0

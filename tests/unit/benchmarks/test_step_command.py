@@ -43,7 +43,7 @@ class Steps:
                 raise ProcessFailed("out of memory")
 
     def run(self, *words: str) -> int:
-        """Its exit code; `started` has what this run has started."""
+        """Run the command and return its exit code; `started` has what this run has started."""
         self.started = []
         usual = ["--models", "qwen3-4b", "--schedules", "fixed-512", "fixed-1024"]
         usual += ["--cases", "2x1000", "1x500", "--out", str(self.out)]

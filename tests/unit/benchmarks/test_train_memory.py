@@ -47,7 +47,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
 
 def test_flops_of_a_step_by_hand() -> None:
     shape = ModelShape.from_config(TINY)
-    # Forwards 2 for each weight, backwards 4; a query reads half of the keys, and as many values.
+    # 2 FLOPs for each weight in the forward pass, 4 in the backward pass; a query reads half of the
+    # keys, and as many values.
     weights = 3 * (16 * (16 + 2 * 8 + 16) + 3 * 16 * 32) + 64 * 16
     attention = 3 * 3 * 2 * (2 * 2 * 8 * 100 * 100 / 2)
     assert train_memory.step_flops(shape, 100) == pytest.approx(6 * weights * 100 + attention)
@@ -64,7 +65,7 @@ def test_every_rank_has_a_sequence(tiny: argparse.Namespace, tmp_path: Path, ran
         assert (found["ranks"], found["sequences"], len(found["step_s"])) == (ranks, ranks, 2)
         assert found["tokens_per_s"] == pytest.approx(ranks * 100 / min(found["step_s"]))
         flops = train_memory.step_flops(ModelShape.from_config(TINY), 100)
-        # Of one GPU's peak, as each computes a sequence.
+        # The share is of one GPU's peak, as each GPU computes one sequence.
         assert found["peak_share"] == pytest.approx(flops / min(found["step_s"]) / 1e9)
         assert found["gather_s"] > 0 and len(found["adapter_step_s"]) == 2
 

@@ -42,7 +42,7 @@ def logged(folder: Path) -> int:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """A test's own time limit ends it."""
+    """Wait for the condition; if it never holds, the test's own time limit ends the wait."""
     while not condition():
         time.sleep(0.01)
 
@@ -85,7 +85,7 @@ class TestCommand:
         assert (f"{ENGINE}.sparrow_schedule={schedule}" in words) == (schedule != "dense")
         assert (f"~{ENGINE}.sparrow_schedule" in words) == (schedule == "dense")
         assert words[words.index("--config-name") + 1] == "words"
-        # What the caller asks for goes before what the benchmark asks for.
+        # The caller's settings come last, so that they override the benchmark's.
         assert words[-1] == "x=1"
 
     def test_a_missing_recipe_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,9 +95,9 @@ class TestCommand:
 
 
 LIMIT_S = 3600
-# Stands in for verl: logs so many steps, the last once the file `gate` is there, and ends if there
-# are 3, else hangs; with 0 of them before its log is opened. It ignores SIGTERM. Its worker has a
-# process group of its own, as Ray's have.
+# Stands in for verl: logs the given number of steps, the last once the file `gate` is there; then
+# ends if these are 3 and hangs otherwise. With 0 steps it hangs before it opens its log. It ignores
+# SIGTERM. Its worker has a process group of its own, as Ray's workers have.
 TRAINER = """
 import json, os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -118,9 +118,9 @@ worker.kill()
 
 
 class Verl:
-    """The benchmark, whose runs are `TRAINER`s; `steps` are by schedule.
+    """The benchmark with `TRAINER` in place of verl; `steps` are by schedule.
 
-    Its limit is over as soon as runs hang and all others have ended.
+    Its time limit is reached as soon as runs hang and all others have ended.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ class Verl:
         return time.monotonic() + self.passed_s
 
     def run(self, *words: str) -> int:
-        """Its exit code; `started` has what this call has started."""
+        """Run the benchmark and return its exit code; `started` has what this call has started."""
         self.started, self.passed_s = [], 0
         usual = [str(self.recipe), "--schedules", "dense", "fixed-64", "--seeds", "0"]
         usual += ["--limit", str(LIMIT_S), "--out", str(self.out), "--work", str(self.work)]
@@ -187,7 +187,7 @@ class Verl:
         return [(row["run"], row["steps"], row["complete"]) for row in rows]
 
     def wait_for(self, *rows: tuple[str, int, bool]) -> None:
-        """Until these are in the result."""
+        """Wait until the result has these rows and no others."""
         wait_until(lambda: self.rows() == [*rows])
 
 
@@ -202,7 +202,7 @@ def test_runs_that_are_complete_are_not_repeated(
     verl.steps["fixed-64"] = 2
     assert verl.run() == 1
     assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 2, False)]
-    # What has been measured stays until the run has got as far again.
+    # Measured steps stay in the result until the repeated run has got as far again.
     verl.steps["fixed-64"] = 1
     assert verl.run() == 1
     assert verl.rows() == [("dense-seed0", 3, True), ("fixed-64-seed0", 2, False)]

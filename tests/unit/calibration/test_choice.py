@@ -42,7 +42,7 @@ def test_the_choice_is_the_cheapest_that_holds_with_all_above_it_and_never_falls
 
 
 def test_a_budget_below_one_that_fails_is_not_taken() -> None:
-    """Under a budget far too small a model repeats itself, and both distributions agree on that."""
+    """With far too small a budget a model repeats itself; both distributions agree on repeats."""
     tails = {b: {4: tail(4, low)} for b, low in ((64, 0.99), (96, 0.3), (128, 0.7), (192, 0.85))}
     (choice,) = [each for each in choose(tails, 0.8, 5, BIN, min_tokens=500) if each.bin == 4]
     assert (choice.budget, choice.basis) == (192, "measured")
@@ -56,7 +56,8 @@ def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:
     chosen = choose(tails, 0.8, 6, BIN, min_tokens=500)
     assert [c.basis for c in chosen] == [*["extrapolated"] * 2, *["measured"] * 2,
                                          *["extrapolated"] * 2]  # fmt: skip
-    # Before a filled bin its need; after the last, in proportion: 128 * 5/4, 128 * 6/4.
+    # Bins before a measured one get its budget; those after the last one, in proportion to
+    # position, 128 * 5/4 and 128 * 6/4.
     assert [c.budget for c in chosen] == [64, 64, 64, 128, 192, 192]
 
 

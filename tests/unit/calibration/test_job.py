@@ -26,7 +26,7 @@ def test_every_sequence_is_short_enough_to_be_scored(tiny_llama: str, tmp_path: 
     job = calibration_job(args)
     lengths = [len(unit.prompt.input_ids) + unit.new_tokens for unit in job.units]
     assert lengths == [150, 249, 249, 249, 249]
-    # The last line is a sample of the one before.
+    # The last line repeats the prompt before it, and counts as another sample of that prompt.
     assert job.settings["num_prompts"] == 4
 
 

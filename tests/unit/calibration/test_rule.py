@@ -123,7 +123,7 @@ def test_sensitivity_is_what_a_layer_alone_costs_on_average() -> None:
 
 
 def test_layers_with_a_window_have_no_share_in_a_budget() -> None:
-    """Of 40 layers every other one; the budget is what the rest read on average."""
+    """Every other one of 40 layers has a window; the budget is the average over the rest."""
     partial, context = tuple(range(0, 40, 2)), 8192
     alone = sensitivity_schedule(7, landmark_rule(16), 40, PAGE, context, partial)
     read = pages_of_layers(alone, context // PAGE, partial)
@@ -172,7 +172,7 @@ def test_half_of_the_pairs_are_kept_those_that_vary_most(half: int, count: int) 
 
 
 def test_of_pairs_that_vary_alike_the_slower_ones_are_kept() -> None:
-    """As in layers that have no landmarks, and nothing measured."""
+    """Variances are all 0 in layers that have no landmarks, where nothing is measured."""
     variances = np.zeros((1, 1, 32))
     assert chosen_pairs(variances) == ((tuple(range(16, 32)),),)
     assert variance_kept(variances, chosen_pairs(variances)) == [[1.0]]

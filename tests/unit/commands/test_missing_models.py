@@ -13,7 +13,7 @@ ALLOWED = "expected an existing folder with a config.json, or a hub id such as Q
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Read from the environment when the hub's client was imported, maybe long ago.
+    # The hub's client has read the variable at its import, maybe long before this test.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 

@@ -35,7 +35,7 @@ EMBEDDED = [*DEFAULTS, "--served-model-name", "smollm2-135m", "--model-path", "/
         (["--model-path", "my/model"], [*DEFAULTS, "--model-path", "my/model"]),
         (["--model=my/model"], [*DEFAULTS, "--model=my/model"]),
         (["my/model", "--port", "1"], [*DEFAULTS, "--model-path", "my/model", "--port", "1"]),
-        # Not a model's name where another flag's value is meant.
+        # A model's name that is another flag's value is not taken for the model.
         (
             ["--model", "m", "--served-model-name", "smollm2-135m"],
             [*DEFAULTS, "--model", "m", "--served-model-name", "smollm2-135m"],

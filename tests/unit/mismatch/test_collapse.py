@@ -24,7 +24,7 @@ def rows(entropies: list[float], tails: list[float]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("path", sorted(STUDY.glob("[!d]*.jsonl")) + sorted(STUDY.glob("dist*")))
 def test_it_strikes_in_the_studys_collapsed_runs_and_in_no_other(path: Path) -> None:
-    """By the sampled estimate of the entropy, as these runs have not logged it."""
+    """The entropy is the sampled estimate, as these runs have not logged the entropy itself."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     known = [
         {ENTROPY: row["rollout_corr/training_log_ppl"], TAIL: row[TAIL]}

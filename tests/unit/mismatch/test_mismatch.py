@@ -167,7 +167,7 @@ class TestBounds:
     def test_upper_bound_is_the_best_case_of_a_linear_program(
         self, seed: int, sparse_k: int, dense_k: int
     ) -> None:
-        """Over all pairs with these lists the largest overlap is found by SciPy, and is `upper`."""
+        """`upper` is the largest overlap of all pairs with these lists, which SciPy finds."""
         random = np.random.default_rng(seed)
         vocab = 7
         sparse, dense = random.dirichlet(np.full(vocab, 0.7), size=2)
@@ -201,7 +201,7 @@ class TestBounds:
         # Sparse {0: .5, 1: .3} leaves .2, dense {2: .6, 3: .1} leaves .3; no token in common.
         # Tokens 0 and 1 can meet .1 each (dense floor), .2 in all, below the dense rest of .3.
         # Tokens 2 and 3 can meet .3 and .1, .4 in all, but the sparse rest is .2.
-        # So at most min(.2 + .3, .2 + .2) = .4; and the lower bound knows of nothing.
+        # So at most min(.2 + .3, .2 + .2) = .4; with no common token the lower bound is 0.
         lower, upper = acceptance_bounds(
             [[0, 1]], np.log([[0.5, 0.3]]), [[2, 3]], np.log([[0.6, 0.1]])
         )
@@ -209,9 +209,9 @@ class TestBounds:
         assert upper[0] == pytest.approx(0.4)
 
     def test_a_known_vocabulary_leaves_no_room_outside_the_lists(self) -> None:
-        # Both lists name tokens 0 and 1 with .4 and .3. Two more tokens exist, each with at most .3
-        # on either side, rest .3: without and with the vocabulary up to .3 more; if no third token
-        # exists, nothing more.
+        # Both lists name tokens 0 and 1 with .4 and .3, which leaves .3 on either side. This rest
+        # can overlap if the vocabulary is unknown or has two more tokens, and cannot if there is no
+        # third token.
         lists = ([[0, 1]], np.log([[0.4, 0.3]]), [[0, 1]], np.log([[0.4, 0.3]]))
         assert acceptance_bounds(*lists).upper[0] == pytest.approx(1.0)
         assert acceptance_bounds(*lists, vocab_size=4).upper[0] == pytest.approx(1.0)

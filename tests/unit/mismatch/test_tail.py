@@ -85,7 +85,7 @@ class TestTailStatistics:
 
     @pytest.mark.parametrize("spread", [0.0, 0.6])
     def test_confidence_intervals_cover_the_truth(self, spread: float) -> None:
-        """Also where tokens of one request resemble each other."""
+        """They do so also where the rates of one request are correlated."""
         reference = np.random.default_rng(99)
         pool = np.concatenate([item[2] for item in requests(reference, 40_000, 20, spread)])
         tail, mean = np.percentile(pool, 5), pool.mean()
@@ -100,7 +100,7 @@ class TestTailStatistics:
             assert item.mean_low is not None and item.mean_high is not None
             tail_hits += item.tail_low - GRID_ERROR <= tail <= item.tail_high + GRID_ERROR
             mean_hits += item.mean_low <= mean <= item.mean_high
-        # 95 % promised; the standard deviation of the share over 150 trials is 1.8 %.
+        # The intervals promise 95 %; the standard deviation of the share over 150 trials is 1.8 %.
         assert 0.88 <= tail_hits / trials <= 0.995
         assert 0.88 <= mean_hits / trials <= 0.995
 

@@ -314,7 +314,7 @@ class TestPageSize:
         own = page_cost(shape, 32768, 16, 4096).eflops(intensity)
         even = equal_cost_budget(4096, 16, other, 32768)
         assert page_cost(shape, 32768, other, even).eflops(intensity) == pytest.approx(own)
-        # A larger page that needs any more than that for the same tail is the dearer one.
+        # A larger page that needs a larger budget than that for the same tail costs more.
         assert page_cost(shape, 32768, other, even + 16).eflops(intensity) > own
 
     def test_break_even_by_hand(self) -> None:

@@ -73,7 +73,7 @@ class TestExperts:
             return experts.layers if experts else 0
 
         assert layers(mlp_only_layers=[]) == 6
-        # Layers 1, 3 and 5, and of these not 3.
+        # Layers 1, 3 and 5 have experts, then only 1 and 5.
         assert layers(mlp_only_layers=[], decoder_sparse_step=2) == 3
         assert layers(mlp_only_layers=[0, 3], decoder_sparse_step=2) == 2
 
@@ -130,13 +130,13 @@ class TestLinearAttention:
         "config", [Qwen3NextConfig, Qwen3_5TextConfig, Qwen3_5MoeTextConfig, Qwen2MoeConfig]
     )
     def test_weights_are_those_of_transformers(self, config: Any) -> None:
-        """In the shapes that transformers takes for granted, up to 80 billion weights."""
+        """The shapes are the defaults of transformers' configs, of up to 80 billion weights."""
         fields = config(tie_word_embeddings=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(fields)
         matrices = sum(weight.numel() for weight in model.parameters() if weight.ndim > 1)
         shape = ModelShape.from_config(fields.to_dict())
-        # An input embedding is looked up.
+        # Tokens are looked up in the input embedding, which is not read as a whole.
         assert shape.weights_read(math.inf) == matrices - fields.vocab_size * fields.hidden_size
 
     def test_two_ranks_hold_its_weights_and_states_between_them(self) -> None:

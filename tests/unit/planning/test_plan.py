@@ -130,7 +130,7 @@ def test_an_fp8_cache_halves_what_is_read_of_keys_and_values(plan: Plan) -> None
     )
     for before, after in zip((whole[0][1:], whole[1]), (halved[0][1:], halved[1]), strict=True):
         assert float(after[2]) == pytest.approx(float(before[2]) / 2, abs=0.011)
-        # Weights, landmarks and FLOPs.
+        # Weights, landmarks and FLOPs stay the same.
         assert [after[i] for i in (1, 3, 4)] == [before[i] for i in (1, 3, 4)]
 
 

@@ -57,7 +57,7 @@ def test_one_warning_per_bin_that_falls_below_the_target(warnings):
 
 
 def test_intervals_are_drawn_once_for_gauges_warnings_and_summary(monkeypatch):
-    """They take a moment of a process that users share."""
+    """Drawing them takes time in a process that users share."""
     report = AuditReport(TARGETED, gauges=False)
     report.add(token_rows("one", 0.9))
     drawn = []

@@ -11,7 +11,7 @@ from sparrow_sglang.plugin.scheduler_calls import ControlError, idle
 
 @pytest.mark.parametrize("flushed", [(True, False), (False, True), (True, True)])
 def test_whichever_replica_answers_first_all_must_be_idle(flushed: tuple[bool, bool]) -> None:
-    """SGLang's own call hands on what the first one says, and an idle replica may be the first."""
+    """SGLang's own call returns the answer of the first replica, which may be an idle one."""
 
     class Manager:
         is_pause = True

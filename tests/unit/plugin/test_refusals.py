@@ -105,6 +105,20 @@ def test_heads_that_ranks_cannot_share(make_args, tmp_path, heads, kv_heads, ran
     make_args(model, tp_size=int(allowed.rpartition(" ")[2]))
 
 
+def test_experts_that_ranks_cannot_share(make_args, tmp_path):
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
+    model = save_config(tmp_path, **config, **shape, num_experts=8, num_experts_per_tok=2)
+    with pytest.raises(ValueError) as error:
+        make_args(model, tp_size=6, ep_size=6)
+    assert (
+        "ep_size=6: model Qwen3MoeForCausalLM has 8 experts, which 6 ranks cannot share evenly;"
+        " pass an --ep-size that divides them"
+    ) in str(error.value)
+    assert "tp_size" not in str(error.value)
+    make_args(model, tp_size=2, ep_size=2)
+
+
 def test_heads_of_linear_attention_that_ranks_cannot_share(make_args, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     model = save_config(tmp_path, **QWEN3_NEXT, linear_num_key_heads=3, linear_num_value_heads=6)
@@ -380,7 +394,8 @@ class TestRunner:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
         assert problems({}, attributes=scaled, device="cuda", **fp8) == []
         assert len(problems({}, attributes=scaled, device="cuda")) == 4
-        # As SGLang's loader of a file of scales leaves it: divided by, and not multiplied by.
+        # SGLang's loader of a file of scales leaves this unset: V would be divided by the
+        # scale, and not multiplied by it.
         [problem] = problems({}, attributes=scaled | {"v_scale_float": None}, device="cuda", **fp8)
         assert "v_scale=0.5" in problem
         [problem] = problems({}, attributes={"q_scale_float": 0.5}, device="cuda", **fp8)
@@ -398,13 +413,13 @@ class TestRunner:
 
         count = 4
         assert problems({}, inside=Attention) == []
-        # Not one logit for each of the layer's query heads.
+        # Eight logits are not one for each of the layer's four query heads.
         count = 8
         [problem] = problems({}, inside=Attention)
         assert problem == "attention layer 3: sinks=(8,) is not supported"
 
     def test_every_attribute_of_sglangs_layer_is_looked_at(self):
-        """A new one in another SGLang must be decided on, not ignored."""
+        """A new attribute in another SGLang must be decided on, not ignored."""
         from sglang.srt.layers.radix_attention import RadixAttention
 
         from sparrow_sglang.plugin.layer_refusals import (

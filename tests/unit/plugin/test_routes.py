@@ -17,7 +17,7 @@ def event(content: object) -> bytes:
 
 
 def sent(status: int, headers: list[tuple[bytes, bytes]], bodies: list[bytes]) -> list[dict]:
-    """What reaches the client of an app that answers so."""
+    """The messages that reach the client of an app that sends this response."""
     messages: list[dict] = []
 
     async def app(scope, receive, send):

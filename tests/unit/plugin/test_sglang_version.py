@@ -123,7 +123,7 @@ class TestRefusal:
             ServerArgs(
                 model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
             )
-        # People who use another backend keep their SGLang.
+        # Users of another backend may keep an older SGLang.
         ServerArgs(model_path=tiny_llama, attention_backend="torch_native")
 
     def test_a_scheduler_does_not_start(self, older: str) -> None:
@@ -161,7 +161,7 @@ class TestRefusal:
             raise AttributeError("ServerArgs has changed")
 
         monkeypatch.setattr(server_args, "install", fail)
-        # Servers that other tests have started set up logging anew.
+        # Servers that other tests have started set up logging anew, which may disable this logger.
         monkeypatch.setattr(server_args.logger, "disabled", False)
         with caplog.at_level(logging.WARNING, server_args.logger.name):
             server_args._install_or_log()
@@ -224,7 +224,7 @@ class TestProbes:
         with pytest.raises(UnsupportedError, match=re.escape(line)):
             registration.register()
         assert registered == []
-        # Nor is anything loaded: the launching process refuses, and not with a dense decode.
+        # The launching process refuses before it loads anything, and does not fall back to dense.
         with pytest.raises(RuntimeError, match=re.escape(line)):
             ServerArgs(
                 model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"

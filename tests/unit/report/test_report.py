@@ -112,7 +112,7 @@ def is_affine(drawn: np.ndarray, data: Any) -> bool:
         slope, start = np.polyfit(values, place, 1)
         if np.abs(slope * values + start - place).max() > 0.1 or not slope:
             return False
-    # Up is more.
+    # Larger values are drawn higher.
     return bool(np.polyfit(y, drawn[:, 1], 1)[0] < 0)
 
 
@@ -178,7 +178,7 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
         data = [(row["step"], row[name]) for row in steps]
         assert is_affine(page.curve(title, series), data), title
     assert {"Where the time of a step goes", "Rollout against dense policy"} <= page.charts.keys()
-    # The move, and the target of the configuration.
+    # The chart marks the move and the target of the configuration, once each.
     ids = [a.get("id") or "" for _, a in page.charts["Tail by position"]]
     assert sum("-moment-" in i for i in ids) == sum("-target-" in i for i in ids) == 1
     assert MOVED_AT < RUN_STEPS and "target 0.83" in page.html
@@ -232,7 +232,7 @@ def test_a_calibration_says_what_its_schedules_say(
     calibration: Path, calibration_page: Page
 ) -> None:
     page = calibration_page
-    # One measurement, whatever the number of targets; the schedules' check apart.
+    # A calibration is one section whatever the number of targets; its check is another.
     assert page.sections == ["calibration", "check"]
     first = BudgetSchedule.from_json(calibration / f"m-{TARGETS[0]}.json")
     tails: Any = first.provenance["tails"]
@@ -264,7 +264,7 @@ def test_a_calibration_says_what_its_schedules_say(
         assert [row["basis"] for row in shown] == [row["basis"] for row in bins]
         assert [value(row["tokens"]) for row in shown] == [row["tokens"] for row in bins]
         path = page.curve(map_title, series)
-        # Through the middle of the row of its budget; cells are named by their lower edges.
+        # The curve runs through the middle of its budget's row; cells are named by lower edges.
         height = rows[1] - rows[0]
         row_of_budget = budgets.index(schedule.budget_tokens[0])
         assert path[0, 1] == pytest.approx(rows[::-1][row_of_budget] - height / 2, abs=0.1)

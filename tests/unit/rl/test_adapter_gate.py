@@ -61,7 +61,7 @@ def test_half_an_adapter_is_measured_and_saved_as_it_is_delivered(sharp_llama, t
     adapter.scale = 0.5
     with adapter.delivered():
         scored = policy.score(SEQUENCES)
-    # Independently: PEFT's own sum of a base model and what was saved.
+    # The reference is PEFT's own merge of a base model and the saved adapter.
     from peft import PeftModel
 
     adapter.save(tmp_path)

@@ -70,7 +70,7 @@ def test_mini_batches_hold_each_token_that_teaches_once(count):
     assert sorted(tokens.tolist()) == [*range(5), *range(10, 14)]
     for sequences, where in parts:
         assert len(where) == sum(len(response) for _, response in sequences)
-    # The middle group taught nothing; the others stand in different optimizer steps.
+    # The middle group has zero advantages; the others are in different optimizer steps.
     assert count == 1 or [len(sequences) for sequences, _ in parts] == [2, 2]
 
 
@@ -107,7 +107,8 @@ def test_kv_tokens_read_are_those_of_the_schedule_that_a_segment_was_decoded_und
     one = replace(rollout("0", 0, 160, 33), segments=segments)
     schedules = {"a": BudgetSchedule.fixed(64), "b": BudgetSchedule.fixed(48)}
     metrics = kv_metrics([one], schedules)
-    # Ten steps each, of which the last page is filled up; nobody knows "c", of an earlier start.
+    # Each segment has ten steps, whose last page is filled up. Schedule "c", of an earlier start,
+    # is unknown.
     first, second = range(161, 171), range(172, 182)
     read = [48 + (n - 1) % 16 + 1 for n in first] + [32 + (n - 1) % 16 + 1 for n in second]
     assert metrics["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
@@ -121,7 +122,7 @@ def test_each_segment_has_a_dense_prefill_of_its_own():
     flat = Batch.of([Group(Prompt("0", "t", (1,)), (one, one))], group_advantages([[0, 1]]))
     assert [(len(context), len(ids)) for context, ids in flat.segments] == [(60, 30), (90, 10)] * 2
     assert [ids for _, ids in flat.segments[:2]] == [one.response_ids[:30], one.response_ids[30:]]
-    # The first token of each comes out of prefill.
+    # The first token of each segment comes out of prefill.
     metrics = kv_metrics([one], {"s": BudgetSchedule.fixed(64)})
     assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(
         np.mean([*range(61, 90), *range(91, 100)])

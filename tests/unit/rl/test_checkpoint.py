@@ -62,7 +62,7 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
     assert {name.rsplit(".", 1)[1] for name in expected} == {"master", *MOMENTS}
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-    # What others load is what was trained, in its dtype.
+    # The exported model loads in the dtype that it was trained in.
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert loaded.dtype == getattr(torch, dtype)
     assert (folder / "model" / "tokenizer.json").exists()
@@ -71,7 +71,7 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
 def test_a_checkpoint_from_before_ranks_with_the_old_name_of_the_optimizer_is_resumed(
     tiny_llama, tmp_path
 ):
-    """One file held the whole state."""
+    """At that time one file held the whole state."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     trained = policy(tiny_llama, "float32")
     take_step(trained)
@@ -103,7 +103,7 @@ def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
     take_step(first)
     folder = checkpoints.save(first, Tokenizer(), config(tmp_path), State(1, "s", {}))
     exact = dict(first.named_weights())
-    # What others load, and what SGLang takes "auto" for.
+    # SGLang resolves dtype "auto" to bf16 from the exported config.
     assert _get_and_verify_dtype(AutoConfig.from_pretrained(folder / "model"), "auto") == (
         torch.bfloat16
     )
@@ -114,7 +114,7 @@ def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
     assert loaded.dtype == torch.bfloat16
     for name, weight in loaded.named_parameters():
         assert torch.equal(weight, exact[name].bfloat16()), name
-    # The run is not what others load.
+    # Unlike the exported model, the run itself stays in float32.
     assert first.model.dtype == torch.float32 and "float32" in str(first.model.config.dtype)
     second = policy(tiny_llama, "float32")
     checkpoints.restore(folder, second)

@@ -225,7 +225,7 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
 
     run = run_of(reward, count=count, batches=batches, lag=lag, seed=seed, replaced=replaced)
     found = step_of(run)
-    # Walk the data until there are enough, or as many have been sampled as may be.
+    # Walk the data until there are enough useful groups, or no more prompts may be sampled.
     allowed = order_of_data()[replaced : replaced + count * batches]
     useful, walked = [], 0
     for name in allowed:
@@ -237,7 +237,7 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
     assert len(found.groups) == count and found.replaced == walked - count
     assert [name for name in names(found) if int(name) not in same] == useful
     assert found.metrics["sparrow/replaced_groups"] == walked - count
-    # In the order of the data, as mini-batches are cut by it.
+    # Groups are in the order of the data, because mini-batches are cut in that order.
     assert names(found) == sorted(names(found), key=allowed.index)
     assert found.tokens == 2 * walked
 
@@ -256,7 +256,7 @@ def test_no_prompt_is_used_by_two_steps() -> None:
 
 def test_groups_under_way_are_those_of_the_number_as_it_is_written() -> None:
     for count, hundredths in itertools.product(range(1, 130), range(100, 201)):
-        # In whole numbers; ceil(50 * 1.1) of floats is 56.
+        # Whole numbers give the exact ceiling; ceil(50 * 1.1) of floats is 56.
         expected = -(-count * hundredths // 100)
         assert groups_under_way(count, hundredths / 100) == expected
 
@@ -293,10 +293,10 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         assert found.metrics["sparrow/stale_token_fraction"] == pytest.approx(stale)
         assert found.metrics["sparrow/carried_tokens"] == sum(g.tokens for g in found.carried)
         trained += names(found)
-        # A reward may be costly, and its errors are counted.
+        # Each group is scored once: a reward may be costly, and its errors are counted.
         assert sorted(run.reward_workers.scored) == sorted(trained)
         run.progress.carried = found.carried
-        # None is lost, none is used twice, and each was the next in the order of the data.
+        # No group is lost or used twice, and each was the next in the order of the data.
         under_way = trained + [group.prompt.id for group in found.carried]
         expected = prompts_from(PROMPTS, 0, count * step + most, 0)
         assert sorted(under_way) == sorted(prompt.id for prompt in expected)

@@ -14,7 +14,7 @@ from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.metrics import acceptance_metrics, mismatch_metrics, rollout_metrics
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
-# Two responses, of ratios dense / rollout 1/2, 4 and 3, 1/10, 1, 6.
+# Two responses, whose ratios dense / rollout are 1/2, 4 and 3, 1/10, 1, 6.
 RATIOS = [0.5, 4.0, 3.0, 0.1, 1.0, 6.0]
 LENGTHS = [2, 4]
 ROLLOUT = [math.log(p) for p in (0.2, 0.1, 0.3, 0.9, 0.5, 0.05)]
@@ -37,7 +37,7 @@ def corrected(**settings: Any) -> Any:
         # Geometric means: 2 ** (1 / 2) and 1.8 ** (1 / 4).
         ({"correction": "sequence"}, [2**0.5] * 2 + [1.8**0.25] * 4),
         ({"correction": "sequence", "sequence_cap": 1.3}, [1.3] * 2 + [1.8**0.25] * 4),
-        # A ratio of 1/10 in the second one is below the veto, and just not.
+        # The second response's ratio of 1/10 is below a veto of 0.11, and above one of 0.09.
         ({"correction": "sequence", "sequence_veto": 0.11}, [2**0.5] * 2 + [0] * 4),
         ({"correction": "sequence", "sequence_veto": 0.09}, [2**0.5] * 2 + [1.8**0.25] * 4),
     ],
@@ -84,7 +84,7 @@ def test_a_long_response_keeps_its_weight() -> None:
         AlgorithmConfig(correction="sequence"),
     ).weights
     assert 0.99 < float(weights[0]) < 1.0 and len(weights.unique()) == 1
-    # One token that the dense policy cannot have drawn, and nothing of it is learnt.
+    # One token that the dense policy cannot have drawn vetoes the whole response.
     dense[5] = rollout[5] - math.log(1e4) - 0.1
     vetoed = correct(
         torch.tensor(dense),
@@ -93,7 +93,7 @@ def test_a_long_response_keeps_its_weight() -> None:
         AlgorithmConfig(correction="sequence"),
     )
     assert not vetoed.weights.any()
-    # A ratio of 0 in floating point is below any threshold, and no threshold vetoes nothing.
+    # A ratio of 0 in floating point is below any positive threshold; threshold 0 vetoes nothing.
     dense[5] = rollout[5] - 1000
     for threshold, kept in ((1e-300, False), (0.0, True)):
         settings = AlgorithmConfig(correction="sequence", sequence_veto=threshold)
@@ -107,14 +107,14 @@ def test_effective_sample_sizes_are_of_ratios_that_are_not_cut() -> None:
     assert metrics["sparrow/ess_token"] == pytest.approx(math.fsum(RATIOS) ** 2 / (6 * squares))
     # Products 2 and 1.8.
     assert metrics["sparrow/ess_response"] == pytest.approx(3.8**2 / (2 * (4 + 1.8**2)))
-    # Verl's hides a run whose weight is that of one token in a thousand.
+    # verl's metric hides that one token in a thousand has all the weight.
     rollout = torch.full((1000,), -40.0, dtype=torch.float64)
     dense = rollout.clone()
     dense[3] += 39.0
     collapsed = correct(dense, rollout, [1] * 1000, AlgorithmConfig()).metrics
     assert collapsed["rollout_corr/rollout_is_eff_sample_size"] > 0.99
     assert collapsed["sparrow/ess_token"] == pytest.approx(1e-3, rel=1e-3)
-    # Nor does anything overflow that has no bound.
+    # Ratios without a bound do not overflow either.
     dense[3] += 2000.0
     collapsed = correct(dense, rollout, [500, 500], AlgorithmConfig()).metrics
     assert collapsed["sparrow/ess_response"] == pytest.approx(0.5, rel=1e-3)
@@ -170,7 +170,7 @@ def test_equal_sides_have_no_mismatch() -> None:
 
 
 def test_k3_estimates_the_kl_of_gaussian_log_ratios() -> None:
-    """Of q = N(0, 1) and p = N(m, 1): KL(q || p) = m^2 / 2, chi2(p || q) = exp(m^2) - 1."""
+    """For q = N(0, 1) and p = N(m, 1): KL(q || p) = m^2 / 2, chi2(p || q) = exp(m^2) - 1."""
     x, m = torch.randn(400_000, generator=torch.Generator().manual_seed(0)).double(), 0.3
     rollout, dense = -x.square() / 2, -(x - m).square() / 2
     metrics = mismatch_metrics(dense, rollout, [400_000])

@@ -72,7 +72,7 @@ BATCH = sequences((5, 9), (1, 1), (12, 3), (2, 30), (7, 7))
 def stock_logprobs(
     stock: Any, prompt: list[int], response: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """By the stock forward of one sequence and a log-softmax over all logits."""
+    """Log-probs by the stock forward pass of one sequence and a log-softmax over all logits."""
     ids = torch.tensor([[*prompt, *response]])
     logits = stock(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
     return torch.log_softmax(logits, dim=1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
@@ -211,7 +211,7 @@ class TestGradient:
         self, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         said: list[str] = []
-        # Whatever other tests have made of handlers and levels.
+        # The method is replaced because other tests may have changed handlers and levels.
         monkeypatch.setattr(optimizer.logger, "warning", lambda s, *a: said.append(s % a))
         dense, untouched = policy(dtype=dtype), policy(dtype=dtype)
         for _ in range(2):
@@ -219,7 +219,7 @@ class TestGradient:
             assert not result.taken and np.isnan(result.grad_norm)
         assert said == ["the policy's gradient norm is nan: no step was taken with it"] * 2
         assert dense.optimizer.skipped_in_a_row == 2
-        # The next step is the one that it would have been without those.
+        # The next step is the same as without the skipped ones.
         for trained in (dense, untouched):
             assert trained.loss_step(BATCH, lambda logprobs, _: logprobs.sum()).taken
         assert dense.optimizer.skipped_in_a_row == 0
@@ -227,7 +227,7 @@ class TestGradient:
             assert torch.equal(left[1], right[1])
 
     def test_bf16_gradients_of_many_micro_batches_add_up_as_in_float64(self) -> None:
-        """A sum in bf16 of 64 is 0.8 % off, of its worst tensor 1.2 %."""
+        """A bf16 sum of 64 micro-batches is 0.8 % off, and 1.2 % in its worst tensor."""
         dense = policy(
             dtype="bfloat16",
             optimizer=OptimizerConfig(grad_clip=1e9, betas=(0.9, 0.98)),
@@ -264,14 +264,14 @@ class TestGradient:
             kept.named_masters(), offloaded.named_masters(), strict=True
         ):
             torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
-            # A copy of its own, from which the weights are rounded.
+            # The offloaded copy is separate from the weights, which are rounded from it.
             assert right.device.type == "cpu" and right.dtype == torch.float32
         for (_, weight), (_, master) in zip(
             offloaded.named_weights(), offloaded.named_masters(), strict=True
         ):
             assert weight.data_ptr() != master.data_ptr()
             assert torch.equal(weight, master.to(weight.dtype))
-        # And a run may be continued either way.
+        # A run may be resumed without offloading.
         torch.save(offloaded.state_dict(), tmp_path / "state.pt")
         kept.load_state_dict(torch.load(tmp_path / "state.pt"))
         for left, right in zip(kept.score(BATCH), offloaded.score(BATCH), strict=True):

@@ -72,7 +72,7 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
     for rates, plain in zip(before, policy.acceptance(SEQUENCES, SCHEDULE), strict=True):
         np.testing.assert_array_equal(rates, plain)
     divergences = [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]]
-    # As few rows of logits at a time as a long sequence has.
+    # From here on a chunk holds as few rows of logits as it does for a long sequence.
     monkeypatch.setattr(distill, "CHUNK_ELEMENTS", 256 * 50)
     divergences += [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"] for _ in range(12)]
     assert divergences[-1] < 0.5 * divergences[0]
@@ -123,7 +123,7 @@ def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama
         torch.manual_seed(0)
         adapter = SparseAdapter(policy, settings())
         chosen.clear()
-        # By the second, pages are others: what was chosen for the first has been forgotten.
+        # The second step must choose pages anew and not reuse those chosen for the first.
         metrics = [adapter.step(SEQUENCES, SCHEDULE) for _ in range(2)]
         adapters[checkpointing] = (metrics, len(chosen), adapter.tensors())
     repeated, once = adapters.values()
@@ -139,14 +139,14 @@ def test_a_gradient_that_is_not_finite_leaves_the_adapter_as_it_is(sharp_llama, 
     before = copy.deepcopy(adapter.state_dict())
     with monkeypatch.context() as patch:
         patch.setattr(distill, "top_k_kl", lambda sparse, dense, k: (sparse * torch.nan).sum(-1))
-        # Whatever other tests have made of handlers and levels.
+        # The method is replaced because other tests may have changed handlers and levels.
         patch.setattr(optimizer.logger, "warning", lambda text, *args: said.append(text % args))
         metrics = adapter.step(SEQUENCES, SCHEDULE)
     assert not np.isfinite(metrics["sparrow/distill_grad_norm"])
     assert said == ["the adapter's gradient norm is nan: no step was taken with it"]
     for left, right in zip(adapter.state_dict()["params"], before["params"], strict=True):
         assert torch.equal(left, right)
-    # Nor does anything of it reach the next step.
+    # The gradient that is not finite does not reach the next step either.
     metrics = adapter.step(SEQUENCES, SCHEDULE)
     assert 0 < metrics["sparrow/distill_grad_norm"] < np.inf
     assert all(tensor.isfinite().all() for tensor in adapter.state_dict()["params"])
@@ -177,7 +177,7 @@ def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, c
         lengths,
         AlgorithmConfig(correction=correction),
     )
-    # The gradient in a log-prob is -weight x advantage / tokens: that of REINFORCE.
+    # The gradient with respect to a log-prob is -weight x advantage / tokens, as in REINFORCE.
     logprobs = torch.tensor(actor, dtype=torch.float32, requires_grad=True)
     second = slice(lengths[0], lengths[0] + lengths[1])
     loss = term.loss(logprobs.detach())
@@ -201,14 +201,14 @@ def test_the_policy_loss_is_that_of_the_corrected_policy_gradient(sharp_llama, c
 def test_the_policy_loss_takes_the_ratios_of_a_response_of_several_parts_together(
     sharp_llama, micro_batch_tokens
 ):
-    """Whether its parts are in one micro-batch or in two."""
+    """This holds whether the parts are in one micro-batch or in two."""
     (prompt, response), other = SEQUENCES
     parts = [(prompt, response[:100]), ([*prompt, *response[:100]], response[100:]), other]
     lengths = [150, 60]
     model = ModelConfig(path=sharp_llama, micro_batch_tokens=micro_batch_tokens)
     policy = DensePolicy.load(model, OptimizerConfig(), "cpu")
     actor = torch.cat(policy.score(parts, schedule=SCHEDULE)).double().numpy()
-    # Ratios of the parts of the first response that are far from each other.
+    # The two parts of the first response have ratios far from each other.
     recorded = actor - np.repeat([0.4, -0.6, 0.1], [100, 50, 60])
     advantages = np.repeat([1.5, -0.5], lengths)
     term = PolicyTerm(
@@ -246,7 +246,7 @@ def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
     groups = []
     for index, length in enumerate(lengths):
         prompt = Prompt(f"{index}", "test", (index + 1,))
-        # Log-probs and advantages that say which response, and which of its tokens, they are of.
+        # Log-probs tell which response and token they are of, and advantages which response.
         logprobs = -index - np.arange(length) / 10
         rollout = Rollout(
             f"{index}", 0, (index + 1,), (9,) * length, logprobs, "stop", "0", "fixed-48", ""
@@ -282,11 +282,11 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
     assert names(part.spread(2)) == [1, 4] and part.spread_indices(2) == [1, 4]
     assert names(part.without_spread(2)) == [2, 5]
     assert names(part.without_spread(9)) == names(part.spread(9)) == [1, 2, 4, 5]
-    # What is learnt from is the whole batch nevertheless.
+    # The policy still learns from the whole batch.
     assert len(part.sequences) == 6
     everything = batch(set(range(6)))
     assert everything.spread(2).segments == everything.without_spread(2).segments == []
-    # Then nothing is measured, and the adapter stays as it is.
+    # If all responses were retracted, nothing is measured and the adapter is not trained.
     config = TrainConfig.parse({"run_dir": "unused", "task": {"name": "story"}})
     nothing: Any = object()
     ladder = Ladder([SCHEDULE], config.ladder)
@@ -305,7 +305,7 @@ def test_merged_and_saved_adapters_are_peft(sharp_llama, tmp_path, dtype):
     adapter.save(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
     if dtype == "bfloat16":
-        # The policy's fp32 weights are those that it rounded on the way in.
+        # The policy's fp32 masters start from weights that loading has rounded to bf16.
         for weight in base.parameters():
             weight.data = weight.data.bfloat16().float()
     expected = PeftModel.from_pretrained(base, str(tmp_path)).merge_and_unload().state_dict()
@@ -331,7 +331,7 @@ def test_a_restored_adapter_goes_on_to_the_bit(sharp_llama):
 
 @pytest.mark.parametrize("temperature", [0.6, 1.4])
 def test_a_step_lowers_the_divergence_at_its_temperature(sharp_llama, temperature):
-    """As whole distributions of two stock forwards have it, one of them with the sparse rule."""
+    """The divergence is that of whole distributions, of a sparse and a dense forward pass."""
     policy = new_policy(sharp_llama)
     adapter = SparseAdapter(policy, settings(loss="exact"))
     logits = {"sparse": [], "dense": []}

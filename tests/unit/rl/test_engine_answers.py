@@ -55,7 +55,7 @@ def test_a_response_cut_short_by_a_small_pool_is_refused() -> None:
 
 
 def test_an_aborted_response_goes_on_without_its_last_token() -> None:
-    """That may have been the end of it, which an abort does not say."""
+    """The last token may have ended the response, which an abort does not say."""
     sampling = Sampling(max_new_tokens=4)
     aborted = answer([5, 6, 7], finish_reason={"type": "abort", "message": "asked to"})
     with pytest.raises(RolloutError, match="'abort': asked to"):
@@ -66,7 +66,7 @@ def test_an_aborted_response_goes_on_without_its_last_token() -> None:
     request = sample_request(rollout, sampling)
     assert request["input_ids"] == [*PROMPTS[0].input_ids, 5, 6]
     assert request["sampling_params"]["max_new_tokens"] == 2
-    # Stopped before it got anywhere, as in the queue.
+    # The request is stopped before it has any new token, as in the queue.
     queued = answer([], finish_reason={"type": "abort"})
     queued["meta_info"]["weight_version"] = "4"
     rollout = continued(rollout, queued, sampling, "4", "sparse", str, stopped=True)

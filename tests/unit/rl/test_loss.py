@@ -41,7 +41,7 @@ def test_one_token_by_hand(ratio: float, advantage: float, expected: float, cut:
     new = torch.tensor([math.log(ratio) - 1], dtype=torch.float64, requires_grad=True)
     old, adv, w = tensors([-1.0], [advantage], [1.0])
     policy_loss(new, old, adv, w, batch_tokens=1).loss.backward()
-    # Where nothing is cut the loss is -A r, whose slope in log r is itself.
+    # Where the gradient is not cut off the loss is -A r, which is its own derivative in log r.
     slope = 0.0 if cut else expected
     assert new.grad is not None
     assert new.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-12)
@@ -84,7 +84,7 @@ def test_gradient_equals_finite_differences() -> None:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_with_equal_actor_and_policy_it_is_the_plain_policy_gradient(name: str) -> None:
-    """Of a softmax policy in closed form: -A (one-hot - p) per token, averaged."""
+    """That of a softmax policy in closed form is -A (one-hot - p) per token, averaged."""
     torch.manual_seed(2)
     logits = torch.randn(12, 9, dtype=torch.float64, requires_grad=True)
     sampled = torch.randint(0, 9, (12,))
@@ -127,7 +127,7 @@ def test_refuses_shapes_that_differ_and_a_batch_below_its_part() -> None:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_on_policy_it_is_the_loss_of_log_probs_that_were_scored_before(name: str) -> None:
-    """Whatever the micro-batches, which take sequences in an order of their own."""
+    """This holds whatever the micro-batches, which take sequences in an order of their own."""
     torch.manual_seed(3)
     lengths = [5, 7, 4]
     settings = AlgorithmConfig(correction=name, mask_high=1.5, kl_coefficient=0.1)

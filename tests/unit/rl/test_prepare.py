@@ -118,7 +118,7 @@ def test_wrong_settings_are_one_line_before_anything_is_written(
 
 
 def test_ranks_of_torchrun_are_told_to_use_sparrow_train(tmp_path, monkeypatch, capsys):
-    """It would stop their engines with them, before they have written a checkpoint."""
+    """torchrun would stop the ranks and their engines before a checkpoint is written."""
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -268,7 +268,7 @@ def test_a_check_says_what_the_run_would_say_of_its_folder(tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
     assert main(["train", "--check", str(path), "--resume"]) == 0
-    # Of a run that may be writing it.
+    # The draft stays, as a run may still be writing it.
     assert draft.exists()
 
 

@@ -62,7 +62,7 @@ def test_rows_say_of_each_response_what_it_earned_and_its_own_tail() -> None:
     assert [row["scores"] for row in rows] == [{"format": 0.0}] * 2 + [{"format": 0.2}] * 2
     assert [row["length"] for row in rows] == [20, 21, 40, 41]
     assert [row["finish_reason"] for row in rows] == ["stop", "length"] * 2
-    # The first of 20, and of 41 the third smallest; the other two were not measured.
+    # The tail is the smallest of 20 and the third smallest of 41; the others were not measured.
     assert [row["tail"] for row in rows] == [alpha[0].min(), None, None, np.sort(alpha[5])[2]]
 
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_keeps_what_its_weights_were_evaluated_at(tmp_path: Path) 
 
     ended = [{"step": 0, "loss": 0.5}, {"step": 1, "loss": 0.4}, {"step": 2, "eval/pass_rate": 0.7}]
     path.write_text("".join(json.dumps(row) + "\n" for row in ended))
-    # Also of a start that was killed before its first step.
+    # `begin` opens the log twice, as if the first start had been killed before its first step.
     log = begin(2)
     assert written() == ended
     log.write(2, {"loss": 0.3})
@@ -127,7 +127,7 @@ def test_a_resumed_run_goes_on_at_weights_and_biases(
 def test_a_row_of_a_step_that_weights_and_biases_has_got_before_reaches_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own counter of rows does not go back, and goes on where a run is resumed."""
+    """The service's counter of rows does not go back, and goes on where a run is resumed."""
     shown: list[dict[str, float]] = []
     axes: dict[str, str] = {}
 
@@ -146,7 +146,7 @@ def test_a_row_of_a_step_that_weights_and_biases_has_got_before_reaches_it(
         log_of_start = RunLog(config(tmp_path, wandb_project="x"), first)
         if not first:
             log_of_start.write(0, {"loss": 0.5})
-            # After the last step, whose weights the next start goes on from.
+            # The evaluation after the last step, from whose weights the next start goes on.
             log_of_start.write(1, {"eval/pass_rate": 0.7})
         else:
             log_of_start.write(1, {"loss": 0.4})

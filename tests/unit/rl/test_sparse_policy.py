@@ -56,9 +56,9 @@ def test_a_budget_for_everything_is_the_dense_law(policy):
 
 
 def test_gradients_flow_through_the_chosen_pages_only():
-    """Against autograd through a plain softmax over the tokens that the forward pass kept.
+    """The reference is autograd through a plain softmax over the tokens that the forward kept.
 
-    Of three sequences that are padded to one length, the last within the budget.
+    Three sequences are padded to one length; the last is within the budget.
     """
     torch.manual_seed(0)
     schedule = BudgetSchedule(name="t", page_size=16, bin_tokens=64, budget_tokens=(64,))
@@ -188,7 +188,7 @@ def test_the_published_rule_selects_bit_for_bit_by_the_mean_query_and_the_pages_
 
 
 def test_under_autocast_pages_are_selected_by_rounded_keys():
-    """As the server selects them: its keys, queries and landmarks are bf16."""
+    """The server selects them so: its keys, queries and landmarks are bf16."""
     tensors, spans, prompts = case((4, 2, 16), 20, 400)
     rest = (spans, prompts, SparseRule(GROWING, prompts), 2, None)
     expected = sparse_policy.sparse_attention(*(x.bfloat16() for x in tensors), *rest)

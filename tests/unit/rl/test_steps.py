@@ -50,7 +50,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sampler]:
 
 @pytest.fixture
 def stand_ins(engines: list[Sampler], monkeypatch: pytest.MonkeyPatch) -> list[Sampler]:
-    """Engines, and rewards without workers."""
+    """Stand-in engines, and rewards computed without reward workers."""
     monkeypatch.setattr(RewardPool, "score", lambda pool, groups: scores_of(groups, pool.reward))
     monkeypatch.setattr(RewardPool, "scoring", lambda pool: AtOnce(pool.reward))
     return engines
@@ -131,7 +131,7 @@ def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # Two mini-batches in a step: they are counted over steps, and all of them as one row.
+    # A step has two mini-batches; skipped optimizer steps in a row are counted across steps.
     spoil(monkeypatch, lambda step: step >= 2)
     config = settings(model, tmp_path / "run", steps=9, algorithm={"mini_batches": 2})
     path = tmp_path / "run.json"
@@ -143,7 +143,7 @@ def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
     assert "step-000004; go on with --resume" in said
     written = rows(tmp_path / "run")
     assert [row["actor/skipped_steps"] for row in written] == [0, 2, 2, 2]
-    # It goes on from there once the cause is gone.
+    # The run goes on from that checkpoint once the cause is gone.
     monkeypatch.undo()
     monkeypatch.setattr(run, "open_engine", Sampler)
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
@@ -192,7 +192,7 @@ def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
     def interrupted(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    # What Python makes of the signal, unless this process was started with it ignored.
+    # Python raises this on the signal, unless the process was started with the signal ignored.
     def press_ctrl_c(*args: Any) -> None:
         raise KeyboardInterrupt
 
@@ -208,7 +208,7 @@ def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
     said = capsys.readouterr().err
     assert "nothing was saved; start again with the same command" in said
     assert "--resume" not in said
-    # And so it is: nothing is in the way of the same command.
+    # The same command does start again: nothing was left that prevents it.
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "prepare", press_ctrl_c)
         assert main(["train", str(path)]) == 130
@@ -237,7 +237,7 @@ def test_rewards_while_rolling_out_change_nothing_but_the_time(
 def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
     model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that was never stopped, to the bit: prompts, samples, weights."""
+    """It equals a run that was never stopped, to the bit: prompts, samples, weights."""
 
     def same_for_some(prompt: Prompt, text: str) -> float:
         return 0.0 if int(prompt.id) % 3 == 0 else ascii_task.reward(prompt, text)
@@ -259,7 +259,7 @@ def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
 def test_the_updates_own_log_probs_make_the_same_run(
     model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a pass before it, of which only responses outside the loss still need one."""
+    """They replace those of a pass before the update, which only responses not in the loss need."""
 
     def same_for_some(prompt: Prompt, text: str) -> float:
         return 0.0 if int(prompt.id) % 3 == 0 else ascii_task.reward(prompt, text)

@@ -62,7 +62,7 @@ def test_other_answers_score_zero(answer: str, text: str, tmp_path: Path) -> Non
         ("<think>... so maybe 144", "length", 0.0),
         ("<think>... so maybe 144", "stop", 0.0),
         (r"<think>surely \boxed{144}", "stop", 0.0),
-        # Where the chat template opens the thinking.
+        # Here the chat template has opened the thinking.
         (r"so maybe \boxed{144}, but", "length", 0.0),
         ("<think>so 12? no</think>It is 144.", "stop", 1.0),
         (r"<think>so \boxed{144}</think>It is \boxed{12}.", "stop", 0.0),
@@ -242,7 +242,7 @@ def test_wrong_tests_are_refused(tmp_path: Path) -> None:
         path = jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "tests": tests}])
         with pytest.raises(InputError, match=r"a.jsonl:1: tests.*expected a list of objects"):
             load("code", path, options={"sandbox": "weak"})
-    # From a loader of somebody else's: any program would pass.
+    # Another loader may give no tests, which any program would pass.
     payload = {"tests": [], "limits": {"wall_clock_s": 5.0}, "sandbox": "weak"}
     with pytest.raises(ValueError, match="'p' has no tests"):
         code.reward(Prompt("p", "code", (1,), payload), "```python\n1/0\n```")
@@ -292,7 +292,7 @@ def test_chat_rendering_opens_the_assistants_turn_and_adds_no_special_token() ->
 
 
 def verl_rows(count: int) -> list[dict[str, Any]]:
-    """In the layout of verl's examples/data_preprocess."""
+    """Rows in the layout of verl's examples/data_preprocess."""
     return [
         {
             "data_source": "openai/gsm8k",

@@ -49,7 +49,7 @@ def test_the_next_turn_sees_what_the_template_would_render(tokenizer) -> None:
 
 
 def test_a_turn_is_ended_once_by_a_token_without_a_role(tokenizer) -> None:
-    """As <end_of_turn> of Gemma is, or <|eot_id|> of the first Llama 3."""
+    """Gemma's <end_of_turn> and the first Llama 3's <|eot_id|> are such tokens."""
     other = copy.deepcopy(tokenizer)
     other.add_tokens([AddedToken("<|turn|>", special=True)])
     end = other.convert_tokens_to_ids("<|turn|>")
@@ -149,6 +149,6 @@ def test_the_calculator_answers_so_many_calls_and_the_last_turn_counts(tokenizer
     assert task.reply(prompt, (call, call)) is None and task.reply(prompt, ("none",)) is None
     assert "error" in task.reply(prompt, ("<calculator>2 ** 9</calculator>",))["content"]
     assert task.reward(prompt, f"So. Answer: {value}") == 1.0
-    # Nor does it count to have asked, or to name several.
+    # A value without "Answer:", a wrong value and several answers earn nothing.
     for text in (value, f"Answer: {value}1", f"Answer: {value} or Answer: 1", ""):
         assert task.reward(prompt, text) == 0.0
