@@ -28,7 +28,7 @@ def benchmark_parser(prog: str, description: str, examples: str, out: str) -> On
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=Path, default=Path(out), help="JSON file (default: %(default)s)"
+        "--out", type=Path, default=Path(out), help="JSON file to write (default: %(default)s)"
     )
     return parser
 

@@ -36,9 +36,9 @@ from sparrow_sglang.schedule_names import load_schedule
 from sparrow_sglang.selection import SelectionRule
 
 DESCRIPTION = """\
-Time the GPU kernels of one layer of a sparse decode step, and what other libraries offer for the
-same work, each after a check against the plain torch definition. The floor is the bytes that a
-kernel must move over the copy bandwidth measured at the start.
+Time the GPU kernels of one layer of a sparse decode step, each after a check against the plain
+torch definition, and kernels of other libraries for the same work. The floor is the time to move
+the bytes that a kernel needs, at the copy bandwidth measured at the start.
 """
 EXAMPLES = """\
   sparrow bench kernels --quick                            main shapes only, without other libraries
@@ -244,19 +244,23 @@ def sweep_rule(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code is 1 if one of our kernels failed, 2 without a GPU."""
     parser = benchmark_parser("kernels", DESCRIPTION, EXAMPLES, "kernels.json")
-    parser.add_argument("--quick", action="store_true", help="main shapes only, no peers")
-    parser.add_argument("--sweep", action="store_true", help="launch shapes instead of cases")
+    parser.add_argument(
+        "--quick", action="store_true", help="main shapes only, without other libraries"
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="time launch configurations instead of cases"
+    )
     parser.add_argument(
         "--schedule",
         metavar="SCHEDULE",
-        help="selection by the rule of a schedule (shipped name or .json file) and attention under"
-        " its budgets, instead of the published rule's cases",
+        help="time selection by the rule of this schedule (shipped name or .json file) and"
+        " attention under its budgets, instead of the published rule's cases",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=KV_DTYPES,
         default="auto",
-        help="auto is bf16; with fp8_e4m3 other libraries are left out",
+        help="dtype of the KV cache; auto is bf16; with fp8_e4m3 other libraries are left out",
     )
     args = parser.parse_args(argv)
     try:

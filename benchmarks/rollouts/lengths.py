@@ -48,22 +48,32 @@ def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[in
 def add_length_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `request_lengths` reads, and those of the prompts."""
     add = parser.add_argument
-    add("--sequences", type=count, default=64, help=f"in groups of {GROUP} (default: %(default)s)")
+    add(
+        "--sequences",
+        type=count,
+        default=64,
+        help=f"number of sequences, a multiple of {GROUP} (default: %(default)s)",
+    )
     add(
         "--mean-tokens",
         type=count,
         default=8192,
         help="mean of the lengths, which are log-normal (default: %(default)s)",
     )
-    add("--max-tokens", type=count, default=32768, help="cut-off (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=count,
+        default=32768,
+        help="longer lengths are cut off there (default: %(default)s)",
+    )
     add(
         "--lengths-file",
         type=Path,
-        help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234};'
-        " the first --sequences of them",
+        help="file of recorded lengths to use instead, the first --sequences of them: a JSON list"
+        ' or JSONL, with items like 1234 or {"length": 1234}',
     )
-    add("--prompt-tokens", type=count, default=256, help="per prompt (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of prompts and order (default: %(default)s)")
+    add("--prompt-tokens", type=count, default=256, help="tokens per prompt (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of prompts and order (default: %(default)s)")
 
 
 def request_lengths(options: argparse.Namespace) -> list[int]:

@@ -27,10 +27,10 @@ from sparrow_sglang.schedule import PAGE_SIZE
 
 DESCRIPTION = """\
 Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
-exactly as many tokens as its length says, until the last one is done. Reports tokens/s and how many
-tokens and sequences there were at each second. Weights are random (nothing is downloaded) unless
---model-path names a model. Sides that --out has already are left out, so that a killed run goes on
-when the command is repeated.
+exactly as many tokens as its length says, until the last one is done. Reports tokens/s, and the
+generated tokens and running sequences at each second. Weights are random (nothing is downloaded)
+unless --model-path names a model. Sides that are already in --out are skipped, so that a killed run
+resumes when the command is repeated.
 """
 EXAMPLES = """\
   sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K

@@ -136,14 +136,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = benchmark_parser("serving", DESCRIPTION, EXAMPLES, "serving.json")
     add_model_options(parser)
     add = parser.add_argument
-    add("--num-prompts", type=count, default=32, help="requests (default: %(default)s)")
-    add("--input-len", type=count, default=16384, help="tokens of a prompt (default: %(default)s)")
-    add("--output-len", type=count, default=2048, help="new tokens (default: %(default)s)")
+    add("--num-prompts", type=count, default=32, help="number of requests (default: %(default)s)")
+    add("--input-len", type=count, default=16384, help="tokens per prompt (default: %(default)s)")
+    add(
+        "--output-len",
+        type=count,
+        default=2048,
+        help="new tokens per request (default: %(default)s)",
+    )
     add(
         "--range-ratio",
         type=float,
         default=1.0,
-        help="lengths are drawn from this share of them up to all (default: %(default)s)",
+        help="lengths are drawn between this share of --input-len or --output-len and all of it"
+        " (default: %(default)s)",
     )
     add(
         "--request-rate",
@@ -151,8 +157,8 @@ def _parser() -> argparse.ArgumentParser:
         default=float("inf"),
         help="requests per second (default: all at once)",
     )
-    add("--max-concurrency", type=count, help="requests at a time (default: all)")
-    add("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
+    add("--max-concurrency", type=count, help="most requests at a time (default: all)")
+    add("--seed", type=int, default=0, help="seed of the prompts (default: %(default)s)")
     return parser
 
 

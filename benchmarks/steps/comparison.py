@@ -63,20 +63,23 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model",
         default="qwen3-1.7b",
-        help=f"shapes for random weights, of {', '.join(known_models())} (default: %(default)s)",
+        help="model whose shapes random weights get, one of"
+        f" {', '.join(known_models())} (default: %(default)s)",
     )
     model.add_argument(
         "--model-path",
-        help=f"folder of a model to load instead, or {EMBEDDED_MODEL_NAME}; needs no GPU",
+        help=f"folder of a model to load instead, or {EMBEDDED_MODEL_NAME}; works without a GPU",
     )
     parser.add_argument(
         "--schedule",
-        help="shipped name, .json file or fixed-<tokens> (default: the model's own for 0.86)",
+        help="KV budget schedule: shipped name, .json file or fixed-<tokens> (default: the"
+        " model's own for target 0.86)",
     )
     parser.add_argument(
         "--dense-backend",
         default="flashinfer",
-        help="of SGLang, to compare with (default: %(default)s; torch_native without a GPU)",
+        help="attention backend of SGLang to compare with (default: %(default)s; torch_native"
+        " without a GPU)",
     )
 
 

@@ -45,9 +45,10 @@ CONTEXT, LONGEST = 40960, 131072
 
 DESCRIPTION = """\
 Time one decode step of stock SGLang, dense and with sparrow, in the shapes of real models with
-random weights (nothing is downloaded). The floor is the bytes that a step must read over the copy
-bandwidth measured in the same run. A killed run goes on where it stopped when the command is
-repeated; one with other models, backends, schedules, cases, --tp or --ep adds its rows to --out.
+random weights (nothing is downloaded). The floor is the time to read the bytes that a step needs,
+at the copy bandwidth measured in the same run. A killed run resumes where it stopped when the
+command is repeated. A run with other models, backends, schedules, cases, --tp or --ep adds its rows
+to --out.
 """
 EXAMPLES = """\
   sparrow bench step                                       Qwen3-1.7B, 16 sequences of 32K tokens
@@ -318,12 +319,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--models",
         default="qwen3-1.7b",
-        help=f"comma-separated, of {', '.join(known_models())} (default: %(default)s)",
+        help=f"comma-separated names out of {', '.join(known_models())} (default: %(default)s)",
     )
     add(
         "--backends",
         default="flashinfer,sparrow",
-        help="of SGLang, e.g. fa3 (default: %(default)s)",
+        help="comma-separated attention backends of SGLang, e.g. fa3 (default: %(default)s)",
     )
     add("--cases", nargs="+", default=["16x32768"], metavar="CASE", help=CASES.strip())
     add(
@@ -331,19 +332,29 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["{model}-0.86"],
         metavar="SCHEDULE",
-        help="for sparrow: shipped names, .json files or fixed-<tokens>; {model} is filled in"
-        " (default: {model}-0.86)",
+        help="schedules of the backend sparrow: shipped names, .json files or fixed-<tokens>;"
+        " {model} stands for the model's name (default: {model}-0.86)",
     )
-    add("--tp", type=count, default=1, help="tensor-parallel GPUs (default: %(default)s)")
+    add("--tp", type=count, default=1, help="GPUs for tensor parallelism (default: %(default)s)")
     add(
         "--ep",
         type=count,
         default=1,
-        help="the same GPUs hold whole experts, of a mixture-of-experts model: 1 or --tp"
-        " (default: %(default)s)",
+        help="expert parallelism of a mixture-of-experts model: 1, or the number of --tp, so that"
+        " these GPUs hold whole experts (default: %(default)s)",
     )
-    add("--repeats", type=count, default=3, help="the median of them counts")
-    add("--memory-fraction", type=float, default=0.88, help="SGLang's mem_fraction_static")
+    add(
+        "--repeats",
+        type=count,
+        default=3,
+        help="measurements per step time, of which the median counts (default: %(default)s)",
+    )
+    add(
+        "--memory-fraction",
+        type=float,
+        default=0.88,
+        help="SGLang's mem_fraction_static (default: %(default)s)",
+    )
     add_engine_arguments(parser)
     return parser
 

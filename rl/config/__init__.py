@@ -56,30 +56,31 @@ class ModelConfig(Section):
     path: str = "smollm2-135m"
     """Folder or hub name of a transformers checkpoint, or "smollm2-135m", the embedded model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the model's weights. The optimizer updates fp32 weights either way: these
-    themselves, or a copy in its state; gradients of micro-batches add up in fp32. On a GPU both
-    compute in bf16, which is the dtype of the engine and of the exported checkpoints then."""
+    """Dtype of the model's weights. The optimizer updates fp32 weights in either case: the weights
+    themselves, or with "bfloat16" an fp32 copy in its state. Gradients of micro-batches are added
+    up in fp32. On a GPU both dtypes compute in bf16, and the engine and the exported checkpoints
+    are then in bf16."""
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens packed into one forward pass; a longer sequence goes alone."""
+    """Tokens packed into one forward pass; a longer sequence gets a pass of its own."""
 
 
 class EngineConfig(Section):
     """Where responses are sampled."""
 
     kind: Literal["local", "ray"] = "local"
-    """An SGLang engine in this process, or Ray actors with one engine each."""
+    """One SGLang engine in this process ("local"), or Ray actors with one engine each ("ray")."""
     num_engines: PositiveInt = 1
-    """Number of Ray actors."""
+    """Number of Ray actors; 1 with "local"."""
     schedule: str = "auto"
     """KV budget schedule: shipped name, path to a .json file, fixed-<tokens>, "auto" for the
     model's own, or "dense" for rollouts without sparsity."""
     transfer: Literal["object_store", "broadcast"] = "object_store"
-    """How weights reach Ray actors: through Ray's object store, or by one broadcast from the
-    trainer, NCCL between GPUs."""
+    """How weights reach Ray actors: through Ray's object store ("object_store"), or by one
+    broadcast from the trainer ("broadcast"), which uses NCCL between GPUs."""
     server_args: dict[str, Any] = Field(default_factory=dict)
-    """Passed to `sglang.Engine` as they are."""
+    """Further arguments of `sglang.Engine`, passed unchanged."""
 
     @model_validator(mode="after")
     def _one_local_engine(self) -> Self:
@@ -95,8 +96,8 @@ class DistributedConfig(Section):
     """Several processes, each with a shard of the policy and an engine of its own."""
 
     ranks: PositiveInt | Literal["auto"] = 1
-    """Processes on this machine, each with one of its GPUs; "auto": one for every GPU, and 1
-    without any. `sparrow train` starts them."""
+    """Processes on this machine, each with one of its GPUs; "auto": one for every GPU, or 1 without
+    a GPU. `sparrow train` starts them."""
 
     @field_validator("ranks", mode="before")
     @classmethod
@@ -107,23 +108,25 @@ class DistributedConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What survives the process."""
+    """Checkpoints of the run."""
 
     every_steps: NonNegativeInt = 10
-    """Steps between checkpoints; 0 writes one at the end only."""
+    """Steps between checkpoints; 0 writes a checkpoint only at the end."""
     keep: PositiveInt = 2
-    """Checkpoints kept, the newest ones."""
+    """Number of checkpoints kept, the newest ones."""
 
 
 class LoggingConfig(Section):
-    """What is written besides metrics.jsonl."""
+    """What is logged besides metrics.jsonl."""
 
     response_groups: NonNegativeInt = 2
-    """Groups per step, spread evenly over it, whose responses go to responses.jsonl; 0 for none."""
+    """Groups per step whose responses go to responses.jsonl, spread evenly over the step; 0 for
+    none."""
     tensorboard: bool = True
-    """Event files in the run's folder."""
+    """Write TensorBoard event files to the run's folder."""
     wandb_project: Name | None = None
-    """Project on Weights & Biases, if its package is installed. A resumed run goes on there."""
+    """Project on Weights & Biases, if the package wandb is installed. A resumed run continues its
+    run there."""
 
 
 class TrainConfig(Section):
@@ -134,7 +137,7 @@ class TrainConfig(Section):
     steps: PositiveInt = 100
     """Training steps."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Of data order, sampling and initialisation."""
+    """Seed of data order, sampling and initialisation."""
     task: TaskConfig
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()

@@ -23,20 +23,21 @@ class TaskSource(Section):
     """Prompts and their reward, from a task."""
 
     name: str
-    """A registered task, or module:function of one of your own; "mix" is of several tasks."""
+    """A registered task, or module:function for a task of your own; "mix" combines several
+    tasks."""
     train_path: TomlPath | None = None
-    """JSONL or Parquet with training prompts, for tasks that read files; or
-    hf:NAME[:CONFIG][@SPLIT], a data set of the Hugging Face hub, or a folder that `datasets` has
-    saved or can load; without a split "train"."""
+    """Training prompts, for tasks that read files: a JSONL or Parquet file, or
+    hf:NAME[:CONFIG][@SPLIT], where NAME is a data set of the Hugging Face hub or a folder that
+    `datasets` has saved or can load. Without a split, "train" is read."""
     heldout_path: TomlPath | None = None
-    """The same for evaluation; without it the task splits its data."""
+    """Held-out prompts for evaluation, in the same forms; without it the task splits its data."""
     heldout_sets: dict[Name, TomlPath] = Field(default_factory=dict)
-    """Or several of them, evaluated apart: each name gives eval/NAME/pass_rate."""
+    """Several held-out sets instead, evaluated separately: each name gives eval/NAME/pass_rate."""
     columns: dict[Name, Name] = Field(default_factory=dict)
-    """Columns of the data that the task's fields are in, nested ones with dots: of verl's files,
-    answer = "reward_model.ground_truth"."""
+    """The column of the data from which each field of the task is read; nested columns are written
+    with dots: for verl's files, answer = "reward_model.ground_truth"."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the task itself, which it checks."""
+    """Settings of the task itself, which are checked by the task."""
 
     @model_validator(mode="after")
     def _one_kind_of_heldout_sets(self) -> Self:
@@ -57,41 +58,49 @@ class TaskConfig(TaskSource):
     reward_workers: PositiveInt = 4
     """Processes that compute rewards."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Wall-clock limit for one reward, or one batch of them, after which it is 0."""
+    """Wall-clock limit in seconds for one reward, or one batch of rewards; a reward that takes
+    longer is 0."""
     overlap_rewards: bool = False
-    """Reward each group while others are still sampled (slime's generate_and_rm_group)."""
+    """Compute rewards of finished groups while others are still sampled (slime's
+    generate_and_rm_group)."""
 
 
 class RolloutConfig(Section):
     """What is sampled for one training step."""
 
     prompts_per_step: PositiveInt = 32
-    """Groups per step (slime run-qwen3-4B.sh: 32 prompts x 8 samples)."""
+    """Prompts per step, each with one group of samples (slime run-qwen3-4B.sh: 32 prompts x 8
+    samples)."""
     samples_per_prompt: PositiveInt = Field(default=8, ge=2)
-    """Group size (Sparrow's examples, slime, TRL: 8); at least 2, to have something to compare."""
+    """Group size (Sparrow's examples, slime, TRL: 8); at least 2, because rewards are compared
+    within a group."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are left out of the data."""
     max_new_tokens: PositiveInt = 4096
     """Response length at which sampling stops."""
     truncated: Literal["keep", "mask", "penalty"] = "keep"
-    """Responses that were cut there: "keep" trains on them with the reward that the task gives,
-    "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward 0."""
+    """Responses that were cut off at `max_new_tokens`: "keep" trains on them with the reward that
+    the task gives, "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward
+    0."""
     dynamic_sampling: PositiveInt = 1
-    """Groups whose samples all earned the same reward are replaced by groups of further prompts, up
-    to this many times `prompts_per_step` in all (DAPO; verl max_num_gen_batches: 10); 1: none."""
+    """Above 1, groups whose samples all earned the same reward are replaced by groups of further
+    prompts, up to this many times `prompts_per_step` groups in all (DAPO; verl max_num_gen_batches:
+    10); 1 replaces none."""
     oversubscribe: float = Field(default=1.0, ge=1, le=2)
-    """Groups under way at a time, in multiples of `prompts_per_step`. Above 1, a step ends its
-    rollout once `prompts_per_step` of them are finished, and the next one goes on with the others
-    (partial rollouts: Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521; slime
+    """Groups that are sampled at the same time, in multiples of `prompts_per_step`. Above 1, a step
+    ends its rollout once `prompts_per_step` of them are finished, and the next step continues the
+    unfinished ones (partial rollouts: Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521; slime
     --partial-rollout)."""
     max_staleness: PositiveInt = 4
-    """With partial rollouts, no token is trained on that was sampled from weights of more steps
-    ago: groups that old are waited for (AReaL's guide: max_head_offpolicyness 4)."""
+    """Partial rollouts: the largest age, in training steps, of the weights that a trained token was
+    sampled with. A step waits for groups that would exceed it in the next step (AReaL's guide:
+    max_head_offpolicyness 4)."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Of the rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this temperature; the
-    policy's log-probs, the acceptance rates and DistillSparse are computed at the same."""
+    """Sampling temperature of rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this
+    temperature; the policy's log-probs, the acceptance rates and DistillSparse are computed at the
+    same temperature."""
     top_p: float = 1.0
-    """Only 1 is accepted."""
+    """Only 1, no truncation, is accepted."""
     top_k: int = -1
     """Only -1, no truncation, is accepted."""
 
@@ -118,24 +127,25 @@ class EvaluationConfig(Section):
     """Held-out pass rate: dense decode, without adapter."""
 
     every_steps: NonNegativeInt = 10
-    """Steps between evaluations, the first before training; 0 for none."""
+    """Steps between evaluations, the first of which is before training; 0 for none."""
     prompts: PositiveInt = 128
-    """Held-out prompts, the first ones of each set of the task."""
+    """Number of held-out prompts, the first ones of each set of the task."""
     samples_per_prompt: PositiveInt = 1
-    """Responses per prompt, of which the mean reward is taken."""
+    """Responses per prompt, over which the reward is averaged."""
     pass_at: TomlArray[tuple[PositiveInt, ...]] = ()
-    """Each k gives eval/pass@k, the chance that one of k responses to a prompt passes, estimated
-    from `samples_per_prompt` of them without bias (arXiv:2107.03374)."""
+    """Each k gives eval/pass@k, the probability that at least one of k responses to a prompt
+    passes, estimated without bias from `samples_per_prompt` responses (arXiv:2107.03374)."""
     pass_reward: float = 1.0
-    """Least reward with which a response passes there."""
+    """Smallest reward with which a response passes in eval/pass@k."""
     max_new_tokens: PositiveInt | None = None
-    """Length limit of responses; without it that of [rollout]."""
+    """Length limit of responses; without it, the limit of [rollout] applies."""
     temperature: float = Field(default=1.0, ge=0)
-    """Nothing is learnt from these samples, so any temperature goes; 0 is greedy."""
+    """Sampling temperature; 0 is greedy. Any value is allowed, because nothing is learnt from these
+    samples."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Least mass of likeliest tokens to sample from; 1: all of them."""
+    """Probability mass of the likeliest tokens that are sampled from; 1 for all tokens."""
     top_k: int = Field(default=-1, ge=-1)
-    """Likeliest tokens to sample from; -1: all of them."""
+    """Number of likeliest tokens that are sampled from; -1 for all tokens."""
 
     @field_validator("top_k")
     @classmethod

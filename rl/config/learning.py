@@ -19,26 +19,28 @@ class AlgorithmConfig(Section):
     """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL). False keeps
     the mean only (prime-rl)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How the losses of tokens become one: their mean over all tokens (DAPO); the mean over
-    responses of each one's mean (GRPO, arXiv:2402.03300); their sum, divided by the most tokens
-    that an optimizer step can have, max_new_tokens of every sample (Dr. GRPO, arXiv:2503.20783,
-    with `std_normalisation = false`). Zero-advantage groups count in the last only."""
+    """How the losses of tokens are combined. "token_mean": their mean over all tokens (DAPO).
+    "sequence_mean": the mean over each response's tokens, then over responses (GRPO,
+    arXiv:2402.03300). "constant": their sum, divided by the most tokens that an optimizer step can
+    have, max_new_tokens of every sample (Dr. GRPO, arXiv:2503.20783, with `std_normalisation =
+    false`). Zero-advantage groups count only in "constant"."""
     correction: Literal["none", "tis", "mask", "sequence"] = "tis"
-    """How the loss makes up for tokens that the sparse actor, not the policy, has drawn: not at
-    all, by truncated ratios of tokens, by masking tokens, or by the geometric mean of a response's
-    ratios."""
+    """How the loss corrects for tokens having been sampled by the sparse actor and not by the
+    policy: "none"; "tis", truncated importance ratios of tokens; "mask", leaving out tokens whose
+    ratio is too low or too high; "sequence", the geometric mean of a response's ratios."""
     tis_cap: PositiveFloat = 2.0
     """Upper end of a token's importance ratio under "tis" (slime, verl, SkyRL: 2.0; TRL: 3.0)."""
     mask_low: float = Field(default=0.5, ge=0, lt=1)
-    """Under "mask", tokens with a ratio below do not count (verl's IcePop preset: 0.5)."""
+    """Under "mask", tokens with a ratio below this do not count (verl's IcePop preset: 0.5)."""
     mask_high: float = Field(default=5.0, gt=1)
-    """Under "mask", tokens with a ratio above do not count (verl's IcePop preset: 5.0)."""
+    """Under "mask", tokens with a ratio above this do not count (verl's IcePop preset: 5.0)."""
     sequence_cap: PositiveFloat = 2.0
     """Upper end of a response's geometric mean of ratios under "sequence" (slime mis_upper_bound,
     of all its levels: 2.0)."""
     sequence_veto: float = Field(default=1e-4, ge=0, lt=1)
-    """Under "sequence", a response with a token of a ratio below does not count; 0 for no veto
-    (slime mis_veto_threshold: 1e-4; verl rollout_token_veto_threshold: 1e-4 to 1e-6)."""
+    """Under "sequence", a response does not count if one of its tokens has a ratio below this; 0
+    for no veto (slime mis_veto_threshold: 1e-4; verl rollout_token_veto_threshold: 1e-4 to
+    1e-6)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Policy ratios below 1 - clip_low are clipped (Sparrow, slime, DAPO: 0.2)."""
     clip_high: float = Field(default=0.28, gt=0)
@@ -47,13 +49,15 @@ class AlgorithmConfig(Section):
     """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
     kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL divergence from the reference policy, which is the model at `model.path`
-    (GRPO: 0.04; DAPO and Dr. GRPO: none); 0 for none. Its weights are kept in the memory of the
-    CPU, and each step scores the responses with them."""
+    (GRPO: 0.04; DAPO and Dr. GRPO: none); 0 for none. The reference policy's weights are kept in
+    CPU memory, and each step scores the responses with them."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps per rollout batch. With 1 the policy ratio is 1 and the clip idle."""
+    """Optimizer steps per rollout batch. With 1, the policy ratio is 1 and clipping has no
+    effect."""
     old_logprobs: Literal["scored", "update"] = "scored"
-    """Where dense log-probs of the batch come from: a pass of their own, or, with one mini-batch,
-    the update's forward pass, which computes the same (verl and TRL do so on policy)."""
+    """Where dense log-probs of the batch come from: a forward pass of their own ("scored"), or,
+    with one mini-batch, the update's forward pass ("update"), which computes the same (verl and TRL
+    do so on policy)."""
 
 
 class OptimizerConfig(Section):
@@ -61,23 +65,25 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-6
     """Learning rate (slime and Sparrow's mathematics run: 1e-6; Sparrow's code run: 5e-7; models
-    around 0.6B bear 3e-6, prime-rl)."""
+    around 0.6B tolerate 3e-6, prime-rl)."""
     warmup_steps: NonNegativeInt = 0
-    """Training steps in which the learning rate rises evenly, the last of them at `lr`."""
+    """Training steps in which the learning rate rises linearly; it reaches `lr` in the last of
+    them."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How it falls from there to `final_lr_share` at the end of `steps`."""
+    """How the learning rate falls after the warm-up, to `final_lr_share` of `lr` at the end of
+    `steps`; "constant" keeps it."""
     final_lr_share: float = Field(default=0.0, ge=0, le=1)
-    """What is left of `lr` then (verl min_lr_ratio: 0)."""
+    """Share of `lr` that is left at the end of a decay (verl min_lr_ratio: 0)."""
     betas: TomlArray[tuple[_Decay, _Decay]] = (0.9, 0.98)
-    """Decay of both moments (slime)."""
+    """Decay rates of the first and second moments (slime)."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay (slime: 0.1; verl: 0.01); not on vectors such as norms and biases."""
     grad_clip: PositiveFloat = 1.0
-    """Largest global gradient norm."""
+    """Largest global gradient norm; larger gradients are scaled down to it."""
     offload: bool = False
-    """Keep moments, fp32 weights and the sum of gradients in the memory of the CPU, where the step
-    is taken: 16 bytes a weight that the GPU does not hold (verl: param_offload, optimizer_offload).
-    Every micro-batch then copies its gradients there."""
+    """Keep moments, fp32 weights and the sum of gradients in CPU memory, and take the optimizer
+    step there: this saves 16 bytes per weight on the GPU (verl: param_offload, optimizer_offload).
+    Every micro-batch then copies its gradients to the CPU."""
 
 
 class MismatchConfig(Section):
@@ -97,38 +103,41 @@ class DistillConfig(Section):
     rank: PositiveInt = 16
     """Rank of the adapter (the paper gives none)."""
     alpha: PositiveInt = 32
-    """LoRA scale: alpha / rank (the public release: 16)."""
+    """Sets the LoRA scale, which is alpha / rank (the public release: 16)."""
     target_modules: TomlArray[tuple[str, ...]] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1
     )
-    """Names of the adapted projections of the layers."""
+    """Names of the projections in each layer that get an adapter."""
     lr: PositiveFloat = 1e-3
     """Learning rate of the adapter's own AdamW (1e-3 raised the demo model's tails on an H200)."""
     sequences: PositiveInt = 32
     """Responses per step to learn from, spread evenly over the batch."""
     loss: Literal["top_k", "exact"] = "top_k"
-    """KL(sparse || dense) over the likeliest tokens of both sides and the rest as one bucket, or
-    over the whole vocabulary."""
+    """KL(sparse || dense): "top_k" takes the likeliest tokens of both sides and adds up all others
+    in one bucket, "exact" takes the whole vocabulary."""
     top_k: PositiveInt = 20
-    """Tokens of each side under "top_k" (the public release keeps 20)."""
+    """Likeliest tokens of each side under "top_k" (the public release keeps 20)."""
     policy_loss: float = Field(default=0.0, ge=0)
-    """Weight of the sparse actor's own policy loss, added to the KL, corrected as `algorithm` says
-    (the paper's Algorithm 1 adds the two up and gives no weight), for which the responses are
-    scored once more; 0 for the KL alone."""
+    """Weight of the sparse actor's own policy loss, which is added to the KL and corrected as
+    `algorithm` says; 0 for the KL alone. Above 0, the responses are scored once more. (The paper's
+    Algorithm 1 adds the two and gives no weight.)"""
     delivery: Literal["merged", "lora"] = "merged"
-    """How rollouts get the adapter: added to the weights that are synced, for which decode pays
-    nothing, or loaded as unmerged LoRA through SGLang's LoRA manager."""
+    """How rollouts get the adapter: "merged" adds it to the weights that are synced, which costs
+    decode nothing; "lora" loads it as unmerged LoRA through SGLang's LoRA manager."""
 
 
 class LadderConfig(Section):
     """More aggressive schedules as the measured tails allow them."""
 
     schedules: TomlArray[tuple[str, ...]] = ()
-    """What may follow `engine.schedule`, each more aggressive than the one before; none keeps it.
-    They share its page size, sinks, recent pages and dense layers."""
+    """Schedules that may follow `engine.schedule`, each more aggressive than the one before;
+    without any, `engine.schedule` stays active. They share its page size, sinks, recent pages and
+    dense layers."""
     target: float = Field(default=0.86, gt=0, lt=1)
-    """Tail percentile that every well-filled bin has to reach (the paper: 0.86)."""
+    """Tail percentile of the acceptance rate that every well-filled bin has to reach (the paper:
+    0.86)."""
     patience: PositiveInt = 3
-    """Steps in a row in which it must be reached before the next schedule is taken."""
+    """Steps in a row in which the target must be reached before the next schedule becomes
+    active."""
     min_tokens: PositiveInt = 2000
-    """Measured tokens that make a bin well filled."""
+    """Number of measured tokens from which on a bin counts as well filled."""

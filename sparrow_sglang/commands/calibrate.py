@@ -29,12 +29,13 @@ from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES
 
 EPILOG = """\
 examples:
-  sparrow calibrate --target 0.75 0.86 0.92         the small model that comes along, three targets
+  sparrow calibrate --target 0.75 0.86 0.92         the small embedded model, three targets
   sparrow calibrate --model-path M --prompts prompts.jsonl --target 0.86 --out m-0.86.json
   sparrow calibrate --rule calibrated --target 0.86         page selection measured for the model
-  sparrow calibrate --model-path M --check m-0.86.json      do fresh prompts and samples hold it?
+  sparrow calibrate --model-path M --check m-0.86.json      does it hold on fresh samples?
 
-A killed run goes on where it stopped when the command is repeated; another --target costs a second.
+A killed run resumes where it stopped when the command is repeated. Another --target takes a second,
+because the measurements are used again.
 """
 
 
@@ -43,8 +44,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "calibrate",
         help="measure the cheapest schedule of a model that holds a tail target",
-        description="Generate under several fixed KV budgets, score densely, and choose per"
-        " position bin the cheapest budget whose tail of the acceptance rate holds the target.",
+        description="Generate responses under several fixed KV budgets, score them densely, and"
+        " choose for each bin\nof positions the cheapest budget whose tail percentile of the"
+        " acceptance rate reaches the target.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,31 +54,84 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--model-path",
         default=EMBEDDED_MODEL_NAME,
-        help=f"folder or HF name; default: {EMBEDDED_MODEL_NAME}",
+        help=f"folder or Hugging Face name; default: {EMBEDDED_MODEL_NAME}",
     )
-    add("--prompts", type=Path, help="JSONL of prompt, messages or input_ids; default: built in")
-    add("--target", type=float, nargs="+", help=f"tails to hold; default {DEFAULT_TARGET}")
-    add("--out", type=Path, help="schedule file; with several targets, -TARGET goes before .json")
-    add("--check", nargs="+", metavar="SCHEDULE", help="measure these schedule files instead")
-    add("--work", type=Path, help="folder of measurements, to resume from; default: beside --out")
-    add("--budgets", type=int, nargs="+", help="KV budgets in tokens; default: 128 to 12288")
+    add(
+        "--prompts",
+        type=Path,
+        help="JSONL file of prompts, each with prompt, messages or input_ids; default: built in",
+    )
+    add(
+        "--target",
+        type=float,
+        nargs="+",
+        help="tail percentiles of the acceptance rate to reach, one schedule each; default"
+        f" {DEFAULT_TARGET}",
+    )
+    add(
+        "--out",
+        type=Path,
+        help="schedule file to write; with several targets, -TARGET goes before .json",
+    )
+    add(
+        "--check",
+        nargs="+",
+        metavar="SCHEDULE",
+        help="do not calibrate, but measure whether these schedule files hold their targets",
+    )
+    add(
+        "--work",
+        type=Path,
+        help="folder for measurements, from which a run resumes; default: beside --out",
+    )
+    add(
+        "--budgets",
+        type=int,
+        nargs="+",
+        help="KV budgets to measure, in tokens; default: 128 to 12288",
+    )
     add(
         "--rule",
         choices=RULES,
         default=PUBLISHED,
-        help="how pages are selected: as published, with the same budget in each layer (default);"
-        " or calibrated: rotary pairs of int4 landmarks, layer budgets and dense layers measured"
-        " for the model",
+        help="how pages are selected. published (default): as in the paper, with the same budget"
+        " in each layer. calibrated: with rotary pairs of int4 landmarks, layer budgets and dense"
+        " layers that are measured for the model",
     )
-    add("--page-size", type=int, choices=PAGE_SIZES, default=PAGE_SIZE, help="default 16")
-    add("--bin-tokens", type=int, help="default about 2000; 1024 up to a context of 16384")
-    add("--new-tokens", type=at_least(2), default=128, help="per generation, at most (default 128)")
-    add("--samples", type=count, default=1, help="per prompt and budget (default 1)")
-    add("--prompts-per-bin", type=count, default=24, help="of the built-in set (default 24)")
-    add("--min-tokens", type=count, default=1000, help="for a bin to be judged (default 1000)")
+    add(
+        "--page-size",
+        type=int,
+        choices=PAGE_SIZES,
+        default=PAGE_SIZE,
+        help="tokens per page (default 16)",
+    )
+    add(
+        "--bin-tokens",
+        type=int,
+        help="positions per bin; default about 2000, or 1024 up to a context of 16384",
+    )
+    add(
+        "--new-tokens",
+        type=at_least(2),
+        default=128,
+        help="most new tokens per generation (default 128)",
+    )
+    add("--samples", type=count, default=1, help="generations per prompt and budget (default 1)")
+    add(
+        "--prompts-per-bin",
+        type=count,
+        default=24,
+        help="built-in prompts per bin (default 24)",
+    )
+    add(
+        "--min-tokens",
+        type=count,
+        default=1000,
+        help="measured tokens that a bin needs to be judged (default 1000)",
+    )
     add("--batch", type=count, default=128, help="generations per saved batch (default 128)")
-    add("--seed", type=int, default=0, help="of built-in prompts and sampling (default 0)")
-    add("--engine-args", default="{}", help="JSON object of more arguments for sglang.Engine")
+    add("--seed", type=int, default=0, help="seed of built-in prompts and of sampling (default 0)")
+    add("--engine-args", default="{}", help="further arguments of sglang.Engine, a JSON object")
     parser.set_defaults(run=run)
     return parser
 

@@ -13,28 +13,28 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 
 DESCRIPTION = """\
-Sparse decode for stock SGLang: while generating, each token reads a budget of KV pages that grows
-with the length of the sequence, instead of all of them.
+Sparse decode for stock SGLang: each generated token reads a budget of KV pages instead of all of
+them. The budget grows with the length of the sequence.
 """
 
 EPILOG = """\
 examples:
   sparrow doctor                                   is this machine ready?
-  sparrow serve                                    a server with the small model that comes along
+  sparrow serve                                    a server with the small embedded model
   sparrow serve --model-path Qwen/Qwen3-4B         a server with your model
   sparrow plan --model-path Qwen/Qwen3-4B          what would it save? (no GPU needed)
   sparrow bench step                               what does it save, measured on this GPU?
   sparrow calibrate --model-path M --target 0.86   which budget does your model need?
   sparrow train examples/story_smollm2.toml        GRPO from sparse rollouts
-  sparrow report runs/story                        one HTML page from what the others have written
+  sparrow report runs/story                        one HTML page about the results of a run
 
-sparrow COMMAND --help says more about a command.
+sparrow COMMAND --help explains a command and its options.
 """
 
 DOCTOR_HELP = """\
-Check whether sparse decode works here, in the order in which a server would stumble: versions,
-entry points, environment, plugin, platform, model, schedule. One line per check; exit code 1 if one
-failed. Takes the flags of `sparrow serve`, and loads no weights.
+Check whether sparse decode works here, in the order in which a server would fail: versions, entry
+points, environment, plugin, platform, model, schedule. Prints one line per check; the exit code is
+1 if a check failed. Takes the flags of `sparrow serve`, and loads no weights.
 """
 
 DOCTOR_EPILOG = """\
@@ -46,16 +46,17 @@ examples:
 
 BENCH_HELP = """\
 Measure on this machine's NVIDIA GPU. Nothing is downloaded: weights and KV are random, in the
-shapes of Qwen3-1.7B to 14B. Results go to a JSON file, with device, versions and commit.
+shapes of real models (Qwen3-1.7B by default). Results go to a JSON file, with device, versions and
+commit.
 
   step      a whole decode step of SGLang, dense and sparse, for chosen batches and lengths;
-            minutes per model, nearly the whole GPU
-  kernels   the kernels of one layer against the memory bandwidth, and other libraries beside them
-  rollout   a rollout's response lengths replayed to the last sequence, sparse and dense: tokens/s,
-            and how they develop; minutes
+            takes minutes per model and nearly all memory of the GPU
+  kernels   the kernels of one layer, compared with the memory bandwidth and with other libraries
+  rollout   a replay of a rollout's response lengths until the last sequence ends, sparse and dense:
+            tokens/s, in total and over time; takes minutes
   serving   SGLang's bench_serving against a sparse and a dense server in turn
 
-rollout and serving also take a model of yours, with --model-path, and then need no GPU.
+rollout and serving also take your own model, with --model-path, and then need no GPU.
 """
 
 BENCH_EPILOG = """\
@@ -68,7 +69,7 @@ examples, as they were run for docs/benchmarks.md (which lists every command):
   sparrow bench kernels --out kernels.json
 
 16x32768 means 16 sequences of 32768 cached tokens each. sparrow bench step --help lists the
-options, and so for the others.
+options of step; the other benchmarks have a --help, too.
 """
 
 BENCHMARKS = ("step", "kernels", "rollout", "serving")

@@ -47,21 +47,27 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="shipped name, path to a .json file, fixed-<tokens>, or the model's own (auto)",
     )
     parser.add_argument(
-        "--page-size", type=int, default=PAGE_SIZE, help="for named and fixed schedules"
+        "--page-size",
+        type=int,
+        default=PAGE_SIZE,
+        help="tokens per page of named and fixed schedules",
     )
     lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument("--length", type=count, nargs="+", help="generated tokens, one row each")
+    lengths.add_argument(
+        "--length", type=count, nargs="+", help="generated tokens; each length gets a row"
+    )
     lengths.add_argument(
         "--lengths-file",
         type=Path,
-        help='recorded lengths instead: a JSON list or JSONL, of 1234 or {"length": 1234}',
+        help="file of recorded lengths to use instead: a JSON list or JSONL, with items like 1234"
+        ' or {"length": 1234}',
     )
-    parser.add_argument("--prompt-tokens", type=count, default=512, help="tokens before the first")
+    parser.add_argument("--prompt-tokens", type=count, default=512, help="tokens per prompt")
     parser.add_argument(
         "--samples",
         type=count,
         default=8,
-        help="generations per prompt: the paper's formula shares the prompt's KV among them",
+        help="generations per prompt, which share the prompt's KV in the paper's formula",
     )
     parser.add_argument(
         "--batch", type=count, default=16, help="sequences that decode together on one GPU"
@@ -70,13 +76,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--kv-cache-dtype",
         choices=KV_ITEMSIZES,
         default="auto",
-        help="of the server; the paper's formula has 2 bytes a value whatever it is",
+        help="KV cache dtype of the server; the paper's formula always counts 2 bytes per value",
     )
     hardware = parser.add_mutually_exclusive_group()
-    hardware.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="its data sheet")
-    hardware.add_argument("--intensity", type=float, help="FLOPs per byte of another device")
+    hardware.add_argument(
+        "--gpu", choices=sorted(GPUS), default="h200", help="GPU whose data sheet is used"
+    )
+    hardware.add_argument(
+        "--intensity", type=float, help="FLOPs per byte of another device, instead"
+    )
     parser.add_argument(
-        "--measured", type=Path, help="JSON of measured steps (of `sparrow bench`) to fit"
+        "--measured",
+        type=Path,
+        help="JSON file of `sparrow bench step`, whose step times are fitted",
     )
     parser.set_defaults(run=run)
     return parser

@@ -33,14 +33,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
         help="one HTML page from a calibration, benchmark or training run",
-        description="Write one self-contained HTML page about what a folder holds: training runs,"
-        " calibrations, schedules and their checks, benchmark results; a section each.",
+        description="Write one self-contained HTML page about the results in a folder. Training"
+        " runs, calibrations,\nschedules and their checks, and benchmark results get a section"
+        " each.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("place", type=Path, metavar="DIR", help="folder, searched below, or a file")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="page (default: %(default)s)"
+        "place",
+        type=Path,
+        metavar="DIR",
+        help="folder, which is searched with its subfolders, or a file",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        help="HTML file to write (default: %(default)s)",
     )
     parser.set_defaults(run=run)
     return parser

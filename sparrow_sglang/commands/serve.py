@@ -37,20 +37,20 @@ usage: sparrow serve [--model-path MODEL] [--sparrow-schedule SCHEDULE] [SGLang 
 
 Start an OpenAI-compatible SGLang server that decodes sparsely.
 
-Prompts are read in full. While generating, every new token reads only a budget of the cached
-tokens: the first and the last pages, and between them the pages that matter most for this token.
-The budget grows with the length of the sequence, as a schedule says. Short sequences fit into the
-budget and are decoded as always.
+Prefill is dense. During decode, each new token reads only a budget of the cached tokens: the first
+and the last pages, and between them the pages that matter most for this token. A schedule says how
+the budget grows with the length of the sequence. Sequences that fit into the budget are decoded
+densely.
 
 examples:
   sparrow serve
-      the small model that comes along (SmolLM2-135M), also without a GPU
+      the small embedded model (SmolLM2-135M); works without a GPU, too
   sparrow serve --model-path Qwen/Qwen3-4B
-      your model; the shipped schedule that was calibrated for it is found by itself
+      your model; the shipped schedule that was calibrated for it is chosen automatically
   sparrow serve --model-path Qwen/Qwen3-4B --sparrow-schedule fixed-4096 --port 8000
-      the same budget of 4096 tokens at every length, and an SGLang flag
+      the same budget of 4096 tokens at every length, and a flag of SGLang (--port)
 
-what sparrow sets, unless you do:
+defaults of sparrow, which your own flags override:
   --attention-backend sparrow    sparse decode
   --model-path smollm2-135m      the small model, converted at the first start (half a minute)
   --page-size 16                 tokens per page

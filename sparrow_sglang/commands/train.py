@@ -21,11 +21,12 @@ A minimal file:
   [task]
   name = "story"
 
-sparrow train --defaults prints a file of all settings, with what they mean and where their values
-come from.
+sparrow train --defaults prints a file of all settings, with what they mean and where their default
+values come from.
 
-SIGTERM and Ctrl-C write a checkpoint and end the run; --resume goes on from the newest one, after
-kill -9 too. metrics.jsonl in run_dir has a row per step; tensorboard --logdir shows the same.
+On SIGTERM and Ctrl-C the run writes a checkpoint and ends. --resume continues from the newest
+checkpoint, after kill -9 too. metrics.jsonl in run_dir has a row per step; tensorboard --logdir
+RUN_DIR shows the same metrics.
 """
 
 
@@ -48,18 +49,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default=[],
         metavar="KEY=VALUE",
         dest="settings",
-        help="replace a setting of the file, such as optimizer.lr=3e-6; may be repeated",
+        help="override a setting of the file, such as optimizer.lr=3e-6; may be repeated",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in run_dir"
+        "--resume", action="store_true", help="continue from the newest checkpoint in run_dir"
     )
     parser.add_argument(
-        "--defaults", action="store_true", help="print a file of all settings, explained, and end"
+        "--defaults", action="store_true", help="print a file that explains all settings, and exit"
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="check the settings and estimate the memory of the GPU, and end",
+        help="check the settings, estimate the GPU memory that they need, and exit",
     )
     parser.set_defaults(run=run)
     return parser

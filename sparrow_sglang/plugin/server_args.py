@@ -64,15 +64,15 @@ FIELDS = {
         str | None,
         None,
         "KV budget schedule of the attention backend 'sparrow': a shipped name, a path to a .json"
-        " file, or fixed-<tokens>. Of several, separated by commas, the first is active and the"
-        " others are loaded for requests that ask for them. Default: the shipped schedule that fits"
-        " the model.",
+        " file, or fixed-<tokens>. Several may be given, separated by commas: the first is active,"
+        " and the others are loaded for requests that ask for them. Default: the shipped schedule"
+        " that fits the model.",
     ),
     "sparrow_audit_rate": ServerField(
         float,
         0.0,
-        "Share of finished requests that the attention backend 'sparrow' scores again densely, to"
-        " measure the mismatch; 0 to 1.",
+        "Share of finished requests, 0 to 1, that the attention backend 'sparrow' scores again"
+        " densely to measure the mismatch.",
     ),
     "sparrow_audit_log": ServerField(
         str | None,
