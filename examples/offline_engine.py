@@ -1,6 +1,6 @@
 """Generate with `sglang.Engine`, sparsely and then densely, and print what each decode step read.
 
-python offline_engine.py Qwen/Qwen3-4B      without a model, the small one that comes along
+python offline_engine.py Qwen/Qwen3-4B      without a model, the small embedded one
 """
 
 import inspect

@@ -34,7 +34,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="predict from the model's shapes what a schedule saves (no GPU needed)",
         description="Predict from a model's shapes where the time of a decode step goes and how"
         " much faster rollouts become under a schedule. Answers at once and needs no GPU.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "--model-path",
@@ -44,13 +43,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--schedule",
         default=AUTO,
-        help="shipped name, path to a .json file, fixed-<tokens>, or the model's own (auto)",
+        help="shipped name, path to a .json file, fixed-<tokens>, or auto for the model's own"
+        " (default: %(default)s)",
     )
     parser.add_argument(
         "--page-size",
         type=int,
         default=PAGE_SIZE,
-        help="tokens per page of named and fixed schedules",
+        help="tokens per page of named and fixed schedules (default: %(default)s)",
     )
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
@@ -62,25 +62,35 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="file of recorded lengths to use instead: a JSON list or JSONL, with items like 1234"
         ' or {"length": 1234}',
     )
-    parser.add_argument("--prompt-tokens", type=count, default=512, help="tokens per prompt")
+    parser.add_argument(
+        "--prompt-tokens", type=count, default=512, help="tokens per prompt (default: %(default)s)"
+    )
     parser.add_argument(
         "--samples",
         type=count,
         default=8,
-        help="generations per prompt, which share the prompt's KV in the paper's formula",
+        help="generations per prompt, which share the prompt's KV in the paper's formula"
+        " (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch", type=count, default=16, help="sequences that decode together on one GPU"
+        "--batch",
+        type=count,
+        default=16,
+        help="sequences that decode together on one GPU (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=KV_ITEMSIZES,
         default="auto",
-        help="KV cache dtype of the server; the paper's formula always counts 2 bytes per value",
+        help="KV cache dtype of the server; the paper's formula always counts 2 bytes per value"
+        " (default: %(default)s)",
     )
     hardware = parser.add_mutually_exclusive_group()
     hardware.add_argument(
-        "--gpu", choices=sorted(GPUS), default="h200", help="GPU whose data sheet is used"
+        "--gpu",
+        choices=sorted(GPUS),
+        default="h200",
+        help="GPU whose data sheet is used (default: %(default)s)",
     )
     hardware.add_argument(
         "--intensity", type=float, help="FLOPs per byte of another device, instead"
