@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ _DEEP_NUMBERS = re.compile(r"\[\n {5}\d+(,\n {5}\d+)*\n {4}\]")
 def replacing(target: Path) -> Iterator[Path]:
     """A path for the block to write a file or a folder to, which then takes the place of `target`.
 
-    The folder of `target` is made if needed. If the block raises, `target` is as it was and the
-    draft is gone. A folder that is replaced is deleted just before the renaming. Several processes
-    may write the same target; the last one stays.
+    The folder of `target` is made if needed. If the block or the renaming raises, `target` is as it
+    was and the draft is gone. Several processes may write the same target; the last one stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder:
@@ -34,9 +33,18 @@ def replacing(target: Path) -> Iterator[Path]:
         yield draft
         for path in (*draft.rglob("*"), draft):
             _flush(path)
+        # A folder cannot be renamed over another. The old one is deleted with the draft's folder,
+        # after the renaming: a process that is killed while it deletes leaves the new one.
+        old = Path(folder) / f"{DRAFT_PREFIX}old"
         if draft.is_dir():
-            shutil.rmtree(target, ignore_errors=True)
-        os.replace(draft, target)
+            with suppress(FileNotFoundError):
+                os.replace(target, old)
+        try:
+            os.replace(draft, target)
+        except OSError:
+            if old.exists():
+                os.replace(old, target)
+            raise
         _flush(target.parent)
 
 
