@@ -33,8 +33,8 @@ sparrow COMMAND --help explains a command and its options.
 
 DOCTOR_HELP = """\
 Check whether sparse decode works here, in the order in which a server would fail: versions, entry
-points, environment, plugin, platform, model, schedule. Prints one line per check; the exit code is
-1 if a check failed. Takes the flags of `sparrow serve`, and loads no weights.
+points, environment, plugin, platform, model, schedule. Prints one line per check, and ends with
+exit code 1 if one failed. Takes the flags of `sparrow serve`, and loads no weights.
 """
 
 DOCTOR_EPILOG = """\
