@@ -61,7 +61,20 @@ def _flag(field: str, why: str) -> _Rule:
     return _Rule(field, bool, why, f"remove --{field.replace('_', '-')}")
 
 
+def _ranks(field: str) -> _Rule:
+    return _Rule(
+        field,
+        lambda value: value is not None and value < 1,
+        "expected 1 or more",
+        f"pass --{field.replace('_', '-')} 1, or leave it out",
+    )
+
+
 _RULES = (
+    _ranks("tp_size"),
+    _ranks("dp_size"),
+    _ranks("pp_size"),
+    _ranks("ep_size"),
     _Rule(
         "page_size",
         lambda value: value is not None and value not in PAGE_SIZES,
@@ -181,6 +194,12 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     if graphs is not None and graphs.backend == "full":
         problems.append("cuda_graph_config[prefill].backend='full': use breakable or disabled")
+    tp_size, dp_size = server_args.tp_size, server_args.dp_size
+    if server_args.enable_dp_attention and dp_size > 0 and tp_size % dp_size:
+        problems.append(
+            f"enable_dp_attention with tp_size={tp_size}, dp_size={dp_size}: its replicas share the"
+            " ranks evenly; pass a --tp-size that is a multiple of --dp-size"
+        )
     for variable, why in _ENVIRONMENT.items():
         if hasattr(envs, variable) and getattr(envs, variable).get():
             problems.append(f"{variable}=1: {why}; unset it")

@@ -43,13 +43,20 @@ REPORT = """<testsuites><testsuite><properties>
 </properties>{cases}</testsuite></testsuites>"""
 
 
-def test_reports_of_gpu_tests_are_counted_by_how_each_test_ended_last(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def fresh_tool(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tool with a page of its own and no results yet."""
     monkeypatch.setattr(tool, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(tool, "PAGE", tmp_path / "page.md")
     tool.RESULTS.mkdir()
     tool.PAGE.write_text(f"before\n{tool.HEAD}\n\nafter\n")
+    return tool
+
+
+def test_reports_of_gpu_tests_are_counted_by_how_each_test_ended_last(
+    fresh_tool: ModuleType, tmp_path: Path
+) -> None:
+    tool = fresh_tool
     case = '<testcase classname="tests.gpu.test_step" name="{}">{}</testcase>'
     # pytest writes a test that was interrupted without a name, and without an outcome.
     first = case.format("a", "") + case.format("b", "<failure />") + '<testcase time="0.003" />'
@@ -75,12 +82,9 @@ def test_reports_of_gpu_tests_are_counted_by_how_each_test_ended_last(
 
 
 def test_reports_of_another_run_replace_the_counts_of_their_files_only(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fresh_tool: ModuleType, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tool, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(tool, "PAGE", tmp_path / "page.md")
-    tool.RESULTS.mkdir()
-    tool.PAGE.write_text(f"before\n{tool.HEAD}\n\nafter\n")
+    tool = fresh_tool
     report = tmp_path / "report.xml"
 
     def count(device: str, commit: str, **files: str) -> dict:
