@@ -71,20 +71,35 @@ def _merge_splits(
     """Combine the splits of one (request, KV head), one query head after the other."""
     columns = head_columns(D)
     split = tl.arange(0, SPLITS_PAD)
+    # The registers of one warp hold the outputs of this many splits, and not many more.
+    CHUNK: tl.constexpr = min(SPLITS_PAD, 2048 // columns.shape[0])
     for member in tl.static_range(GROUP):
-        part = (pair.to(tl.int64) * GROUP + member) * splits + split
+        first = (pair.to(tl.int64) * GROUP + member) * splits
         # .cg reads from L2, because other SMs wrote these numbers.
         lse = tl.load(
-            partial_lse + part, mask=split < active, other=float("-inf"), cache_modifier=".cg"
-        )
-        parts = tl.load(
-            partial_out + part[:, None] * D + columns[None, :],
-            mask=head_mask(split[:, None] < active, columns, D),
-            other=0.0,
+            partial_lse + first + split,
+            mask=split < active,
+            other=float("-inf"),
             cache_modifier=".cg",
         )
-        weight = tl.exp2(lse - tl.max(lse, axis=0))
-        merged = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+        top = tl.max(lse, axis=0)
+        merged = tl.zeros(columns.shape, tl.float32)
+        for start in tl.static_range(0, SPLITS_PAD, CHUNK):
+            part = start + tl.arange(0, CHUNK)
+            share = tl.load(
+                partial_lse + first + part,
+                mask=part < active,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            parts = tl.load(
+                partial_out + (first + part[:, None]) * D + columns[None, :],
+                mask=head_mask(part[:, None] < active, columns, D),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            merged += tl.sum(parts * tl.exp2(share - top)[:, None], axis=0)
+        merged /= tl.sum(tl.exp2(lse - top), axis=0)
         store_head(out_row + member * D, columns, merged, D)
 
 

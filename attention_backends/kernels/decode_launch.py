@@ -10,7 +10,7 @@ from sparrow_sglang.attention_backends.kernels.checks import sm_count
 MAX_SPLITS = 64
 # Numbers of splits that a kernel merges at most. One kernel is compiled for each of these, and a
 # launch takes the smallest that is large enough.
-SPLIT_PADS = (4, 16, MAX_SPLITS)
+SPLIT_PADS = (4, 16, 32, MAX_SPLITS)
 # Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_SM = 4

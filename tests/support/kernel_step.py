@@ -48,8 +48,9 @@ DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=ON_GPU)]
 
 def require_passes_interpreted(test_file: Path) -> None:
     """Fail unless the file's cases pass in Triton's interpreter, in a process of their own."""
-    path = os.pathsep.join([str(test_file.parent), str(Path(__file__).parent)])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    # The paths of this process are kept: the package may be in one of them, not installed.
+    folders = [str(test_file.parent), str(Path(__file__).parent), *filter(None, sys.path)]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-m", "pytest", str(test_file), "--noconftest", "-q", "-p"]
     run = subprocess.run(
         [*command, "no:cacheprovider"], env=env, capture_output=True, text=True, timeout=570

@@ -3,14 +3,20 @@
 Triton takes seconds to compile one, and compiles another for each new set of constant arguments.
 """
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 
 from sparrow_sglang.attention_backends.kernels import decode, select
 from sparrow_sglang.attention_backends.kernels.decode_launch import (
     MAX_SPLITS,
+    SPLIT_PADS,
+    DecodeLaunch,
     allocate_decode_scratch,
     decode_launch,
 )
@@ -56,7 +62,43 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
         counts = torch.ones(batch, dtype=torch.int32)
         common = {"page_size": 16, "sm_scale": 1.0, "scratch": parts, "launch": launch}
         decode.sparse_decode(q, pool, pool, page_ids, counts, counts, q, **common)
-    assert len(launches.constants) <= 3
+    assert len(launches.constants) <= len(SPLIT_PADS)
+
+
+@pytest.mark.parametrize("splits", SPLIT_PADS)
+def test_attention_spills_no_registers(tmp_path: Path, splits: int) -> None:
+    """A program is one warp, whose registers must hold a tile, and then the parts it merges."""
+    kernel, launch = decode._decode_kernel, DecodeLaunch(splits)
+    constants = {
+        "sinks": None, "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SPLITS_PAD": splits,
+        "MMA_ROWS": 16, "BLOCK": launch.block_tokens, "STAGES": launch.stages,
+        "EVERY_PAGE": False, "SINKS": False, "AFTER_SELECT": False,
+    }  # fmt: skip
+    types = dict.fromkeys(("q", "k_buffer", "v_buffer", "out"), "*bf16")
+    types |= dict.fromkeys(("page_ids", "counts", "seq_lens", "arrivals"), "*i32")
+    types |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
+    types |= dict.fromkeys(("scale", "v_scale"), "fp32") | dict.fromkeys(constants, "constexpr")
+    names = [each.name for each in kernel.params]
+    aligned = [
+        index
+        for index, name in enumerate(names)
+        if types.get(name, "").startswith("*") or name.endswith("_stride")
+    ]
+    source = triton.compiler.ASTSource(
+        kernel,
+        {name: types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(index,): [["tt.divisibility", 16]] for index in aligned},
+    )
+    options = {"num_warps": launch.num_warps, "num_stages": launch.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    binary = tmp_path / "decode.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run(
+        [tool, "-res-usage", binary], capture_output=True, text=True, check=True
+    ).stdout
+    assert " REG:" in usage and " STACK:0 " in usage, usage
 
 
 def test_selection(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
