@@ -21,6 +21,12 @@ def text_config(hf_config: Any) -> Any:
     return config_value(hf_config, "text_config") or hf_config
 
 
+def model_value(hf_config: Any, key: str) -> Any:
+    """The field `key` of a config, or else of its language model's; None where neither has one."""
+    value = config_value(hf_config, key)
+    return config_value(text_config(hf_config), key) if value is None else value
+
+
 def num_layers_of(hf_config: Any) -> int:
     """Layers of the language model."""
     layers: int = config_value(text_config(hf_config), "num_hidden_layers")

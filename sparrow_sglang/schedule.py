@@ -30,8 +30,8 @@ from pydantic import (
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import (
-    config_value,
     linear_layers,
+    model_value,
     num_layers_of,
     partial_layers,
 )
@@ -315,7 +315,7 @@ class BudgetSchedule(BaseModel):
     def matches(self, hf_config: Any) -> bool:
         """Whether `model_match` is there and fits the Hugging Face config (object or mapping)."""
         fields = self.model_match or {}
-        return bool(fields) and all(config_value(hf_config, k) == v for k, v in fields.items())
+        return bool(fields) and all(model_value(hf_config, k) == v for k, v in fields.items())
 
     @classmethod
     def fixed(cls, tokens: int, page_size: int = PAGE_SIZE) -> "BudgetSchedule":

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from sparrow_sglang.hf_config import config_value
+from sparrow_sglang.hf_config import model_value
 from sparrow_sglang.json_values import cut, quoted, relative_note
 from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule, ScheduleError
 from sparrow_sglang.selection import SelectionRule
@@ -62,7 +62,7 @@ def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
     fitting = [schedule for schedule in shipped if schedule.matches(hf_config)]
     if not fitting:
         fields = ("architectures", "hidden_size", "num_hidden_layers")
-        got = ", ".join(f"{key}={quoted(config_value(hf_config, key))}" for key in fields)
+        got = ", ".join(f"{key}={quoted(model_value(hf_config, key))}" for key in fields)
         raise ScheduleError(
             f"no shipped schedule fits this model ({got}): choose one with --sparrow-schedule, a"
             f" path to a .json file, fixed-<tokens> (not calibrated), or one of"

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparrow_sglang.rl.policy.packed_attention import causal_attention, like_lengths
@@ -61,24 +60,3 @@ def _attend_within_sequences(
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend_within_sequences)
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """Raises `ValueError` on models that plain causal attention and projection would get wrong."""
-    config = model.config
-    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    wrong = [f"layers of type {kind}" for kind in sorted(layers)]
-    if not layers and getattr(config, "sliding_window", None):
-        used = getattr(config, "use_sliding_window", True)
-        wrong += [f"sliding_window={config.sliding_window}"] if used else []
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        wrong += [f"{name}={getattr(config, name)}"] if getattr(config, name, None) else []
-    for name in ("logits_scaling", "logit_scale"):
-        wrong += [name] if getattr(config, name, 1.0) not in (None, 1.0) else []
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        wrong.append("a bias of the vocabulary projection")
-    if wrong:
-        raise ValueError(
-            f"model of type {config.model_type} has {', '.join(wrong)}: expected full causal"
-            " attention and a plain vocabulary projection, such as Llama, Qwen2 and Qwen3 have"
-        )

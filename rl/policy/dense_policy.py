@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence, sampled_tokens
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
-from sparrow_sglang.rl.policy.attention import ATTENTION, check_supported
+from sparrow_sglang.rl.policy.attention import ATTENTION
 from sparrow_sglang.rl.policy.chunked_logprobs import (
     acceptance_between,
     token_logprobs,
@@ -30,6 +30,7 @@ from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, adamw, add
 from sparrow_sglang.rl.policy.packing import Packed, deal, idle, lay_out, pack
 from sparrow_sglang.rl.policy.shards import Sharded, like, local, whole
 from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule
+from sparrow_sglang.rl.policy.supported_models import check_supported
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -6,7 +6,8 @@ intervals, and one budget per position bin with the reason for it. Pure arithmet
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from math import ceil, gcd
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,11 +92,13 @@ def choose(
     num_bins: int,
     bin_tokens: int,
     min_tokens: int,
+    least_weight: float = 1.0,
 ) -> list[Choice]:
     """Choose per bin the cheapest budget that holds as do all larger ones, made monotone.
 
     `tails` is budget -> bin -> tail. In a bin where budgets were measured and none holds, the
-    budget is the end of the bin, with which every step in it is dense. A bin without enough tokens
+    budget is one with which every step in the bin is dense: the end of the bin, or more where the
+    layer of `least_weight` reads less than the budget. A bin without enough tokens
     takes the need of the next filled one, as needs grow with length. Beyond the last filled bin,
     the need of that bin is scaled in proportion to the length. Raises `CalibrationError` if no bin
     is filled, and on a target outside (0, 1).
@@ -105,7 +108,7 @@ def choose(
     needed = {
         index: need
         for index in range(num_bins)
-        if (need := _need(tails, index, target, bin_tokens, min_tokens)) is not None
+        if (need := _need(tails, index, target, bin_tokens, min_tokens, least_weight)) is not None
     }
     if not needed:
         most = max((tail.tokens for bins in tails.values() for tail in bins.values()), default=0)
@@ -114,19 +117,19 @@ def choose(
             f" {min_tokens} from two prompts or more; add --samples or prompts, or lower"
             " --min-tokens"
         )
-    page = np.gcd.reduce([bin_tokens, *tails])
+    page = _page(tails, bin_tokens)
     choices: list[Choice] = []
     budget = 0
     for index in range(num_bins):
         own = needed.get(index)
         if own is None:
-            own = _extrapolate(needed, index, int(page))
+            own = _extrapolate(needed, index, page)
         budget = max(budget, own)
         evidence = tails.get(budget, {}).get(index)
         basis: Literal["measured", "dense", "extrapolated"] = "measured"
         if index not in needed:
             basis = "extrapolated"
-        elif budget >= (index + 1) * bin_tokens:
+        elif budget >= whole_budget(tails, index, bin_tokens, least_weight):
             basis = "dense"
         choices.append(Choice(index, budget, own, basis, evidence))
     return choices
@@ -138,14 +141,15 @@ def closest(
     target: float,
     bin_tokens: int,
     min_tokens: int,
+    least_weight: float = 1.0,
 ) -> tuple[int, BinTail] | None:
     """The budget that came closest to the target in bin `index`, with its tail there.
 
     Returns None where a measured budget holds or none can be judged. `tails` is budget -> bin ->
     tail, as for `choose`. Budgets that hold although a larger one does not are not considered.
     """
-    end = (index + 1) * bin_tokens
-    if _need(tails, index, target, bin_tokens, min_tokens) != end:
+    end = whole_budget(tails, index, bin_tokens, least_weight)
+    if _need(tails, index, target, bin_tokens, min_tokens, least_weight) != end:
         return None
     missed = [
         (budget, bins[index])
@@ -157,12 +161,29 @@ def closest(
     return max(missed, key=lambda pair: (pair[1].tail_low, pair[0]), default=None)
 
 
+def whole_budget(
+    tails: Mapping[int, Any], index: int, bin_tokens: int, least_weight: float = 1.0
+) -> int:
+    """Budget in tokens with which every layer reads all that is cached in bin `index`.
+
+    A layer reads the budget times its weight, `least_weight` or more.
+    """
+    page = _page(tails, bin_tokens)
+    return ceil((index + 1) * bin_tokens / (least_weight * page)) * page
+
+
+def _page(tails: Mapping[int, Any], bin_tokens: int) -> int:
+    """Tokens that bins and all budgets, the keys of `tails`, are multiples of."""
+    return gcd(bin_tokens, *tails)
+
+
 def _need(
     tails: Mapping[int, Mapping[int, BinTail]],
     index: int,
     target: float,
     bin_tokens: int,
     min_tokens: int,
+    least_weight: float,
 ) -> int | None:
     """Cheapest budget that holds in this bin, as do all larger ones; None if no budget is filled.
 
@@ -176,7 +197,7 @@ def _need(
     }
     if not filled:
         return None
-    need = (index + 1) * bin_tokens
+    need = whole_budget(tails, index, bin_tokens, least_weight)
     for budget in sorted((each for each in filled if each < need), reverse=True):
         if not holds(filled[budget], target):
             break

@@ -26,12 +26,12 @@ from sparrow_sglang.calibration.prompts import (
 )
 from sparrow_sglang.calibration.rule import RuleChoice, rule_settings
 from sparrow_sglang.calibration.store import WorkFolder
-from sparrow_sglang.hf_config import linear_layers
+from sparrow_sglang.hf_config import linear_layers, model_value
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.tail import BIN_TOKENS
 from sparrow_sglang.models import model_folder, model_problem, path_problem
 from sparrow_sglang.provenance import provenance
-from sparrow_sglang.schedule import NAME, BudgetSchedule
+from sparrow_sglang.schedule import NAME, PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
 MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
@@ -90,12 +90,17 @@ class Job:
         return dict(zip(_schedule_files(self.out, self.targets), self.targets, strict=True))
 
 
+def _untokenized(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
+    """Two tokens for any text, to check a file's form without a tokenizer."""
+    return [0, 0]
+
+
 def require_files(args: argparse.Namespace) -> None:
     """Refuse missing or malformed files, before torch and SGLang are imported."""
     if problem := path_problem(args.model_path):
         raise CalibrationError(f"--model-path {args.model_path}: {problem}")
     if args.prompts is not None:
-        read_prompts(args.prompts, lambda text: [0], sys.maxsize)
+        read_prompts(args.prompts, _untokenized, sys.maxsize)
     for path in args.check or ():
         BudgetSchedule.from_json(path)
 
@@ -161,20 +166,32 @@ def check_job(args: argparse.Namespace) -> Job:
             f" {sorted({s.page_size for s in schedules})}: expected different names and one page"
             " size; check them one after the other"
         )
-    targets = [schedule.tail_target or (args.target or [None])[0] for schedule in schedules]
-    if None in targets:
+    if args.target and len(args.target) > 1:
         raise CalibrationError(
-            f"--check: {names[targets.index(None)]} has no tail_target: pass --target"
+            f"--target {' '.join(map(str, args.target))} with --check: expected one, or none to"
+            " judge each schedule by its own"
         )
+    if args.page_size not in (PAGE_SIZE, page_size):
+        raise CalibrationError(
+            f"--page-size {args.page_size} with --check: {names[0]} has pages of {page_size}; leave"
+            " it out"
+        )
+    own = args.target[0] if args.target else None
+    targets = []
+    for schedule in schedules:
+        if (target := own or schedule.tail_target) is None:
+            raise CalibrationError(f"--check: {schedule.name} has no tail_target: pass --target")
+        targets.append(target)
     first = Path(args.check[0])
     prompts = load_prompts(args, model_path, context, schedules[0].bin_tokens, "check")
     arms = [schedule_arm(schedule) for schedule in schedules]
     settings = settings_of(args, model_path, prompts, context) | {
+        "page_size": page_size,
         "schedules": [
             [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers]
             + ([rule_settings(s.selection)] if s.selection != SelectionRule() else [])
             for s in schedules
-        ]
+        ],
     }
     units = units_of_work(prompts, arms, args.samples, args.new_tokens, context - UNSCORED)
     return Job(
@@ -239,7 +256,12 @@ def find_model(spec: str, engine_args: dict[str, Any]) -> tuple[str, str, Any, i
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise CalibrationError(f"--model-path {spec}: {model_problem(path, error)}") from None
-    context = engine_args.get("context_length") or config.max_position_embeddings
+    context = engine_args.get("context_length") or model_value(config, "max_position_embeddings")
+    if context is None:
+        raise CalibrationError(
+            f"--model-path {spec}: its config has no max_position_embeddings; expected"
+            " context_length in --engine-args"
+        )
     return Path(spec).name, path, config, int(context)
 
 
@@ -305,7 +327,7 @@ def origin(job: Job) -> dict[str, Any]:
         "model_match": {
             key: value
             for key in MATCHED_FIELDS
-            if (value := getattr(job.hf_config, key, None)) is not None
+            if (value := model_value(job.hf_config, key)) is not None
         },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(),

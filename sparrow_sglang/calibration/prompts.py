@@ -6,16 +6,23 @@ In: a file or nothing. Out: token ids with a name each, checked against the mode
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.json_values import cut, relative_note
 
-Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
-"""Converts a string, or chat messages, to token ids."""
+
+class Tokenize(Protocol):
+    """Converts a string, or chat messages, to token ids."""
+
+    def __call__(
+        self, text: str | list[dict[str, Any]], add_special_tokens: bool = True
+    ) -> list[int]:
+        """Without `add_special_tokens`, a string gets no tokens of a text's start or end."""
+
 
 # Tokens of the context that SGLang (0.5.17) does not allow for input; a sequence to score is input.
 UNSCORED = 6
@@ -51,7 +58,7 @@ def tokenizer_of(model_path: str) -> Tokenize:
     """
     loaded: list[Any] = []
 
-    def tokenize(text: str | list[dict[str, Any]]) -> list[int]:
+    def tokenize(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
         if not loaded:
             from transformers import AutoTokenizer
 
@@ -59,7 +66,7 @@ def tokenizer_of(model_path: str) -> Tokenize:
         if loaded[0].chat_template is None and not isinstance(text, str):
             text = "\n\n".join(str(message.get("content", "")) for message in text)
         if isinstance(text, str):
-            return list(loaded[0](text)["input_ids"])
+            return list(loaded[0](text, add_special_tokens=add_special_tokens)["input_ids"])
         ids = loaded[0].apply_chat_template(
             text, add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -77,7 +84,8 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     prompt that leaves no room for a token in `context`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`, which also splits at separators that JSON strings may contain.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(
             f"--prompts {path}{relative_note(path)}: cannot be read"
@@ -125,7 +133,9 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], l
             ' {"messages": [...]} or {"input_ids": [numbers]}, with at least one token'
         )
     response = fields.get("response", [])
-    following = tokenize(response) if isinstance(response, str) and response else response
+    following = response
+    if isinstance(response, str) and response:
+        following = tokenize(response, add_special_tokens=False)
     if "response" in fields and not (_are_ids(following) and len(following) > 1):
         raise CalibrationError(
             f"{where}: response {cut(repr(response))}: expected a text or token ids, two tokens or"

@@ -49,7 +49,9 @@ def write_schedules(job: Job) -> Iterator[str]:
     schedules, failures = [], []
     with _kept(job.work):
         for path, target in job.files.items():
-            yield from describe_misses(tails, target, job.bin_tokens, min_tokens)
+            yield from describe_misses(
+                tails, target, job.bin_tokens, min_tokens, _least_weight(job.rule)
+            )
             try:
                 schedule = make_schedule(
                     path.stem,
@@ -111,9 +113,12 @@ def make_schedule(
     only.
     """
     num_bins = -(-context // bin_tokens)
-    choices = choose(tails, target, num_bins, bin_tokens, min_tokens)
+    least = _least_weight(rule)
+    choices = choose(tails, target, num_bins, bin_tokens, min_tokens, least)
     if not any(choice.basis == "measured" for choice in choices):
-        raise CalibrationError(nothing_holds(tails, target, num_bins, bin_tokens, min_tokens))
+        raise CalibrationError(
+            nothing_holds(tails, target, num_bins, bin_tokens, min_tokens, least)
+        )
     rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
     fields: dict[str, Any] = {}
     if rule is not None:
@@ -142,6 +147,14 @@ def make_schedule(
     )
 
 
+def _least_weight(rule: RuleChoice | None) -> float:
+    """Smallest share of the budget that a sparse layer reads."""
+    weights = rule.selection.layer_weights if rule is not None else None
+    if rule is None or weights is None:
+        return 1.0
+    return min(weight for layer, weight in enumerate(weights) if layer not in rule.dense_layers)
+
+
 def _bin_evidence(choice: Choice) -> dict[str, Any]:
     row: dict[str, Any] = {
         "bin": choice.bin,
@@ -161,10 +174,11 @@ def check_schedule(
     """Tail per bin of generations under the schedule, against the target, as JSON values.
 
     A bin's verdict is "holds" unless its whole confidence interval lies below the target
-    ("fails"); "too few tokens" where it cannot be judged, "dense" where the budget holds the whole
+    ("fails"); "too few tokens" where it cannot be judged, "dense" where every layer reads the whole
     bin. `holds` is true if no bin fails and at least one holds or is dense.
     """
     tails = bin_tails(generations, schedule.bin_tokens, schedule.page_size)
+    least_read = schedule.layer_budgets(min(schedule.sparse_weights))
     rows: list[dict[str, Any]] = []
     for index in sorted(tails.keys() | set(range(len(schedule.budget_tokens)))):
         start = index * schedule.bin_tokens
@@ -173,7 +187,7 @@ def check_schedule(
         tail = tails.get(index)
         if tail is not None:
             row |= interval(tail)
-        if budget >= start + schedule.bin_tokens:
+        if least_read[min(index, len(least_read) - 1)] >= (index + 1) * schedule.bin_pages:
             verdict = "dense"
         elif tail is None or tail.tail_high is None or not is_filled(tail, min_tokens):
             verdict = "too few tokens"

@@ -13,6 +13,7 @@ from sparrow_sglang.calibration.choice import (
     closest,
     holds,
     is_filled,
+    whole_budget,
 )
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail
 from sparrow_sglang.schedule import BudgetSchedule
@@ -52,16 +53,18 @@ def describe_tails(tails: Tails, targets: Sequence[float], bin_tokens: int, min_
     return "\n".join(lines)
 
 
-def describe_misses(tails: Tails, target: float, bin_tokens: int, min_tokens: int) -> list[str]:
+def describe_misses(
+    tails: Tails, target: float, bin_tokens: int, min_tokens: int, least_weight: float = 1.0
+) -> list[str]:
     """A line on each bin where no measured budget holds: which came closest, and what to try."""
     page = math.gcd(bin_tokens, *tails)
     lines = []
     for index in sorted({index for bins in tails.values() for index in bins}):
-        found = closest(tails, index, target, bin_tokens, min_tokens)
+        found = closest(tails, index, target, bin_tokens, min_tokens, least_weight)
         if found is None:
             continue
         budget, tail = found
-        end = (index + 1) * bin_tokens
+        end = whole_budget(tails, index, bin_tokens, least_weight)
         largest = max(each for each, bins in tails.items() if index in bins and each < end)
         between = (largest + end) // (2 * page) * page
         hints = []
@@ -79,12 +82,18 @@ def describe_misses(tails: Tails, target: float, bin_tokens: int, min_tokens: in
 
 
 def nothing_holds(
-    tails: Tails, target: float, num_bins: int, bin_tokens: int, min_tokens: int
+    tails: Tails,
+    target: float,
+    num_bins: int,
+    bin_tokens: int,
+    min_tokens: int,
+    least_weight: float = 1.0,
 ) -> str:
     missed = [
         (index, *found)
         for index in range(num_bins)
-        if (found := closest(tails, index, target, bin_tokens, min_tokens)) is not None
+        if (found := closest(tails, index, target, bin_tokens, min_tokens, least_weight))
+        is not None
     ]
     words = "the budgets hold every measured position whole"
     if missed:

@@ -160,7 +160,8 @@ def run(args: argparse.Namespace) -> int:
     reports = write_check(job)
     for report in reports:
         counts = ", ".join(f"{row['bin']}: {row['verdict']}" for row in report["bins"])
-        print(f"{report['schedule']}: {'holds' if report['holds'] else 'does not hold'} ({counts})")
+        verdict = "holds" if report["holds"] else "does not hold"
+        print(f"{report['schedule']}: {verdict} {report['target']:g} ({counts})")
     print(job.out)
     return 0 if all(report["holds"] for report in reports) else 1
 

@@ -25,6 +25,8 @@ from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 _HUB_TIMEOUT_S = 10.0
+# Keys of a measured row that say on how many GPUs, and over which KV cache.
+_LAYOUT = ("tp", "ep", "kv_cache_dtype")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -183,7 +185,10 @@ def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> Budg
 
 
 def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredStep, ...]:
-    """Rows of this model; all rows if none names a model."""
+    """Rows of this model on one GPU, over the plan's KV cache; a row that names no model counts.
+
+    Raises `InputError` if there is none: bytes of other steps are not those of the plan.
+    """
     content = _read_json(path, "--measured")
     rows = content.get("rows") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
@@ -199,7 +204,23 @@ def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredS
             f"{path}: no row is of the model {model!r}; it measures {', '.join(models)}; expected"
             " rows of the model of --model-path"
         )
+    like = [row for row in rows if _is_planned(row, shape)]
+    if not like:
+        seen = {key: sorted({str(row[key]) for row in rows if key in row}) for key in _LAYOUT}
+        told = "; ".join(f"{key} {', '.join(values)}" for key, values in seen.items() if values)
+        raise InputError(
+            f"{path}: its rows of {model!r} are of other steps than this plan's ({told}); expected"
+            " rows of tp 1 and ep 1, whose KV cache is that of --kv-cache-dtype"
+        )
+    rows = like
     return tuple(MeasuredStep.from_row(row, shape) for row in rows)
+
+
+def _is_planned(row: Mapping[str, Any], shape: ModelShape) -> bool:
+    """Whether a row was measured on one GPU, with the KV cache of the plan, as far as it says."""
+    dtype = row.get("kv_cache_dtype")
+    like = dtype is None or KV_ITEMSIZES.get(str(dtype)) == shape.kv_itemsize
+    return like and row.get("tp", 1) == row.get("ep", 1) == 1
 
 
 def _read_json(path: Path, option: str) -> Any:

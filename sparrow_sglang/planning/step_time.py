@@ -99,7 +99,7 @@ def fit_step_time(steps: Sequence[MeasuredStep]) -> StepTimeFit:
 def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
     batch, cached = _positive(row, "batch"), _positive(row, "cached_tokens")
     weights = 2.0 * shape.weights_read(batch)
-    per_layer = 2 * shape.layer_kv_width
+    per_layer = shape.kv_itemsize * shape.layer_kv_width
     whole = shape.whole_layers
     if shape.linear:
         weights += batch * shape.linear.moved_bytes
@@ -113,7 +113,8 @@ def _bytes_of_row(row: Mapping[str, Any], shape: ModelShape) -> float:
     # never scored.
     pages = cached / row.get("page_size", PAGE_SIZE) - 3 * batch if budget < cached else 0.0
     kv = per_layer * (dense_layers * cached + sparse_layers * budget)
-    return weights + kv + per_layer / 2 * sparse_layers * max(0.0, pages)
+    # A landmark is a mean key in 16 bits, whatever the KV cache holds.
+    return weights + kv + shape.layer_kv_width * sparse_layers * max(0.0, pages)
 
 
 def _positive(row: Mapping[str, Any], key: str) -> float:

@@ -198,7 +198,9 @@ def _budget_figure(schedules: Sequence[BudgetSchedule]) -> Figure:
     chart = Chart(
         "KV budget by length", _POSITION_LABEL, "KV tokens read", lines, from_zero=True, top=top
     )
-    return Figure(chart, "Where the budget lies above the dashed line, decode is dense.")
+    weighted = any(schedule.selection.layer_weights for schedule in schedules)
+    layers = "layers of average weight read everything" if weighted else "decode is dense"
+    return Figure(chart, f"Where the budget lies above the dashed line, {layers}.")
 
 
 def _check_figure(check: Row, width: int) -> Figure:

@@ -12,10 +12,12 @@ from sparrow_sglang.calibration.choice import (
     choose,
     closest,
 )
-from sparrow_sglang.calibration.report import make_schedule
+from sparrow_sglang.calibration.report import check_schedule, make_schedule
+from sparrow_sglang.calibration.rule import RuleChoice
 from sparrow_sglang.calibration.tables import describe_misses
 from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 BIN = 64
 
@@ -87,6 +89,21 @@ def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:
         make_schedule("m", 0.8, tails, 16, BIN, 320, 500, origin)
     assert "\n" not in str(error.value)
     assert make_schedule("m", 0.55, tails, 16, BIN, 320, 500, origin).calibrated
+
+
+def test_a_dense_bin_is_dense_in_the_layers_that_read_least() -> None:
+    rule = RuleChoice(SelectionRule(layer_weights=(9.0, 0.4, 1.6)), (0,), {})
+    tails = {64: {3: tail(3, 0.9), 4: tail(4, 0.1)}, 448: {4: tail(4, 0.2)}}
+    origin = {"model": "m", "model_match": {}}
+    schedule = make_schedule("m", 0.8, tails, 16, BIN, 320, 500, origin, rule)
+    # 448 tokens are more than the bin's end, but were measured with layers that read 0.4 of them.
+    assert schedule.provenance["bins"][4]["basis"] == "dense"
+    for cached in range(4 * BIN, 5 * BIN):
+        assert schedule.tokens_read(cached) == cached
+    rates = [Tokens(prompt, np.full(600, 300), np.full(600, 0.5)) for prompt in "ab"]
+    assert check_schedule(schedule, 0.8, rates, 500)["bins"][4]["verdict"] == "dense"
+    cheaper = BudgetSchedule(**schedule.model_dump() | {"budget_tokens": (64, 64, 64, 64, 448)})
+    assert check_schedule(cheaper, 0.8, rates, 500)["bins"][4]["verdict"] == "fails"
 
 
 def test_no_filled_bin_and_wrong_targets_are_refused() -> None:

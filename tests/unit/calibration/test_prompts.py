@@ -16,11 +16,18 @@ from sparrow_sglang.calibration.choice import CalibrationError, Tokens, bin_tail
 from sparrow_sglang.calibration.prompts import builtin_prompts, read_prompts
 from sparrow_sglang.mismatch.tail import BinTail
 
+START = 1
 
-def words(text: str | list[dict[str, Any]]) -> list[int]:
+
+def words(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
     """A tokenizer without a model: one token per word, by content."""
     flat = text if isinstance(text, str) else " ".join(m["content"] for m in text)
     return [sum(word.encode()) + 1 for word in flat.split()]
+
+
+def with_start(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
+    """`words` of a model whose texts start with a token of their own."""
+    return [START] * add_special_tokens + words(text)
 
 
 def test_prompts_are_read_in_all_forms(tmp_path: Path) -> None:
@@ -33,6 +40,22 @@ def test_prompts_are_read_in_all_forms(tmp_path: Path) -> None:
     read = [(p.input_ids, p.response_ids) for p in read_prompts(path, words, 12)]
     sampled = [((98, 99), ()), ((100,), ()), ((7, 8, 9), ())]
     assert read == [*sampled, ((7,), (5, 6)), ((98,), (99, 100))]
+
+
+def test_a_response_goes_on_after_its_prompt_without_a_start_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "response": "b c"}\n')
+    (prompt,) = read_prompts(path, with_start, 12)
+    assert (prompt.input_ids, prompt.response_ids) == ((START, 98), (99, 100))
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_only_line_breaks_end_a_line(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = [{"prompt": f"a{separator}b"}, {"prompt": "c"}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    assert len(read_prompts(path, words, 12)) == 2
 
 
 def test_lines_with_the_same_prompt_are_one_in_the_bootstrap(tmp_path: Path) -> None:

@@ -295,6 +295,26 @@ def test_refuses_files_that_hold_something_else(
         plan(option, str(file))
 
 
+@pytest.mark.parametrize("other", [{"tp": 2}, {"ep": 2}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
+def test_steps_of_other_gpus_or_caches_are_not_those_of_the_plan(
+    plan: Plan, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    """Their bytes are those of a rank, or of another cache."""
+    file = tmp_path / "decode_step.json"
+    rows = [row | {"step_ms": row["step_ms"] / 2} | other for row in measured_rows(True)]
+    file.write_text(json.dumps(rows))
+    with pytest.raises(ValueError, match="of other steps than this plan's"):
+        plan("--measured", str(file))
+    alone = plan("--measured", _written(tmp_path, measured_rows(True)))
+    assert plan("--measured", _written(tmp_path, measured_rows(True) + rows)) == alone
+
+
+def _written(folder: Path, rows: list[dict[str, Any]]) -> str:
+    file = folder / "rows.json"
+    file.write_text(json.dumps(rows))
+    return str(file)
+
+
 def test_refuses_models_without_a_usable_config(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="config.json: cannot be read"):
         plan(model=str(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import RULE, RULED
 from training import settings
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, Qwen3MoeConfig
 
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
@@ -221,6 +221,22 @@ def test_rules_that_model_or_engine_cannot_follow_are_refused_by_their_key(tmp_p
         prepare(
             TrainConfig(**base, engine={"schedule": "fixed-64"}, ladder={"schedules": [str(path)]})
         )
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (Qwen3MoeConfig(), "model of type qwen3_moe has a mixture of 128 experts: expected"),
+        (Gemma3TextConfig(), "model of type gemma3_text has layers of type sliding_attention"),
+    ],
+    ids=["experts", "windows"],
+)
+def test_models_that_cannot_be_trained_are_named_before_they_are_loaded(tmp_path, config, problem):
+    config.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder("smollm2-135m")).save_pretrained(tmp_path)
+    run = {"run_dir": tmp_path / "run", "task": {"name": "story"}, "model": {"path": str(tmp_path)}}
+    with pytest.raises(InputError, match=problem):
+        prepare(TrainConfig.parse(run | {"engine": {"schedule": "fixed-64"}}))
 
 
 def test_a_check_estimates_the_memory_and_starts_nothing(tmp_path, capsys, monkeypatch):
