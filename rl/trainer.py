@@ -85,11 +85,12 @@ def train_step(run: Run, step: int) -> None:
     on_policy = config.algorithm.old_logprobs == "update"
     correction = None if on_policy else _correct(batch, scored, config)
     reference = None
+    # Both passes change the weights in place and restore them, which a signal must not cut short.
     if run.reference is not None:
-        with clock("reference"):
+        with clock("reference"), run.termination.held_back():
             reference = run.reference.logprobs(batch, config.rollout.temperature)
     read = kv_metrics(batch.rollouts, actor.ladder.schedules) | prefill_metrics(batch.rollouts)
-    with clock("mismatch"):
+    with clock("mismatch"), run.termination.held_back():
         rates, positions = actor.acceptance(batch)
     lr = learning_rate(config.optimizer, step, config.steps)
     run.policy.optimizer.set_learning_rate(lr)

@@ -30,7 +30,8 @@ class TaskSource(Section):
     hf:NAME[:CONFIG][@SPLIT], where NAME is a data set of the Hugging Face hub or a folder that
     `datasets` has saved or can load. Without a split, "train" is read."""
     heldout_path: TomlPath | None = None
-    """Held-out prompts for evaluation, in the same forms; without it the task splits its data."""
+    """Held-out prompts for evaluation, in the same forms; without it the task holds out a part of
+    its data, also in a run without evaluation."""
     heldout_sets: dict[Name, TomlPath] = Field(default_factory=dict)
     """Several held-out sets instead, evaluated separately: each name gives eval/NAME/pass_rate."""
     columns: dict[Name, Name] = Field(default_factory=dict)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jinja2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparrow_sglang.errors import InputError
@@ -75,9 +76,12 @@ def chat_render(tokenizer: Any, **variables: Any) -> Render:
     """Rendering by the chat template of a transformers tokenizer, with its `variables` set."""
 
     def render(messages: Sequence[Message]) -> tuple[int, ...]:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **variables
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **variables
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
     return render
@@ -132,12 +136,8 @@ def load_files(
         return train, read(config.heldout_path)
     order = list(train)
     random.Random(SPLIT_SEED).shuffle(order)
+    # Of fewer than ten examples none is held out, which a run without evaluation does not need.
     kept = min(MAX_HELDOUT, int(len(order) * HELDOUT_SHARE))
-    if kept == 0:
-        raise InputError(
-            f"{config.train_path}: {len(order)} examples are too few to keep some apart for"
-            f" evaluation: expected at least {int(1 / HELDOUT_SHARE)}, or set task.heldout_path"
-        )
     heldout = {prompt.id for prompt in order[:kept]}
     return tuple(prompt for prompt in train if prompt.id not in heldout), tuple(order[:kept])
 
@@ -156,9 +156,10 @@ def _read_prompts(
             name = str(example.get("id") or f"{path.stem}-{number}")
             if name in prompts:
                 raise ValueError(f"id {name!r} is used twice: expected a unique id, or none")
+            rendered = render(messages)
         except ValueError as error:
             raise InputError(f"{where}: {error}") from None
-        prompts[name] = Prompt(name, config.name, render(messages), payload)
+        prompts[name] = Prompt(name, config.name, rendered, payload)
     if not prompts:
         raise InputError(f"{path}: holds no examples; expected one JSON object per line or row")
     return tuple(prompts.values())

@@ -76,8 +76,10 @@ def _last_box(text: str) -> tuple[str, str]:
 
 def _payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
     answer = str(require(example, "answer", (str, int, float), "a number or a string"))
-    # The library finds LaTeX only between dollars or in a box, but plain numbers anywhere.
-    return {"answer": answer if "$" in answer or "\\boxed" in answer else f"${answer}$"}
+    # The library finds LaTeX only between dollars or in a box, but plain numbers anywhere. A dollar
+    # after a backslash is a printed one.
+    delimited = re.search(r"(?<!\\)\$", answer) or "\\boxed" in answer
+    return {"answer": answer if delimited else f"${answer}$"}
 
 
 def _parse(text: str) -> Any:

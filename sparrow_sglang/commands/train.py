@@ -4,6 +4,7 @@ In: the file's name. Out: a run in its `run_dir`. The loop is `sparrow_sglang.rl
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.defaults import commented_defaults
 from sparrow_sglang.rl.runs.setup import check
+from sparrow_sglang.run_folder import METRICS_FILE
 
 _EPILOG = """\
 A minimal file:
@@ -74,13 +76,15 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise InputError("CONFIG.toml is missing; sparrow train --defaults prints one")
     config = TrainConfig.load(args.config, args.settings)
+    rank = None
+    if "LOCAL_RANK" in os.environ:
+        # Before `check`, because a user's module that it imports may ask for GPUs.
+        from sparrow_sglang.rl.ranks import see_own_gpu
+
+        rank = see_own_gpu()
     check(config)
     if args.check:
         return _check_all(config, args)
-    # Imported here because it imports torch.
-    from sparrow_sglang.rl.ranks import see_own_gpu
-
-    rank = see_own_gpu()
     train = _launch if rank is None and config.distributed.ranks != 1 else _train
     auto = config.engine.schedule == AUTO
     source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
@@ -161,10 +165,12 @@ def _say_where_it_stands(config: TrainConfig, why: str, code: int) -> int:
     from sparrow_sglang.rl.runs.run import newest_checkpoint
 
     checkpoint = newest_checkpoint(config.run_dir)
-    stands = (
-        f"the newest checkpoint is {checkpoint}; go on with --resume"
-        if checkpoint
-        else "no step was completed and nothing was saved; start again with the same command"
-    )
+    metrics = config.run_dir / METRICS_FILE
+    if checkpoint:
+        stands = f"the newest checkpoint is {checkpoint}; go on with --resume"
+    elif metrics.exists() and metrics.stat().st_size:
+        stands = "no checkpoint was saved; --resume begins again, or use another run_dir"
+    else:
+        stands = "no step was completed and nothing was saved; start again with the same command"
     print(f"sparrow train: {why}\n{stands}", file=sys.stderr)
     return code

@@ -2,8 +2,9 @@
 
 import json
 import math
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.report.run_files import json_lines
-from sparrow_sglang.rl import loss, trainer
+from sparrow_sglang.rl import loss, reference_policy, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.loss import PolicyLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -213,6 +214,12 @@ def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
         patch.setattr(trainer, "prepare", press_ctrl_c)
         assert main(["train", str(path)]) == 130
     assert "nothing was saved" in capsys.readouterr().err
+    # A rank that died has left its steps without a checkpoint.
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train", press_ctrl_c)
+        assert main(["train", str(path), "--resume"]) == 130
+    assert "no checkpoint was saved; --resume begins again" in capsys.readouterr().err
 
 
 def untimed(run_dir: Path) -> list[dict[str, float]]:
@@ -303,6 +310,45 @@ def test_a_kl_term_begins_at_none_and_a_resumed_run_has_the_same_reference(
     first, *later = [row["actor/kl_loss"] for row in written]
     assert first == pytest.approx(0, abs=1e-9)
     assert 0 < later[0] < later[1]
+
+
+class Interrupted(list[torch.Tensor]):
+    """Weights that send SIGTERM to this process when half of them have been taken."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number, weight in enumerate(super().__iter__()):
+            if number == len(self) // 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield weight
+
+
+def test_a_signal_while_the_reference_weights_are_in_place_saves_those_of_the_run(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(model, tmp_path / "run", algorithm={"kl_coefficient": 0.1})
+    config["optimizer"] |= {"lr": 1e-2}
+    trained: dict[str, torch.Tensor] = {}
+    puts: list[int] = []
+
+    def put(policy: DensePolicy, weights: list[torch.Tensor]) -> None:
+        puts.append(len(weights))
+        # The fourth time, the weights of the first step are put back.
+        if len(puts) == 4:
+            names = [name for name, *_ in policy.named_parameters()]
+            trained.update(zip(names, weights, strict=True))
+            weights = Interrupted(weights)
+        whole(policy, weights)
+
+    whole = reference_policy._put
+    monkeypatch.setattr(reference_policy, "_put", put)
+    with pytest.raises(SystemExit):
+        trainer.train(TrainConfig.parse(config))
+    folder = tmp_path / "run" / "checkpoints" / "step-000001" / "model"
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, weight in trained.items():
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=0)
+    assert any(not torch.equal(start[name], weight) for name, weight in trained.items())
 
 
 def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
 from task_files import jsonl, load, render
 
@@ -87,6 +88,31 @@ def test_math_pays_for_finished_answers_only(
     assert math.reward(prompt, text, finish_reason=finish_reason) == expected
 
 
+@pytest.mark.parametrize("answer", [r"\$18.90", r"$\$18.90$", "18.90", "$18.90$"])
+def test_math_reads_a_printed_dollar_as_part_of_the_answer(answer: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "How much?", "answer": answer}]
+    prompt = load("math", jsonl(tmp_path / "data.jsonl", rows)).train[0]
+    for text in (r"\boxed{\$18.90}", r"\boxed{18.90}"):
+        assert math.reward(prompt, text, finish_reason="stop") == 1
+    assert math.reward(prompt, r"\boxed{\$18.91}", finish_reason="stop") == 0
+
+
+def test_few_examples_are_all_trained_on(tmp_path: Path) -> None:
+    task = load("math", jsonl(tmp_path / "data.jsonl", sums(9)))
+    assert (len(task.train), task.heldout) == (9, ())
+
+
+def test_a_chat_template_that_refuses_a_message_is_named_with_its_row(tmp_path: Path) -> None:
+    def refusing(messages: Any, **_: Any) -> str:
+        raise jinja2.TemplateError("System role not supported")
+
+    render = chat_render(SimpleNamespace(apply_chat_template=refusing))
+    path = jsonl(tmp_path / "data.jsonl", sums(1))
+    config = TaskConfig(name="math", train_path=path)
+    with pytest.raises(InputError, match="data.jsonl:1: the model's chat template refuses"):
+        load_task(config, render)
+
+
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -125,7 +151,6 @@ def test_messages_instruction_and_heldout_file(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": true}\n', r"data.jsonl:1: answer=True"),
         ('{"prompt": ["a"], "answer": 1}\n', r"data.jsonl:1: prompt holds 'a'"),
         ('{"id": 1, "prompt": "a", "answer": 1}\n' * 2, r"data.jsonl:2: id '1' is used twice"),
-        ('{"prompt": "a", "answer": 1}\n' * 9, "9 examples are too few.*task.heldout_path"),
     ],
 )
 def test_wrong_files_are_refused_by_line(text: str, message: str, tmp_path: Path) -> None:
