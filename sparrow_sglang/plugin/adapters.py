@@ -296,8 +296,15 @@ def _module_shapes(manager: Any) -> dict[str, tuple[int, int]]:
         import torch
         from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(manager.model_config.hf_config)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(manager.model_config.hf_config)
+        except Exception as error:
+            # Configs of SGLang's own, such as that of Qwen3.5, lack what transformers reads.
+            raise ControlError(
+                f"adapters of this model cannot be checked ({cut(str(error))}); expected them"
+                " merged into the weights, or loaded at the start by --lora-paths"
+            ) from None
         state.module_shapes = {
             name: (module.out_features, module.in_features)
             for name, module in model.named_modules()

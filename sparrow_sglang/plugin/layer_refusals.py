@@ -66,9 +66,11 @@ def layer_problems(runner: "ModelRunner") -> list[str]:
     # Only in this case are keys and values multiplied by the layers' scales when they are read.
     scaled_kv = runner.kv_cache_dtype == torch.float8_e4m3fn and runner.device == "cuda"
     problems = []
+    found = False
     for parent in runner.model.modules():
         for layer in parent.children():
             if isinstance(layer, RadixAttention):
+                found = True
                 # SGLang's own backend plans for one window size, that of the model.
                 window = runner.sliding_window_size if layer.layer_id in windows else -1
                 problems += [
@@ -78,6 +80,13 @@ def layer_problems(runner: "ModelRunner") -> list[str]:
                         *_sinks(parent, layer),
                     )
                 ]
+    if not found:
+        # SGLang's Transformers implementation keeps its layers outside the module tree; it drops
+        # sinks, and windows in decode.
+        problems.append(
+            f"{type(runner.model).__name__}: its attention layers cannot be checked; expected a"
+            " model that SGLang implements itself (--model-impl sglang)"
+        )
     return problems
 
 

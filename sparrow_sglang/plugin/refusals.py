@@ -130,6 +130,12 @@ _RULES = (
         "expected the share of requests to audit, from 0 to 1",
         "pass --sparrow-audit-rate 0.01",
     ),
+    _Rule(
+        "model_impl",
+        lambda value: value == "transformers",
+        "its attention layers cannot be checked, and some lose windows or sinks",
+        "pass --model-impl sglang, or leave it out",
+    ),
     _Rule("dcp_size", lambda value: value > 1, "KV is split by position", "pass --dcp-size 1"),
     _Rule(
         "attn_cp_size", lambda value: value > 1, "KV is split by position", "pass --attn-cp-size 1"

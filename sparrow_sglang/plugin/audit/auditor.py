@@ -213,7 +213,7 @@ class Auditor:
             ask_for_logprobs(request, self._top_k)
 
     async def _work(self) -> None:
-        while self.rate:
+        while True:
             self._forget_vanished()
             states = self._manager.rid_to_state
             self.report.publish_load(
@@ -233,7 +233,7 @@ class Auditor:
                 await asyncio.sleep(_POLL_S)
 
     def _may_start(self) -> bool:
-        if self._holds or self.released or self._manager.is_pause:
+        if not self.rate or self._holds or self.released or self._manager.is_pause:
             return False
         return self._queue.first is not None and self._has_room(self._queue.first)
 
@@ -336,6 +336,7 @@ class Auditor:
         except OSError as error:
             self.rate = 0.0
             self._log = None
+            self._queue.clear()
             logger.error(
                 "mismatch log: %s; the audit is off from now on, the server goes on. Make room and"
                 " restart the server to audit again",

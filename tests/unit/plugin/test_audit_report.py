@@ -1,17 +1,20 @@
 """What an audit reports of scored requests, and the rows that it searches for top-k lists."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engines import SCHEDULE
+from prometheus_client import REGISTRY
 
 from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.plugin.audit.hooks import top_logprobs_of_some
 from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
+from sparrow_sglang.schedule import BudgetSchedule
 
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
 
@@ -89,3 +92,27 @@ def test_only_the_rows_that_want_a_list_are_searched(monkeypatch):
     got = top_logprobs_of_some(record, logprobs, wanted, no_copy_to_cpu=True)
     assert [[part.tolist() for part in side] for side in got] == expected
     assert searched == [2]
+
+
+def test_gauges_of_another_schedule_do_not_go_on():
+    """In SGLang's multi-process mode labels stay, so their values must be overwritten."""
+
+    def value(name: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(f"sparrow:{name}", labels)
+
+    report = AuditReport(TARGETED, gauges=True)
+    report.add(token_rows("a", 0.5))
+    report.publish()
+    assert value("audited_tokens", bin="0") == 100
+    assert value("acceptance_tail", bin="0", bound="upper") == pytest.approx(0.5)
+    last = str(len(TARGETED.budget_tokens) - 1)
+    assert value("kv_budget_tokens", bin=last) == TARGETED.budget_tokens[-1]
+    report.start(BudgetSchedule.fixed(512))
+    assert value("kv_budget_tokens", bin="0") == 512
+    assert value("audited_tokens", bin="0") == 0
+    for gone in (
+        value("kv_budget_tokens", bin=last),
+        value("acceptance_tail", bin="0", bound="upper"),
+        value("acceptance_mean", bin="0", bound="lower"),
+    ):
+        assert gone is not None and math.isnan(gone)

@@ -196,6 +196,7 @@ def test_linear_attention_is_served_where_its_kernels_run(make_args, tmp_path, m
         ({"enable_streaming_session": True}, ["enable_streaming_session=True"]),
         ({"dllm_algorithm": "LowConfidence"}, ["dllm_algorithm='LowConfidence'"]),
         ({"use_ray": True}, ["use_ray=True"]),
+        ({"model_impl": "transformers"}, ["model_impl='transformers'", "pass --model-impl sglang"]),
         ({"tokenizer_worker_num": 2}, ["tokenizer_worker_num=2", "pass --tokenizer-worker-num 1"]),
         ({"smg_grpc_mode": True}, ["smg_grpc_mode=True", "remove --smg-grpc-mode"]),
         ({"grpc_mode": True}, ["grpc_mode=True", "remove --grpc-mode"]),
@@ -425,6 +426,15 @@ class TestRunner:
         count = 8
         [problem] = problems({}, inside=Attention)
         assert problem == "attention layer 3: sinks=(8,) is not supported"
+
+    def test_layers_outside_the_module_tree(self, problems):
+        class Held(torch.nn.Module):
+            def __init__(self, attn):
+                super().__init__()
+                self.attention_instances = {3: attn}
+
+        [problem] = problems({"sliding_window_size": 128}, inside=Held)
+        assert "its attention layers cannot be checked" in problem
 
     def test_every_attribute_of_sglangs_layer_is_looked_at(self):
         """A new attribute in another SGLang must be decided on, not ignored."""
