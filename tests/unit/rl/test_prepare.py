@@ -1,5 +1,6 @@
 """What a run checks and chooses before anything starts."""
 
+import importlib
 import json
 import os
 import re
@@ -121,6 +122,7 @@ def test_ranks_of_torchrun_are_told_to_use_sparrow_train(tmp_path, monkeypatch, 
     """torchrun would stop the ranks and their engines before a checkpoint is written."""
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     path = tmp_path / "run.toml"
     path.write_text(
@@ -144,6 +146,23 @@ def test_each_rank_sees_a_gpu_of_those_that_are_visible(monkeypatch):
             monkeypatch.setenv("LOCAL_RANK", str(rank))
             assert see_own_gpu() == rank
             assert os.environ["CUDA_VISIBLE_DEVICES"] == seen[rank]
+
+
+def test_a_rank_sees_its_gpu_before_a_module_of_the_user_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "asks_for_gpus.py").write_text(
+        "import os\nSEEN = os.environ['CUDA_VISIBLE_DEVICES']\n"
+        "def score(prompt, text):\n    return 0.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'run_dir = "{tmp_path}/run"\n[task]\nname = "files"\n'
+        f'train_path = "{tmp_path}/none.jsonl"\noptions = {{ reward = "asks_for_gpus:score" }}\n'
+    )
+    assert main(["train", str(path)]) == 2
+    assert importlib.import_module("asks_for_gpus").SEEN == "5"
 
 
 def test_a_process_that_is_no_rank_sees_all_gpus(monkeypatch):
