@@ -206,7 +206,11 @@ class RayEngines:
         self._complete = False
         # Drop the old weights first, so that the store holds only one set of weights at a time.
         self._weights = self._latest = None
-        self._call_all("prepare_load" if self._broadcast else "ready")
+        # Again if an engine was replaced, as its replacement is not prepared.
+        deaths = -1
+        while deaths != self._deaths:
+            deaths = self._deaths
+            self._call_all("prepare_load" if self._broadcast else "ready")
         if self._try_broadcast("start"):
             latest = _Latest(version, list(tensors) if iter(tensors) is tensors else tensors)
             packed = pack(latest.tensors, self._dtype)

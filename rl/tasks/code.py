@@ -32,7 +32,9 @@ from sparrow_sglang.rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+# Every fenced block with its label: without the others, the end of one would be taken for a start.
+BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+PYTHON = ("python", "python3", "py")
 
 
 class CodeOptions(FileOptions):
@@ -70,13 +72,16 @@ def load(config: TaskSource, render: Render) -> Task:
 def reward(prompt: Prompt, text: str) -> float:
     """1 if the last fenced program in `text` passes every test, else 0.
 
-    A test is passed if the program ends by itself, with status 0, and prints what is expected, up
-    to white space at the ends of lines and of the output. Raises `ValueError` if there are no
-    tests, as any program would pass them.
+    That is the last block labelled as Python or, without one, the last without a label. A test is
+    passed if the program ends by itself, with status 0, and prints what is expected, up to white
+    space at the ends of lines and of the output. Raises `ValueError` if there are no tests, as any
+    program would pass them.
     """
     if not prompt.payload["tests"]:
         raise ValueError(f"prompt {prompt.id!r} has no tests: expected at least one")
-    programs = FENCED.findall(text)
+    blocks = [(label.strip().lower(), body) for label, body in BLOCK.findall(text)]
+    labelled = [body for label, body in blocks if label in PYTHON]
+    programs = labelled or [body for label, body in blocks if not label]
     if not programs:
         return 0.0
     seconds = prompt.payload["limits"]["wall_clock_s"]

@@ -7,8 +7,11 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
+
+import psutil
 
 # (prompt, text) -> reward, or a mapping of "score" and sub-scores. A function with a parameter
 # `finish_reason` gets SGLang's finish reason too, and with a parameter `turns` all of the model's
@@ -19,6 +22,8 @@ Reward = Callable[..., Any]
 Job = tuple[str, tuple[Any, Any], dict[str, Any]]
 # Time for a worker to import the reward function with its libraries, such as sympy.
 START_UP_S = 120.0
+# Time for what a stopped worker has started to end by itself.
+_CLEANUP_S = 2.0
 
 
 class Worker:
@@ -57,11 +62,21 @@ class Worker:
         return kind, value
 
     def stop(self) -> None:
-        """Kill the process; it holds nothing that needs saving."""
+        """Kill the process and what it has started; it holds nothing that needs saving."""
         self.connection.close()
+        started: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
         self._process.join()
         self._process.close()
+        # The sandbox cleans up on SIGTERM.
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        for process in psutil.wait_procs(started, timeout=_CLEANUP_S)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def reward_of(reward: Reward | Mapping[str, Reward], task: str) -> Reward:

@@ -5,6 +5,7 @@ work folder belongs to.
 """
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ RULES = (PUBLISHED, CALIBRATED)
 # model needs.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288)
 SHORT_CONTEXT = 16384
+# Arguments of the engine that the command sets, and what to do instead of setting them.
+_OWN_ARGUMENTS = {
+    "page_size": "pass --page-size",
+    "random_seed": "pass --seed",
+    "sparrow_schedule": "each budget is measured under a schedule of its own",
+}
 SHORT_BIN_TOKENS = 1024
 
 
@@ -226,6 +233,9 @@ def _engine_args(
         "random_seed": args.seed,
         "sparrow_schedule": schedule,
     }
+    for name, instead in _OWN_ARGUMENTS.items():
+        if name in args.engine_args:
+            raise CalibrationError(f"--engine-args {name} is not set there: {instead}")
     if any(prompt.response_ids for prompt in prompts):
         defaults |= given_response.ENGINE_ARGS
     return defaults | args.engine_args
@@ -299,6 +309,7 @@ def settings_of(
     """Everything that the measurements depend on; a work folder belongs to one set of settings."""
     return {
         "model": _identity(args.model_path, model_path),
+        "weights": _weights(args.model_path),
         "page_size": args.page_size,
         "context": context,
         "prompts": str(args.prompts or "built in"),
@@ -313,11 +324,21 @@ def settings_of(
 
 
 def _identity(spec: str, path: str) -> str:
-    """Identify a model by its full path if it is a folder, else by the last part of the path.
+    """Identify a model by its full path if it is a folder, else by its name.
 
-    The folder's name would not do, as all checkpoints of a run are in folders called `model`.
+    The folder's name would not do, as all checkpoints of a run are in folders called `model`. Of an
+    embedded model it does: its path is that of this machine's cache.
     """
-    return str(Path(path).resolve()) if Path(spec).is_dir() else Path(path).name
+    if Path(spec).is_dir():
+        return str(Path(path).resolve())
+    return spec if path == spec else Path(path).name
+
+
+def _weights(spec: str) -> str:
+    """Digest of names, sizes and times of a folder's files of weights; empty for other models."""
+    files = [file for kind in ("*.safetensors", "*.bin") for file in Path(spec).glob(kind)]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    return hashlib.sha256(repr(stats).encode()).hexdigest() if Path(spec).is_dir() else ""
 
 
 def origin(job: Job) -> dict[str, Any]:

@@ -5,6 +5,7 @@ SGLang is imported inside functions, because that takes some ten seconds and `--
 """
 
 import argparse
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,7 +131,11 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     try:
         server_args = prepare_server_args(full)
         resolve(server_args)
+        # SGLang asserts these only when it starts. Checked on a copy, as it parses paths of LoRA.
+        copy.deepcopy(server_args).check_server_args()
         return server_args
+    except AssertionError as error:
+        raise InputError(" ".join(str(error).split()) or "SGLang refuses these flags") from error
     except OSError as error:
         if Path(model_path, "config.json").exists():
             raise
@@ -189,14 +194,21 @@ def _sglang_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _config_words(word: str) -> list[str]:
+    """`--config=FILE` as two words; any other word as it is."""
+    return word.split("=", 1) if word.startswith("--config=") else [word]
+
+
 def _with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """`argv` with the flags of a --config file put in front of the user's own.
 
     SGLang would put them in front of our defaults, which would then override the file.
     """
-    if "--config" not in argv:
-        return list(argv)
+    # SGLang knows the two words only, and would pass over the file silently.
+    words = [part for word in argv for part in _config_words(word)]
+    if "--config" not in words:
+        return words
     try:
-        return config_file_merger(parser).merge_config_with_args(list(argv))
+        return config_file_merger(parser).merge_config_with_args(words)
     except ValueError as error:
         raise InputError(f"--config: {error}") from error

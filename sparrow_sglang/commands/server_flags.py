@@ -90,7 +90,9 @@ def _check_schedules(argv: Sequence[str]) -> None:
     spec = _value(argv, "--sparrow-schedule")
     page_size = _value(argv, "--page-size") or _DEFAULT_PAGE_SIZE
     dense = (_value(argv, "--attention-backend") or BACKEND) != BACKEND
-    if spec is None or dense or page_size not in map(str, PAGE_SIZES):
+    # A --config file may set the page size; the full check follows when SGLang has read it.
+    open_page_size = _value(argv, "--config") is not None and _value(argv, "--page-size") is None
+    if spec is None or dense or open_page_size or page_size not in map(str, PAGE_SIZES):
         return
     for name in spec.split(","):
         if name.strip() and name.strip() != AUTO:

@@ -28,6 +28,12 @@ def test_code_must_pass_all_its_tests(tmp_path: Path, kind: Kind) -> None:
     assert code.reward(prompt, "print(2 * int(input()))") == 0.0
     assert code.reward(prompt, "```python\nprint(\n```" + right) == 1.0
     assert code.reward(prompt, right + "\n```python\nprint(\n```") == 0.0
+    for before in ("```text\n3\n```\n", "```bash\npython main.py\n```\nSo ", "```\n3\n```\n"):
+        assert code.reward(prompt, before + right) == 1.0
+    for after in ("```text\n6\n```", "```text\n3\n```\n```text\n6\n```", "```\n6\n```"):
+        assert code.reward(prompt, f"{right}\n{after}") == 1.0
+    for label in ("python3", "Python", "py", "python\r"):
+        assert code.reward(prompt, right.replace("python", label)) == 1.0
     # The right output, but the program fails afterwards.
     assert code.reward(prompt, right.replace("))\n", "))\n1/0\n")) == 0.0
 

@@ -1,10 +1,13 @@
 """Groups are scored in order, and no reward function stops the pool."""
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 from reward_groups import group, obey
 
@@ -48,6 +51,19 @@ def test_failing_rewards_are_zero_and_are_counted(pool: RewardPool) -> None:
     # The programs that hang do so for ten minutes.
     assert time.monotonic() - before < 120
     assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
+
+
+def starts_a_process(prompt: Prompt, text: str) -> float:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        Path(text).write_text(str(process.pid))
+    return 0.0
+
+
+def test_what_a_reward_has_started_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with RewardPool(starts_a_process, workers=1, timeout_s=3.0) as pool:
+        assert pool.score([group("a", 0.0, [str(file)])]).timeouts == 1
+        assert not psutil.pid_exists(int(file.read_text()))
 
 
 def test_no_groups(pool: RewardPool) -> None:

@@ -85,6 +85,31 @@ def test_a_check_judges_by_the_target_that_was_asked_for(tiny_llama: str, tmp_pa
         check_job(parsed(*words, "--page-size", "64"))
 
 
+@pytest.mark.parametrize("name", ["page_size", "sparrow_schedule", "random_seed"])
+def test_the_engine_is_not_told_otherwise(tiny_llama: str, tmp_path: Path, name: str) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"input_ids": list(range(100))}) + "\n")
+    args = parsed("--model-path", tiny_llama, "--prompts", str(prompts), "--bin-tokens", "64")
+    args.engine_args |= {name: 32}
+    with pytest.raises(CalibrationError, match=f"--engine-args {name} is not set there"):
+        calibration_job(args)
+
+
+def test_measurements_of_other_weights_in_the_same_folder_are_refused(
+    tiny_llama: str, tmp_path: Path
+) -> None:
+    model, prompts = tmp_path / "model", tmp_path / "p.jsonl"
+    shutil.copytree(tiny_llama, model)
+    prompts.write_text(json.dumps({"input_ids": list(range(100))}) + "\n")
+    words = ["--model-path", str(model), "--prompts", str(prompts), "--bin-tokens", "64"]
+    words += ["--budgets", "64", "--work", str(tmp_path / "work")]
+    assert calibration_job(parsed(*words)).work.path == calibration_job(parsed(*words)).work.path
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes())
+    with pytest.raises(CalibrationError, match="made with weights="):
+        _ = calibration_job(parsed(*words)).work
+
+
 def test_texts_of_responses_pass_the_check_without_a_tokenizer(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "a", "response": "b c"}\n')

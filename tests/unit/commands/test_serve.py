@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from sparrow_sglang import models
-from sparrow_sglang.commands import cli, serve
+from sparrow_sglang.commands import cli, serve, server_flags
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.schedule import BudgetSchedule
 
 
 @pytest.fixture
@@ -72,12 +73,38 @@ def test_a_config_file_overrides_our_defaults_and_is_overridden(
 ) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(f"model-path: {tiny_llama}\nattention-backend: torch_native\nport: 8001\n")
-    args = serve.parse_server_args(["--config", str(config), "--port", "8002"])
-    assert (args.model_path, args.attention_backend, args.port) == (
-        tiny_llama,
-        "torch_native",
-        8002,
-    )
+    for words in (["--config", str(config)], [f"--config={config}"]):
+        args = serve.parse_server_args([*words, "--port", "8002"])
+        assert (args.model_path, args.attention_backend, args.port) == (
+            tiny_llama,
+            "torch_native",
+            8002,
+        )
+
+
+def test_the_page_size_of_a_config_file_counts(tmp_path: Path, tiny_llama: str) -> None:
+    config, schedule = tmp_path / "server.yaml", tmp_path / "s.json"
+    config.write_text(f"model-path: {tiny_llama}\npage-size: 32\n")
+    BudgetSchedule.fixed(512, 32).save(schedule)
+    words = ["--config", str(config), "--sparrow-schedule", str(schedule)]
+    server_flags.check_flags(words)
+    assert serve.parse_server_args(words).page_size == 32
+    with pytest.raises(ValueError, match="page_size=32, but the server runs with page size 16"):
+        server_flags.check_flags([*words, "--page-size", "16"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--enable-lora"], "you need to specify both --max-lora-rank and --lora-target-modules"),
+        (["--chunked-prefill-size", "1000"], "chunked_prefill_size must be divisible by page_size"),
+    ],
+)
+def test_what_sglang_asserts_at_its_start_is_said_before(
+    tiny_llama: str, argv: list[str], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        serve.parse_server_args([tiny_llama, "--sparrow-schedule", "fixed-512", *argv])
 
 
 @pytest.mark.parametrize(
