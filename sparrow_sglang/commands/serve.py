@@ -16,6 +16,7 @@ from sparrow_sglang.commands.server_flags import (
     MODEL_FLAGS,
     check_flags,
     check_port,
+    names_model,
     unknown_flags,
 )
 from sparrow_sglang.errors import InputError
@@ -151,7 +152,7 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     given = list(argv)
     if given and not given[0].startswith("-"):
         given.insert(0, MODEL_FLAGS[0])
-    if not any(word.partition("=")[0] in MODEL_FLAGS for word in given):
+    if not names_model(given):
         given = [MODEL_FLAGS[0], EMBEDDED_MODEL_NAME, *given]
     resolved = [_resolve_name(given, i) for i in range(len(given))]
     defaults = ["--attention-backend", BACKEND]

@@ -64,6 +64,11 @@ def unknown_flags(words: str, known: Iterable[str]) -> str:
     return f"unrecognized arguments: {words}{hint}; {ALL_FLAGS}"
 
 
+def names_model(argv: Sequence[str]) -> bool:
+    """Whether a command line names a model, by a flag or as its first word."""
+    return bool(argv) and (not argv[0].startswith("-") or _value(argv, *MODEL_FLAGS) is not None)
+
+
 def check_port(argv: Sequence[str]) -> None:
     """Raise `InputError` if another process listens where the server would."""
     host = _value(argv, "--host") or _DEFAULT_HOST

