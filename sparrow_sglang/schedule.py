@@ -173,10 +173,7 @@ class BudgetSchedule(BaseModel):
     @cached_property
     def sparse_weights(self) -> tuple[float, ...]:
         """Weights of the layers that are not dense; a single 1 stands for any number of them."""
-        weights = self.selection.layer_weights
-        if weights is None:
-            return (1.0,)
-        return tuple(w for layer, w in enumerate(weights) if layer not in self.dense_layers)
+        return self.selection.sparse_weights(self.dense_layers)
 
     def layer_weight(self, layer: int) -> float:
         weights = self.selection.layer_weights

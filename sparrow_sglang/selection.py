@@ -4,7 +4,7 @@
 SGLang.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -109,6 +109,12 @@ class SelectionRule(BaseModel):
                         " landmark_pairs[0][0]"
                     )
         return self
+
+    def sparse_weights(self, dense_layers: Sequence[int]) -> tuple[float, ...]:
+        """Weights of the other layers; a single 1 stands for any number of them."""
+        if self.layer_weights is None:
+            return (1.0,)
+        return tuple(w for layer, w in enumerate(self.layer_weights) if layer not in dense_layers)
 
     def __str__(self) -> str:
         """The rule in a few words, as for a log line."""

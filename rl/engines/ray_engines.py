@@ -295,7 +295,8 @@ class RayEngines:
     def _call_all(self, method: str, *arguments: Any) -> None:
         """Call the method on all engines at the same time; a dead engine is replaced instead.
 
-        The replacement needs no call, as `_await_start` gives it all that the others have.
+        The replacement gets no call: `_await_start` gives it all that the others have, except for
+        what only prepares a load.
         """
         calls = [actor.call.remote(method, *arguments) for actor in self._actors]
         deadline = time.monotonic() + ANSWER_TIMEOUT_S

@@ -336,9 +336,11 @@ def _identity(spec: str, path: str) -> str:
 
 def _weights(spec: str) -> str:
     """Digest of names, sizes and times of a folder's files of weights; empty for other models."""
+    if not Path(spec).is_dir():
+        return ""
     files = [file for kind in ("*.safetensors", "*.bin") for file in Path(spec).glob(kind)]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
-    return hashlib.sha256(repr(stats).encode()).hexdigest() if Path(spec).is_dir() else ""
+    return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
 def origin(job: Job) -> dict[str, Any]:

@@ -149,10 +149,7 @@ def make_schedule(
 
 def _least_weight(rule: RuleChoice | None) -> float:
     """Smallest share of the budget that a sparse layer reads."""
-    weights = rule.selection.layer_weights if rule is not None else None
-    if rule is None or weights is None:
-        return 1.0
-    return min(weight for layer, weight in enumerate(weights) if layer not in rule.dense_layers)
+    return 1.0 if rule is None else min(rule.selection.sparse_weights(rule.dense_layers))
 
 
 def _bin_evidence(choice: Choice) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class AuditReport:
         """`gauges`: publish to Prometheus."""
         self._gauges = _prometheus_gauges() if gauges else {}
         self.requests: Counter[str] = Counter()
-        self._shown: set[tuple[str, tuple[tuple[str, Any], ...]]] = set()
+        self._shown_bins: set[tuple[str, tuple[tuple[str, Any], ...]]] = set()
         self.start(schedule)
 
     def start(self, schedule: BudgetSchedule) -> None:
@@ -62,10 +62,8 @@ class AuditReport:
         }
         self._warned: set[int] = set()
         # Under SGLang values of several processes lie in files, where labels cannot be removed.
-        for name, labels in list(self._shown):
-            if "bin" in dict(labels):
-                gone = 0 if name == "sparrow:audited_tokens" else math.nan
-                self._set(name, gone, **dict(labels))
+        for name, labels in list(self._shown_bins):
+            self._set(name, 0 if name == "sparrow:audited_tokens" else math.nan, **dict(labels))
         for index in range(len(schedule.budget_tokens)):
             budget = schedule.kv_budget_tokens(max(1, index * schedule.bin_tokens))
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
@@ -138,7 +136,8 @@ class AuditReport:
     def _set(self, name: str, value: float, **labels: Any) -> None:
         gauge = self._gauges.get(name)
         if gauge is not None:
-            self._shown.add((name, tuple(labels.items())))
+            if "bin" in labels:
+                self._shown_bins.add((name, tuple(labels.items())))
             (gauge.labels(**labels) if labels else gauge).set(value)
 
 

@@ -62,7 +62,7 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
         counts = torch.ones(batch, dtype=torch.int32)
         common = {"page_size": 16, "sm_scale": 1.0, "scratch": parts, "launch": launch}
         decode.sparse_decode(q, pool, pool, page_ids, counts, counts, q, **common)
-    assert len(launches.constants) <= len(SPLIT_PADS)
+    assert len(launches.constants) <= 3
 
 
 @pytest.mark.parametrize("splits", SPLIT_PADS)
