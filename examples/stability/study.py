@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def study(
     settings: StudySettings, out: Path, parallel: int, arms: Sequence[str] | None = None
 ) -> None:
-    """All stages, into `out`; of the runs only those of `arms`, if given.
+    """All stages, into `out`. With `arms` only their runs and what these need.
+
+    Two processes may share `out` if they run different arms.
 
     Raises `InputError` if there is no such arm or `out` holds a study of other settings, or as the
     stages do.
@@ -87,10 +89,12 @@ def study(
     plans = settings.plan_runs(out / "model", schedules, out / "runs")
     _own(results / "settings.json", settings)
     model = make_model(settings, out)
-    calibrate(settings, model, results)
     chosen = [plan for plan in plans if arms is None or plan.arm in arms]
+    if arms is None or any(settings.arms[plan.arm].schedule in schedules for plan in chosen):
+        calibrate(settings, model, results)
     run_all(chosen, parallel, [Path(__file__).parent])
-    distil(settings, model, schedules, results)
+    if arms is None:
+        distil(settings, model, schedules, results)
     collect(plans, results)
     print(f"{results / 'summary.md'}; a page of it: sparrow report {results}")
 
