@@ -6,7 +6,7 @@ In: a TOML file and the name of a scale. Out: `StudySettings`, and a plan per ar
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from graph_walk import WalkOptions
 from pydantic import (
@@ -25,6 +25,7 @@ from sparrow_sglang.config import read_toml
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.schedule import PAGE_SIZE
 from sparrow_sglang.validation import first_problem
 
 CALIBRATED = "calibrated-"
@@ -63,8 +64,8 @@ class CalibrationSettings(_Section):
 
     targets: tuple[float, ...] = Field(min_length=1)
     prompts: PositiveInt
-    budgets: tuple[PositiveInt, ...] = Field(min_length=1)
-    bin_tokens: PositiveInt
+    budgets: tuple[Annotated[int, Field(gt=0, multiple_of=PAGE_SIZE)], ...] = Field(min_length=1)
+    bin_tokens: int = Field(gt=0, multiple_of=PAGE_SIZE)
     min_tokens: PositiveInt
 
 

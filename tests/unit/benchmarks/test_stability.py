@@ -311,6 +311,11 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
             'dense = { schedule = "dense", seeds = [3] }',
             r"arms\.dense\.seeds: 3 is none of seeds=\[0\]",
         ),
+        (
+            "bin_tokens = 128",
+            "bin_tokens = 100",
+            r"tiny\.calibration\.bin_tokens=100 .*multiple of 16",
+        ),
         ("lr = 4e-3", "rate = 4e-3", r"\[tiny\.pretrain\] unknown key 'rate': .*lr"),
     ):
         assert old in text
