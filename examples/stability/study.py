@@ -16,7 +16,7 @@ makes a page of it, with learning curves.
 
 import argparse
 import json
-import shutil
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -28,18 +28,22 @@ from pretraining import pretrain
 from study_settings import CALIBRATED, StudySettings
 from summary import write_summary
 
-from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.atomic_write import write_json, write_text
 from sparrow_sglang.benchmarks.options import exit_on_sigterm
 from sparrow_sglang.benchmarks.processes import ProcessFailed
 from sparrow_sglang.benchmarks.training.parallel_runs import RunPlan, run_all
 from sparrow_sglang.command_line import count
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.renamed import current_names
-from sparrow_sglang.run_folder import METRICS_FILE
 
 SETTINGS = Path(__file__).with_name("study.toml")
 # Graphs that no run trains on or is evaluated on.
 CALIBRATION_SEED, DISTILLATION_SEED = 1_000_003, 1_000_033
+# Metrics of each step that the results keep, to six digits: what is judged, and what was trained.
+KEPT = re.compile(
+    r"step|critic/score/mean|response_length/mean|eval/pass_rate(_stderr)?|rollout_corr/(k3_)?kl"
+    r"|sparrow/(accept|kv_tokens|distill|vetoed)_.*|actor/(entropy|grad_norm|lr)|timing_s/step"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,12 +179,17 @@ def _run(what: str, module: Sequence[str], options: Mapping[str, Sequence[Any]])
 
 
 def collect(plans: Sequence[RunPlan], results: Path) -> None:
-    """Copy the metrics of all complete runs into `results`, and write their summary."""
+    """Write the `KEPT` metrics of all complete runs into `results`, and their summary."""
     folder = results / "metrics"
     folder.mkdir(exist_ok=True)
     for plan in plans:
         if plan.is_complete():
-            shutil.copyfile(plan.config.run_dir / METRICS_FILE, folder / f"{plan.name}.jsonl")
+            rows = [
+                {name: float(f"{value:.6g}") for name, value in row.items() if KEPT.fullmatch(name)}
+                for row in plan.rows()
+            ]
+            text = "".join(json.dumps(row | {"step": int(row["step"])}) + "\n" for row in rows)
+            write_text(folder / f"{plan.name}.jsonl", text)
     write_summary(results)
 
 

@@ -185,7 +185,10 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         words.append(f"KV read {read:.0f} of {cached:.0f} tokens")
     words.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
     if metrics.get(ALARM):
-        words.append("ALARM: entropy has fallen while the tail rose, the policy may be collapsing")
+        words.append(
+            "ALARM: entropy and reward have fallen while the tail rose, the policy may be"
+            " collapsing"
+        )
     if metrics.get("actor/skipped_steps"):
         words.append(f"{metrics['actor/skipped_steps']:.0f} optimizer steps skipped")
     split = [

@@ -1,60 +1,73 @@
 """The alarm of a collapse: on the study's runs, in the log, and across a restart."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, WINDOW, collapse_alarm
+from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL, WINDOW, collapse_alarm
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog, step_line
 
 STUDY = Path(__file__).parents[3] / "examples" / "stability" / "results" / "metrics"
+EARLIER = json.loads(Path(__file__).with_name("earlier_runs.json").read_text("utf-8"))
 REST = {
-    "critic/score/mean": 0.5,
     "response_length/mean": 100.0,
     "sparrow/rollout_tokens_per_s": 1.0,
     "timing_s/step": 1.0,
 }
 
 
-def rows(entropies: list[float], tails: list[float]) -> list[dict[str, float]]:
-    return [{ENTROPY: e, TAIL: t} for e, t in zip(entropies, tails, strict=True)]
+def rows(
+    entropies: list[float], tails: list[float], rewards: list[float]
+) -> list[dict[str, float]]:
+    columns = zip(entropies, tails, rewards, strict=True)
+    return [{ENTROPY: e, TAIL: t, REWARD: r} for e, t, r in columns]
 
 
-@pytest.mark.parametrize("path", sorted(STUDY.glob("[!d]*.jsonl")) + sorted(STUDY.glob("dist*")))
-def test_it_strikes_in_the_studys_collapsed_runs_and_in_no_other(path: Path) -> None:
+def alarms(steps: Sequence[Mapping[str, float]]) -> list[int]:
+    return [n for n in range(1, len(steps) + 1) if collapse_alarm(steps[:n])]
+
+
+@pytest.mark.parametrize("run", EARLIER["runs"])
+def test_it_strikes_in_the_runs_that_collapsed_and_in_no_other(run: str) -> None:
     """The entropy is the sampled estimate, as these runs have not logged the entropy itself."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    known = [
-        {ENTROPY: row["rollout_corr/training_log_ppl"], TAIL: row[TAIL]}
-        for row in found
-        if "timing_s/step" in row
-    ]
-    alarms = [n for n in range(1, len(known) + 1) if collapse_alarm(known[:n])]
-    if path.name.startswith("fixed-64"):
-        assert alarms[0] in (10, 11)
-    else:
-        assert not alarms
+    assert EARLIER["columns"] == ["rollout_corr/training_log_ppl", REWARD, TAIL]
+    entropies, rewards, tails = map(list, zip(*EARLIER["runs"][run], strict=True))
+    found = alarms(rows(entropies, tails, rewards))
+    assert found[0] in (10, 11) if run.startswith("fixed-64") else not found
 
 
-def test_both_must_move() -> None:
+def test_a_policy_that_learns_its_task_does_not_set_it_off() -> None:
+    surer = 0
+    for path in sorted(STUDY.glob("*.jsonl")):
+        found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        steps = [row for row in found if TAIL in row]
+        assert not alarms(steps), path.name
+        surer += bool(alarms([row | {REWARD: -row["step"]} for row in steps]))
+    assert surer == 18
+
+
+def test_all_three_must_move() -> None:
     high, low = [1.0] * WINDOW, [0.4] * WINDOW
     dull, bright = [0.8] * WINDOW, [0.9] * WINDOW
-    assert collapse_alarm(rows(high + low, dull + bright)) is True
-    assert collapse_alarm(rows(high + low, bright + dull)) is False
-    assert collapse_alarm(rows(high + low, dull + dull)) is False
-    assert collapse_alarm(rows(high + high, dull + bright)) is False
-    assert collapse_alarm(rows(high + low[1:], dull + bright[1:])) is None
+    worse = [0.5] * WINDOW + [0.3] * WINDOW
+    assert collapse_alarm(rows(high + low, dull + bright, worse)) is True
+    assert collapse_alarm(rows(high + low, dull + bright, worse[::-1])) is False
+    assert collapse_alarm(rows(high + low, bright + dull, worse)) is False
+    assert collapse_alarm(rows(high + low, dull + dull, worse)) is False
+    assert collapse_alarm(rows(high + high, dull + bright, worse)) is False
+    assert collapse_alarm(rows(high + low[1:], dull + bright[1:], worse[1:])) is None
     # Other rows, such as the last evaluation's, are not steps.
     between = [{"eval/pass_rate": 0.3}]
-    halves = rows(high, dull), rows(low, bright)
+    halves = rows(high, dull, worse[:WINDOW]), rows(low, bright, worse[WINDOW:])
     assert collapse_alarm(halves[0] + between + halves[1] + between) is True
 
 
 def test_the_log_says_so_and_remembers_across_a_restart(tmp_path: Path) -> None:
     config = TrainConfig(run_dir=tmp_path, steps=11, task={"name": "story"})
-    given = rows([1.0] * 5 + [0.4] * 6, [0.8] * 5 + [0.9] * 6)
+    given = rows([1.0] * 5 + [0.4] * 6, [0.8] * 5 + [0.9] * 6, [0.5] * 5 + [0.3] * 6)
     log = RunLog(config, 0)
     for step, row in enumerate(given[:10]):
         log.write(step, REST | row)
@@ -69,10 +82,12 @@ def test_the_log_says_so_and_remembers_across_a_restart(tmp_path: Path) -> None:
     assert [row.get(ALARM) for row in written] == [None] * 9 + [1.0, 1.0]
     line = step_line(10, 11, written[10])
     assert "entropy 0.400, p05 acceptance 0.900" in line
-    assert "ALARM: entropy has fallen while the tail rose" in line
+    assert "ALARM: entropy and reward have fallen while the tail rose" in line
     assert "ALARM" not in step_line(8, 11, written[8])
 
 
 def test_skipped_steps_are_in_the_line() -> None:
-    assert "2 optimizer steps skipped" in step_line(0, 3, REST | {"actor/skipped_steps": 2.0})
-    assert "skipped" not in step_line(0, 3, REST | {"actor/skipped_steps": 0.0})
+    assert "2 optimizer steps skipped" in step_line(
+        0, 3, REST | {REWARD: 0.5, "actor/skipped_steps": 2.0}
+    )
+    assert "skipped" not in step_line(0, 3, REST | {REWARD: 0.5, "actor/skipped_steps": 0.0})
