@@ -50,7 +50,7 @@ _CHARTS: tuple[tuple[str, str, dict[str, str], str], ...] = (
         "nats",
         {ENTROPY: "dense policy"},
         f"Per token. An alarm where its mean over {WINDOW} steps is below {FALL:g} of that of the"
-        f" first {WINDOW} while the tail is above theirs.",
+        f" first {WINDOW} while the reward is below theirs and the tail above.",
     ),
     (
         "Acceptance rate of the rollouts",
