@@ -10,8 +10,8 @@ stopped goes on when the command is repeated. What to run is in study.toml.
   python examples/stability/study.py --arms dense fixed-64   only the runs of these arms
   python examples/stability/study.py --scale tiny            any machine, to see that it works
 
-The results folder in the output folder then holds summary.md and all metrics; `sparrow report`
-makes a page of it, with learning curves.
+The results folder in the output folder then holds summary.md and the metrics; curves.py draws
+them, and `sparrow report` makes a page of them.
 """
 
 import argparse
