@@ -31,10 +31,13 @@ class LoadedSchedules:
     Attributes:
         active: the schedule by which requests are decoded unless they ask for another.
         named: the schedules that were loaded by name, in the order in which they were given.
+        weighted_layers: number of layers that the device's tables tell apart, as many as the layer
+            weights of one of the first schedules; None where none of them had any.
     """
 
     active: BudgetSchedule
     named: tuple[BudgetSchedule, ...] = ()
+    weighted_layers: int | None = None
 
     @classmethod
     def of(cls, schedules: Sequence[BudgetSchedule]) -> "LoadedSchedules":
@@ -51,7 +54,9 @@ class LoadedSchedules:
         for name in names:
             if names.count(name) > 1:
                 raise ScheduleError(f"schedule {name!r} is named twice: expected distinct names")
-        loaded = cls(active=schedules[0], named=tuple(schedules))
+        weights = (schedule.selection.layer_weights for schedule in schedules)
+        layers = next((len(values) for values in weights if values is not None), None)
+        loaded = cls(schedules[0], tuple(schedules), layers)
         for schedule in schedules:
             loaded.require_fit(schedule)
         return loaded
@@ -60,12 +65,6 @@ class LoadedSchedules:
     def names(self) -> tuple[str, ...]:
         """Names that a request may use, that of the active schedule first."""
         return tuple(dict.fromkeys([self.active.name, *(schedule.name for schedule in self.named)]))
-
-    @property
-    def weighted_layers(self) -> int | None:
-        """Layers that have weights in one schedule or more; None where all read the same."""
-        weights = (schedule.selection.layer_weights for schedule in (*self.named, self.active))
-        return next((len(values) for values in weights if values is not None), None)
 
     def get(self, name: str) -> BudgetSchedule:
         """The schedule of that name; raises `ScheduleError`, with the names there are."""

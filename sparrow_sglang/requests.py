@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule
 
 KEY = "sparrow"
 
@@ -107,15 +108,20 @@ class RequestOption:
             return None
         return self.schedule.first_sparse_length(self.kv_budget_tokens)
 
+    def tokens_read(self, cached: ArrayLike) -> NDArray[np.int64]:
+        """KV tokens that a sparse layer reads of `cached` ones in a step, in their shape."""
+        if self.schedule is None:
+            return np.asarray(cached, dtype=np.int64)
+        return self.schedule.tokens_read(cached, self.kv_budget_tokens)
+
     def usage(self, prompt_tokens: int, completion_tokens: int) -> KvUsage:
         """Usage of a request that generated `completion_tokens` after `prompt_tokens`."""
         name = None if self.schedule is None else self.schedule.name
         steps = max(0, completion_tokens - 1)
         if not steps:
             return KvUsage(name, self.kv_budget_tokens, 0)
-        cached = read = prompt_tokens + np.arange(1, steps + 1)
-        if self.schedule is not None:
-            read = self.schedule.tokens_read(cached, self.kv_budget_tokens)
+        cached = prompt_tokens + np.arange(1, steps + 1)
+        read = self.tokens_read(cached)
         return KvUsage(
             schedule=name,
             kv_budget_tokens=self.kv_budget_tokens,
@@ -133,7 +139,8 @@ def _floor(schedule: BudgetSchedule) -> int:
 
 def _is_budget(value: Any, schedule: BudgetSchedule) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool)
-    return whole and value >= _floor(schedule) and value % schedule.page_size == 0
+    # Budgets are added up in 64 bits, and SGLang passes on larger numbers than that.
+    return whole and _floor(schedule) <= value <= MAX_TOKENS and value % schedule.page_size == 0
 
 
 def _expected(given: Any, loaded: LoadedSchedules) -> str:
@@ -141,5 +148,6 @@ def _expected(given: Any, loaded: LoadedSchedules) -> str:
         f'custom_params["{KEY}"]={quoted(given)} is not allowed: expected exactly one of'
         f' {{"dense": true}}, {{"schedule": one of {", ".join(loaded.names)}}} or'
         f' {{"kv_budget_tokens": a multiple of {loaded.active.page_size}, at least'
-        f' {_floor(loaded.active)}}}; {{"report": true}} may stand beside it, or alone'
+        f' {_floor(loaded.active)} and at most {MAX_TOKENS}}}; {{"report": true}} may stand beside'
+        " it, or alone"
     )

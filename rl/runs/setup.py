@@ -258,7 +258,7 @@ def _require_fit(key: str, schedule: BudgetSchedule, first: BudgetSchedule, mode
     """Raises `InputError` unless `schedule` fits the model and an engine started with `first`."""
     try:
         schedule.require_model(model)
-        LoadedSchedules(first).require_fit(schedule)
+        LoadedSchedules.of([first]).require_fit(schedule)
     except ScheduleError as error:
         raise InputError(f"{key}: {error}") from None
 

@@ -236,6 +236,11 @@ def _engine_args(
     for name, instead in _OWN_ARGUMENTS.items():
         if name in args.engine_args:
             raise CalibrationError(f"--engine-args {name} is not set there: {instead}")
+    if (replicas := args.engine_args.get("dp_size", 1)) != 1:
+        raise CalibrationError(
+            f"--engine-args dp_size={replicas}: expected 1, as a response is compared on the engine"
+            " that generated it; start one calibration for each GPU"
+        )
     if any(prompt.response_ids for prompt in prompts):
         defaults |= given_response.ENGINE_ARGS
     return defaults | args.engine_args

@@ -16,7 +16,7 @@ from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.job import Job, whole_pages
 from sparrow_sglang.calibration.prompts import UNSCORED, Prompt
-from sparrow_sglang.calibration.rule import LANDMARK_TOKENS, even_schedule
+from sparrow_sglang.calibration.rule import even_schedule, landmark_tokens
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.config import schedule_from
 from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of
@@ -32,7 +32,8 @@ def pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     `attention_backends.pair_variance` sums it over the latest queries of each prefill pass; it is 0
     in layers without landmarks. Raises `CalibrationError` as `measure_missing` does.
     """
-    settings = job.settings | {"step": _STEP, "landmark_tokens": LANDMARK_TOKENS}
+    tokens = landmark_tokens(job.page_size)
+    settings = job.settings | {"step": _STEP, "landmark_tokens": tokens}
     of_step = replace(job, folder=job.folder / _STEP, settings=settings)
     path = of_step.work.path / "variances.json"
     if path.exists():
@@ -50,7 +51,7 @@ def pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
         with engine.running_engine(job.model_path, arguments) as running:
             try:
                 endpoint = connect(running)
-                endpoint.call_sparrow(_STEP, landmark_tokens=LANDMARK_TOKENS)
+                endpoint.call_sparrow(_STEP, landmark_tokens=tokens)
                 # Send prompts one by one, so that every run sums in the same order.
                 for prompt in prompts:
                     endpoint.generate([_request(prompt, job.context - UNSCORED)])

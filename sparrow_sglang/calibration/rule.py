@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.calibration.choice import CONFIDENCE, Tokens
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.selection import PairLists, SelectionRule
 
 # Landmarks of two tokens rank pages better, but a step reads twice as many.
 LANDMARK_TOKENS = 4
+# The GPU kernels take no more of them.
+MOST_LANDMARKS = 8
 MOST_DENSE = 2
 # The context divided by the first is what the sparse layer reads while sensitivities are measured;
 # divided by the second, what all layers read on average while sets of dense layers are compared.
@@ -68,10 +70,15 @@ def variance_kept(variances: NDArray[np.float64], pairs: PairLists) -> list[list
     return [[round(value, 4) for value in layer] for layer in share]
 
 
-def landmark_rule(pairs: PairLists | int) -> SelectionRule:
-    """int4 landmarks of four tokens in these rotary pairs, best head, equal budgets per layer."""
+def landmark_tokens(page_size: int) -> int:
+    """Tokens of a landmark: four, or more where a page would have too many landmarks."""
+    return max(LANDMARK_TOKENS, page_size // MOST_LANDMARKS)
+
+
+def landmark_rule(pairs: PairLists | int, page_size: int = PAGE_SIZE) -> SelectionRule:
+    """int4 landmarks in these rotary pairs, best head, equal budgets per layer."""
     return SelectionRule(
-        landmark_tokens=LANDMARK_TOKENS,
+        landmark_tokens=landmark_tokens(page_size),
         landmark_bits=4,
         landmark_pairs=pairs,
         group_score="best_head",
@@ -193,7 +200,8 @@ def choose_rule(
     tails = {dense: _tail(tokens) for dense, tokens in measured.items()}
     best: tuple[int, ...] = ()
     for dense in sorted(tails, key=len):
-        if tails[dense].tail > (tails[best].tail_high or 1.0):
+        high = tails[best].tail_high
+        if high is not None and tails[dense].tail > high:
             best = dense
     weights = layer_weights(sensitivity, [*best, *partial])
     return RuleChoice(

@@ -48,7 +48,7 @@ def with_chosen_rule(job: Job) -> Job:
     whole = [layer for layer in range(layers) if layer not in partial]
     variances = pair_variances(job, _longest(job.prompts))
     pairs = chosen_pairs(variances)
-    rule = landmark_rule(pairs)
+    rule = landmark_rule(pairs, job.page_size)
     size = (rule, layers, job.page_size, job.context)
     alone = {layer: sensitivity_schedule(layer, *size, partial) for layer in whole}
     measured = _measured(job, "layers", list(alone.values()), rule, layers)

@@ -229,6 +229,11 @@ def _page_table(plan: Plan) -> str:
     cached = plan.prompt_tokens + plan.shown[-1]
     schedule, intensity = plan.schedule, plan.hardware.intensity
     budget = schedule.kv_budget_tokens(cached)
+    if budget >= cached:
+        return (
+            f"Page size at {cached:,} cached tokens and a budget of {budget:,}: every page is"
+            " read, whatever its size"
+        )
     kept = (schedule.sink_pages, schedule.recent_pages)
     present = page_cost(plan.shape, cached, schedule.page_size, budget, *kept).eflops(intensity)
     rows = []

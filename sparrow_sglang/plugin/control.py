@@ -177,6 +177,7 @@ def _fields(loaded: LoadedSchedules) -> dict[str, Any]:
     return {
         "active": loaded.active.model_dump(mode="json"),
         "named": [schedule.model_dump(mode="json") for schedule in loaded.named],
+        "weighted_layers": loaded.weighted_layers,
     }
 
 
@@ -196,6 +197,7 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
         loaded = LoadedSchedules(
             active=BudgetSchedule(**fields["active"]),
             named=tuple(BudgetSchedule(**schedule) for schedule in fields["named"]),
+            weighted_layers=fields["weighted_layers"],
         )
         if loaded != budgets.loaded:
             _load(scheduler, loaded)

@@ -26,6 +26,7 @@ REFUSED = [
     {"kv_budget_tokens": 32},
     {"kv_budget_tokens": 100},
     {"kv_budget_tokens": True},
+    {"kv_budget_tokens": 2**67},
     {"kv_budget_tokens": "80"},
     {"budget": 80},
     {"report": 1},
@@ -119,6 +120,10 @@ class TestLoading:
         assert loaded.weighted_layers == 4
         assert loaded.with_active(uneven).active == uneven
         assert loaded.with_active(A).weighted_layers == 4
+        # The tables have a column for each layer, even while no schedule has weights.
+        plain = schedule("e", 6, selection={"layer_weights": None})
+        alone = LoadedSchedules.of([even]).with_active(plain)
+        assert alone.with_active(even).active == even
         with pytest.raises(ScheduleError, match="l: .*has 5 numbers: expected 4, as others have;"):
             loaded.with_active(longer)
         with pytest.raises(ScheduleError, match="u: .*numbers: expected null, as others have none"):

@@ -217,7 +217,10 @@ class Auditor:
             self._forget_vanished()
             states = self._manager.rid_to_state
             self.report.publish_load(
-                prompt_tokens + len(states[rid].output_ids)
+                (
+                    prompt_tokens + len(states[rid].output_ids),
+                    request_state(states[rid].obj).option,
+                )
                 for rid, prompt_tokens in self._prompt_tokens.items()
             )
             if self._log is not None and self._log.is_due():

@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from sparrow_sglang.mismatch.tail import BIN_TOKENS, BinTail, TailStatistics
 from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
+from sparrow_sglang.requests import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 WELL_FILLED_TOKENS = 2000
@@ -24,7 +23,7 @@ _RESAMPLES = 200
 _GAUGES = {
     "sparrow:acceptance_tail": ("5th percentile of the acceptance rate", ("bin", "bound")),
     "sparrow:acceptance_mean": ("Mean acceptance rate", ("bin", "bound")),
-    "sparrow:audited_tokens": ("Tokens scored again densely", ("bin",)),
+    "sparrow:audited_tokens": ("Sparsely decoded tokens scored again densely", ("bin",)),
     "sparrow:audit_requests": ("Finished requests by what the audit did with them", ("outcome",)),
     "sparrow:kv_budget_tokens": (
         "Active KV budget at the start of the bin",
@@ -69,9 +68,17 @@ class AuditReport:
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
 
     def add(self, rows: TokenRows) -> None:
-        """Count the tokens of one request."""
-        self._bounds["lower"].add(rows.request_id, rows.position, rows.alpha_lower)
-        self._bounds["upper"].add(rows.request_id, rows.position, rows.alpha_upper)
+        """Count the sparsely decoded tokens of one response, as a calibration does.
+
+        Its first token comes from prefill, and where the budget holds everything, decode is dense.
+        A token counts in the bin whose budget its step has read.
+        """
+        sparse = self.schedule.tokens_read(rows.position) < rows.position
+        sparse[:1] = False
+        page_size = self.schedule.page_size
+        places = -(-rows.position[sparse] // page_size) * page_size
+        self._bounds["lower"].add(rows.request_id, places, rows.alpha_lower[sparse])
+        self._bounds["upper"].add(rows.request_id, places, rows.alpha_upper[sparse])
 
     def publish(self) -> dict[str, Any]:
         """Update the gauges, and warn of bins that have fallen below the target.
@@ -100,13 +107,21 @@ class AuditReport:
             "bins": {bound: [vars(tail) for tail in tails] for bound, tails in bins.items()},
         }
 
-    def publish_load(self, lengths: Iterable[int]) -> None:
-        """Publish KV tokens cached and read, for running requests of these lengths in tokens."""
+    def publish_load(self, running: Iterable[tuple[int, RequestOption | None]]) -> None:
+        """Publish KV tokens cached and read, for running requests of these lengths in tokens.
+
+        Each comes with what it asked for, None for the active schedule.
+        """
         if not self._gauges:
             return
-        cached = np.array(list(lengths), dtype=np.int64)
-        self._set("sparrow:kv_tokens_cached", int(cached.sum()))
-        self._set("sparrow:kv_tokens_read", int(self.schedule.tokens_read(cached).sum()))
+        alike: dict[tuple[int, int | None], tuple[RequestOption, list[int]]] = {}
+        for length, given in running:
+            option = given or RequestOption(self.schedule)
+            key = id(option.schedule), option.kv_budget_tokens
+            alike.setdefault(key, (option, []))[1].append(length)
+        self._set("sparrow:kv_tokens_cached", sum(sum(of) for _, of in alike.values()))
+        read = sum(int(option.tokens_read(of).sum()) for option, of in alike.values())
+        self._set("sparrow:kv_tokens_read", read)
 
     def _warn_below_target(self, upper: BinTail) -> None:
         """Warn by the upper bound: only it proves a tail too low; the lower one may be loose."""

@@ -93,6 +93,10 @@ def test_the_engine_is_not_told_otherwise(tiny_llama: str, tmp_path: Path, name:
     args.engine_args |= {name: 32}
     with pytest.raises(CalibrationError, match=f"--engine-args {name} is not set there"):
         calibration_job(args)
+    # Of two engines one generates, and the other may be asked to compare.
+    args.engine_args = {"dp_size": 2}
+    with pytest.raises(CalibrationError, match="--engine-args dp_size=2: expected 1"):
+        calibration_job(args)
 
 
 def test_measurements_of_other_weights_in_the_same_folder_are_refused(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from sparrow_sglang.attention_backends.kernel_limits import INT4_LANDMARKS
 from sparrow_sglang.calibration.choice import Tokens
 from sparrow_sglang.calibration.rule import (
     choose_rule,
@@ -17,7 +18,7 @@ from sparrow_sglang.calibration.rule import (
     sensitivity_schedule,
     variance_kept,
 )
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 
 PAGE = 16
 
@@ -110,6 +111,9 @@ def test_a_dense_layer_must_pay_beyond_doubt() -> None:
     assert "in these rotary pairs, by layer and KV head: 0.50 to 0.75" in describe_rule(far)
     assert far.evidence["variance_kept"] == kept
     assert [row["layers"] for row in far.evidence["dense_layers"]] == [[], [0, 1]]
+    # A tail of 0 whose interval is 0, too.
+    none = [tokens(str(i), [0.0] * 500) for i in range(8)]
+    assert choose_rule(rule, kept, sensitivity, {(): none, (0, 1): shifted(0.0)}).dense_layers
     BudgetSchedule(
         name="x", page_size=PAGE, bin_tokens=PAGE, budget_tokens=(512,),
         selection=far.selection, dense_layers=far.dense_layers,
@@ -169,6 +173,13 @@ def test_half_of_the_pairs_are_kept_those_that_vary_most(half: int, count: int) 
             assert min(of_head[list(kept)]) > max(of_head[left], default=-1)
             share = of_head[list(kept)].sum() / of_head.sum()
             assert variance_kept(variances, pairs)[layer][head] == pytest.approx(share, abs=1e-4)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_calibrated_rule_can_be_served_at_each_page_size(page_size: int) -> None:
+    rule = landmark_rule(16, page_size)
+    assert page_size // rule.landmark_tokens in INT4_LANDMARKS
+    assert rule.landmark_tokens == (8 if page_size == 64 else 4)
 
 
 def test_of_pairs_that_vary_alike_the_slower_ones_are_kept() -> None:

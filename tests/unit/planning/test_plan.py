@@ -164,6 +164,8 @@ def test_page_sizes_at_equal_cost(plan: Plan) -> None:
     assert [row[2] for row in rows] == ["4,048", "4,000", "3,904"]
     assert [row[3] for row in rows] == ["4,096", "4,608", "4,864"]
     assert [float(row[1]) for row in rows] == sorted((float(row[1]) for row in rows), reverse=True)
+    short = plan("--schedule", "fixed-4096", "--length", "1024")
+    assert "cached tokens and a budget of 4,096: every page is read, whatever its size" in short
 
 
 def measured_rows(sparse: bool) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What an audit reports of scored requests, and the rows that it searches for top-k lists."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,23 @@ import torch
 from engines import SCHEDULE
 from prometheus_client import REGISTRY
 
+from sparrow_sglang.calibration.choice import Tokens, bin_tails
 from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.plugin.audit.hooks import top_logprobs_of_some
 from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
+from sparrow_sglang.requests import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
 
 
-def token_rows(request: str, alpha: float, tokens: int = 100, first: int = 0) -> TokenRows:
+def token_rows(request: str, alpha: float, tokens: int = 101, first: int = 129) -> TokenRows:
+    """The first token is from prefill, the others from sparse steps in the bin of `first`."""
     return TokenRows(
         request_id=request,
-        position=np.arange(first, first + tokens) % 64 + first,
+        position=np.arange(tokens) % 48 + first,
         token_id=np.zeros(tokens, dtype=int),
         kv_budget_tokens=np.full(tokens, 64),
         sparse_logprob=np.zeros(tokens),
@@ -42,21 +46,53 @@ def test_one_warning_per_bin_that_falls_below_the_target(warnings):
         report.add(token_rows(f"more-{index}", 0.5))
     for index in range(40):
         # The lower bound is below the target here, the upper one is not.
-        report.add(token_rows(f"good-{index}", 0.9, first=64))
+        report.add(token_rows(f"good-{index}", 0.9, first=193))
     report.publish()
     found = report.publish()
     messages = {id(record): record.getMessage() for record in warnings.records}
     assert len(messages) == 1
-    assert "at positions 0 to 63 the 5th percentile" in next(iter(messages.values()))
+    assert "at positions 128 to 191 the 5th percentile" in next(iter(messages.values()))
     assert "at most 0.500" in next(iter(messages.values()))
     told = {
         bound: [(row["bin"], row["tokens"], row["tail"], row["mean"]) for row in rows]
         for bound, rows in found["bins"].items()
     }
-    bins = [(0, 2400, 0.5), (1, 4000, 0.9)]
+    bins = [(2, 2400, 0.5), (3, 4000, 0.9)]
     for bound, loose in (("upper", 0.0), ("lower", 0.1)):
         exact = [(index, tokens, alpha - loose, alpha - loose) for index, tokens, alpha in bins]
         assert told[bound] == [pytest.approx(row, abs=1e-9) for row in exact]
+
+
+def test_only_sparsely_decoded_tokens_count_as_in_a_calibration():
+    """Else a bin whose steps are mostly dense would hide that its target is missed."""
+    positions = np.arange(40, 230)
+    rates = np.linspace(0.2, 0.9, len(positions))
+    rows = token_rows("a", 1.0, len(positions))
+    report = AuditReport(TARGETED, gauges=False)
+    report.add(replace(rows, position=positions, alpha_lower=rates, alpha_upper=rates))
+    cached = positions[1:]
+    sparse = TARGETED.tokens_read(cached) < cached
+    calibrated = bin_tails([Tokens("a", cached[sparse], rates[1:][sparse])], 64, 16)
+    found = {row["bin"]: row for row in report.publish()["bins"]["upper"]}
+    assert found.keys() == calibrated.keys() == {1, 2, 3}
+    for index, tail in calibrated.items():
+        assert (found[index]["tokens"], found[index]["tail"]) == (tail.tokens, tail.tail)
+        assert found[index]["mean"] == pytest.approx(tail.mean)
+
+
+def test_the_load_is_what_each_request_reads():
+    def value(name: str) -> float | None:
+        return REGISTRY.get_sample_value(f"sparrow:{name}")
+
+    schedule = BudgetSchedule.fixed(512)
+    report = AuditReport(schedule, gauges=True)
+    capped = RequestOption(schedule, 128)
+    report.publish_load([(10_000, RequestOption(None)), (10_000, capped), (9_999, None)])
+    assert value("kv_tokens_cached") == 29_999
+    # The last page of the third request has 15 tokens.
+    assert value("kv_tokens_read") == 10_000 + 128 + 511
+    report.publish_load([])
+    assert value("kv_tokens_cached") == value("kv_tokens_read") == 0
 
 
 def test_intervals_are_drawn_once_for_gauges_warnings_and_summary(monkeypatch):
@@ -103,16 +139,16 @@ def test_gauges_of_another_schedule_do_not_go_on():
     report = AuditReport(TARGETED, gauges=True)
     report.add(token_rows("a", 0.5))
     report.publish()
-    assert value("audited_tokens", bin="0") == 100
-    assert value("acceptance_tail", bin="0", bound="upper") == pytest.approx(0.5)
+    assert value("audited_tokens", bin="2") == 100
+    assert value("acceptance_tail", bin="2", bound="upper") == pytest.approx(0.5)
     last = str(len(TARGETED.budget_tokens) - 1)
     assert value("kv_budget_tokens", bin=last) == TARGETED.budget_tokens[-1]
     report.start(BudgetSchedule.fixed(512))
     assert value("kv_budget_tokens", bin="0") == 512
-    assert value("audited_tokens", bin="0") == 0
+    assert value("audited_tokens", bin="2") == 0
     for gone in (
         value("kv_budget_tokens", bin=last),
-        value("acceptance_tail", bin="0", bound="upper"),
-        value("acceptance_mean", bin="0", bound="lower"),
+        value("acceptance_tail", bin="2", bound="upper"),
+        value("acceptance_mean", bin="2", bound="lower"),
     ):
         assert gone is not None and math.isnan(gone)
