@@ -1,10 +1,11 @@
 """Rewards of the dense policy on held-out prompts: dense decode, without adapter."""
 
 from collections.abc import Sequence
+from fractions import Fraction
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import comb
 
 from sparrow_sglang.rl.config import EvaluationConfig
 from sparrow_sglang.rl.runs.run import Run
@@ -62,6 +63,9 @@ def pass_at(k: int, passed: Sequence[NDArray[np.bool_]]) -> float:
     C(n, k) choices of k responses hold none that passes, so 1 - C(n - c, k) / C(n, k) is an
     unbiased estimate (Chen et al., arXiv:2107.03374).
     """
-    counts = np.array([(len(prompt), prompt.sum()) for prompt in passed])
-    n, c = counts.T
-    return float((1 - comb(n - c, k) / comb(n, k)).mean())
+    rates = []
+    for prompt in passed:
+        n, c = len(prompt), int(prompt.sum())
+        # Exact integers: as floats the binomials overflow from about 1,030 responses on.
+        rates.append(1 - Fraction(comb(n - c, k), comb(n, k)))
+    return float(sum(rates) / len(rates))

@@ -89,6 +89,13 @@ class Soaked:
             problem = f"checks ended early: {type(ended).__name__} {str(ended)[:300]}"
             self.load.problems.append(problem)
 
+    def start_counting(self) -> None:
+        """Forget what was counted so far, but no problem; requests from now on are others."""
+        self.load.done.clear()
+        self.load.tokens = self.load.retractions = 0
+        self.load.seed += 1
+        self.counts.clear()
+
     async def _check(self, every_s: float) -> None:
         draw = random.Random(self.seed)
         for turn in range(1, sys.maxsize):
@@ -244,6 +251,8 @@ def _measure(soaked: list[Soaked], options: argparse.Namespace) -> list[dict[str
         )
 
     asyncio.run(together(options.warm_s))
+    for one in soaked:
+        one.start_counting()
     used = [settle(one.server) for one in soaked]
     before, gpu_before = [resident_mib(one.server) for one in soaked], gpu_mib()
     start = time.monotonic()

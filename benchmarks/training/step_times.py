@@ -246,7 +246,13 @@ def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
     context = compared.config["max_position_embeddings"]
     require_context(context, options.prompt_tokens, max(lengths))
     for arm in options.arms:
-        arm_config(arm, compared, compared.path, options, Path("runs"))
+        rollout = arm_config(arm, compared, compared.path, options, Path("runs")).rollout
+        if rollout.prompts_per_step * rollout.samples_per_prompt != len(lengths):
+            raise ValueError(
+                f"--set rollout: {rollout.prompts_per_step} prompts a step with"
+                f" {rollout.samples_per_prompt} samples each, but there are {len(lengths)} lengths;"
+                " expected neither to be set, as --sequences sets both"
+            )
     return compared
 
 

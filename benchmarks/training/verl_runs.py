@@ -8,6 +8,7 @@ over the visible GPUs. Out: the metrics in verl's own log of each run, as JSON, 
 versions and commit.
 """
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,11 +78,11 @@ class VerlRun:
     def command(self, recipe: Path, model: str, overrides: Sequence[str]) -> list[str]:
         """The trainer's command line."""
         ours = [
-            f"actor_rollout_ref.model.path={model}",
+            f"actor_rollout_ref.model.path={_for_the_trainer(model)}",
             f"data.seed={self.seed}",
             f"actor_rollout_ref.actor.data_loader_seed={self.seed}",
             f"++{ENGINE}.random_seed={self.seed}",
-            f"trainer.default_local_dir={self.folder / 'checkpoints'}",
+            f"trainer.default_local_dir={self._checkpoints}",
             # Each run starts a Ray cluster of its own. It stays in Ray's default folder, as
             # sockets need a short path.
             "++ray_kwargs.ray_init.address=local",
@@ -91,7 +92,7 @@ class VerlRun:
             # flashinfer is verl's own default for this SGLang version.
             ours += [f"{ENGINE}.attention_backend=flashinfer", f"~{ENGINE}.sparrow_schedule"]
         else:
-            ours += [f"{ENGINE}.sparrow_schedule={self.schedule}"]
+            ours += [f"{ENGINE}.sparrow_schedule={_for_the_trainer(self.schedule)}"]
         flags = ["--config-dir", ".", "--config-name", recipe.stem]
         return [sys.executable, "-m", "verl.trainer.main_ppo", *flags, *ours, *overrides]
 
@@ -107,17 +108,28 @@ class VerlRun:
         return self.folder / "metrics.jsonl"
 
     @property
+    def _checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
     def log(self) -> Path:
         return self.folder / "log.txt"
 
     def begin(self) -> None:
-        """Make the folder, and delete the metrics of an earlier start."""
+        """Make the folder, and delete metrics and checkpoints of an earlier start."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._metrics.unlink(missing_ok=True)
+        # verl would go on from the newest one, and the steps before it would be missing.
+        shutil.rmtree(self._checkpoints, ignore_errors=True)
 
     def rows(self) -> list[dict[str, Any]]:
         """Step and metrics of each complete line of the log."""
         return whole_rows(self._metrics)
+
+
+def _for_the_trainer(name: str) -> str:
+    """A path that exists here, as the trainer, which runs in the recipe's folder, can find it."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def result_of(run: VerlRun) -> dict[str, Any]:

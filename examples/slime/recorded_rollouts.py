@@ -32,8 +32,10 @@ async def generate(
     sampling_params = sampling_params | getattr(args, "sparrow_sampling", {})
     if evaluation:
         return await evaluate(args, sample, sampling_params, evaluation=True)
-    # Older weights have sampled a part of a response that goes on, so it gets no rates.
-    place = await _free_slot(args) if not sample.response_length else None
+    # Older weights have sampled a part of a response that goes on, so it gets no rates. They are of
+    # distributions at temperature 1.
+    recorded = not sample.response_length and sampling_params["temperature"] == 1
+    place = await _free_slot(args) if recorded else None
     if place is None:
         return await sglang_rollout.generate(args, sample, sampling_params)
     url, slot = place
@@ -52,8 +54,9 @@ async def _recorded(
     server.sglang_router_ip, _, server.sglang_router_port = url.removeprefix("http://").rpartition(
         ":"
     )
-    params = sampling_params | {"custom_params": record_into(slot, len(prompt))}
-    sample = await sglang_rollout.generate(server, sample, params)
+    own = sampling_params.get("custom_params") or {}
+    params = {"custom_params": own | record_into(slot, len(prompt))}
+    sample = await sglang_rollout.generate(server, sample, sampling_params | params)
     response = sample.tokens[len(prompt) :]
     if sample.status != sample.Status.ABORTED and len(response) > 1:
         request = comparing_request(slot, prompt, response, uuid.uuid4().hex)

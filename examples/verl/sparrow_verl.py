@@ -78,8 +78,9 @@ class RecordingClient:
             # The rates are of distributions at temperature 1; validation is greedy by default.
             recorded = slot is not None and sampling_params["temperature"] == 1
             if recorded:
-                params = {"custom_params": record_into(slot, len(prompt_ids))}
-                sampling_params = sampling_params | params
+                own = sampling_params.get("custom_params") or {}
+                params = own | record_into(slot, len(prompt_ids))
+                sampling_params = sampling_params | {"custom_params": params}
             output = await self._client.generate(
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **more
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparrow_sglang.client.control import set_schedule
+from sparrow_sglang.client.endpoint import EndpointError, sparrow_call
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
@@ -211,7 +211,11 @@ class LocalEngine:
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
         """See `RolloutEngine`; raises `EndpointError` if the engine was started densely."""
-        set_schedule(self._engine, schedule)
+        call = sparrow_call(self._engine, "schedule")
+        try:
+            self._run(call(schedule=schedule.model_dump(mode="json")))
+        except ValueError as error:
+            raise EndpointError(f"the engine refused a call: {error}") from error
         self._schedule = schedule.name
 
     def release(self) -> None:

@@ -20,8 +20,11 @@ from sparrow_sglang.rl.runs.setup import prepare
 
 GRACE_S = 30.0
 """Seconds that the other ranks have to end once a rank has failed by itself."""
+STOPPED_GRACE_S = 300.0
+"""Likewise once a rank has ended by a signal, as all do: rank 0 may have logs to upload."""
 
 _LOOK_S = 0.2
+_SIGNALLED = 128
 _PR_SET_PDEATHSIG = 1
 
 
@@ -87,6 +90,13 @@ def launch(command: Sequence[str], ranks: int) -> tuple[int, str]:
             signal.signal(number, handler)
 
 
+def _grace_s(code: int) -> float:
+    """Seconds that the other ranks get to end by themselves, once one has ended with `code`."""
+    if code > _SIGNALLED:
+        return STOPPED_GRACE_S
+    return GRACE_S if code > 0 else 0.0
+
+
 def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> tuple[int, str]:
     first: tuple[int, int] | None = None
     deadline = float("inf")
@@ -95,7 +105,7 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> tuple[int, str]:
         if first is None and failed:
             # Report a killed rank (negative code) first, as it may be why others have failed.
             first = min(failed, key=lambda end: end[1])
-            deadline = time.monotonic() + (GRACE_S if first[1] > 0 else 0)
+            deadline = time.monotonic() + _grace_s(first[1])
         elif None not in codes:
             return 0, ""
         if time.monotonic() >= deadline:
@@ -105,7 +115,8 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> tuple[int, str]:
         time.sleep(_LOOK_S)
     rank, code = first
     if code > 0:
-        return code, "stopped" if code > 128 else f"error: rank {rank} failed, as it says above"
+        failed_here = f"error: rank {rank} failed, as it says above"
+        return code, "stopped" if code > _SIGNALLED else failed_here
     return 1, f"error: rank {rank} was killed by {signal.Signals(-code).name}"
 
 

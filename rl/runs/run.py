@@ -178,6 +178,8 @@ def open_run(
         policy = DensePolicy.load(config.model, config.optimizer, device, ranks)
         # Made before a checkpoint's weights are loaded: the reference is the model at `model.path`.
         reference = ReferencePolicy(policy) if config.algorithm.kl_coefficient else None
+        # What is drawn from here on, the adapter first.
+        torch.manual_seed(config.seed)
         adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
         ladder = Ladder(setup.schedules, config.ladder)
         state = checkpoints.restore(newest, policy, adapter) if newest else State()

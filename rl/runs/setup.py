@@ -8,7 +8,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
@@ -251,7 +254,29 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
     _require_fit("engine.schedule", first, first, model_config)
     for schedule in rest:
         _require_fit("ladder.schedules", schedule, first, model_config)
-    return (first, *rest)
+    schedules = (first, *rest)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    for above, below in pairwise(schedules):
+        _require_rung(above, below, longest)
+    names = [schedule.name for schedule in schedules]
+    if len(set(names)) < len(names):
+        raise InputError(
+            f"ladder.schedules: names are {', '.join(names)}, that of engine.schedule included:"
+            " expected distinct names, by which rollouts say what they were decoded with"
+        )
+    return schedules
+
+
+def _require_rung(above: BudgetSchedule, below: BudgetSchedule, longest: int) -> None:
+    """Raises `InputError` if `below` reads more than `above`, on average over all lengths."""
+    lengths = np.arange(1, longest + 1)
+    first, second = (float(each.tokens_read(lengths).mean()) for each in (above, below))
+    if second > first:
+        raise InputError(
+            f"ladder.schedules: up to {longest:,} tokens {below.name} reads {second:.0f} on"
+            f" average, {above.name} before it {first:.0f}: expected each to read at most as much"
+            " as the one before, engine.schedule being the first"
+        )
 
 
 def _require_fit(key: str, schedule: BudgetSchedule, first: BudgetSchedule, model: Any) -> None:
@@ -284,6 +309,13 @@ def _check_server_args(engine: EngineConfig) -> None:
         raise InputError(
             "engine.server_args.skip_tokenizer_init=true: rewards are given for texts; expected"
             " false"
+        )
+    stages = engine.server_args.get("pp_size", 1)
+    if stages != 1 and engine.kind == "ray" and engine.transfer == "broadcast":
+        raise InputError(
+            f"engine.server_args.pp_size={stages} with engine.transfer='broadcast': SGLang gives"
+            " all pipeline stages of an engine the same rank, so they cannot receive weights;"
+            ' expected 1, or engine.transfer = "object_store"'
         )
     dp_size = engine.server_args.get("dp_size", 1)
     if dp_size != 1 and not engine.server_args.get("enable_dp_attention"):

@@ -115,13 +115,7 @@ class EngineEndpoint:
             )
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        # The server's route of that name makes the same call, see `plugin.state.ServerState`.
-        state = getattr(self._engine.tokenizer_manager, "sparrow", None)
-        if state is None or method not in state.calls:
-            raise EndpointError(
-                f"the engine has no call {method!r}: it serves without --attention-backend sparrow"
-            )
-        return self._run(state.calls[method](**fields))
+        return self._run(sparrow_call(self._engine, method)(**fields))
 
     async def _generate(
         self, requests: Sequence[Request], finished: Callable[[], object]
@@ -169,6 +163,21 @@ class EngineEndpoint:
             return result
         except ValueError as error:
             raise EndpointError(f"the engine refused a call: {error}") from error
+
+
+def sparrow_call(engine: Any, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """One of this package's own calls of an `sglang.Engine`, to be run in the engine's loop.
+
+    Raises `EndpointError` if the engine serves without the backend.
+    """
+    # The server's route of that name makes the same call, see `plugin.state.ServerState`.
+    state = getattr(engine.tokenizer_manager, "sparrow", None)
+    if state is None or method not in state.calls:
+        raise EndpointError(
+            f"the engine has no call {method!r}: it serves without --attention-backend sparrow"
+        )
+    call: Callable[..., Coroutine[Any, Any, Any]] = state.calls[method]
+    return call
 
 
 class HttpEndpoint:

@@ -88,6 +88,16 @@ class TestCommand:
         # The caller's settings come last, so that they override the benchmark's.
         assert words[-1] == "x=1"
 
+    def test_paths_are_those_of_the_caller(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for name in ("mine.json", "model"):
+            (tmp_path / name).touch()
+        words = VerlRun("mine.json", 0, tmp_path).command(Path("a/words.yaml"), "model", [])
+        assert f"{ENGINE}.sparrow_schedule={tmp_path / 'mine.json'}" in words
+        assert f"actor_rollout_ref.model.path={tmp_path / 'model'}" in words
+
     def test_a_missing_recipe_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             verl_runs.main(["nowhere.yaml"])
@@ -270,8 +280,11 @@ def test_rows_of_another_start_in_the_same_folder_are_not_taken_for_this_ones(ve
     folder = verl.work / "0-0"
     folder.mkdir(parents=True)
     log(folder, {}, {}, {}, {})
+    # verl would go on from here, with the steps before it missing.
+    (folder / "checkpoints" / "global_step_10").mkdir(parents=True)
     verl.steps["dense"] = 0
     assert verl.run() == 1
+    assert not (folder / "checkpoints").exists()
     assert verl.rows()[0] == ("dense-seed0", 0, False)
 
 

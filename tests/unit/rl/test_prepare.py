@@ -83,6 +83,20 @@ from sparrow_sglang.rl.tasks import TASKS, load_task
             "engine.server_args.skip_tokenizer_init=true: rewards are given for texts; expected",
         ),
         ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
+        (
+            'engine = { schedule = "fixed-64" }\n'
+            'ladder = { schedules = ["fixed-48", "fixed-256"] }',
+            "on average, fixed-48 before it 40: expected each to read at most as much as the one",
+        ),
+        (
+            'engine = { schedule = "fixed-64" }\nladder = { schedules = ["fixed-48", "fixed-48"] }',
+            "ladder.schedules: names are fixed-64, fixed-48, fixed-48, that of engine.schedule",
+        ),
+        (
+            'engine = { kind = "ray", schedule = "fixed-48", transfer = "broadcast",'
+            " server_args = { pp_size = 2 } }",
+            "engine.server_args.pp_size=2 with engine.transfer='broadcast': SGLang gives all",
+        ),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
         (
             'task = { name = "ascii", chat_template_kwargs = { enable_thinking = false } }',
