@@ -79,7 +79,7 @@ def study(
 ) -> None:
     """All stages, into `out`. With `arms` only their runs and what these need.
 
-    Two processes may share `out` if they run different arms.
+    Two processes may share `out` once its model is there, if they run different arms.
 
     Raises `InputError` if there is no such arm or `out` holds a study of other settings, or as the
     stages do.
