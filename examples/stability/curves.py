@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from summary import DENSE, PASS_RATE, Runs, load_runs
+from summary import DENSE, Runs, evaluations, load_runs
 
 TAIL = "sparrow/accept_p05"
 TARGET = 0.86
@@ -59,10 +59,7 @@ def draw(results: Path) -> None:
 
 def pass_rates(runs: Runs) -> list[list[tuple[int, float]]]:
     """(step, pass rate) of each run."""
-    return [
-        [(int(row["step"]), row[PASS_RATE]) for row in rows if PASS_RATE in row]
-        for rows in runs.values()
-    ]
+    return [[(point.step, point.rate) for point in evaluations(rows)] for rows in runs.values()]
 
 
 def smoothed_tails(runs: Runs) -> list[list[tuple[int, float]]]:

@@ -229,7 +229,8 @@ def _page_table(plan: Plan) -> str:
     cached = plan.prompt_tokens + plan.shown[-1]
     schedule, intensity = plan.schedule, plan.hardware.intensity
     budget = schedule.kv_budget_tokens(cached)
-    if budget >= cached:
+    # With layer weights a layer may leave pages out though the mean budget holds everything.
+    if schedule.tokens_read(cached) == cached:
         return (
             f"Page size at {cached:,} cached tokens and a budget of {budget:,}: every page is"
             " read, whatever its size"
