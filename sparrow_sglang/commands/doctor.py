@@ -17,9 +17,8 @@ from sparrow_sglang.attention_backends.kernel_limits import (
     kernel_problems,
     rule_problems,
 )
-from sparrow_sglang.commands.server_flags import check_flags, names_model
+from sparrow_sglang.commands.serve import model_argument, parse_server_args
 from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
@@ -62,14 +61,6 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
     yield from _check_entry_points()
     yield _check_environment()
     if sglang.status == "FAIL":
-        return
-    try:
-        check_flags(argv)
-    except ScheduleError as error:
-        yield Check("FAIL", "schedule", str(error))
-        return
-    except InputError as error:
-        yield Check("FAIL", "model", str(error))
         return
     plugin = _check_plugin()
     yield plugin
@@ -158,7 +149,6 @@ def _check_platform() -> Check:
 
 
 def _check_model(argv: Sequence[str]) -> Iterator[Check]:
-    from sparrow_sglang.commands.serve import parse_server_args
     from sparrow_sglang.plugin.server_args import resolve_schedules
     from sparrow_sglang.plugin.server_log import start_up_line
 
@@ -174,7 +164,7 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         return
     except (ValueError, RuntimeError, OSError) as error:
         # The demo model, which nobody asked for, may be missing.
-        missing = isinstance(error.__cause__, ModelError) and not names_model(argv)
+        missing = isinstance(error.__cause__, ModelError) and model_argument(argv) is None
         yield Check("note" if missing else "FAIL", "model", str(error))
         return
     if not uses_sparrow(server_args):

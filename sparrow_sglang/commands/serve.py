@@ -6,30 +6,29 @@ SGLang is imported inside functions, because that takes some ten seconds and `--
 
 import argparse
 import copy
+import errno
 import os
+import signal
+import socket
+import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from sparrow_sglang.commands.server_flags import (
-    ALL_FLAGS,
-    MODEL_FLAGS,
-    check_flags,
-    check_port,
-    names_model,
-    unknown_flags,
-)
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     ModelError,
     model_folder,
     model_problem,
+    path_problem,
 )
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import plugins_problem
 from sparrow_sglang.sglang_arguments import config_file_merger, read_model_config, resolve
 from sparrow_sglang.sglang_install import import_problem, version_problems
+from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -57,16 +56,26 @@ defaults of sparrow, which your own flags override:
   --model-path smollm2-135m      the small model, converted at the first start (half a minute)
   --page-size 16                 tokens per page
 
+flags of sparrow:
+  --sparrow-schedule NAMES       a shipped schedule (sparrow schedules lists them), a .json file or
+                                 fixed-<tokens>; after commas, others that requests may ask for
+  --sparrow-audit-rate SHARE     score this share of finished requests again, densely, to measure
+                                 how far sparse decode deviates (0 to 1; 0.01 is a good start)
+  --sparrow-audit-log FOLDER     write what the audit finds into this folder
+
 All flags of SGLang work unchanged: sparrow serve --help-all lists them.
 Does your model work? sparrow doctor --model-path MODEL
 """
+
+_MODEL_FLAGS = ("--model-path", "--model")
+_ALL_FLAGS = "sparrow serve --help-all lists the flags"
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", "30000"
 
 
 def serve(argv: Sequence[str]) -> None:
     """Run a server until it is stopped. Raises `InputError` before it starts, if it cannot."""
     try:
-        check_flags(argv)
-        check_port(argv)
+        _check_port(argv)
         server_args = parse_server_args(argv)
     except (ValueError, RuntimeError, OSError) as error:
         raise InputError(str(error)) from error
@@ -81,6 +90,7 @@ def serve(argv: Sequence[str]) -> None:
         ready = True
         _announce_again(server_args)
 
+    _explain_interrupts()
     try:
         if uses_sparrow(server_args) and not server_args.encoder_only:
             # Repeat the scheduler's line when the server is ready, after SGLang's own messages.
@@ -93,6 +103,35 @@ def serve(argv: Sequence[str]) -> None:
             raise
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _explain_interrupts() -> None:
+    """Say at the first Ctrl-C what the server waits for; end at once at the second.
+
+    uvicorn then finishes the requests under way. At the second one SGLang would print tracebacks.
+    """
+    import uvicorn
+    from sglang.srt.utils import kill_process_tree
+
+    original = uvicorn.Server.handle_exit
+
+    def handle_exit(server: Any, sig: int, frame: Any) -> None:
+        if sig == signal.SIGINT:
+            if server.should_exit:
+                print("sparrow serve: stopped", file=sys.stderr, flush=True)
+                kill_process_tree(os.getpid(), include_parent=False)
+                os._exit(130)
+            running = len(server.server_state.tasks)
+            if running:
+                print(
+                    f"sparrow serve: waiting for {running} requests under way; press Ctrl-C again"
+                    " to stop at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        original(server, sig, frame)
+
+    uvicorn.Server.handle_exit = handle_exit  # type: ignore[method-assign]
 
 
 def _announce_again(server_args: "ServerArgs") -> None:
@@ -121,6 +160,9 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
             raise InputError(problem)
+    model = model_argument(argv)
+    if model is not None and (problem := path_problem(model)):
+        raise InputError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
     try:
         parser = _sglang_parser()
     except ImportError as error:
@@ -141,7 +183,7 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
         if Path(model_path, "config.json").exists():
             raise
         problem = model_problem(model_path, error)
-        raise InputError(f"{MODEL_FLAGS[0]} {model_path}: {problem}") from error
+        raise InputError(f"{_MODEL_FLAGS[0]} {model_path}: {problem}") from error
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
@@ -151,9 +193,9 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     """
     given = list(argv)
     if given and not given[0].startswith("-"):
-        given.insert(0, MODEL_FLAGS[0])
-    if not names_model(given):
-        given = [MODEL_FLAGS[0], EMBEDDED_MODEL_NAME, *given]
+        given.insert(0, _MODEL_FLAGS[0])
+    if model_argument(given) is None:
+        given = [_MODEL_FLAGS[0], EMBEDDED_MODEL_NAME, *given]
     resolved = [_resolve_name(given, i) for i in range(len(given))]
     defaults = ["--attention-backend", BACKEND]
     names = [
@@ -165,24 +207,67 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     return defaults + resolved
 
 
+def model_argument(argv: Sequence[str]) -> str | None:
+    """The model that a command line names by a flag or as its first word, else None."""
+    first = argv[0] if argv and not argv[0].startswith("-") else None
+    return _value(argv, *_MODEL_FLAGS) or first
+
+
 def _resolve_name(argv: Sequence[str], i: int) -> str:
     flag, equals, value = argv[i].partition("=")
     try:
-        if flag in MODEL_FLAGS and equals:
+        if flag in _MODEL_FLAGS and equals:
             return f"{flag}={model_folder(value)}"
-        return model_folder(argv[i]) if i and argv[i - 1] in MODEL_FLAGS else argv[i]
+        return model_folder(argv[i]) if i and argv[i - 1] in _MODEL_FLAGS else argv[i]
     except ModelError as error:
         raise InputError(str(error)) from error
+
+
+def _check_port(argv: Sequence[str]) -> None:
+    """Raise `InputError` if another process listens where the server would, which SGLang notices
+    only once the model is loaded."""
+    host = _value(argv, "--host") or _DEFAULT_HOST
+    port = _value(argv, "--port") or _DEFAULT_PORT
+    if not port.isdecimal() or _value(argv, "--config") is not None:
+        return
+    if not 0 < int(port) < 65536:
+        raise InputError(f"--port {port}: expected a port from 1 to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as listener:
+            # Set as the server sets it, so that recently closed connections do not block the port.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(
+                f"--port {port}: another process listens on {host}:{port}; stop it, or choose"
+                f" another port, such as --port {int(port) + 1}"
+            ) from None
+
+
+def _value(argv: Sequence[str], *flags: str) -> str | None:
+    """The last value given to one of `flags`, which overrides the others."""
+    last = None
+    for word, following in zip_longest(argv, argv[1:]):
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            last = value if equals else following
+    return last
 
 
 class _OneLineParser(argparse.ArgumentParser):
     """Reports errors in one line: the usage text of SGLang's hundreds of flags would bury them."""
 
     def error(self, message: str) -> NoReturn:
-        unknown, _, words = message.partition("unrecognized arguments: ")
-        if not unknown and words:
-            raise InputError(unknown_flags(words, self._option_string_actions))
-        raise InputError(f"{message}; {ALL_FLAGS}")
+        before, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown and not before:
+            flag = words.split()[0].partition("=")[0]
+            near = nearest_first(flag, self._option_string_actions, cutoff=0.6)
+            message += f" (did you mean {near[0]}?)" if near else ""
+        raise InputError(f"{message}; {_ALL_FLAGS}")
 
 
 def _sglang_parser() -> argparse.ArgumentParser:
@@ -195,18 +280,17 @@ def _sglang_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config_words(word: str) -> list[str]:
-    """`--config=FILE` as two words; any other word as it is."""
-    return word.split("=", 1) if word.startswith("--config=") else [word]
-
-
 def _with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """`argv` with the flags of a --config file put in front of the user's own.
 
     SGLang would put them in front of our defaults, which would then override the file.
     """
     # SGLang knows the two words only, and would pass over the file silently.
-    words = [part for word in argv for part in _config_words(word)]
+    words = [
+        part
+        for word in argv
+        for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+    ]
     if "--config" not in words:
         return words
     try:

@@ -20,8 +20,6 @@ from engines import import_for_fork, start_engine, unused_model_files
 from ports import free_port
 from servers import forked
 
-from sparrow_sglang.commands import serve
-from sparrow_sglang.commands.server_flags import known_flags
 from sparrow_sglang.schedule import BudgetSchedule
 
 PROMPT = random.Random(0).choices(range(3, 256), k=150)
@@ -356,9 +354,3 @@ class TestBrokenPlugin:
         [first, *rest] = registration.hooks
         registration.hooks = (first._replace(target="sglang.srt.no_such.function"), *rest)
         assert "['sglang.srt.no_such.function']" in self.start_and_fail(tiny_llama, capfd)
-
-
-def test_no_flag_of_sglang_is_refused_as_unknown() -> None:
-    """Flags are read from SGLang's source, which lies elsewhere from version to version."""
-    flags = set(serve._sglang_parser()._option_string_actions) - {"-h"}
-    assert flags <= set(known_flags())

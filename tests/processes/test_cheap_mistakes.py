@@ -19,14 +19,8 @@ sys.exit(f"imported {slow}" if slow else code)
 @pytest.mark.parametrize(
     ("argv", "content", "message"),
     [
-        (["serve", "--prot", "80"], "", "--prot (did you mean --port?)"),
+        (["serve", "--port", "99999"], "", "--port 99999: expected a port from 1 to 65535"),
         (["serve", "--model-path", "./gone"], "", "./gone: no such folder (relative to {cwd})"),
-        (
-            ["serve", "--sparrow-schedule", "fixd-512"],
-            "",
-            "--sparrow-schedule: schedule 'fixd-512'",
-        ),
-        (["serve", "--config", "gone.yaml"], "", "gone.yaml (relative to {cwd})"),
         (["train", "gone.toml"], "", "gone.toml (relative to {cwd}): cannot be read"),
         (["train", "run.toml"], "steps = 0\n" + RUN, "steps=0 is not allowed"),
         (["train", "run.toml"], RUN.replace("math", "maths"), "did you mean 'math'?"),

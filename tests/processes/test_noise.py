@@ -9,21 +9,15 @@ import pytest
 from sparrow_sglang.noise import VARIABLE
 
 CODE = """
-import logging, warnings
+import logging
 from sparrow_sglang import noise
 
 noise.leave_out_if_asked()
 logging.basicConfig(format="%(message)s", level="INFO")
-logging.getLogger("sglang.srt.entrypoints.engine").info("server_args=ServerArgs(model_path='m')")
-registry = logging.getLogger("sglang.srt.models.registry")
-registry.warning("Ignore import error when loading sglang.srt.models.a: No module named 'vllm'")
-registry.warning("Ignore import error when loading sglang.srt.models.b: No module named 'gone'")
-awq = "sglang.srt.layers.quantization.awq.awq"
-for line, text in enumerate(["Only CUDA, HIP and XPU support AWQ currently.", "AWQ is broken"]):
-    warnings.warn_explicit(text, UserWarning, "a.py", line, awq)
+engine = logging.getLogger("sglang.srt.entrypoints.engine")
+engine.info("server_args=ServerArgs(model_path='m')")
+engine.info("the weights are broken")
 """
-UNKNOWN = ["models.b: No module named 'gone'", "UserWarning: AWQ is broken"]
-KNOWN = ["server_args=ServerArgs", "No module named 'vllm'", "Only CUDA, HIP"]
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -34,8 +28,8 @@ def test_only_known_messages_are_left_out_and_only_where_asked(asked: bool) -> N
         environment[VARIABLE] = "1"
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0
-    assert all(message in done.stderr for message in UNKNOWN)
-    assert [message in done.stderr for message in KNOWN] == [not asked] * len(KNOWN)
+    assert "the weights are broken" in done.stderr
+    assert ("server_args=ServerArgs" in done.stderr) != asked
 
 
 def test_the_helper_that_tracks_semaphores_is_told_too() -> None:

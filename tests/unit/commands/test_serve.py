@@ -1,11 +1,12 @@
 """What `sparrow serve` hands to SGLang's own parser, and what it refuses."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from sparrow_sglang import models
-from sparrow_sglang.commands import cli, serve, server_flags
+from sparrow_sglang.commands import cli, serve
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -87,10 +88,9 @@ def test_the_page_size_of_a_config_file_counts(tmp_path: Path, tiny_llama: str) 
     config.write_text(f"model-path: {tiny_llama}\npage-size: 32\n")
     BudgetSchedule.fixed(512, 32).save(schedule)
     words = ["--config", str(config), "--sparrow-schedule", str(schedule)]
-    server_flags.check_flags(words)
     assert serve.parse_server_args(words).page_size == 32
     with pytest.raises(ValueError, match="page_size=32, but the server runs with page size 16"):
-        server_flags.check_flags([*words, "--page-size", "16"])
+        serve.parse_server_args([*words, "--page-size", "16"])
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,16 @@ def test_what_the_plugin_refuses_stops_serve_with_its_message(
 ) -> None:
     assert cli.main(["serve", "--model-path", tiny_llama, *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for host in ("127.0.0.1", "localhost"):
+            assert cli.main(["serve", f"--port={port}", "--host", host]) == 2
+            said = capsys.readouterr().err
+            assert f"--port {port}: another process listens on {host}:{port}" in said
+            assert said.count("\n") == 1
 
 
 def test_help_all_lists_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from sparrow_sglang import sglang_arguments, sglang_install
-from sparrow_sglang.commands import cli, server_flags
+from sparrow_sglang.commands import cli
 from sparrow_sglang.commands.serve import parse_server_args
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import hooks, layer_refusals, refusals, registration, server_args
@@ -120,11 +120,15 @@ class TestRefusal:
         from sglang.srt.server_args import ServerArgs
 
         with pytest.raises(UnsupportedError, match=older):
-            ServerArgs(
-                model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
+            sglang_arguments.resolve(
+                ServerArgs(
+                    model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
+                )
             )
         # Users of another backend may keep an older SGLang.
-        ServerArgs(model_path=tiny_llama, attention_backend="torch_native")
+        sglang_arguments.resolve(
+            ServerArgs(model_path=tiny_llama, attention_backend="torch_native")
+        )
 
     def test_a_scheduler_does_not_start(self, older: str) -> None:
         with pytest.raises(UnsupportedError, match=older):
@@ -141,7 +145,6 @@ class TestRefusal:
         for module in (sglang_install, sglang_arguments):
             monkeypatch.setattr(module, "find_spec", lambda name: package)
         sglang_arguments.server_argument_names.cache_clear()
-        server_flags.known_flags.cache_clear()
         assert cli.main(["serve", "--port", "30999"]) == 2
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and "srt/server_args.py is missing; " in line
@@ -226,8 +229,10 @@ class TestProbes:
         assert registered == []
         # The launching process refuses before it loads anything, and does not fall back to dense.
         with pytest.raises(RuntimeError, match=re.escape(line)):
-            ServerArgs(
-                model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
+            sglang_arguments.resolve(
+                ServerArgs(
+                    model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
+                )
             )
 
     def test_targets_that_a_hook_could_not_await_iterate_over_or_tell(
