@@ -7,7 +7,7 @@ import torch
 
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, Budgets
 from sparrow_sglang.loaded_schedules import MAX_BINS, MAX_LOADED, LoadedSchedules
-from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.request_options import RequestOption
 
 NUM_SLOTS = MAX_LOADED + 2
 _DEFAULT = (0, NO_CAP)

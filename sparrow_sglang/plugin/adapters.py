@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.plugin.scheduler_calls import ControlError, answers, idle, tell_schedulers
+from sparrow_sglang.plugin.scheduler_calls import ControlError, call_schedulers, idle, scheduler_rpc
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_versions import adapter_request
@@ -106,7 +106,7 @@ async def load_adapter(
             " '-', such as 'math'"
         )
     # The limits are the same on every rank, as all are started with the same arguments.
-    limits = next(iter((await tell_schedulers(manager, _LIMITS, {})).values()))
+    limits = next(iter((await call_schedulers(manager, _LIMITS, {})).values()))
     rank = _checked_rank(config, limits["max_rank"])
     shapes = await asyncio.to_thread(_module_shapes, manager)
     modules = await asyncio.to_thread(_checked_modules, tensors, rank, shapes)
@@ -138,7 +138,7 @@ async def _replace(
         if not loaded.success:
             raise ControlError(str(loaded.error_message))
         # SGLang reports the result of one tensor-parallel rank only (0.5.17).
-        await tell_schedulers(manager, _LOADED, {"lora_id": request.lora_id})
+        await call_schedulers(manager, _LOADED, {"lora_id": request.lora_id})
     except ControlError as error:
         await _drop(manager, name, request.lora_id)
         state = "; the former one is unloaded" if former else ""
@@ -150,17 +150,17 @@ async def _drop(manager: "TokenizerManager", name: str, lora_id: str | None) -> 
     if name in manager.lora_registry.get_all_adapters():
         await manager.lora_registry.unregister(name)
         manager.lora_ref_cache.pop(name, None)
-    await tell_schedulers(manager, _DROP, {"lora_id": lora_id})
+    await call_schedulers(manager, _DROP, {"lora_id": lora_id})
 
 
-@answers(_LOADED)
+@scheduler_rpc(_LOADED)
 def _require_loaded(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     if fields["lora_id"] not in _lora_manager(scheduler).lora_refs:
         raise ControlError("the adapter was not loaded")
     return {}
 
 
-@answers(_DROP)
+@scheduler_rpc(_DROP)
 def _drop_here(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     # SGLang asserts that the adapter it unloads is loaded.
     lora_manager = _lora_manager(scheduler)
@@ -174,7 +174,7 @@ def _lora_manager(scheduler: "Scheduler") -> Any:
     return scheduler.tp_worker.model_runner.lora_manager
 
 
-@answers(_LIMITS)
+@scheduler_rpc(_LIMITS)
 def _limits(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """In a scheduler: largest rank and modules that memory is reserved for, fixed at start-up."""
     pool = _lora_manager(scheduler).memory_pool

@@ -18,19 +18,19 @@ from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
 from sparrow_sglang.plugin.pair_calls import pairs
 from sparrow_sglang.plugin.refusals import uses_sparrow
-from sparrow_sglang.plugin.request_state import ATTRIBUTE
 from sparrow_sglang.plugin.routes import add_routes
 from sparrow_sglang.plugin.scheduler_calls import (
     ControlError,
     RanksDisagreeError,
-    answers,
+    call_schedulers,
     idle,
     rank_name,
-    tell_schedulers,
+    scheduler_rpc,
 )
 from sparrow_sglang.plugin.server_args import FIELD, resolve_schedules
 from sparrow_sglang.plugin.server_log import announce, describe
 from sparrow_sglang.plugin.state import (
+    ATTRIBUTE,
     ServerState,
     require_scheduler_state,
     require_server_state,
@@ -126,7 +126,7 @@ async def landmarks(manager: "TokenizerManager") -> dict[str, Any]:
     async with manager.is_pause_cond:
         paused = manager.is_pause
     async with nullcontext() if paused else manager.model_update_lock.writer_lock:
-        held = await tell_schedulers(manager, _CHECK, {})
+        held = await call_schedulers(manager, _CHECK, {})
     return {"pages": sum(answer["pages"] for answer in held.values())}
 
 
@@ -140,11 +140,11 @@ async def _switch_all(
         RanksDisagreeError: some could not go back.
     """
     try:
-        await tell_schedulers(manager, _CALL, _fields(loaded))
+        await call_schedulers(manager, _CALL, _fields(loaded))
         await _require_agreement(manager, loaded)
     except ControlError as refusal:
         try:
-            await tell_schedulers(manager, _CALL, _fields(previous))
+            await call_schedulers(manager, _CALL, _fields(previous))
             await _require_agreement(manager, previous)
         except ControlError as stuck:
             raise RanksDisagreeError(
@@ -156,7 +156,7 @@ async def _switch_all(
 
 async def _require_agreement(manager: "TokenizerManager", expected: LoadedSchedules) -> None:
     """Raise `RanksDisagreeError` unless every scheduler holds what requests are checked against."""
-    held = await tell_schedulers(manager, _CALL, {})
+    held = await call_schedulers(manager, _CALL, {})
     if any(answer != _fields(expected) for answer in held.values()):
         ranks = [f"{rank}: {answer['active']['name']}" for rank, answer in sorted(held.items())]
         raise RanksDisagreeError(
@@ -181,7 +181,7 @@ def _fields(loaded: LoadedSchedules) -> dict[str, Any]:
     }
 
 
-@answers(_CHECK)
+@scheduler_rpc(_CHECK)
 def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     from sparrow_sglang.attention_backends.landmark_check import check_landmarks, live_pages
 
@@ -189,7 +189,7 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     return {"pages": len(live_pages(scheduler))}
 
 
-@answers(_CALL)
+@scheduler_rpc(_CALL)
 def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """In a scheduler: load the schedules of the message, if it has any; return those loaded."""
     budgets = require_scheduler_state().budgets

@@ -9,8 +9,8 @@ belong to our CPU platform, all do nothing in a process with another attention b
 import inspect
 import operator
 import pkgutil
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from sparrow_sglang.plugin import (
     control,
@@ -20,8 +20,7 @@ from sparrow_sglang.plugin import (
     scheduler_hooks,
 )
 from sparrow_sglang.plugin.audit import hooks as audit
-from sparrow_sglang.plugin.cpu import hooks as cpu
-from sparrow_sglang.plugin.hook import Hook
+from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.sglang_versions import located
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -38,11 +37,26 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 
 
+class Hook(NamedTuple):
+    """One hook into SGLang.
+
+    Attributes:
+        kind: name of a HookType.
+        parameters: names of the target's first parameters that `function` reads, without self;
+            "a|b" where versions of SGLang differ, "*a" for one that may be at any position.
+    """
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    parameters: str = ""
+
+
 # fmt: off
 HOOKS = tuple(Hook(*row) for row in (
     # The launching process: run-time control, then each request on its way in and out.
     (f"{_MANAGER}.__init__", "AFTER", control.attach_server),
-    (f"{_MANAGER}.generate_request", "AROUND", request_hooks.attend_request, "obj"),
+    (f"{_MANAGER}.generate_request", "AROUND", request_hooks.wrap_generate_request, "obj"),
     (f"{_MANAGER}._create_tokenized_object", "AFTER", request_hooks.check_request, "obj"),
     (f"{_CHAT}._build_chat_response", "AFTER", request_hooks.report_in_response, "request ret"),
     (f"{_TEXT}._build_completion_response", "AFTER", request_hooks.report_in_response,
@@ -83,26 +97,27 @@ HOOKS = tuple(Hook(*row) for row in (
 ))
 
 CPU_HOOKS = tuple(Hook(*row) for row in (
-    ("sglang.srt.utils.common.support_triton", "REPLACE", cpu.no_triton, "backend"),
-    (f"{_MEMORY}.allocation.get_last_loc", "REPLACE", cpu.last_locations,
+    ("sglang.srt.utils.common.support_triton", "REPLACE", fallbacks.no_triton, "backend"),
+    (f"{_MEMORY}.allocation.get_last_loc", "REPLACE", fallbacks.last_locations,
      "req_to_token req_pool_indices_tensor prefix_lens_tensor"),
-    (f"{_CONFIGURATOR}._build_token_to_kv_pool", "AROUND", cpu.with_pool_for_windows),
-    (f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", "AROUND", cpu.with_pool_for_windows),
-    ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "BEFORE", cpu.without_nccl,
-     "*use_pynccl"),
-    ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", cpu.prepare_rank),
-    ("sglang.srt.utils.numa_utils.init_threads_binding", "REPLACE", cpu.no_binding),
-    (f"{_WEIGHTS}.release_memory_occupation", "AROUND", cpu.without_accelerator),
-    (f"{_LORA}.__init__", "AROUND", cpu.without_pinned_memory),
-    (f"{_LORA}.load_lora_adapter", "AROUND", cpu.without_pinned_memory),
-    (f"{_LORA}.load_lora_adapter_from_tensors", "AROUND", cpu.without_pinned_memory),
-    (f"{_LORA}.prepare_lora_batch", "AROUND", cpu.without_pinned_memory),
-    (f"{_LORA}.fetch_new_loras", "AROUND", cpu.without_pinned_memory),
+    (f"{_CONFIGURATOR}._build_token_to_kv_pool", "AROUND", fallbacks.with_pool_for_windows),
+    (f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", "AROUND",
+     fallbacks.with_pool_for_windows),
+    ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "BEFORE",
+     fallbacks.without_nccl, "*use_pynccl"),
+    ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", fallbacks.prepare_rank),
+    ("sglang.srt.utils.numa_utils.init_threads_binding", "REPLACE", fallbacks.no_binding),
+    (f"{_WEIGHTS}.release_memory_occupation", "AROUND", fallbacks.without_accelerator),
+    (f"{_LORA}.__init__", "AROUND", fallbacks.without_pinned_memory),
+    (f"{_LORA}.load_lora_adapter", "AROUND", fallbacks.without_pinned_memory),
+    (f"{_LORA}.load_lora_adapter_from_tensors", "AROUND", fallbacks.without_pinned_memory),
+    (f"{_LORA}.prepare_lora_batch", "AROUND", fallbacks.without_pinned_memory),
+    (f"{_LORA}.fetch_new_loras", "AROUND", fallbacks.without_pinned_memory),
 ))
 # fmt: on
 
 
-_OF_STREAMS = (request_hooks.attend_request, request_hooks.report_in_stream)
+_OF_STREAMS = (request_hooks.wrap_generate_request, request_hooks.report_in_stream)
 
 
 def failing_probes(hooks: Iterable[Hook]) -> list[str]:

@@ -5,7 +5,7 @@ In: a call to start, prompts, a call to read. Out: the sums of `PairVariances` o
 
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.plugin.scheduler_calls import ControlError, answers, tell_schedulers
+from sparrow_sglang.plugin.scheduler_calls import ControlError, call_schedulers, scheduler_rpc
 from sparrow_sglang.sglang_versions import ranks
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None)
         ControlError: there is nothing to read, as no measurement was started.
     """
     fields = {} if landmark_tokens is None else {"landmark_tokens": landmark_tokens}
-    replicas = await tell_schedulers(manager, _CALL, fields)
+    replicas = await call_schedulers(manager, _CALL, fields)
     total: dict[str, _Rows] = {}
     for answer in replicas.values():
         for layer, rows in answer["layers"].items():
@@ -36,7 +36,7 @@ async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None)
     return {"layers": total}
 
 
-@answers(_CALL)
+@scheduler_rpc(_CALL)
 def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     import torch
 

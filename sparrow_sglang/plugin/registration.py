@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.plugin import server_args
-from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
     HOOKS,
+    Hook,
     failing_probes,
     is_applied,
     register_hooks,

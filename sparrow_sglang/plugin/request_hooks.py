@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.plugin.request_state import ATTRIBUTE, RequestState, request_state
-from sparrow_sglang.plugin.state import server_state
-from sparrow_sglang.requests import KEY, RequestError, RequestOption
+from sparrow_sglang.plugin.state import ATTRIBUTE, RequestState, request_state, server_state
+from sparrow_sglang.request_options import KEY, RequestError, RequestOption
 from sparrow_sglang.sglang_versions import weight_metadata
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ _UNREADABLE = (
 logger = logging.getLogger("sparrow_sglang")
 
 
-def attend_request(
+def wrap_generate_request(
     original: Callable[..., Any], manager: "TokenizerManager", request: Any, *args: Any, **kw: Any
 ) -> Any:
     """AROUND hook: turn errors of a wrong request into ValueErrors; add `meta_info["sparrow"]`.
@@ -54,7 +53,7 @@ def attend_request(
     `generate_request`, and a ValueError becomes HTTP 400 but other errors HTTP 500.
     """
     answers = original(manager, request, *args, **kw)
-    return answers if server_state(manager) is None else _attended(answers, request)
+    return answers if server_state(manager) is None else _wrapped_answers(answers, request)
 
 
 def check_request(
@@ -106,7 +105,7 @@ def report_in_stream(
     return _with_last_chunk(events, adapted)
 
 
-async def _attended(answers: Any, request: Any) -> AsyncIterator[Any]:
+async def _wrapped_answers(answers: Any, request: Any) -> AsyncIterator[Any]:
     setattr(request, ATTRIBUTE, RequestState())
     begun = False
     # Closing this generator must close SGLang's, which holds locks and request states.

@@ -35,7 +35,7 @@ class RanksDisagreeError(ControlError):
     """Ranks of the server are in different states; the message says which, and the remedy."""
 
 
-def answers(call: str) -> Callable[[Answer], Answer]:
+def scheduler_rpc(call: str) -> Callable[[Answer], Answer]:
     """Have the decorated function answer `call` in every scheduler.
 
     The function gets the scheduler and the call's fields; if it raises, the call is refused.
@@ -48,7 +48,7 @@ def answers(call: str) -> Callable[[Answer], Answer]:
     return register
 
 
-async def tell_schedulers(
+async def call_schedulers(
     manager: "TokenizerManager", call: str, fields: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Make every scheduler answer `call`.
@@ -76,7 +76,7 @@ async def tell_schedulers(
 async def is_idle(manager: "TokenizerManager") -> bool:
     """Whether no scheduler holds a request or is still in the step that ended its last one."""
     try:
-        await tell_schedulers(manager, _IDLE, {})
+        await call_schedulers(manager, _IDLE, {})
     except ControlError:
         return False
     return True
@@ -115,7 +115,7 @@ async def _flushed(manager: "TokenizerManager", timeout_s: float) -> bool:
     return all(output.success for output in outputs)
 
 
-@answers(_IDLE)
+@scheduler_rpc(_IDLE)
 def _require_idle(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     if not scheduler.is_fully_idle():
         raise ControlError("requests are running")
@@ -135,7 +135,7 @@ def answer_call(
         return original(scheduler, message)
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 
-    outcome = _agreed(scheduler, _outcome(answer, scheduler, message.body))
+    outcome = _reduce_tp(scheduler, _outcome(answer, scheduler, message.body))
     output = DumperControlReqOutput(
         success=outcome.error is None,
         response=[{"rank": outcome.rank, "answer": outcome.answer}],
@@ -176,7 +176,7 @@ def _outcome(answer: Answer, scheduler: "Scheduler", fields: dict[str, Any]) -> 
         return _Outcome(rank, {}, str(error) or type(error).__name__)
 
 
-def _agreed(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
+def _reduce_tp(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
     """The joint outcome of a replica's tensor-parallel ranks: an error if any of them failed."""
     ps = ranks(scheduler)
     outcomes: list[Any] = [local]

@@ -136,7 +136,7 @@ def interpretable() -> Iterator[None]:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.server_args import ServerArgs
 
-    from sparrow_sglang.plugin.cpu.hooks import without_pinned_memory
+    from sparrow_sglang.plugin.cpu.fallbacks import without_pinned_memory
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "custom_device_ctx", lambda index: nullcontext())

@@ -19,7 +19,7 @@ from sparrow_sglang.client.scoring import (
     scoring_request,
 )
 from sparrow_sglang.mismatch.acceptance import acceptance_bounds, acceptance_rate
-from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.request_options import RequestOption
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 # Small enough that most sequences below take several prefill chunks.

@@ -13,7 +13,7 @@ from fuzz import MISSING, Change, cases, changed, complaint, damaged, odd_value,
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.requests import RequestError, RequestOption
+from sparrow_sglang.request_options import RequestError, RequestOption
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import known_schedules, load_schedule

@@ -40,7 +40,7 @@ LAYERS = [
         "sglang_versions",
         "validation",
     },
-    {"config", "loaded_schedules", "requests"},
+    {"config", "loaded_schedules", "request_options"},
     {"mismatch", "planning"},
     {"client"},
     {"attention_backends"},

@@ -3,7 +3,7 @@
 import pytest
 
 from sparrow_sglang.loaded_schedules import MAX_LOADED, LoadedSchedules
-from sparrow_sglang.requests import RequestError, RequestOption
+from sparrow_sglang.request_options import RequestError, RequestOption
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 PAGE = 16

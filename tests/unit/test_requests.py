@@ -7,7 +7,7 @@ from contract import budget_pages
 
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.state import SchedulerState
-from sparrow_sglang.requests import KvUsage, RequestOption
+from sparrow_sglang.request_options import KvUsage, RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 GROWING = BudgetSchedule(name="grows", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 112))

@@ -18,7 +18,7 @@ from pools import chosen_pairs
 from sparrow_sglang.attention_backends.metadata import NUM_SLOTS, BudgetTable
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.server_log import describe
-from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import known_schedules, shipped_schedule
 from sparrow_sglang.selection import SelectionRule

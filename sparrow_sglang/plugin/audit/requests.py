@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparrow_sglang.client.scoring import SparseScores
-from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:

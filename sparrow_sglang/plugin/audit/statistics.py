@@ -13,7 +13,7 @@ from typing import Any
 
 from sparrow_sglang.mismatch.tail import BIN_TOKENS, BinTail, TailStatistics
 from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
-from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 WELL_FILLED_TOKENS = 2000

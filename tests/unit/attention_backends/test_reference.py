@@ -18,7 +18,7 @@ from sparrow_sglang.attention_backends.landmarks import (
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 

@@ -16,7 +16,7 @@ from sparrow_sglang.plugin.audit.hooks import top_logprobs_of_some
 from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
-from sparrow_sglang.requests import RequestOption
+from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparrow_sglang.plugin import platform
-from sparrow_sglang.plugin.cpu.hooks import prepare_rank
+from sparrow_sglang.plugin.cpu.fallbacks import prepare_rank
 
 PAGE = 16
 
