@@ -181,10 +181,22 @@ def _convert(gguf: Path, folder: Path, tokenizer_of: Callable[[Path], Any] | Non
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_unpacked()
     )
+    # transformers calls a model from GGUF quantized, and does not save those.
+    model.hf_quantizer = None
+    model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(folder)
     (tokenizer_of or _tokenizer)(gguf).save_pretrained(folder)
+
+
+def _unpacked() -> dict[str, Any]:
+    """Have transformers 5.19 and later load weights as plain tensors, as earlier ones do anyway."""
+    import transformers
+
+    if not hasattr(transformers, "GgufConfig"):
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def _tokenizer(gguf: Path) -> Any:

@@ -23,6 +23,7 @@ import pytest
 from engines import SCHEDULE, save_tiny_model
 
 from sparrow_sglang.rl.tasks import TASKS
+from sparrow_sglang.sglang_arguments import resolve
 
 
 def pytest_collection_finish() -> None:
@@ -100,6 +101,8 @@ def make_args(tiny_llama: str) -> Callable[..., Any]:
     def make(model_path: str = tiny_llama, **fields: Any) -> Any:
         fields.setdefault("attention_backend", "sparrow")
         fields.setdefault("sparrow_schedule", "fixed-512")
-        return ServerArgs(model_path=model_path, **fields)
+        args = ServerArgs(model_path=model_path, **fields)
+        resolve(args)
+        return args
 
     return make

@@ -23,6 +23,7 @@ from sparrow_sglang.attention_backends.kernel_limits import (
 )
 from sparrow_sglang.commands import doctor
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.sglang_arguments import read_model_config
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
 
@@ -41,7 +42,7 @@ def problems(make_args, tmp_path):
     def find(config: dict, **arguments) -> list[str]:
         # SGLang caches the config of a folder, so every call uses a new one.
         args = make_args(folder_of(tmp_path / str(next(number)), config), **arguments)
-        return kernel_problems(args, args.get_model_config())
+        return kernel_problems(args, read_model_config(args))
 
     return find
 
