@@ -9,8 +9,8 @@ belong to our CPU platform, all do nothing in a process with another attention b
 import inspect
 import operator
 import pkgutil
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from sparrow_sglang.plugin import (
     control,
@@ -21,6 +21,7 @@ from sparrow_sglang.plugin import (
 )
 from sparrow_sglang.plugin.audit import hooks as audit
 from sparrow_sglang.plugin.cpu import fallbacks
+from sparrow_sglang.plugin.state import Hook
 from sparrow_sglang.sglang_versions import located
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -35,21 +36,6 @@ _POOL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 _POOLS = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
-
-
-class Hook(NamedTuple):
-    """One hook into SGLang.
-
-    Attributes:
-        kind: name of a HookType.
-        parameters: names of the target's first parameters that `function` reads, without self;
-            "a|b" where versions of SGLang differ, "*a" for one that may be at any position.
-    """
-
-    target: str
-    kind: str
-    function: Callable[..., Any]
-    parameters: str = ""
 
 
 # fmt: off

@@ -13,7 +13,6 @@ from sparrow_sglang.plugin import server_args
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
     HOOKS,
-    Hook,
     failing_probes,
     is_applied,
     register_hooks,
@@ -28,7 +27,7 @@ from sparrow_sglang.plugin.refusals import (
     server_problems,
 )
 from sparrow_sglang.plugin.server_log import announce, start_up_line
-from sparrow_sglang.plugin.state import PROCESS, SchedulerState
+from sparrow_sglang.plugin.state import PROCESS, Hook, SchedulerState
 from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_install import (
     INSTALL,

@@ -5,7 +5,7 @@ SGLang runs a launching process, whose TokenizerManager sees every request, and 
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from sparrow_sglang.attention_backends.metadata import BudgetTable
     from sparrow_sglang.plugin.audit.auditor import Auditor
-    from sparrow_sglang.plugin.hooks import Hook
     from sparrow_sglang.plugin.step_record import Place, StepRecord
 
 ATTRIBUTE = "sparrow"
@@ -105,6 +104,21 @@ class SchedulerState:
         return option
 
 
+class Hook(NamedTuple):
+    """One hook into SGLang, a row of the table in `sparrow_sglang.plugin.hooks`.
+
+    Attributes:
+        kind: name of a HookType.
+        parameters: names of the target's first parameters that `function` reads, without self;
+            "a|b" where versions of SGLang differ, "*a" for one that may be at any position.
+    """
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    parameters: str = ""
+
+
 @dataclass
 class ProcessState:
     """Outcome of the registration in this process, and the scheduler that runs in it.
@@ -116,7 +130,7 @@ class ProcessState:
         serves_otherwise: whether this scheduler is known to serve with another backend.
     """
 
-    hooks: "tuple[Hook, ...]" = ()
+    hooks: tuple[Hook, ...] = ()
     error: Exception | None = None
     scheduler: SchedulerState | None = None
     serves_otherwise: bool = False
