@@ -16,7 +16,7 @@ Imports neither torch nor SGLang.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,12 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule
+from sparrow_sglang.schedule_names import known_schedules
 
 KEY = "sparrow"
+_PLACE = f'custom_params["{KEY}"]'
+ATTRIBUTE = "sparrow"
+"""Attribute of SGLang's objects, requests and the TokenizerManager, that holds our state."""
 
 
 class RequestError(InputError):
@@ -83,24 +87,24 @@ class RequestOption:
         """The option in a request's `custom_params`; the active schedule where there is none.
 
         Raises:
-            RequestError: it is not one of the three forms, or names what is not loaded.
+            RequestError: it breaks one of the rules above, which the message names.
         """
         given = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
         if given is None:
             return cls(loaded.active)
-        report = given.get("report", False) if isinstance(given, Mapping) else None
-        if not isinstance(report, bool) or not given:
-            raise RequestError(_expected(given, loaded))
-        match [item for item in given.items() if item[0] != "report"]:
-            case []:
-                return cls(loaded.active, report=report)
-            case [("dense", bool(dense))]:
-                return cls(None if dense else loaded.active, report=report)
-            case [("schedule", str(name))] if name in loaded.names:
-                return cls(loaded.get(name), report=report)
-            case [("kv_budget_tokens", value)] if _is_budget(value, loaded.active):
-                return cls(loaded.active, value, report)
-        raise RequestError(_expected(given, loaded))
+        if not isinstance(given, Mapping) or not given:
+            raise RequestError(f'{_PLACE}={quoted(given)}: expected an object, {{"dense": true}}')
+        for name, value in given.items():
+            if (problem := _problem(name, value, loaded)) is not None:
+                raise RequestError(f"{_PLACE}[{quoted(name, 60)}]={quoted(value)}: {problem}")
+        if len(rules := [name for name in given if name != "report"]) > 1:
+            raise RequestError(f"{_PLACE}={quoted(given)}: expected one of {' and '.join(rules)}")
+        schedule = loaded.get(given["schedule"]) if "schedule" in given else loaded.active
+        return cls(
+            None if given.get("dense") else schedule,
+            given.get("kv_budget_tokens"),
+            given.get("report", False),
+        )
 
     def first_sparse_length(self) -> int | None:
         """Smallest length at which a page is left out, in tokens; None if there is none."""
@@ -133,21 +137,49 @@ class RequestOption:
         )
 
 
-def _floor(schedule: BudgetSchedule) -> int:
-    return schedule.least_pages * schedule.page_size
+@dataclass
+class RequestState:
+    """State that the launching process keeps for one `GenerateReqInput`, and for its copies.
+
+    Attributes:
+        option: what the request asked for; each request of a batch has its own.
+        reports: `meta_info` of the finished answers that carry a report, by their index.
+    """
+
+    option: RequestOption | None = None
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def _is_budget(value: Any, schedule: BudgetSchedule) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool)
+def request_state(request: Any) -> RequestState:
+    """The state of a `GenerateReqInput`, created if there is none yet."""
+    state: RequestState | None = getattr(request, ATTRIBUTE, None)
+    if state is None:
+        state = RequestState()
+        setattr(request, ATTRIBUTE, state)
+    return state
+
+
+def _problem(name: Any, value: Any, loaded: LoadedSchedules) -> str | None:
+    """What is wrong with one entry of a request's option, with what is allowed."""
+    if name in ("dense", "report"):
+        return None if isinstance(value, bool) else "expected true or false"
+    if name == "schedule":
+        return None if value in loaded.names else _not_loaded(value, loaded)
+    if name != "kv_budget_tokens":
+        return "unknown: expected dense, schedule, kv_budget_tokens or report"
+    page_size = loaded.active.page_size
+    floor = loaded.active.least_pages * page_size
+    if not isinstance(value, int) or isinstance(value, bool):
+        return f"expected a whole number of tokens, a multiple of {page_size}"
     # Budgets are added up in 64 bits, and SGLang passes on larger numbers than that.
-    return whole and _floor(schedule) <= value <= MAX_TOKENS and value % schedule.page_size == 0
+    if not floor <= value <= MAX_TOKENS:
+        return f"expected {floor} tokens, the first and last pages, to {MAX_TOKENS}"
+    return f"expected a multiple of the page size, {page_size}" if value % page_size else None
 
 
-def _expected(given: Any, loaded: LoadedSchedules) -> str:
-    return (
-        f'custom_params["{KEY}"]={quoted(given)} is not allowed: expected exactly one of'
-        f' {{"dense": true}}, {{"schedule": one of {", ".join(loaded.names)}}} or'
-        f' {{"kv_budget_tokens": a multiple of {loaded.active.page_size}, at least'
-        f' {_floor(loaded.active)} and at most {MAX_TOKENS}}}; {{"report": true}} may stand beside'
-        " it, or alone"
-    )
+def _not_loaded(name: Any, loaded: LoadedSchedules) -> str:
+    known = f"expected one that this server has loaded, which are {', '.join(loaded.names)}"
+    if not isinstance(name, str) or name not in known_schedules():
+        return known
+    names = ",".join([*loaded.names, name])
+    return f"shipped, but not loaded: {known}; start it with --sparrow-schedule {names}"

@@ -30,11 +30,11 @@ from sparrow_sglang.plugin.scheduler_calls import (
 from sparrow_sglang.plugin.server_args import FIELD, resolve_schedules
 from sparrow_sglang.plugin.server_log import announce, describe
 from sparrow_sglang.plugin.state import (
-    ATTRIBUTE,
     ServerState,
     require_scheduler_state,
     require_server_state,
 )
+from sparrow_sglang.request_options import ATTRIBUTE
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import (
     FIXED_NAME,

@@ -19,8 +19,15 @@ import msgspec
 import numpy as np
 
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.plugin.state import ATTRIBUTE, RequestState, request_state, server_state
-from sparrow_sglang.request_options import KEY, RequestError, RequestOption
+from sparrow_sglang.plugin.state import server_state
+from sparrow_sglang.request_options import (
+    ATTRIBUTE,
+    KEY,
+    RequestError,
+    RequestOption,
+    RequestState,
+    request_state,
+)
 from sparrow_sglang.sglang_versions import weight_metadata
 
 if TYPE_CHECKING:

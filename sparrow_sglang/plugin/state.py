@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.request_options import RequestError, RequestOption
+from sparrow_sglang.request_options import ATTRIBUTE, RequestError, RequestOption
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -18,31 +18,6 @@ if TYPE_CHECKING:
     from sparrow_sglang.attention_backends.metadata import BudgetTable
     from sparrow_sglang.plugin.audit.auditor import Auditor
     from sparrow_sglang.plugin.step_record import Place, StepRecord
-
-ATTRIBUTE = "sparrow"
-"""Attribute of SGLang's objects, requests and the TokenizerManager, that holds our state."""
-
-
-@dataclass
-class RequestState:
-    """State that the launching process keeps for one `GenerateReqInput`, and for its copies.
-
-    Attributes:
-        option: what the request asked for; each request of a batch has its own.
-        reports: `meta_info` of the finished answers that carry a report, by their index.
-    """
-
-    option: RequestOption | None = None
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-
-def request_state(request: Any) -> RequestState:
-    """The state of a `GenerateReqInput`, created if there is none yet."""
-    state: RequestState | None = getattr(request, ATTRIBUTE, None)
-    if state is None:
-        state = RequestState()
-        setattr(request, ATTRIBUTE, state)
-    return state
 
 
 @dataclass

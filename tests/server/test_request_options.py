@@ -169,11 +169,7 @@ def test_what_would_end_the_scheduler_is_refused(engine, fields, reason):
     assert engine.generate(**right)
 
 
-@pytest.mark.parametrize(
-    "given", [{"dense": 1}, {"schedule": "c"}, {"kv_budget_tokens": 100}], ids=str
-)
-def test_a_wrong_option_is_refused_and_the_engine_goes_on(engine, given):
-    with pytest.raises(ValueError, match="expected exactly one of") as error:
-        engine.generate(input_ids=tokens(1, 20), sampling_params=sampling(given, 4))
-    assert "a, b" in str(error.value)
+def test_a_wrong_option_is_refused_and_the_engine_goes_on(engine):
+    with pytest.raises(ValueError, match="expected one that this server has loaded, .* a, b"):
+        engine.generate(input_ids=tokens(1, 20), sampling_params=sampling({"schedule": "c"}, 4))
     assert engine.generate(input_ids=tokens(1, 20), sampling_params=sampling(None, 4))

@@ -165,16 +165,14 @@ def test_adapters(client: httpx.Client, change: dict[str, Any], reason: str) -> 
     assert_matches(reason, refused(response))
 
 
-@pytest.mark.parametrize(
-    "option", [{"schedule": LONG}, {LONG: 1}, LONG, [LONG], {"kv_budget_tokens": LONG}]
-)
+@pytest.mark.parametrize("option", [{"schedule": LONG}, {LONG: 1}, LONG])
 def test_options_of_a_request(client: httpx.Client, option: Any) -> None:
     body = {
         "input_ids": random_prompt(0, 20),
         "sampling_params": {"max_new_tokens": 1, "custom_params": {"sparrow": option}},
     }
     message = refused(client.post("/generate", json=body))
-    assert 'custom_params["sparrow"]=' in message and "expected exactly one of" in message
+    assert message.startswith('custom_params["sparrow"]') and "expected" in message
 
 
 def test_what_is_right_is_taken(client: httpx.Client) -> None:

@@ -345,7 +345,7 @@ def is_option(given: Any, names: tuple[str, ...], floor: int) -> bool:
     rules: dict[str, Callable[[Any], bool]] = {
         "dense": lambda v: isinstance(v, bool),
         "schedule": lambda v: isinstance(v, str) and v in names,
-        "kv_budget_tokens": lambda v: _whole(v, floor) and v % 16 == 0,
+        "kv_budget_tokens": lambda v: _count(v, floor) and v % 16 == 0,
         "report": lambda v: isinstance(v, bool),
     }
     if not isinstance(given, dict) or not given or not set(given) <= set(rules):

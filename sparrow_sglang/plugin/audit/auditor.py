@@ -32,7 +32,7 @@ from sparrow_sglang.plugin.audit.requests import (
 )
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.scheduler_calls import is_idle
-from sparrow_sglang.plugin.state import request_state
+from sparrow_sglang.request_options import request_state
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_versions import request_of
 
