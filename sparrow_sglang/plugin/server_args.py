@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ from sparrow_sglang.sglang_install import version_problems
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 PLUGIN_NAME = "sparrow"
@@ -236,9 +238,13 @@ def _check_model_config(cls: Any) -> None:
 
         @register_resolution_hook("handle_model_specific_adjustments")
         def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
-            if uses_sparrow(server_args):
-                refuse(model_problems(read_model_config(server_args)))
-            previous(server_args)
+            if not uses_sparrow(server_args):
+                previous(server_args)
+                return
+            model_config = read_model_config(server_args)
+            refuse(model_problems(model_config))
+            with _named_for_sinks(model_config):
+                previous(server_args)
 
         return
 
@@ -253,11 +259,32 @@ def _check_model_config(cls: Any) -> None:
     cls.get_model_config = get_model_config
 
 
+@contextmanager
+def _named_for_sinks(model_config: "ModelConfig") -> Iterator[None]:
+    """`_pass_for_dense_backend` for 0.5.23, which asks a function while it adjusts arguments."""
+    from sglang.srt.arg_groups import model_hook
+
+    original = getattr(model_hook, "attention_backends_of", None)
+    if original is None or not model_config.has_attention_sinks:
+        yield
+        return
+
+    def backends(view: Any) -> tuple[str, str]:
+        prefill, decode = (SINK_BACKEND if n == BACKEND else n for n in original(view))
+        return prefill, decode
+
+    model_hook.attention_backends_of = backends
+    try:
+        yield
+    finally:
+        model_hook.attention_backends_of = original
+
+
 def _pass_for_dense_backend(cls: Any) -> None:
     """Give SGLang the name of our dense passes' backend for models with attention sinks.
 
-    SGLang serves gpt-oss only with backends that it knows, by name, to support sinks. Checked with
-    0.5.17; where the method has another name SGLang refuses the model.
+    SGLang serves gpt-oss only with backends that it knows, by name, to support sinks. For versions
+    until 0.5.17, where the arguments have this method.
     """
     original = getattr(cls, "_resolved_attention_backends", None)
     if original is None:

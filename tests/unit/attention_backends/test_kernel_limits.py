@@ -23,7 +23,7 @@ from sparrow_sglang.attention_backends.kernel_limits import (
 )
 from sparrow_sglang.commands import doctor
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.sglang_arguments import read_model_config
+from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
 
@@ -112,13 +112,20 @@ def test_dtype(problems):
 
 
 def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
-    from sparrow_sglang.plugin.server_args import _check_resolved
+    from sparrow_sglang.plugin import server_args
 
     args = make_args(folder_of(tmp_path / "model", {"head_dim": 48}))
-    _check_resolved(args)
-    monkeypatch.setitem(vars(args), "device", "cuda")
+    server_args._check_resolved(args)
+
+    class OnGpu:
+        device = "cuda"
+
+        def __getattr__(self, name):
+            return getattr(resolved(args), name)
+
+    monkeypatch.setattr(server_args, "resolved", lambda args: OnGpu())
     with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
-        _check_resolved(args)
+        server_args._check_resolved(args)
 
 
 def test_dense_passes_go_to_a_backend_that_takes_the_head_dim():

@@ -7,6 +7,8 @@ import pytest
 import torch
 from configs import save_config
 
+from sparrow_sglang.sglang_arguments import attention_backends, resolved
+
 DEEPSEEK = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -35,10 +37,14 @@ GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 GEMMA4 = {
-    "architectures": ["Gemma4ForCausalLM"],
-    "model_type": "gemma4_text",
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 QWEN2_WINDOW = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -69,7 +75,10 @@ WHISPER = {
     ("config", "message"),
     [
         (DEEPSEEK, "model DeepseekV2ForCausalLM: multi-head latent attention (MLA)"),
-        (GEMMA4, "model Gemma4ForCausalLM: sliding windows in a KV pool of their own, for other"),
+        (
+            GEMMA4,
+            "Gemma4ForConditionalGeneration: sliding windows in a KV pool of their own, for",
+        ),
         (GEMMA2, "soft-capped attention scores"),
         (QWEN2_WINDOW, "model Qwen2ForCausalLM: sliding windows in all layers: none keeps the"),
         (FALCON_H1, "model FalconH1ForCausalLM: hybrid attention: some of its layers keep"),
@@ -121,6 +130,7 @@ def test_experts_that_ranks_cannot_share(make_args, tmp_path):
 
 def test_heads_of_linear_attention_that_ranks_cannot_share(make_args, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("sparrow_sglang.plugin.refusals.installed_version", lambda: "0.5.17")
     model = save_config(tmp_path, **QWEN3_NEXT, linear_num_key_heads=3, linear_num_value_heads=6)
     with pytest.raises(ValueError, match="3 key heads of linear attention, which 2 attention"):
         make_args(model, tp_size=2, disable_radix_cache=True)
@@ -147,15 +157,16 @@ def test_a_config_by_which_sglang_cannot_tell_layers_apart(make_args, tmp_path):
 )
 def test_model_that_is_served(make_args, tmp_path, config):
     args = make_args(save_config(tmp_path, **config))
-    assert args.page_size == 16
-    assert args.get_attention_backends() == ("sparrow", "sparrow")
+    assert resolved(args).page_size == 16
+    assert attention_backends(args) == ("sparrow", "sparrow")
 
 
 def test_linear_attention_is_served_where_its_kernels_run(make_args, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("sparrow_sglang.plugin.refusals.installed_version", lambda: "0.5.17")
     model = save_config(tmp_path, **QWEN3_NEXT)
     # SGLang keeps states of prefixes on GPUs only.
-    assert make_args(model, disable_radix_cache=True).page_size == 16
+    assert resolved(make_args(model, disable_radix_cache=True)).page_size == 16
     with pytest.raises(ValueError, match="states of linear attention that are kept late"):
         make_args(model, mamba_radix_cache_strategy="extra_buffer_lazy")
     monkeypatch.setattr("sparrow_sglang.plugin.refusals.installed_version", lambda: "0.5.18")
@@ -232,7 +243,7 @@ def test_arguments(make_args, fields, messages):
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_page_sizes_that_are_served(make_args, page_size):
-    assert make_args(page_size=page_size).page_size == page_size
+    assert resolved(make_args(page_size=page_size)).page_size == page_size
 
 
 @pytest.mark.parametrize(
@@ -274,7 +285,7 @@ def test_schedule_without_the_backend(make_args):
 
 def test_other_backends_keep_their_page_size(make_args):
     args = make_args(attention_backend="torch_native", sparrow_schedule=None)
-    assert args.page_size == 1
+    assert resolved(args).page_size == 1
 
 
 def test_plugin_filtered_out(make_args, monkeypatch):
@@ -282,7 +293,7 @@ def test_plugin_filtered_out(make_args, monkeypatch):
     with pytest.raises(RuntimeError, match="SGLANG_PLUGINS='someone_else, sparrow_cpu' keeps"):
         make_args()
     monkeypatch.setenv("SGLANG_PLUGINS", "sparrow,sparrow_cpu")
-    assert make_args().page_size == 16
+    assert resolved(make_args()).page_size == 16
 
 
 class TestRunner:

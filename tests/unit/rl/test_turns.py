@@ -68,7 +68,7 @@ def test_a_turn_is_ended_once_by_a_token_without_a_role(tokenizer) -> None:
     assert more.prompt_ids + more.response_ids == chat_render(other)([QUESTION, said, TOOL])
 
 
-def test_a_response_ends_where_nothing_follows(tokenizer, caplog) -> None:
+def test_a_response_ends_where_nothing_follows(tokenizer, warnings) -> None:
     rollout = turn_of(tokenizer, "6")
     calls = []
 
@@ -85,7 +85,7 @@ def test_a_response_ends_where_nothing_follows(tokenizer, caplog) -> None:
     assert (full.response_ids, full.finish_reason) == (rollout.response_ids, "length")
     assert not answered(lambda prompt, turns: TOOL, limit=given + 1).finished
     assert answered(lambda prompt, turns: 1 / 0) is rollout
-    assert "test/0: reply: ZeroDivisionError" in caplog.text
+    assert "test/0: reply: ZeroDivisionError" in warnings.text
     for wrong in ("6", {"content": "6"}, 6):
         assert answered(lambda prompt, turns, wrong=wrong: wrong) is rollout
 
