@@ -39,27 +39,12 @@ class Collected:
 
 
 def collect(run: Run, step: int, clock: Clock) -> Collected:
-    """The groups of `step`; afterwards the engine has released the device's memory to the trainer.
-
-    With several ranks, each samples and rewards a share of the groups, and gets all of them.
-    """
-    ranks = run.ranks
-    share = run.together(lambda: _collect_share(run, step, clock))
-    if ranks.world == 1:
-        return share
-    # All ranks waited for the slowest one.
-    clock.seconds["rollout"] = max(ranks.each(clock.seconds["rollout"]))
-    groups, rewards = ranks.gather(share.groups), tuple(ranks.gather(share.rewards))
-    parts = tuple(ranks.gather(share.parts))
-    return Collected(groups, rewards, parts, ranks.total(share.metrics), _tokens(groups))
-
-
-def _collect_share(run: Run, step: int, clock: Clock) -> Collected:
+    """The groups of `step`; afterwards the engine has released the device's memory."""
     settings = run.config.rollout
     if settings.oversubscribe > 1:
         return _collect_first_finished(run, step, clock)
     first, count = _first_number(run, step), settings.prompts_per_step
-    prompts = run.ranks.share(_prompts_from(run, first, count))
+    prompts = _prompts_from(run, first, count)
     if run.config.task.overlap_rewards or settings.dynamic_sampling > 1:
         return _collect_overlapping(run, prompts, first + count, clock)
     with clock("rollout"):
@@ -81,15 +66,8 @@ def _collect_overlapping(
         with clock("rollout"):
             finished = run.log.responses("rollout", len(prompts) * samples)
             asked = _begun(run, prompts)
-            while asked:
-                first = batch.started - len(asked)
-                for position, group in run.actor.stream(asked, finished, batch.further):
-                    batch.add(first + position, group)
-                if not batch.replaces:
-                    break
-                # The last groups of a round are often the ones to be replaced.
-                scoring.wait()
-                asked = batch.further()
+            for position, group in run.actor.stream(asked, finished, batch.more_groups):
+                batch.add(position, group)
             run.actor.release()
         with clock("reward"):
             scoring.wait()
@@ -122,8 +100,15 @@ class _Replacing:
         self._groups[place] = group
         self._numbers[place] = self._scoring.add(group)
 
-    def further(self) -> list[Group]:
-        """Groups to start in place of zero-advantage groups scored since the last call."""
+    def more_groups(self, nothing_under_way: bool) -> list[Group]:
+        """Groups to start in place of zero-advantage groups scored since the last call.
+
+        Waits for all scores if `nothing_under_way`: the last groups are often to be replaced, too.
+        """
+        if not self.replaces:
+            return []
+        if nothing_under_way:
+            self._scoring.wait()
         self._judge()
         missing = self._count + len(self._useless) - self.started
         allowed = max(0, min(missing, self._limit - self.started))
@@ -189,7 +174,7 @@ def _collect_first_finished(run: Run, step: int, clock: Clock) -> Collected:
             if group.finished and len(due | numbers.keys() | {place}) <= count:
                 numbers[place] = scoring.add(group)
 
-        def enough() -> bool:
+        def should_stop() -> bool:
             return len(numbers) == count
 
         for place, group in tuple(groups.items()):
@@ -198,7 +183,7 @@ def _collect_first_finished(run: Run, step: int, clock: Clock) -> Collected:
             finished = run.log.responses("rollout", count * settings.samples_per_prompt)
             asked = [place for place, group in groups.items() if not group.finished]
             begun = [groups[place] for place in asked]
-            for position, group in run.actor.stream(begun, finished, enough=enough):
+            for position, group in run.actor.stream(begun, finished, should_stop=should_stop):
                 take(asked[position], group)
             run.actor.release()
         chosen = sorted(numbers)

@@ -21,12 +21,10 @@ def evaluate(run: Run) -> dict[str, float]:
     settings, steps = run.config.evaluation, run.progress.steps_taken
     sets = {name: prompts[: settings.prompts] for name, prompts in run.setup.heldout.items()}
     prompts = [prompt for chosen in sets.values() for prompt in chosen]
-    share = run.ranks.share(prompts)
-    finished = run.log.responses("evaluation", len(share) * settings.samples_per_prompt)
+    finished = run.log.responses("evaluation", len(prompts) * settings.samples_per_prompt)
     run.actor.load_policy(str(steps))
-    groups = run.together(lambda: run.actor.evaluate(share, finished))
-    rewards = run.ranks.gather(run.together(lambda: run.reward_workers.score(groups).rewards))
-    groups = run.ranks.gather(groups)
+    groups = run.actor.evaluate(prompts, finished)
+    rewards = run.reward_workers.score(groups).rewards
     metrics: dict[str, float] = {}
     first, rates = 0, []
     for name, chosen in sets.items():

@@ -9,12 +9,9 @@ of tokens for each response. Out: seconds of each phase of each step, as JSON.
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import torch
 
 from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda, settings
 from sparrow_sglang.benchmarks.processes import in_new_process
-from sparrow_sglang.benchmarks.result_files import Results, resumed
+from sparrow_sglang.benchmarks.result_files import resumed
 from sparrow_sglang.benchmarks.rollouts.lengths import GROUP, add_length_options, request_lengths
 from sparrow_sglang.benchmarks.steps.comparison import (
     Comparison,
@@ -37,11 +34,9 @@ from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.config.overrides import with_overrides
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.ranks import ALONE, Ranks, joined, see_own_gpu
 from sparrow_sglang.rl.rollout import DENSE, Sampling, groups_under_way
-from sparrow_sglang.rl.runs.launch import launch
 from sparrow_sglang.rl.runs.run import open_run
-from sparrow_sglang.rl.runs.setup import check_ranks, prepare
+from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.trainer import train_step
 from sparrow_sglang.rl.types import Group, Rollout
 from sparrow_sglang.run_folder import METRICS_FILE
@@ -53,8 +48,7 @@ DESCRIPTION = """\
 Time whole steps of `sparrow train` with the lengths of a recorded rollout: with dense rollouts,
 with sparse ones, and with sparse ones of which a step leaves the unfinished groups to the next
 (partial rollouts). Weights are random (nothing is downloaded) unless --model-path names a model.
-The first step of each warms up. Arms that --out has already are left out. With --ranks, the policy
-is sharded over several GPUs, each with an engine of its own; partial rollouts take one.
+The first step of each warms up. Arms that --out has already are left out.
 """
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.training.step_times --out step-times.json
@@ -99,7 +93,7 @@ def arm_config(
     lengths = request_lengths(options)
     groups = len(lengths) // GROUP
     under_way = options.oversubscribe if arm == "partial" else 1.0
-    running = ceil(groups_under_way(groups, under_way) / options.ranks) * GROUP
+    running = groups_under_way(groups, under_way) * GROUP
     # The grammar backend would need an end-of-text token.
     server_args: dict[str, Any] = {"max_running_requests": running, "grammar_backend": "none"}
     if torch.cuda.is_available():
@@ -119,7 +113,6 @@ def arm_config(
         "seed": options.seed,
         "task": {"name": replayed_task.NAME, "options": task},
         "model": {"path": str(model)},
-        "distributed": {"ranks": options.ranks},
         "engine": {
             "schedule": DENSE if arm == DENSE else sparse.schedule,
             "server_args": server_args,
@@ -135,14 +128,10 @@ def arm_config(
         "checkpoint": {"every_steps": 0},
         "logging": {"tensorboard": False, "response_groups": 0},
     }
-    config = TrainConfig.parse(with_overrides(values, options.overrides, TrainConfig), "--set")
-    check_ranks(config, options.ranks)
-    return config
+    return TrainConfig.parse(with_overrides(values, options.overrides, TrainConfig), "--set")
 
 
-def run_arm(
-    config: TrainConfig, lengths: Sequence[int], ranks: Ranks = ALONE
-) -> list[dict[str, float]]:
+def run_arm(config: TrainConfig, lengths: Sequence[int]) -> list[dict[str, float]]:
     """Metrics of the steps of a run whose responses have these lengths, group after group."""
     recorded = {(str(i // GROUP), i % GROUP): length for i, length in enumerate(lengths)}
 
@@ -151,15 +140,13 @@ def run_arm(
         opened.lengths = recorded
         return opened
 
-    with open_run(config, prepare(config, ranks.world), False, ranks, engine) as run:
+    with open_run(config, prepare(config), False, engine) as run:
         try:
             for step in range(config.steps):
                 train_step(run, step)
         finally:
             # With no steps taken, the run writes no checkpoint (tens of gigabytes) at its end.
             run.progress.steps_taken = 0
-    # Wait until the first rank has closed its log.
-    ranks.each(None)
     lines = (config.run_dir / METRICS_FILE).read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -181,7 +168,6 @@ def row_of(
         "model": compared.model,
         "schedule": None if arm == DENSE else config.engine.schedule,
         "sequences": sequences,
-        "ranks": config.distributed.ranks,
         "steps": len(timed),
         "step_mean_s": step_s,
         "trained_tokens_per_s": sum(tokens) / len(timed) / step_s,
@@ -196,29 +182,17 @@ def row_of(
     }
 
 
-def measure(
-    arm: str, compared: Comparison, options: argparse.Namespace, ranks: Ranks = ALONE
-) -> dict[str, Any]:
-    """Train a few steps of an arm; all ranks must call this."""
-    with _shared_folder(ranks) as folder:
-        model = compared.path
+def measure(arm: str, compared: Comparison, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a few steps of an arm."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, model = Path(name), compared.path
         if not compared.has_weights:
             model = folder / "model"
-            if ranks.rank == 0:
-                save_random_model(options.model, model)
-                torch.cuda.empty_cache()
-            ranks.each(None)
+            save_random_model(options.model, model)
+            torch.cuda.empty_cache()
         config = arm_config(arm, compared, model, options, folder)
-        metrics = run_arm(config, request_lengths(options), ranks)
+        metrics = run_arm(config, request_lengths(options))
     return row_of(arm, compared, config, metrics)
-
-
-@contextmanager
-def _shared_folder(ranks: Ranks) -> Iterator[Path]:
-    """A temporary folder of the first rank, kept until all ranks are done with it."""
-    with tempfile.TemporaryDirectory() if ranks.rank == 0 else nullcontext("") as own:
-        yield Path(ranks.each(own)[0])
-        ranks.each(None)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -227,7 +201,6 @@ def _parser() -> argparse.ArgumentParser:
     add_length_options(parser)
     add = parser.add_argument
     add("--arms", nargs="+", choices=ARMS, default=ARMS, help="(default: all)")
-    add("--ranks", type=count, default=1, help="GPUs (default: %(default)s)")
     add("--steps", type=count, default=3, help="timed steps, after one to warm up")
     add("--oversubscribe", type=float, default=1.5, help="of partial (default: %(default)s)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
@@ -258,57 +231,29 @@ def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and write; the exit code is 1 if an arm failed, 2 without usable options or GPUs."""
-    words = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
-    options = parser.parse_args(words)
-    rank = see_own_gpu()
+    options = parser.parse_args(argv)
     try:
         compared = _check(options, torch.cuda.is_available())
     except (ValueError, SparrowError) as error:
         parser.error(str(error))
-    if rank is None:
-        if not compared.has_weights:
-            require_cuda(parser, MEMORY_GB, "a trainer and an engine", options.ranks, "--ranks")
-        prepare_out(parser, options.out)
+    if not compared.has_weights:
+        require_cuda(parser, MEMORY_GB, "a trainer and an engine")
+    prepare_out(parser, options.out)
     recorded = settings(options) | {"lengths": request_lengths(options)}
     del recorded["arms"]
     try:
         results = resumed(options.out, {"settings": recorded})
     except ValueError as error:
         parser.error(str(error))
-    if rank is not None:
-        (arm,) = options.arms
-        with joined() as ranks:
-            row = measure(arm, compared, options, ranks)
-        if rank == 0:
-            results.add(row)
-        return 0
     done = {row["arm"] for row in results.rows}
     for arm in [arm for arm in options.arms if arm not in done]:
-        if not _run_arm_apart(arm, compared, options, words, results):
+        row = in_new_process(measure, arm, compared, options)
+        if row is None:
             print(f"{compared.model} {arm}: failed, left out", flush=True)
             return 1
-    return 0
-
-
-def _run_arm_apart(
-    arm: str,
-    compared: Comparison,
-    options: argparse.Namespace,
-    words: Sequence[str],
-    results: Results,
-) -> bool:
-    """Run an arm in processes of its own; with several ranks, the first one writes the row."""
-    if options.ranks > 1:
-        module = "sparrow_sglang.benchmarks.training.step_times"
-        code, why = launch([sys.executable, "-m", module, *words, "--arms", arm], options.ranks)
-        if code:
-            print(why, file=sys.stderr)
-        return code == 0
-    row = in_new_process(measure, arm, compared, options)
-    if row is not None:
         results.add(row)
-    return row is not None
+    return 0
 
 
 if __name__ == "__main__":

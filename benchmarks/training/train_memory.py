@@ -9,13 +9,15 @@ over packed shorter sequences is timed, too.
 
 import argparse
 import gc
-import sys
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sparrow_sglang.benchmarks.gpu_times import seconds_of
@@ -36,8 +38,7 @@ from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.ranks import Ranks, joined, see_own_gpu
-from sparrow_sglang.rl.runs.launch import launch
+from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule
 
@@ -52,8 +53,8 @@ and of a step of a DistillSparse adapter on them, with random weights in the sha
 EXAMPLES = """\
   python -m sparrow_sglang.benchmarks.training.train_memory --out train-memory.json
   python -m sparrow_sglang.benchmarks.training.train_memory --tokens 8192 --dtypes bfloat16
-  python -m sparrow_sglang.benchmarks.training.train_memory --model qwen3-8b --tokens 32768 \\
-      --ranks 2 --without-adapter
+  torchrun --nproc-per-node 2 -m sparrow_sglang.benchmarks.training.train_memory \\
+      --model qwen3-8b --tokens 32768 --without-adapter
 """
 
 
@@ -193,7 +194,6 @@ def _parser() -> OneLineParser:
     )
     add("--tokens", nargs="+", type=at_least(PROMPT_TOKENS + 1), default=[8192, 32768],
         help="lengths of the sequences")  # fmt: skip
-    add("--ranks", type=count, default=1, help="GPUs (default: %(default)s)")
     add("--sequences", type=count, help="per step (default: one for each GPU)")
     add("--offload", action="store_true", help="keep the optimizer's state in the CPU's memory")
     add("--without-adapter", action="store_true", help="leave out the adapter's steps")
@@ -208,26 +208,31 @@ def _parser() -> OneLineParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 2 without usable options or GPUs."""
-    words = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
-    args = parser.parse_args(words)
-    rank = see_own_gpu()
+    args = parser.parse_args(argv)
     try:
         schedule = load_schedule(args.schedule, PAGE_SIZE)
     except ScheduleError as error:
         parser.error(str(error))
-    if rank is None:
-        prepare_out(parser, args.out)
-        require_cuda(parser, 80, "one training step", args.ranks, "--ranks")
-    if rank is not None or args.ranks == 1:
-        with joined() as ranks:
-            measure_all(args, schedule, ranks)
-        return 0
-    command = [sys.executable, "-m", "sparrow_sglang.benchmarks.training.train_memory", *words]
-    code, why = launch(command, args.ranks)
-    if code:
-        print(f"{parser.prog}: {why}", file=sys.stderr)
-    return code
+    prepare_out(parser, args.out)
+    require_cuda(parser, 80, "one training step")
+    with _joined() as ranks:
+        measure_all(args, schedule, ranks)
+    return 0
+
+
+@contextmanager
+def _joined() -> Iterator[Ranks]:
+    """The processes that torchrun has started, or this process alone."""
+    if "LOCAL_RANK" not in os.environ:
+        yield ALONE
+        return
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -92,21 +91,6 @@ class EngineConfig(Section):
         return self
 
 
-class DistributedConfig(Section):
-    """Several processes, each with a shard of the policy and an engine of its own."""
-
-    ranks: PositiveInt | Literal["auto"] = 1
-    """Processes on this machine, each with one of its GPUs; "auto": one for every GPU, or 1 without
-    a GPU. `sparrow train` starts them."""
-
-    @field_validator("ranks", mode="before")
-    @classmethod
-    def _number_or_auto(cls, ranks: object) -> object:
-        if ranks != "auto" and (type(ranks) is not int or ranks < 1):
-            raise ValueError('expected 1 or more, or "auto"')
-        return ranks
-
-
 class CheckpointConfig(Section):
     """Checkpoints of the run."""
 
@@ -147,7 +131,6 @@ class TrainConfig(Section):
     mismatch: MismatchConfig = MismatchConfig()
     distill: DistillConfig = DistillConfig()
     ladder: LadderConfig = LadderConfig()
-    distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

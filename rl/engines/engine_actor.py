@@ -67,8 +67,8 @@ class EngineActor:
         self, groups: Sequence[Group], sampling: Sampling, rollout: int
     ) -> Iterator[tuple[int, Group]]:
         """The groups of rollout number `rollout`, until `stop` is called with the same number."""
-        enough = partial(self._has_stopped, rollout)
-        yield from self._engine.stream(groups, sampling, enough=enough)
+        should_stop = partial(self._has_stopped, rollout)
+        yield from self._engine.stream(groups, sampling, should_stop=should_stop)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self, rollout: int) -> None:

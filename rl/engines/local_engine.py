@@ -19,14 +19,11 @@ from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
 from sparrow_sglang.rl.engines.responses import (
-    LOOK_S,
-    Enough,
-    Finished,
-    Further,
+    POLL_S,
+    MoreGroups,
+    OnFinished,
     Responses,
-    never,
-    nothing,
-    unwatched,
+    ShouldStop,
 )
 from sparrow_sglang.rl.rollout import DENSE, Sampling
 from sparrow_sglang.rl.types import Group, Prompt
@@ -80,22 +77,26 @@ class LocalEngine:
         return dtype
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finished: OnFinished | None = None,
     ) -> list[Group]:
         """See `RolloutEngine`; raises `RolloutError` on an answer that cannot be trained on."""
         begun = [Group.begun(prompt, n) for prompt in prompts]
-        groups = dict(self.stream(begun, sampling, finished))
+        groups = dict(self.stream(begun, sampling, on_finished))
         return [groups[position] for position in range(len(prompts))]
 
     def stream(
         self,
         groups: Sequence[Group],
         sampling: Sampling,
-        finished: Finished = unwatched,
-        further: Further = nothing,
-        enough: Enough = never,
+        on_finished: OnFinished | None = None,
+        more_groups: MoreGroups | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; the callbacks are asked every second, and after each response."""
+        """See `RolloutEngine`; the callbacks are called every second, and after each response."""
         if self._version is None:
             raise RuntimeError(
                 "the engine's weights were released or loaded in part: call update_weights first"
@@ -110,7 +111,7 @@ class LocalEngine:
             switchable=self._schedule != DENSE,
         )
         responses.start(groups)
-        yield from responses.stream(finished, further, enough)
+        yield from responses.stream(on_finished, more_groups, should_stop)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """See `RolloutEngine`; tensors may lie on the CPU or on the engine's device."""
@@ -252,7 +253,7 @@ class LocalEngine:
         loop = self._engine.loop
         task = loop.create_task(call)
         while not task.done():
-            loop.run_until_complete(asyncio.wait({task}, timeout=LOOK_S))
+            loop.run_until_complete(asyncio.wait({task}, timeout=POLL_S))
             if not task.done():
                 self.require_alive()
         return task.result()

@@ -21,14 +21,7 @@ from sparrow_sglang.rl.engines.buckets import NamedTensors, pack
 from sparrow_sglang.rl.engines.engine_actor import CONTROL, EngineActor, StoredWeights, store
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.engines.responses import (
-    Enough,
-    Finished,
-    Further,
-    never,
-    nothing,
-    unwatched,
-)
+from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.engines.weight_broadcast import BroadcastTimeout, WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
@@ -121,22 +114,26 @@ class RayEngines:
         return list(self._pids)
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finished: OnFinished | None = None,
     ) -> list[Group]:
         """See `RolloutEngine`; raises what `stream` raises."""
         begun = [Group.begun(prompt, n) for prompt in prompts]
-        groups = dict(self.stream(begun, sampling, finished))
+        groups = dict(self.stream(begun, sampling, on_finished))
         return [groups[position] for position in range(len(prompts))]
 
     def stream(
         self,
         groups: Sequence[Group],
         sampling: Sampling,
-        finished: Finished = unwatched,
-        further: Further = nothing,
-        enough: Enough = never,
+        on_finished: OnFinished | None = None,
+        more_groups: MoreGroups | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; an engine starts groups of `further` once its others are complete.
+        """See `RolloutEngine`; an engine starts added groups once its others are complete.
 
         If the caller abandons a stream, engines still finish it before they do anything else.
 
@@ -156,8 +153,9 @@ class RayEngines:
         owed = {slot: list(range(slot, len(groups), count)) for slot in range(count)}
         streams: dict[int, tuple[Any, list[int]]] = {}
         stopped = False
+        report: OnFinished = on_finished or (lambda count: None)
         while True:
-            if not stopped and enough():
+            if not stopped and should_stop is not None and should_stop():
                 stopped = True
                 for slot in streams:
                     self._actors[slot].stop.remote(self._rollouts)
@@ -182,9 +180,9 @@ class RayEngines:
                 del streams[slot]
             else:
                 owed[slot].remove(share[index])
-                finished(sum(rollout.finished for rollout in group.rollouts))
+                report(sum(rollout.finished for rollout in group.rollouts))
                 yield share[index], group
-            for group in () if stopped else further():
+            for group in () if stopped or more_groups is None else more_groups(not streams):
                 slot = min(owed, key=lambda slot: len(owed[slot]))
                 owed[slot].append(len(groups))
                 groups.append(group)

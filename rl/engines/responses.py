@@ -12,31 +12,18 @@ from sparrow_sglang.rl.engines.processes import EngineProcesses
 from sparrow_sglang.rl.rollout import Sampling, continued, sample_request
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between checks that the engine is still alive, while waiting for it."""
 
-Finished = Callable[[int], object]
+OnFinished = Callable[[int], object]
 """Called with the number of responses that have become complete since the last call."""
 
-Further = Callable[[], Sequence[Group]]
-"""Returns additional groups to start."""
+MoreGroups = Callable[[bool], Sequence[Group]]
+"""Returns additional groups to start. The argument says whether no group is under way any more; if
+it returns none then, the rollout ends."""
 
-Enough = Callable[[], bool]
+ShouldStop = Callable[[], bool]
 """Returns whether to stop, and return groups as far as they are."""
-
-
-def unwatched(count: int) -> None:
-    """The `Finished` of rollouts whose progress nobody follows."""
-
-
-def nothing() -> Sequence[Group]:
-    """The `Further` of rollouts to which no groups are added."""
-    return ()
-
-
-def never() -> bool:
-    """The `Enough` of rollouts that run to their end."""
-    return False
 
 
 @dataclass(eq=False)
@@ -71,31 +58,37 @@ class Responses:
             )
 
     def stream(
-        self, finished: Finished, further: Further, enough: Enough
+        self,
+        on_finished: OnFinished | None,
+        more_groups: MoreGroups | None,
+        should_stop: ShouldStop | None,
     ) -> Iterator[tuple[int, Group]]:
-        """As `RolloutEngine.stream`; the callbacks are asked every second, and after each response.
+        """As `RolloutEngine.stream`; the callbacks are called after each response, and regularly.
 
         Raises `RolloutError`, and `EngineDied` if a process of the engine is gone.
         """
         try:
-            while self._running:
-                self._stopped = self._stopped or enough()
+            while True:
+                self._stopped = self._stopped or (should_stop is not None and should_stop())
+                if not self._stopped and more_groups is not None:
+                    self.start(more_groups(not self._running))
+                if not self._running:
+                    break
                 if self._stopped:
                     # Repeated, as a request may have reached the engine after the last abort.
                     self.loop.run_until_complete(self._abort())
                 until = asyncio.ALL_COMPLETED if self._stopped else asyncio.FIRST_COMPLETED
                 done, self._running = self.loop.run_until_complete(
-                    asyncio.wait(self._running, timeout=LOOK_S, return_when=until)
+                    asyncio.wait(self._running, timeout=POLL_S, return_when=until)
                 )
                 self.processes.require_alive()
                 for task in done:
                     position, rollout = task.result()
                     self._rollouts[position][rollout.sample] = rollout
-                    finished(int(rollout.finished))
+                    if on_finished is not None:
+                        on_finished(int(rollout.finished))
                     if self._group(position).finished:
                         yield position, self._group(position)
-                if not self._stopped:
-                    self.start(further())
             for position in range(len(self._prompts)):
                 if not self._group(position).finished:
                     yield position, self._group(position)

@@ -11,14 +11,7 @@ import torch
 from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engines.buckets import NamedTensors
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.engines.responses import (
-    Enough,
-    Finished,
-    Further,
-    never,
-    nothing,
-    unwatched,
-)
+from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
@@ -28,7 +21,11 @@ class RolloutEngine(Protocol):
     """Samples responses from the weights that it was last given."""
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, finished: Finished = unwatched
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finished: OnFinished | None = None,
     ) -> list[Group]:
         """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
         ...
@@ -37,16 +34,16 @@ class RolloutEngine(Protocol):
         self,
         groups: Sequence[Group],
         sampling: Sampling,
-        finished: Finished = unwatched,
-        further: Further = nothing,
-        enough: Enough = never,
+        on_finished: OnFinished | None = None,
+        more_groups: MoreGroups | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
         """Yields each group once, as soon as it is finished, with its position in `groups`.
 
         A response that was stopped earlier is continued after a dense prefill of its tokens.
-        `further` is called regularly for additional groups to start, which take the next positions;
-        the stream ends when no group is under way and `further` returns none. Once `enough` returns
-        True, no group is started any more, and unfinished groups are yielded as they are.
+        `more_groups` is called regularly for additional groups, which take the next positions; the
+        stream ends when no group is under way and it returns none. Once `should_stop` returns True,
+        no group is started any more, and unfinished groups are yielded as they are.
         """
         ...
 

@@ -2,19 +2,18 @@
 
 A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
 is, in the dtype that the trainer computes in; `adapter/`, for PEFT and SGLang, if there is an
-adapter; `training/` (the exact fp32 weights and their optimizer state, for any number of ranks);
-`training.pt` (the state of the adapter and its optimizer, and random states); `carried.pt`
-(unfinished groups), if there are any; and `state.json` (steps taken, configuration, schedule,
-metrics of the last step). It is written under another name, flushed to the disk and then renamed.
+adapter; `training/` (the exact fp32 weights and their optimizer state, for any number of trainer
+workers); `adapter.pt` (the state of the adapter and its optimizer); `random.pt` (random states);
+`carried.pt` (unfinished groups), if there are any; and `state.json` (steps taken, configuration,
+schedule, metrics of the last step). It is written under another name, flushed to the disk and then
+renamed.
 """
 
-import copy
 import fcntl
 import json
 import random
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,13 +29,12 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
-from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import METRICS_FILE
 
 _CARRIED = "carried.pt"
+_RANDOM = "random.pt"
 _NAME = re.compile(r"step-(\d{6,})")
 # Sections and single keys that may differ between a checkpoint and the run that resumes it: neither
 # the content of the checkpoint nor the order of the data depends on them.
@@ -45,7 +43,6 @@ _FREE = (
     "steps",
     "engine",
     "mismatch",
-    "distributed",
     "checkpoint",
     "logging",
     "evaluation",
@@ -105,10 +102,9 @@ def owned(run_dir: Path) -> Iterator[None]:
 class Checkpoints:
     """The checkpoints of one run, of which the newest `keep` stay."""
 
-    def __init__(self, run_dir: Path, keep: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, run_dir: Path, keep: int) -> None:
         self._folder = run_dir / "checkpoints"
         self._keep = keep
-        self._ranks = ranks
 
     def newest(self) -> Path | None:
         """The checkpoint with the most steps, or None."""
@@ -138,46 +134,22 @@ class Checkpoints:
             return None
         if newest is not None:
             _check_resumable(newest, config)
-            if self._ranks.world > 1 and not (newest / "training").exists():
-                raise InputError(
-                    f"distributed.ranks={self._ranks.world}: {newest} was written before runs had"
-                    " ranks; go on with 1 until the next checkpoint, which any number can read"
-                )
         return newest
 
-    def save(
-        self,
-        policy: DensePolicy,
-        tokenizer: Any,
-        config: TrainConfig,
-        state: State,
-        adapter: SparseAdapter | None = None,
-    ) -> Path:
+    def save(self, learner: Learner, tokenizer: Any, config: TrainConfig, state: State) -> Path:
         """Write a checkpoint, replacing one of the same step, and delete all but the newest `keep`.
-
-        With several ranks all must call this: each writes its shards, the first one all else.
 
         Raises `OSError` if the checkpoint cannot be written; older ones are still there then.
         """
         target = self._folder / f"step-{state.step:06d}"
-        if self._ranks.rank:
-            _export(policy, None)
-            self._save_shards(policy, self._ranks.each(target)[0])
-            self._ranks.each(None)
-            return target
         self._folder.mkdir(exist_ok=True)
         delete_drafts(self._folder)
-        training: dict[str, Any] = {"random": _random_states()}
         with replacing(target) as draft:
-            _export(policy, draft / "model")
+            learner.save(draft)
             tokenizer.save_pretrained(draft / "model")
-            if adapter is not None:
-                adapter.save(draft / "adapter")
-                training["adapter"] = adapter.state_dict()
-            torch.save(training, draft / "training.pt")
+            torch.save(_random_states(), draft / _RANDOM)
             if state.carried:
                 torch.save(state.carried, draft / _CARRIED)
-            self._save_shards(policy, self._ranks.each(draft)[0])
             fields = {
                 "step": state.step,
                 "schedule": state.schedule,
@@ -187,47 +159,29 @@ class Checkpoints:
                 "config": config.model_dump(mode="json"),
             }
             write_json(draft / "state.json", fields)
-        self._ranks.each(None)
         for old in self._complete()[: -self._keep]:
             shutil.rmtree(old)
         return target
 
-    def restore(
-        self, folder: Path, policy: DensePolicy, adapter: SparseAdapter | None = None
-    ) -> State:
-        """Restore policy, adapter, their optimizers and the random states as they were saved."""
+    def restore(self, folder: Path, learner: Learner) -> State:
+        """Restore weights, optimizers and the random states as they were saved."""
         with _readable(folder):
             fields = json.loads((folder / "state.json").read_text("utf-8"))
-            # `weights_only=False`, as random states include pickled Python objects; the file was
-            # written by `save`.
-            training = current_names(
-                torch.load(folder / "training.pt", map_location="cpu", weights_only=False)
-            )
+            # `weights_only=False`, as these include pickled Python objects; the files were written
+            # by `save`.
+            random_states = torch.load(folder / _RANDOM, weights_only=False)
             carried = folder / _CARRIED
             groups = torch.load(carried, weights_only=False) if carried.exists() else ()
-            if "masters" in training:
-                _restore_single_file(policy, training)
-            else:
-                state = policy.state_dict()
-                with _quiet_about_one_process():
-                    dcp.load(state, checkpoint_id=folder / "training")
-                policy.load_state_dict(state)
-        if adapter is not None:
-            adapter.load_state_dict(current_names(training["adapter"]))
-        _set_random_states(training["random"])
+            learner.restore(folder)
+        _set_random_states(random_states)
         return State(
             fields["step"],
             fields["schedule"],
             fields["metrics"],
             fields["ladder"],
-            # Checkpoints from before groups could be replaced lack this field.
-            fields.get("replaced", 0),
+            fields["replaced"],
             groups,
         )
-
-    def _save_shards(self, policy: DensePolicy, draft: Path) -> None:
-        with _quiet_about_one_process():
-            dcp.save(policy.state_dict(), checkpoint_id=draft / "training")
 
     def _complete(self) -> list[Path]:
         folders = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
@@ -244,44 +198,6 @@ def _readable(folder: Path) -> Iterator[None]:
         raise InputError(
             f"{folder} cannot be read ({cut(reason)}): delete it to go on from the one before"
         ) from error
-
-
-@contextmanager
-def _quiet_about_one_process() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # torch warns on each call that there is no process group.
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        yield
-
-
-def _export(policy: DensePolicy, folder: Path | None) -> None:
-    """Write the weights and their config in the compute dtype; with None, only take part in
-    gathering the weights for the rank that writes them.
-
-    Weights in fp32 would be served in another dtype than they were trained in: SGLang serves fp32
-    checkpoints as float16.
-    """
-    dtype = policy.compute_dtype
-    exported = {}
-    for name, weight in policy.named_weights():
-        if folder is not None:
-            exported[name] = weight.to("cpu", dtype)
-    if folder is None:
-        return
-    policy.model.save_pretrained(folder, state_dict=exported)
-    config = copy.deepcopy(policy.model.config)
-    config.dtype = dtype
-    config.save_pretrained(folder)
-
-
-def _restore_single_file(policy: DensePolicy, training: Mapping[str, Any]) -> None:
-    """Restore a checkpoint from before torch.distributed.checkpoint was used to write them."""
-    policy.optimizer.load_state_dict(training["optimizer"])
-    names = [name for name, _ in policy.named_masters()]
-    masters = {
-        f"{name}.master": saved for name, saved in zip(names, training["masters"], strict=True)
-    }
-    policy.load_state_dict(policy.state_dict() | masters)
 
 
 def _check_resumable(folder: Path, config: TrainConfig) -> None:
@@ -322,13 +238,10 @@ def _differences(
 
 def _random_states() -> dict[str, Any]:
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return states | {"torch": torch.get_rng_state(), "cuda": cuda}
+    return states | {"torch": torch.get_rng_state()}
 
 
 def _set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])

@@ -151,24 +151,6 @@ class RunLog:
             self._wandb.finish()
 
 
-class NoLog(RunLog):
-    """A log that writes nothing, for all ranks but the first, which writes for all."""
-
-    def __init__(self) -> None:
-        pass
-
-    def _nothing(self, *args: Any, **more: Any) -> None:
-        pass
-
-    show = say = event = keep_responses = write = close = _nothing
-
-    def clock(self, step: int) -> Clock:
-        return Clock(self)
-
-    def responses(self, stage: str, total: int) -> Callable[[int], None]:
-        return lambda count: None
-
-
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     """One step in one line: rewards, mismatch, KV read, speed, alarms, and seconds per stage."""
     words = [

@@ -64,8 +64,6 @@ def check(config: TrainConfig) -> None:
     checks the rest.
     """
     _check_settings(config)
-    if config.distributed.ranks != AUTO:
-        check_ranks(config, config.distributed.ranks)
     if config.engine.schedule != AUTO:
         _schedules(config, None)
     if ":" in config.task.name:
@@ -80,13 +78,6 @@ def check(config: TrainConfig) -> None:
 
 
 def _check_settings(config: TrainConfig) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
-        # torchrun kills the ranks 30 s after a signal; a checkpoint may take longer.
-        raise InputError(
-            f"distributed.ranks={config.distributed.ranks}: torchrun has started this; expected"
-            " sparrow train by itself, which starts the ranks, and lets them write a checkpoint"
-            " when stopped"
-        )
     check_logging(config.logging)
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
@@ -111,51 +102,14 @@ def _check_settings(config: TrainConfig) -> None:
         )
 
 
-def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raises `InputError` if `ranks` ranks cannot train with this configuration, or if it asks for
-    several ranks and this process is alone."""
-    if ranks == 1:
-        if config.distributed.ranks not in (1, AUTO):
-            raise InputError(
-                f"distributed.ranks={config.distributed.ranks}: this is a process by itself;"
-                " expected to be started by sparrow train"
-            )
-        return
-    asked = f"distributed.ranks={ranks}"
-    prompts, engine = config.rollout.prompts_per_step, config.engine
-    if prompts % ranks:
-        raise InputError(
-            f"{asked} does not divide rollout.prompts_per_step={prompts}: expected a divisor, so"
-            " that every rank samples as many groups"
-        )
-    if engine.kind == "ray":
-        raise InputError(
-            f"{asked} with engine.kind='ray': each rank has an engine of its own; expected"
-            ' kind = "local", or distributed.ranks = 1'
-        )
-    for name in ("tp_size", "pp_size"):
-        if (size := engine.server_args.get(name, 1)) != 1:
-            raise InputError(
-                f"{asked} with engine.server_args.{name}={size}: each rank's engine has one GPU;"
-                f" expected {name} of 1, or distributed.ranks = 1"
-            )
-    for name in ("dynamic_sampling", "oversubscribe"):
-        if (value := getattr(config.rollout, name)) > 1:
-            raise InputError(
-                f"{asked} with rollout.{name}={value:g}: ranks do not sample groups for each other;"
-                " expected 1 of either"
-            )
-
-
-def prepare(config: TrainConfig, ranks: int = 1) -> Setup:
-    """Prepare a run of `ranks` ranks, and check everything that can be checked in seconds.
+def prepare(config: TrainConfig) -> Setup:
+    """Prepare a run, and check everything that can be checked in seconds.
 
     Raises:
         InputError, ScheduleError, ModelError: something that `config` names is not there, is
             wrong or does not fit the rest; the message says which, and what is allowed.
     """
     _check_settings(config)
-    check_ranks(config, ranks)
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)
     schedules = _schedules(config, model_config)

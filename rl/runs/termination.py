@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -19,9 +18,8 @@ class Termination:
     which they are raised.
     """
 
-    def __init__(self, held: bool = False) -> None:
-        """With `held`, signals are held back except where `let_in` is open."""
-        self._held = held
+    def __init__(self) -> None:
+        self._held = False
         self._asked: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -42,41 +40,11 @@ class Termination:
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Delay `Stopped` until the block has ended."""
-        with self._holding(True):
-            yield
-        self._raise_if_asked()
-
-    @contextmanager
-    def let_in(self) -> Iterator[None]:
-        """Raise `Stopped` at once in the block, for signals that came before or come during it."""
-        with self._holding(False):
-            self._raise_if_asked()
-            yield
-
-    @contextmanager
-    def kept_from_children(self) -> Iterator[None]:
-        """Processes that the block starts never get the signals; this one gets them afterwards.
-
-        Job schedulers send signals to all processes of a run at once. An engine that dies of one
-        would keep its rank from the point where all ranks save together.
-        """
-        # Started beforehand, because its start unblocks the signals.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    @contextmanager
-    def _holding(self, held: bool) -> Iterator[None]:
-        before, self._held = self._held, held
+        before, self._held = self._held, True
         try:
             yield
         finally:
             self._held = before
-
-    def _raise_if_asked(self) -> None:
         if self._asked is not None and not self._held:
             raise Stopped(128 + self._asked)
 

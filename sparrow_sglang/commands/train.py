@@ -4,7 +4,6 @@ In: the file's name. Out: a run in its `run_dir`. The loop is `sparrow_sglang.rl
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,21 +75,14 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise InputError("CONFIG.toml is missing; sparrow train --defaults prints one")
     config = TrainConfig.load(args.config, args.settings)
-    rank = None
-    if "LOCAL_RANK" in os.environ:
-        # Before `check`, because a user's module that it imports may ask for GPUs.
-        from sparrow_sglang.rl.ranks import see_own_gpu
-
-        rank = see_own_gpu()
     check(config)
     if args.check:
         return _check_all(config, args)
-    train = _launch if rank is None and config.distributed.ranks != 1 else _train
     auto = config.engine.schedule == AUTO
     source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
     try:
         with schedule_from(source):
-            return train(config, args)
+            return _train(config, args)
     except KeyboardInterrupt:
         # Interrupted before the run handles signals itself.
         return _say_where_it_stands(config, "stopped", 130)
@@ -99,33 +91,15 @@ def run(args: argparse.Namespace) -> int:
 def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
-    from sparrow_sglang.rl.ranks import Ranks
     from sparrow_sglang.rl.runs.checkpoint import Checkpoints
-    from sparrow_sglang.rl.runs.launch import ranks_of
     from sparrow_sglang.rl.runs.memory_check import memory_report
     from sparrow_sglang.rl.runs.setup import prepare
 
-    ranks = ranks_of(config)
-    setup = prepare(config, ranks)
-    checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep, Ranks(0, ranks))
-    checkpoints.starting_point(config, args.resume)
-    lines, fits = memory_report(config, AutoConfig.from_pretrained(setup.model_path), ranks)
+    setup = prepare(config)
+    Checkpoints(config.run_dir, config.checkpoint.keep).starting_point(config, args.resume)
+    lines, fits = memory_report(config, AutoConfig.from_pretrained(setup.model_path))
     print("\n".join(["the settings can be run", *lines]))
     return 0 if fits else 1
-
-
-def _launch(config: TrainConfig, args: argparse.Namespace) -> int:
-    """Start the processes of a run, if it is to have several, and wait for them."""
-    from sparrow_sglang.rl.runs import launch
-
-    ranks = launch.ranks_of(config)
-    if ranks == 1:
-        return _train(config, args)
-    launch.check(config, ranks, args.resume)
-    command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(args.config)]
-    command += [f"--set={setting}" for setting in args.settings] + ["--resume"] * args.resume
-    code, why = launch.launch(command, ranks)
-    return _say_where_it_stands(config, why, code) if code not in (0, 2) else code
 
 
 def _train(config: TrainConfig, args: argparse.Namespace) -> int:
@@ -133,31 +107,19 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from sparrow_sglang.rl.engines.processes import EngineDied
-    from sparrow_sglang.rl.ranks import local_rank
     from sparrow_sglang.rl.rollout import RolloutError
-    from sparrow_sglang.rl.runs.run import RankFailed
     from sparrow_sglang.rl.runs.termination import Stopped
     from sparrow_sglang.rl.trainer import train
 
     # The progress bars of transformers last a second each and would interrupt ours.
     logging.disable_progress_bar()
-    rank = local_rank()
-
-    def end(why: str, code: int) -> int:
-        if rank is None:
-            return _say_where_it_stands(config, why, code)
-        if rank == 0 and code == 1:
-            print(f"sparrow train: {why}", file=sys.stderr)
-        return code
-
     try:
         folder = train(config, args.resume)
-    except (EngineDied, RolloutError, RankFailed, FloatingPointError) as error:
-        return end(f"error: {error}", 1)
+    except (EngineDied, RolloutError, FloatingPointError) as error:
+        return _say_where_it_stands(config, f"error: {error}", 1)
     except Stopped as stop:
-        return end("stopped", int(stop.code or 0))
-    if rank in (None, 0):
-        print(f"trained: {folder / 'model' if folder else config.run_dir}")
+        return _say_where_it_stands(config, "stopped", int(stop.code or 0))
+    print(f"trained: {folder / 'model' if folder else config.run_dir}")
     return 0
 
 

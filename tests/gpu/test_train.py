@@ -13,6 +13,7 @@ from sparrow_sglang.models import embedded_model
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
+from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.chunked_logprobs import token_logprobs, token_logprobs_and_entropies
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packed_attention import padding
@@ -146,7 +147,9 @@ def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
     first.loss_step(sequences, lambda logprobs, _: -logprobs.sum())
     config = TrainConfig(run_dir=tmp_path, task={"name": "story"})
     checkpoints = Checkpoints(tmp_path, keep=1)
-    folder = checkpoints.save(first, AutoTokenizer.from_pretrained(model), config, State(1))
+    folder = checkpoints.save(
+        Learner(config, first), AutoTokenizer.from_pretrained(model), config, State(1)
+    )
     exported = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert exported.dtype == first.compute_dtype == torch.bfloat16
     exact = dict(first.named_weights())

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packing import deal, pack
-from sparrow_sglang.rl.ranks import ALONE, Ranks, joined
+from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
 
 # No number of rows is a multiple of the ranks.
@@ -83,11 +83,7 @@ def trained(ranks: Ranks, tied: bool, **settings: Any) -> dict[str, Any]:
 def test_two_ranks_train_as_one(tmp_path: Path, settings: dict[str, Any]) -> None:
     alone = trained(ALONE, **settings)
 
-    def job() -> dict[str, Any]:
-        with joined() as ranks:
-            return trained(ranks, **settings)
-
-    both = on_ranks(2, job, tmp_path / "two")
+    both = on_ranks(2, lambda ranks: trained(ranks, **settings), tmp_path / "two")
     # Gradients of bf16 weights are rounded once per micro-batch, and two ranks form other ones.
     close = {"atol": 5e-3, "rtol": 5e-2} if "dtype" in settings else {"atol": 1e-5, "rtol": 1e-5}
     for rank in both:

@@ -1,4 +1,4 @@
-"""Several ranks of one run, forked from the test process."""
+"""Several ranks of one process group, forked from the test process."""
 
 import multiprocessing
 import os
@@ -8,24 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ports import free_port
+import torch.distributed as dist
+
+from sparrow_sglang.rl.ranks import Ranks
 
 
-def on_ranks(world: int, job: Callable[[], Any], folder: Path) -> list[Any]:
-    """Results of `job` in `world` processes, started as torchrun starts them; the exit code of a
-    process in which it does not return."""
+def on_ranks(world: int, job: Callable[[Ranks], Any], folder: Path) -> list[Any]:
+    """Results of `job` in `world` processes; the exit code of a process in which it fails."""
 
     def run(rank: int) -> None:
-        os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         try:
-            torch.save(job(), folder / f"result-{rank}")
+            store = dist.FileStore(str(folder / "store"), world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            torch.save(job(Ranks(rank, world)), folder / f"result-{rank}")
+            dist.destroy_process_group()
         except Exception:
             traceback.print_exc()
             os._exit(1)
 
     folder.mkdir(parents=True)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = address | {"WORLD_SIZE": str(world)}
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=run, args=(rank,)) for rank in range(world)]
     for child in children:

@@ -19,6 +19,7 @@ from sparrow_sglang.commands import cli
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.ladder import Move
+from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.metrics import acceptance_metrics
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
@@ -103,7 +104,7 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
     if model is not None:
         policy = DensePolicy.load(ModelConfig(path=model), OptimizerConfig(), "cpu")
         state = State(steps, "fixed-512", step_metrics(steps - 1))
-        Checkpoints(folder, keep=1).save(policy, Tokenizer(), config, state)
+        Checkpoints(folder, keep=1).save(Learner(config, policy), Tokenizer(), config, state)
 
 
 def responses(step: int) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """A stand-in for rollout engines that samples with transformers."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from scipy.stats import entropy
 from transformers import AutoModelForCausalLM
 
+from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
@@ -26,28 +27,39 @@ class Sampler:
 
     @torch.no_grad()
     def generate(
-        self, prompts: list[Prompt], n: int, sampling: Sampling, finished: Callable[[int], object]
+        self,
+        prompts: list[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finished: OnFinished | None = None,
     ) -> list[Group]:
         self.entropies.clear()
         groups = []
         for prompt in prompts:
             groups.append(Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))))
-            finished(n)
+            if on_finished is not None:
+                on_finished(n)
         return groups
 
     def stream(
         self,
         groups: Sequence[Group],
         sampling: Sampling,
-        finished: Callable[[int], object],
-        further: Callable[[], Sequence[Group]],
-        enough: Callable[[], bool],
+        on_finished: OnFinished | None = None,
+        more_groups: MoreGroups | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        asked = list(groups)
-        for position, group in enumerate(asked):
-            (sampled,) = self.generate([group.prompt], len(group.rollouts), sampling, finished)
+        asked, position = list(groups), 0
+        while position < len(asked) or (more_groups and self._added(asked, more_groups)):
+            group = asked[position]
+            (sampled,) = self.generate([group.prompt], len(group.rollouts), sampling, on_finished)
             yield position, sampled
-            asked += further()
+            position += 1
+
+    def _added(self, asked: list[Group], more_groups: MoreGroups) -> bool:
+        more = more_groups(True)
+        asked.extend(more)
+        return bool(more)
 
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
         ids, logprobs = list(prompt.input_ids), []

@@ -104,10 +104,12 @@ def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
     for last in (False, True):
         more, complete = begun([PROMPTS[1], PROMPTS[0]], 2), []
 
-        def further(last=last, more=more, complete=complete) -> list:
+        def more_groups(idle, last=last, more=more, complete=complete) -> list:
             return [more.pop()] if more and (not last or len(complete) == 4 - len(more)) else []
 
-        for position, group in engine.stream(begun(PROMPTS[:2], 2), SAMPLING, further=further):
+        for position, group in engine.stream(
+            begun(PROMPTS[:2], 2), SAMPLING, more_groups=more_groups
+        ):
             complete.append((position, group))
         groups = dict(complete)
         assert sorted(position for position, _ in complete) == [0, 1, 2, 3]
@@ -202,7 +204,7 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
     asked, done = [longer, *begun([*PROMPTS, *PROMPTS, *PROMPTS[:2]], 1)], []
     groups, counted = {}, []
     stream = sparse_engine.stream(
-        asked, Sampling(max_new_tokens=60), counted.append, enough=lambda: bool(done)
+        asked, Sampling(max_new_tokens=60), counted.append, should_stop=lambda: bool(done)
     )
     for position, stopped in stream:
         groups[position] = stopped

@@ -173,7 +173,7 @@ def test_responses_of_several_turns_stop_and_go_on(cluster, tmp_path):
     try:
         done, groups = [], {}
         sampling = Sampling(max_new_tokens=200, environment=environment)
-        stream = engines.stream(begun(prompts, 1), sampling, enough=lambda: bool(done))
+        stream = engines.stream(begun(prompts, 1), sampling, should_stop=lambda: bool(done))
         for position, group in stream:
             groups[position] = group
             done += [position] if group.finished else []
@@ -280,7 +280,9 @@ def test_prompts_may_be_added_to_a_rollout(engines, model) -> None:
     more = begun([PROMPTS[2], PROMPTS[1]], 2)
     counted = []
     first = begun(PROMPTS[:2], 2)
-    stream = engines.stream(first, SAMPLING, counted.append, lambda: [more.pop()] if more else [])
+    stream = engines.stream(
+        first, SAMPLING, counted.append, lambda idle: [more.pop()] if more else []
+    )
     groups = dict(stream)
     expected = [PROMPTS[0], PROMPTS[1], PROMPTS[1], PROMPTS[2]]
     assert [groups[position].prompt for position in range(4)] == expected
@@ -292,7 +294,7 @@ def test_both_engines_stop_and_go_on(engines, model) -> None:
     longer = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
     asked, done, groups = [longer, *begun(PROMPTS * 2, 1)], [], {}
     long = Sampling(max_new_tokens=400)
-    stream = engines.stream(asked, long, enough=lambda: bool(done))
+    stream = engines.stream(asked, long, should_stop=lambda: bool(done))
     for position, group in stream:
         groups[position] = group
         done += [position] if group.finished else []

@@ -4,7 +4,6 @@ import copy
 import json
 import random
 import resource
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
+from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import MOMENTS
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
@@ -41,18 +41,24 @@ def config(run_dir: Path) -> TrainConfig:
     return TrainConfig(run_dir=run_dir, task={"name": "story"})
 
 
+def learner(policy: DensePolicy) -> Learner:
+    return Learner(config(Path("unused")), policy)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
     checkpoints = Checkpoints(tmp_path, keep=2)
     first = policy(tiny_llama, dtype)
     take_step(first)
     random.seed(3)
-    folder = checkpoints.save(first, Tokenizer(), config(tmp_path), State(1, "s", {"a": 0.5}))
+    folder = checkpoints.save(
+        learner(first), Tokenizer(), config(tmp_path), State(1, "s", {"a": 0.5})
+    )
     drawn = random.random(), np.random.random(), float(torch.rand(()))
     take_step(first)
 
     second = policy(tiny_llama, dtype)
-    assert checkpoints.restore(folder, second) == State(1, "s", {"a": 0.5})
+    assert checkpoints.restore(folder, learner(second)) == State(1, "s", {"a": 0.5})
     assert (random.random(), np.random.random(), float(torch.rand(()))) == drawn
     take_step(second)
     weights = dict(second.named_weights())
@@ -68,31 +74,6 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, dtype):
     assert (folder / "model" / "tokenizer.json").exists()
 
 
-def test_a_checkpoint_from_before_ranks_with_the_old_name_of_the_optimizer_is_resumed(
-    tiny_llama, tmp_path
-):
-    """At that time one file held the whole state."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    trained = policy(tiny_llama, "float32")
-    take_step(trained)
-    folder = checkpoints.save(trained, Tokenizer(), config(tmp_path), State(1, "s", {}))
-    state = json.loads((folder / "state.json").read_text())
-    state["config"]["optimiser"] = state["config"].pop("optimizer")
-    (folder / "state.json").write_text(json.dumps(state))
-    training = torch.load(folder / "training.pt", weights_only=False)
-    training["masters"] = [master for _, master in trained.named_masters()]
-    training["optimiser"] = trained.optimizer.state_dict()
-    torch.save(training, folder / "training.pt")
-    shutil.rmtree(folder / "training")
-
-    assert checkpoints.begin(config(tmp_path), resume=True) == folder
-    resumed = policy(tiny_llama, "float32")
-    checkpoints.restore(folder, resumed)
-    expected = trained.state_dict()
-    for name, value in resumed.state_dict().items():
-        assert torch.equal(value, expected[name]), name
-
-
 def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
     tiny_llama, tmp_path, monkeypatch
 ):
@@ -101,7 +82,7 @@ def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
     checkpoints = Checkpoints(tmp_path, keep=2)
     first = policy(tiny_llama, "float32")
     take_step(first)
-    folder = checkpoints.save(first, Tokenizer(), config(tmp_path), State(1, "s", {}))
+    folder = checkpoints.save(learner(first), Tokenizer(), config(tmp_path), State(1, "s", {}))
     exact = dict(first.named_weights())
     # SGLang resolves dtype "auto" to bf16 from the exported config.
     assert _get_and_verify_dtype(AutoConfig.from_pretrained(folder / "model"), "auto") == (
@@ -117,7 +98,7 @@ def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
     # Unlike the exported model, the run itself stays in float32.
     assert first.model.dtype == torch.float32 and "float32" in str(first.model.config.dtype)
     second = policy(tiny_llama, "float32")
-    checkpoints.restore(folder, second)
+    checkpoints.restore(folder, learner(second))
     for dense in (first, second):
         take_step(dense)
     for (name, weight), (_, other) in zip(
@@ -130,13 +111,14 @@ def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
 def test_a_run_from_before_a_setting_was_there_is_resumed_at_its_default(tiny_llama, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     now = config(tmp_path)
-    folder = checkpoints.save(policy(tiny_llama, "float32"), Tokenizer(), now, State(2, "s", {}))
+    folder = checkpoints.save(
+        learner(policy(tiny_llama, "float32")), Tokenizer(), now, State(2, "s", {})
+    )
     path = folder / "state.json"
     state = json.loads(path.read_text())
-    del state["replaced"], state["config"]["rollout"]["dynamic_sampling"]
+    del state["config"]["rollout"]["dynamic_sampling"]
     path.write_text(json.dumps(state))
     assert checkpoints.begin(now, resume=True) == folder
-    assert checkpoints.restore(folder, policy(tiny_llama, "float32")).replaced == 0
     other = now.rollout.model_copy(update={"dynamic_sampling": 10})
     with pytest.raises(InputError, match="rollout.dynamic_sampling=10: .* was trained with 1"):
         checkpoints.begin(now.model_copy(update={"rollout": other}), resume=True)
@@ -153,7 +135,7 @@ def test_a_run_from_before_a_setting_was_there_is_resumed_at_its_default(tiny_ll
         ("state.json", "{}", "KeyError: 'config'"),
         ("state.json", "{", "JSONDecodeError: Expecting"),
         ("state.json", None, "FileNotFoundError: "),
-        ("training.pt", "x", "UnpicklingError: "),
+        ("random.pt", "x", "UnpicklingError: "),
         ("training/.metadata", None, "CheckpointException: .* metadata is None"),
         ("carried.pt", "x", "UnpicklingError: "),
     ],
@@ -161,7 +143,7 @@ def test_a_run_from_before_a_setting_was_there_is_resumed_at_its_default(tiny_ll
 def test_a_damaged_checkpoint_is_named_in_one_line(tiny_llama, tmp_path, file, content, reason):
     checkpoints, now = Checkpoints(tmp_path, keep=1), config(tmp_path)
     trained = policy(tiny_llama, "float32")
-    folder = checkpoints.save(trained, Tokenizer(), now, State(2, "s", {}))
+    folder = checkpoints.save(learner(trained), Tokenizer(), now, State(2, "s", {}))
     if content is None:
         (folder / file).unlink()
     else:
@@ -169,14 +151,14 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tiny_llama, tmp_path, file, c
     line = rf"^{folder} cannot be read \({reason}.*\): delete it to go on from the one before$"
     with pytest.raises(InputError, match=line):
         checkpoints.begin(now, resume=True)
-        checkpoints.restore(folder, trained)
+        checkpoints.restore(folder, learner(trained))
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     trained = policy(tiny_llama, "float32")
     for step in (8, 9, 10):
-        checkpoints.save(trained, Tokenizer(), config(tmp_path), State(step, "s", {}))
+        checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(step, "s", {}))
     names = [f"step-{step:06d}" for step in (9, 10)]
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -184,9 +166,9 @@ def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
         with pytest.raises(Exception, match="(?i)file too large|errno 27|os error 27"):
-            checkpoints.save(trained, Tokenizer(), config(tmp_path), State(11, "s", {}))
+            checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(11, "s", {}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoints.begin(config(tmp_path), resume=True) == folder / "step-000010"
     assert sorted(path.name for path in folder.iterdir()) == names
-    checkpoints.restore(folder / "step-000010", copy.copy(trained))
+    checkpoints.restore(folder / "step-000010", learner(copy.copy(trained)))

@@ -19,7 +19,6 @@ from reward_groups import group
 
 from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.ranks import ALONE
 from sparrow_sglang.rl.rollout import groups_under_way, prompts_from
 from sparrow_sglang.rl.tasks.rewards import Scores
 from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Segment
@@ -93,30 +92,32 @@ class Actor:
         self,
         groups: Sequence[Group],
         finished: Any,
-        further: Callable[[], Sequence[Group]] = lambda: (),
-        enough: Callable[[], bool] | None = None,
+        more_groups: Callable[[bool], Sequence[Group]] = lambda idle: (),
+        should_stop: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        if enough is not None:
+        if should_stop is not None:
             self.asked = [
                 [(len(one.response_ids), one.finished) for one in group.rollouts]
                 for group in groups
             ]
-            yield from self._until(enough, groups)
+            yield from self._until(should_stop, groups)
             return
         waiting = list(enumerate(groups))
         asked = len(waiting)
-        while waiting:
-            position, group = waiting.pop(self._draw.randrange(len(waiting)))
-            yield position, self._group(group.prompt)
-            more = further()
+        while True:
+            more = more_groups(not waiting)
             waiting += enumerate(more, asked)
             asked += len(more)
+            if not waiting:
+                return
+            position, group = waiting.pop(self._draw.randrange(len(waiting)))
+            yield position, self._group(group.prompt)
 
     def _until(
-        self, enough: Callable[[], bool], groups: Sequence[Group]
+        self, should_stop: Callable[[], bool], groups: Sequence[Group]
     ) -> Iterator[tuple[int, Group]]:
         waiting = list(enumerate(groups))
-        while waiting and not enough():
+        while waiting and not should_stop():
             position, group = waiting.pop(self._draw.randrange(len(waiting)))
             yield position, self._longer(group, "stop", 1)
         for position, group in waiting:
@@ -180,8 +181,6 @@ def run_of(
         log=SimpleNamespace(responses=lambda *_: lambda count: None),
         setup=SimpleNamespace(train=PROMPTS),
         progress=SimpleNamespace(replaced=replaced, carried=()),
-        ranks=ALONE,
-        together=lambda work: work(),
     )
 
 

@@ -22,12 +22,11 @@ from sparrow_sglang.rl.distill import (
     exact_kl,
     top_k_kl,
 )
-from sparrow_sglang.rl.ladder import Ladder
+from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.runs.response_rows import measured_tails
-from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
 
@@ -289,10 +288,9 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
     # If all responses were retracted, nothing is measured and the adapter is not trained.
     config = TrainConfig.parse({"run_dir": "unused", "task": {"name": "story"}})
     nothing: Any = object()
-    ladder = Ladder([SCHEDULE], config.ladder)
-    actor = SparseActor(config, nothing, nothing, nothing, ladder)
-    rates, positions = actor.acceptance(everything)
-    assert rates.size == positions.size == 0 and actor.distill(everything) == {}
+    learner = Learner(config, nothing, adapter=nothing)
+    rates, positions = learner.acceptance(everything, SCHEDULE)
+    assert rates.size == positions.size == 0 and learner.distill(everything, SCHEDULE) == {}
     assert measured_tails(everything, rates, config.mismatch.sequences) == {}
 
 

@@ -1,0 +1,244 @@
+"""Everything of a run that holds weights which are trained: policy, reference policy and adapter.
+
+In: a step's responses. Out: log-probs, acceptance rates, metrics of the steps taken, and weights
+for the engines. The algorithm calls one `Learner`: an object of its own process, or one that stands
+for all trainer workers.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparrow_sglang.rl.adapter_gate import choose_scale
+from sparrow_sglang.rl.batch import Batch, sampled_tokens
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
+from sparrow_sglang.rl.engines.buckets import NamedTensors, Weights
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
+from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, token_shares
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.stored import load_state, save_model, save_state
+from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.reference_policy import ReferencePolicy
+from sparrow_sglang.schedule import BudgetSchedule
+
+_ADAPTER_STATE = "adapter.pt"
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Dense log-probs and entropies, fp32 [N] on the CPU, of all response tokens of a batch."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Updated:
+    """What the optimizer steps of a batch gave.
+
+    `scored` has the log-probs and entropies from before the update, also of responses that `score`
+    left to it. `skipped_in_a_row` counts the optimizer steps skipped since the last one taken.
+    """
+
+    metrics: dict[str, float]
+    scored: Scored
+    skipped_in_a_row: int
+
+
+class Learner:
+    """The policy, its reference policy if there is a KL term, and its adapter if it has one.
+
+    With several `policy.ranks`, all call the same methods with the same arguments.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        policy: DensePolicy,
+        reference: ReferencePolicy | None = None,
+        adapter: SparseAdapter | None = None,
+    ) -> None:
+        self.policy = policy
+        self.adapter = adapter
+        self._config = config
+        self._reference = reference
+
+    @classmethod
+    def load(cls, config: TrainConfig, ranks: Ranks = ALONE) -> "Learner":
+        """The learner of a run that begins: from the model at `model.path`, on this process's GPU
+        if it has one."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        policy = DensePolicy.load(config.model, config.optimizer, device, ranks)
+        reference = ReferencePolicy(policy) if config.algorithm.kl_coefficient else None
+        # The adapter's initial values are drawn.
+        torch.manual_seed(config.seed)
+        adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
+        return cls(config, policy, reference, adapter)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that weights are served and exported in."""
+        return self.policy.compute_dtype
+
+    def score(self, batch: Batch) -> Scored:
+        """Log-probs and entropies of the batch under the current policy.
+
+        With `old_logprobs = "update"` only those of responses outside the loss are computed;
+        `update` fills in the others.
+        """
+        settings, count = self._config, len(batch.advantages)
+        tokens, sequences = torch.arange(count), batch.sequences
+        if settings.algorithm.old_logprobs == "update":
+            left_out = (~batch.in_loss).nonzero().flatten().tolist()
+            sequences = [sequences[index] for index in left_out]
+            tokens = tokens[(~batch.in_loss).repeat_interleave(torch.tensor(batch.lengths))]
+        scored = Scored(torch.empty(count), torch.empty(count))
+        if sequences:
+            parts = self.policy.score_with_entropy(sequences, settings.rollout.temperature)
+            scored.logprobs[tokens], scored.entropies[tokens] = map(torch.cat, parts)
+        return scored
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """Log-probs [N] of the reference policy; None without a KL term."""
+        if self._reference is None:
+            return None
+        return self._reference.logprobs(batch, self._config.rollout.temperature)
+
+    def acceptance(
+        self, batch: Batch, schedule: BudgetSchedule | None
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Exact acceptance rates [N] of some of the batch's responses, and positions of the tokens.
+
+        They are those of an actor with the current adapter under `schedule`; none if that is None.
+        """
+        sequences = batch.spread(self._config.mismatch.sequences).segments
+        if schedule is None or not sequences:
+            return np.empty(0), np.empty(0, np.int64)
+        adapted = self.adapter.delivered if self.adapter else nullcontext
+        temperature = self._config.rollout.temperature
+        rates = self.policy.acceptance(sequences, schedule, adapted, temperature)
+        positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
+        return np.concatenate(rates), np.concatenate(positions)
+
+    def update(
+        self,
+        batch: Batch,
+        scored: Scored,
+        weights: torch.Tensor | None,
+        reference: torch.Tensor | None,
+        lr: float,
+    ) -> Updated:
+        """One optimizer step per mini-batch; metrics are means over those that were taken.
+
+        `weights` [N] are those of the correction. If they are None, each loss computes its own, and
+        fills in the log-probs and entropies that are missing in `scored`. `reference` [N] is for
+        the KL term.
+        """
+        policy, config = self.policy, self._config
+        settings, temperature = config.algorithm, config.rollout.temperature
+        policy.optimizer.set_learning_rate(lr)
+        rows: list[dict[str, float]] = []
+        skipped = 0
+        for sequences, tokens in batch.mini_batches(settings.mini_batches):
+            loss: MiniBatchLoss
+            lengths = [sampled_tokens(sequence) for sequence in sequences]
+            shares = token_shares(settings.aggregation, lengths, _most_tokens(config))
+            kept = None if reference is None else reference[tokens]
+            advantages = batch.advantages[tokens]
+            if weights is None:
+                rollout = batch.rollout_logprobs[tokens]
+                loss = OnPolicyLoss(rollout, advantages, lengths, settings, shares, kept)
+                entropies = torch.zeros(len(tokens))
+                result = policy.loss_step(sequences, loss, temperature, entropies)
+                scored.logprobs[tokens] = policy.ranks.add(loss.dense_logprobs)
+                scored.entropies[tokens] = entropies
+            else:
+                dense = scored.logprobs[tokens]
+                loss = MiniBatchLoss(dense, advantages, weights[tokens], settings, shares, kept)
+                result = policy.loss_step(sequences, loss, temperature)
+            if result.taken:
+                metrics = policy.ranks.total(loss.metrics)
+                rows.append(metrics | {"actor/grad_norm": result.grad_norm})
+            else:
+                skipped += 1
+        means = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
+        counts = {"actor/optimizer_steps": float(len(rows)), "actor/skipped_steps": float(skipped)}
+        return Updated(means | counts, scored, policy.optimizer.skipped_in_a_row)
+
+    def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
+        """Take one step of the adapter towards the policy of the next rollouts; returns metrics.
+
+        The scale of the adapter in these rollouts is then chosen on the responses that `acceptance`
+        measures, which the step does not learn from if there are others.
+        """
+        if self.adapter is None or schedule is None:
+            return {}
+        measured = self._config.mismatch.sequences
+        chosen = batch.without_spread(measured).spread(self._config.distill.sequences)
+        if not chosen.rollouts:
+            return {}
+        term = PolicyTerm(
+            chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
+        )
+        temperature = self._config.rollout.temperature
+        metrics = self.adapter.step(chosen.segments, schedule, term, temperature)
+        held_out = batch.spread(measured).segments
+        return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
+
+    def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
+        """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.
+
+        Returns the name of the adapter that requests must ask for, None if they need not.
+        """
+        # An engine on the same device cannot use memory that PyTorch's allocator keeps cached.
+        torch.cuda.empty_cache()
+        engine.resume()
+        engine.update_weights(Weights(self.weights(adapted)), version)
+        if not adapted or (adapter := self.unmerged_adapter) is None:
+            return None
+        engine.set_adapter(ADAPTER, adapter.tensors(), adapter.lora_config())
+        return ADAPTER
+
+    def weights(self, adapted: bool) -> Callable[[], NamedTensors]:
+        """A function that reads the weights for an engine; all ranks must read all of them."""
+        merged = self.adapter if self._config.distill.delivery == "merged" else None
+        return merged.merged_weights if merged and adapted else self.policy.named_weights
+
+    @property
+    def unmerged_adapter(self) -> SparseAdapter | None:
+        """The adapter, if the engine serves it as unmerged LoRA."""
+        unmerged = self.adapter is not None and self._config.distill.delivery == "lora"
+        return self.adapter if unmerged and self.adapter and self.adapter.scale > 0 else None
+
+    def save(self, folder: Path) -> None:
+        """Write `model/`, `adapter/` and the exact state of both into the folder of a checkpoint.
+
+        Each rank writes its shards, the first one all else.
+        """
+        first = self.policy.ranks.rank == 0
+        save_model(self.policy, folder / "model" if first else None)
+        if self.adapter is not None and first:
+            self.adapter.save(folder / "adapter")
+            torch.save(self.adapter.state_dict(), folder / _ADAPTER_STATE)
+        save_state(self.policy, folder / "training")
+
+    def restore(self, folder: Path) -> None:
+        """Take over what `save` wrote, by any number of ranks."""
+        load_state(self.policy, folder / "training")
+        if self.adapter is not None:
+            # `weights_only=False` as in the other files of a checkpoint, which `save` has written.
+            state = torch.load(folder / _ADAPTER_STATE, map_location="cpu", weights_only=False)
+            self.adapter.load_state_dict(state)
+
+
+def _most_tokens(config: TrainConfig) -> int:
+    """Response tokens that an optimizer step can have."""
+    rollout = config.rollout
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.mini_batches
+    return samples * rollout.max_new_tokens
