@@ -1,8 +1,6 @@
 """What a run checks and chooses before anything starts."""
 
-import importlib
 import json
-import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.ranks import see_own_gpu
 from sparrow_sglang.rl.runs import memory_check, run
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS, load_task
@@ -51,32 +48,6 @@ from sparrow_sglang.rl.tasks import TASKS, load_task
         (
             'engine = { schedule = "fixed-48", server_args = { dp_size = 2 } }',
             "engine.server_args.dp_size=2: SGLang loads a trainer's weights into the first replica",
-        ),
-        (
-            "distributed = { ranks = 3 }\nrollout = { prompts_per_step = 32 }",
-            "distributed.ranks=3 does not divide rollout.prompts_per_step=32: expected a divisor",
-        ),
-        (
-            'engine = { kind = "ray", schedule = "fixed-48" }\ndistributed = { ranks = 2 }',
-            "distributed.ranks=2 with engine.kind='ray': each rank has an engine of its own",
-        ),
-        (
-            "distributed = { ranks = 2 }\nrollout = { dynamic_sampling = 4 }",
-            "distributed.ranks=2 with rollout.dynamic_sampling=4: ranks do not sample groups",
-        ),
-        (
-            "distributed = { ranks = 2 }\nrollout = { oversubscribe = 1.5 }",
-            "distributed.ranks=2 with rollout.oversubscribe=1.5: ranks do not sample groups",
-        ),
-        (
-            'engine = { schedule = "fixed-48", server_args = { tp_size = 2 } }\n'
-            "distributed = { ranks = 2 }",
-            "distributed.ranks=2 with engine.server_args.tp_size=2: each rank's engine has one GPU",
-        ),
-        (
-            'engine = { schedule = "fixed-48", server_args = { pp_size = 2 } }\n'
-            "distributed = { ranks = 2 }",
-            "distributed.ranks=2 with engine.server_args.pp_size=2: each rank's engine has one GPU",
         ),
         (
             'engine = { schedule = "fixed-48", server_args = { skip_tokenizer_init = true } }',
@@ -130,60 +101,6 @@ def test_wrong_settings_are_one_line_before_anything_is_written(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("sparrow train: error: ") and message in line
     assert not (tmp_path / "run").exists()
-
-
-def test_ranks_of_torchrun_are_told_to_use_sparrow_train(tmp_path, monkeypatch, capsys):
-    """torchrun would stop the ranks and their engines before a checkpoint is written."""
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f'run_dir = "{tmp_path}/run"\ntask = {{ name = "story" }}\ndistributed = {{ ranks = 2 }}'
-    )
-    assert main(["train", str(path)]) == 2
-    assert capsys.readouterr().err == (
-        "sparrow train: error: distributed.ranks=2: torchrun has started this; expected sparrow"
-        " train by itself, which starts the ranks, and lets them write a checkpoint when stopped\n"
-    )
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert prepare(TrainConfig.load(path, ["distributed.ranks=1"])).train
-
-
-def test_each_rank_sees_a_gpu_of_those_that_are_visible(monkeypatch):
-    for visible, seen in [(None, "01"), ("4,GPU-ab", ["4", "GPU-ab"]), ("", ["", ""])]:
-        for rank in (0, 1):
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            if visible is not None:
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-            monkeypatch.setenv("LOCAL_RANK", str(rank))
-            assert see_own_gpu() == rank
-            assert os.environ["CUDA_VISIBLE_DEVICES"] == seen[rank]
-
-
-def test_a_rank_sees_its_gpu_before_a_module_of_the_user_is_imported(tmp_path, monkeypatch):
-    (tmp_path / "asks_for_gpus.py").write_text(
-        "import os\nSEEN = os.environ['CUDA_VISIBLE_DEVICES']\n"
-        "def score(prompt, text):\n    return 0.0\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f'run_dir = "{tmp_path}/run"\n[task]\nname = "files"\n'
-        f'train_path = "{tmp_path}/none.jsonl"\noptions = {{ reward = "asks_for_gpus:score" }}\n'
-    )
-    assert main(["train", str(path)]) == 2
-    assert importlib.import_module("asks_for_gpus").SEEN == "5"
-
-
-def test_a_process_that_is_no_rank_sees_all_gpus(monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert see_own_gpu() is None
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 def test_prompts_to_evaluate_are_expected_where_there_is_an_evaluation(
