@@ -1,1 +1,1 @@
-"""Untrusted programs, run within limits, in a container or confined by the kernel."""
+"""Untrusted programs, run within limits: in a container on this machine, or by a server."""

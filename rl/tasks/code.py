@@ -1,51 +1,66 @@
-"""Programming: a Python program that reads stdin and writes stdout, tested in the sandbox.
+"""Programming: a Python program that is run on tests in a sandbox.
 
-Data files hold "prompt" and "tests", a list of objects with the strings "input" and "output".
+Data files hold "prompt" and "tests", a list of objects with "input" and "output": what a program
+reads from stdin and prints or, with "fn_name", the arguments and the value of that function.
 """
 
 import logging
 import re
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.sandbox.run import (
-    Kind,
+    BUBBLEWRAP,
     Limits,
     SandboxError,
     check_sandbox,
     run_python,
-    weaknesses,
+    weakness,
 )
+from sparrow_sglang.rl.tasks.answers import conclusion, last_program
 from sparrow_sglang.rl.tasks.base import (
     FileOptions,
     Render,
     Task,
     load_files,
     parse_options,
-    require,
 )
+from sparrow_sglang.rl.tasks.code_tests import IMPORTS, function_program, passes, read_tests
 from sparrow_sglang.rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-# Every fenced block with its label: without the others, the end of one would be taken for a start.
-BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
-PYTHON = ("python", "python3", "py")
+_READS_INPUT = re.compile(r"\binput\b|\bstdin\b|\bopen\(0|\bread\(0|\bfileinput\b")
+_MISSING_NAME = re.compile(r"^NameError: name '\w+' is not defined", re.MULTILINE)
+Outcome = Literal["passed", "wrong", "failed", "late", "skipped"]
+
+
+def _sandbox_name(name: str) -> str:
+    if name != BUBBLEWRAP and not re.match(r"https?://[^/]", name):
+        raise ValueError(f"expected {BUBBLEWRAP!r} or the URL of a SandboxFusion server")
+    return name
 
 
 class CodeOptions(FileOptions):
-    """Settings of this task; the limits hold for one test each."""
+    """Settings of this task."""
 
     wall_clock_s: float = Field(default=6.0, gt=0)
     """Time for a program to finish one test."""
+    response_s: float = Field(default=25.0, gt=0)
+    """Time for all tests of a response; those left then count as failed. `task.reward_timeout_s`
+    should be longer."""
     memory_mib: int = Field(default=1024, ge=64)
     """Memory of a program and its children together."""
-    sandbox: Kind = "bubblewrap"
-    """"weak" does without bubblewrap; the log says what is then not kept from programs."""
+    sandbox: Annotated[str, AfterValidator(_sandbox_name)] = BUBBLEWRAP
+    """"bubblewrap", or the URL of a server with the HTTP interface of SandboxFusion."""
+    score: Literal["all", "fraction"] = "all"
+    """"all": 1 if every test is passed, else 0; "fraction": the share of tests passed."""
 
 
 def load(config: TaskSource, render: Render) -> Task:
@@ -58,50 +73,89 @@ def load(config: TaskSource, render: Render) -> Task:
         check_sandbox(options.sandbox)
     except SandboxError as error:
         raise InputError(f"task.options.sandbox={options.sandbox!r}: {error}") from None
-    if options.sandbox == "weak":
-        logger.warning("WEAK SANDBOX: does not keep programs from: %s", "; ".join(weaknesses()))
+    if weak := weakness(options.sandbox):
+        logger.warning("sandbox: %s", weak)
+    settings = {
+        "limits": {"wall_clock_s": options.wall_clock_s, "memory_bytes": options.memory_mib << 20},
+        "response_s": options.response_s,
+        "sandbox": options.sandbox,
+        "score": options.score,
+    }
 
     def payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
-        limits = {"wall_clock_s": options.wall_clock_s, "memory_bytes": options.memory_mib << 20}
-        return {"tests": _tests(example), "limits": limits, "sandbox": options.sandbox}
+        return read_tests(example) | settings
 
-    train, heldout = load_files(config, render, payload, options, ["tests"])
+    train, heldout = load_files(config, render, payload, options, ["tests", "fn_name", "tolerance"])
     return Task(train, heldout, reward)
 
 
-def reward(prompt: Prompt, text: str) -> float:
-    """1 if the last fenced program in `text` passes every test, else 0.
+def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> dict[str, float]:
+    """1 if the program in `text` passes every test, else 0; or the share of tests passed.
 
-    That is the last block labelled as Python or, without one, the last without a label. A test is
-    passed if the program ends by itself, with status 0, and prints what is expected, up to white
-    space at the ends of lines and of the output. Raises `ValueError` if there are no tests, as any
-    program would pass them.
+    The program is the last fenced block that reads stdin, or defines the function, and is labelled
+    as Python or not at all. A test is passed if the program ends by itself, with status 0, and
+    prints what is expected (see `code_tests.passes`). With score "all" the first failure ends the
+    tests. Sub-scores are the shares of tests passed, and of those that failed with an error and
+    that were late. Raises `ValueError` if there are no tests, as any program would pass them, and
+    `SandboxError` if the sandbox does not work.
     """
-    if not prompt.payload["tests"]:
+    payload = prompt.payload
+    tests = payload["tests"]
+    if not tests:
         raise ValueError(f"prompt {prompt.id!r} has no tests: expected at least one")
-    blocks = [(label.strip().lower(), body) for label, body in BLOCK.findall(text)]
-    labelled = [body for label, body in blocks if label in PYTHON]
-    programs = labelled or [body for label, body in blocks if not label]
-    if not programs:
-        return 0.0
-    seconds = prompt.payload["limits"]["wall_clock_s"]
-    limits = Limits(**prompt.payload["limits"], cpu_s=int(seconds) + 1)
-    for test in prompt.payload["tests"]:
-        result = run_python(programs[-1], test["input"], limits, prompt.payload["sandbox"])
-        if not result.succeeded or _lines(result.stdout) != _lines(test["output"]):
-            return 0.0
-    return 1.0
+    answer = conclusion(text, finish_reason, payload.get("thinking", False))
+    program = None if answer is None else _program(answer, payload.get("fn_name"))
+    outcomes: Sequence[Outcome] = [] if program is None else run_tests(payload, program)
+    counts, total = Counter(outcomes), len(tests)
+    share = counts["passed"] / total
+    return {
+        "score": share if payload.get("score") == "fraction" else float(share == 1),
+        "tests_passed": share,
+        "tests_failed": counts["failed"] / total,
+        "tests_late": counts["late"] / total,
+    }
 
 
-def _tests(example: Mapping[str, Any]) -> list[dict[str, str]]:
-    expected = "a list of objects with the strings input and output"
-    tests = require(example, "tests", (list,), expected)
-    for test in tests:
-        fields = isinstance(test, dict) and [test.get("input"), test.get("output")]
-        if not fields or not all(isinstance(field, str) for field in fields):
-            raise ValueError(f"tests holds {test!r}: expected {expected}")
-    return [{"input": test["input"], "output": test["output"]} for test in tests]
+def run_tests(payload: Mapping[str, Any], program: str) -> list[Outcome]:
+    """The outcome of each test of a prompt, in order.
+
+    "wrong" is another result than expected, "failed" an error or too much memory, "late" more than
+    the time of a test. Tests are "skipped" after the time for a response or, unless the score is a
+    fraction, after the first one that is not passed.
+    """
+    outcomes: list[Outcome] = []
+    deadline = time.monotonic() + payload.get("response_s", float("inf"))
+    for test in payload["tests"]:
+        left = deadline - time.monotonic()
+        stop = payload.get("score") != "fraction" and any(one != "passed" for one in outcomes)
+        if stop or left <= 0:
+            outcomes.append("skipped")
+        else:
+            outcomes.append(_run_test(payload, program, test, left))
+    return outcomes
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+def _run_test(
+    payload: Mapping[str, Any], program: str, test: Mapping[str, Any], left: float
+) -> Outcome:
+    limits = dict(payload["limits"])
+    limits["wall_clock_s"] = min(limits["wall_clock_s"], left)
+    name = payload.get("fn_name")
+    source = function_program(program, name) if name else program
+    result = run_python(source, test["input"], Limits(**limits), payload["sandbox"])
+    if not name and result.returncode and _MISSING_NAME.search(result.stderr):
+        # Graders of the field import the usual modules first; most programs do not need it.
+        source = f"{IMPORTS}\n{program}"
+        result = run_python(source, test["input"], Limits(**limits), payload["sandbox"])
+    if result.limit == "wall_clock":
+        return "late"
+    if not result.succeeded:
+        return "failed"
+    return "passed" if passes(result.stdout, test, name, payload.get("tolerance")) else "wrong"
+
+
+def _program(answer: str, function: str | None) -> str | None:
+    if function:
+        defined = re.compile(rf"\bdef {re.escape(function)}\b|^\s*{re.escape(function)}\s*=", re.M)
+        return last_program(answer, lambda body: bool(defined.search(body)))
+    return last_program(answer, lambda body: bool(_READS_INPUT.search(body)))

@@ -1,14 +1,14 @@
-"""Mathematics: the final answer of a response, checked by `math-verify`.
+r"""Mathematics: the final answer of a response, compared to the expected one.
 
 Data files hold "prompt" and "answer": a number, or a string in LaTeX or plain notation.
 """
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from sparrow_sglang.rl.config import TaskSource
+from sparrow_sglang.rl.tasks.answers import conclusion, last_box
 from sparrow_sglang.rl.tasks.base import (
     FileOptions,
     Render,
@@ -17,16 +17,28 @@ from sparrow_sglang.rl.tasks.base import (
     parse_options,
     require,
 )
+from sparrow_sglang.rl.tasks.equality import equal
 from sparrow_sglang.rl.types import Prompt
 
-THINK, END_OF_THINK, BOX = "<think>", "</think>", "\\boxed{"
-# Words that retract an answer after it was boxed.
-RETRACTION = re.compile(
-    r"\b(?:wait|hmm+|oops|sorry|wrong|incorrect|mistaken?|not (?:right|correct)|actually|instead"
-    r"|correction|let me|let's|no(?=\s*[,.!:;-]))\b",
+# "the answer is ...", to the end of the sentence.
+_STATED = re.compile(
+    r"\b(?:answer|option|choice|result|solution)\b[^.\n]{0,40}?"
+    r"(?:\bis\b|\bequals\b|\bshould be\b|:|=)[\s:*]*"
+    r"(.+?)(?=\.(?:\s|$)|[!?\n]|\*\*|$)",
     re.IGNORECASE,
 )
-RESTATED = re.compile(r"\banswer\s*(?:is|should be|must be|=|:)", re.IGNORECASE)
+_CORRECTED = re.compile(
+    r"\b(?:actually|correction|rather|i mean|make that|should be)\b[,:]?"
+    r"\s*(?:it is|it's|the \w+ is)?\s*"
+    r"(\$[^$]+\$|-?\\?[\w.\\{}/]*\d[\w.\\{}/]*)",
+    re.IGNORECASE,
+)
+_RETRACTED = re.compile(
+    r"\b(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not right|not correct|a mistake)\b",
+    re.IGNORECASE,
+)
+_FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?(?![\w])")
 
 
 def load(config: TaskSource, render: Render) -> Task:
@@ -37,64 +49,53 @@ def load(config: TaskSource, render: Render) -> Task:
 
 
 def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:
-    """1 if the final answer in `text` equals the expected one, else 0.
+    r"""1 if the final answer in `text` equals the expected one, else 0.
 
     A response that was cut at the length limit or is still thinking has no final answer. The final
-    answer is looked for after `</think>`. It is the last `\\boxed{}`, unless the text after it
-    retracts it or names another answer; without a box it is what `math-verify` takes for the last
-    answer.
+    answer is the last box after the thinking; without one what "the answer is" names, else the last
+    formula, else the only number. What follows a box changes nothing, unless it takes the box back
+    or names another answer: then there is none.
 
-    May take long on a hostile expression. The library's own time-outs are off: they are alarms,
-    which work in main threads only and do not interrupt C code. The caller must set a time limit.
+    The caller must set a time limit; see `equality.equal`.
     """
-    answer = text.rpartition(END_OF_THINK)[2]
-    if finish_reason == "length" or THINK in answer:
+    answer = conclusion(text, finish_reason, prompt.payload.get("thinking", False))
+    expected = prompt.payload["answer"]
+    if answer is None:
         return 0.0
-    verify = _library()
-    expected = _parse(prompt.payload["answer"])
-    named = [answer]
-    if BOX in answer:
-        box, rest = _last_box(answer)
-        if RETRACTION.search(rest):
-            return 0.0
-        named = [box, rest] if RESTATED.search(rest) else [box]
-    return float(all(verify(expected, _parse(part), timeout_seconds=None) for part in named))
+    box = last_box(answer)
+    if box is None:
+        return float(equal(expected, _without_box(answer)))
+    content, rest = box
+    if not equal(expected, content) or _RETRACTED.search(rest):
+        return 0.0
+    return float(all(equal(expected, other) for other in _other_answers(rest)))
 
 
-def _last_box(text: str) -> tuple[str, str]:
-    """The last box with its content, and what follows; an unclosed one is empty."""
-    start = text.rindex(BOX)
-    depth = 0
-    # Braces after a backslash are printed characters, and do not group.
-    for token in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(token.group(), 0)
-        if depth == 0 and token.group() == "}":
-            end = start + len("\\boxed") + token.end()
-            return text[start:end], text[end:]
-    return "", ""
+def _other_answers(rest: str) -> list[str]:
+    """Formulas or numbers that the text after a box names as the answer."""
+    stated = [found for text in _STATED.findall(rest) if (found := _expression(text))]
+    return stated + _CORRECTED.findall(rest)
+
+
+def _expression(text: str) -> str | None:
+    """The first formula or number of a text."""
+    found = _FORMULA.search(text) or _NUMBER.search(text)
+    return found.group() if found else None
+
+
+def _without_box(text: str) -> str:
+    stated = _STATED.findall(text)
+    if stated:
+        formula = _FORMULA.match(stated[-1])
+        return formula.group() if formula else stated[-1]
+    formulas = _FORMULA.findall(text)
+    if formulas:
+        return next(filter(None, formulas[-1]))
+    numbers = set(_NUMBER.findall(text))
+    if len(numbers) == 1:
+        return numbers.pop()
+    return ""
 
 
 def _payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    answer = str(require(example, "answer", (str, int, float), "a number or a string"))
-    # The library finds LaTeX only between dollars or in a box, but plain numbers anywhere. A dollar
-    # after a backslash is a printed one.
-    delimited = re.search(r"(?<!\\)\$", answer) or "\\boxed" in answer
-    return {"answer": answer if delimited else f"${answer}$"}
-
-
-def _parse(text: str) -> Any:
-    import math_verify
-
-    return math_verify.parse(text, parsing_timeout=None)
-
-
-@cache
-def _library() -> Any:
-    import logging
-
-    import math_verify
-
-    # The library warns once per process that its time-outs are off, which is intended here.
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return math_verify.verify
+    return {"answer": str(require(example, "answer", (str, int, float), "a number or a string"))}

@@ -1,0 +1,193 @@
+"""Tests of programs: read from rows, put to functions, and compared with what programs print.
+
+In: the fields of a row. Out: `Prompt.payload` with "tests", "fn_name" and "tolerance". A test has
+"input", the text for stdin, and "output"; for functions both are JSON, the input a list of
+arguments.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from math import isclose
+from typing import Any
+
+TOLERANCE = 1e-6
+# What LiveCodeBench's checker makes available to each program.
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools"
+    " operator io sys json"
+).split()
+IMPORTS = "\n".join(
+    [f"from {name} import *" for name in [*_MODULES, "builtins", "typing"]]
+    + [f"import {', '.join(_MODULES)}"]
+)
+# Fields that name a judge other than a comparison of outputs.
+_CHECKERS = ("checker", "generated_checker", "special_judge", "spj", "checker_code", "interactor")
+_EXPECTED = "a list of objects with input and output"
+_FUNCTION = """
+import json as _json, sys as _sys
+_stdout, _sys.stdout = _sys.stdout, _sys.stderr
+_names = dict(globals(), __name__="solution")
+exec(compile({program!r}, "solution.py", "exec"), _names)
+_owner = _names.get("Solution")
+_function = getattr(_owner() if _owner else None, {name!r}, None) or _names[{name!r}]
+_value = _function(*_json.loads(_sys.stdin.read()))
+_stdout.write(_json.dumps(_value, default=list))
+"""
+
+
+def read_tests(example: Mapping[str, Any]) -> dict[str, Any]:
+    """The tests of a row; raises `ValueError` that says what is expected.
+
+    Also reads "tests" as a JSON string, and as an object of lists "inputs" and "outputs" (APPS,
+    TACO, PRIME). There, the expected value of a function may stand alone in a list.
+    """
+    tests = _decoded(example.get("tests"))
+    name, wrapped = example.get("fn_name"), False
+    if isinstance(tests, Mapping):
+        name, wrapped = tests.get("fn_name") or name, True
+        tests = _paired(tests)
+    if not isinstance(tests, list) or not tests:
+        raise ValueError(f"tests={_short(example.get('tests'))}: expected {_EXPECTED}, not empty")
+    for one in (example, *tests):
+        if not isinstance(one, Mapping):
+            raise ValueError(f"tests holds {_short(one)}: expected {_EXPECTED}")
+        for field in _CHECKERS:
+            if one.get(field):
+                raise ValueError(f"{field}={_short(one[field])}: outputs need this special checker")
+    names = {str(found) for found in (name, *map(_function_of, tests)) if found}
+    if len(names) > 1:
+        raise ValueError(f"fn_name={sorted(names)}: expected one function")
+    function = names.pop() if names else None
+    read = _function_test if function else _stdin_test
+    tolerance = example.get("tolerance")
+    if tolerance is not None and (type(tolerance) not in (int, float) or not 0 <= tolerance < 1):
+        raise ValueError(f"tolerance={tolerance!r}: expected a number from 0 to below 1")
+    return {
+        "tests": [
+            read(test) | ({"wrapped": True} if wrapped and function else {}) for test in tests
+        ],
+        "fn_name": function,
+        "tolerance": tolerance,
+    }
+
+
+def function_program(program: str, name: str) -> str:
+    """A program that calls a function of `program`, by itself or of its class `Solution`.
+
+    It reads a JSON list of arguments, and prints the value as JSON; what the function prints goes
+    to stderr.
+    """
+    return IMPORTS + _FUNCTION.format(program=program, name=name)
+
+
+def passes(
+    stdout: str, test: Mapping[str, Any], function: str | None, tolerance: float | None = None
+) -> bool:
+    """Whether what a program has printed is what a test expects.
+
+    Outputs are compared by tokens, whatever the white space between them, and numbers by value:
+    those that are expected with decimals up to a relative or absolute `tolerance`, others exactly.
+    """
+    limit = TOLERANCE if tolerance is None else tolerance
+    if function is None:
+        given, expected = stdout.split(), test["output"].split()
+        if given == expected:
+            return True
+        pairs = zip(given, expected, strict=False)
+        return len(given) == len(expected) and all(_same_token(*pair, limit) for pair in pairs)
+    try:
+        value, wanted = json.loads(stdout), json.loads(test["output"])
+    except (ValueError, RecursionError):
+        return False
+    alone = test.get("wrapped") and isinstance(wanted, list) and len(wanted) == 1
+    return _same_value(value, wanted, limit) or bool(alone and _same_value(value, wanted[0], limit))
+
+
+def _same_token(given: str, expected: str, tolerance: float) -> bool:
+    if given == expected:
+        return True
+    try:
+        numbers = Decimal(given), Decimal(expected)
+    except InvalidOperation:
+        return False
+    if not all(number.is_finite() for number in numbers):
+        return False
+    if numbers[0] == numbers[1]:
+        return True
+    decimals = any(mark in expected.lower() for mark in ".e")
+    return decimals and isclose(*map(float, numbers), rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _same_value(given: Any, expected: Any, tolerance: float) -> bool:
+    if isinstance(expected, list) and isinstance(given, list):
+        same = len(given) == len(expected)
+        return same and all(map(_same_value, given, expected, [tolerance] * len(given)))
+    if isinstance(expected, dict) and isinstance(given, dict):
+        same = given.keys() == expected.keys()
+        return same and all(_same_value(given[key], expected[key], tolerance) for key in given)
+    if isinstance(expected, float) and type(given) in (int, float):
+        return isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(given == expected)
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError(f"tests={_short(value)}: not JSON; expected {_EXPECTED}") from None
+
+
+def _paired(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError(f"tests={_short(tests)}: expected lists inputs and outputs, as long")
+    pairs = zip(inputs, outputs, strict=True)
+    return [{"input": one, "output": other} for one, other in pairs]
+
+
+def _function_of(test: Mapping[str, Any]) -> Any:
+    metadata = test.get("metadata")
+    named = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    return test.get("fn_name") or named
+
+
+def _stdin_test(test: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {field: _lines(test.get(field)) for field in ("input", "output")}
+    if None in texts.values():
+        raise ValueError(f"tests holds {_short(test)}: expected {_EXPECTED}, both strings")
+    return texts
+
+
+def _lines(value: Any) -> str | None:
+    """A text, or lines of one; None if it is neither."""
+    if isinstance(value, list) and all(isinstance(line, str | int | float) for line in value):
+        return "\n".join(map(str, value))
+    return value if isinstance(value, str) else None
+
+
+def _function_test(test: Mapping[str, Any]) -> dict[str, Any]:
+    if "input" not in test or "output" not in test:
+        raise ValueError(f"tests holds {_short(test)}: expected {_EXPECTED}")
+    given, output = test["input"], test["output"]
+    if isinstance(given, str):
+        # LiveCodeBench: one argument a line.
+        arguments: Sequence[Any] = [_value(line) for line in given.split("\n") if line.strip()]
+    else:
+        arguments = given if isinstance(given, list) else [given]
+    value = _value(output) if isinstance(output, str) else output
+    return {"input": json.dumps(arguments), "output": json.dumps(value)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
