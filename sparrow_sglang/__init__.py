@@ -17,6 +17,7 @@ _EXPORTS = {
     "read_mismatch_log": "sparrow_sglang.plugin.audit.mismatch_log",
     "score_dense": "sparrow_sglang.client.scoring",
     "set_schedule": "sparrow_sglang.client.control",
+    "token_bins": "sparrow_sglang.mismatch.token_bins",
 }
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "read_mismatch_log",
     "score_dense",
     "set_schedule",
+    "token_bins",
 ]
 
 

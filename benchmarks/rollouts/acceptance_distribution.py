@@ -32,7 +32,7 @@ from sparrow_sglang.benchmarks.rollouts.rate_statistics import (
     span,
 )
 from sparrow_sglang.calibration.engine import measure_missing
-from sparrow_sglang.calibration.job import PUBLISHED, Job, calibration_job, whole_pages
+from sparrow_sglang.calibration.job import PUBLISHED, Job, calibration_job
 from sparrow_sglang.calibration.measure import (
     Arm,
     dense_arm,
@@ -44,6 +44,7 @@ from sparrow_sglang.calibration.measure import (
 from sparrow_sglang.calibration.prompts import UNSCORED
 from sparrow_sglang.command_line import OneLineParser, at_least, count
 from sparrow_sglang.hf_config import head_dim_of
+from sparrow_sglang.mismatch.token_bins import whole_pages
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule

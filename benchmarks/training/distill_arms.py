@@ -77,7 +77,7 @@ class Rig:
                 sparse = schedule.tokens_read(cached) < cached
                 # The first token comes out of prefill.
                 sparse[0] = False
-                counted.add(prompt.id, cached[sparse], alpha[sparse])
+                counted.add(prompt.id, cached[sparse] // self.bin_tokens, alpha[sparse])
             found[name] = [asdict(row) for row in counted.bins()]
         return found
 

@@ -81,7 +81,8 @@ def fidelity(
             rates[where] = acceptance_rate(ours, theirs).cpu()
     found = TailStatistics(bin_tokens)
     for prompt, alpha in zip(prompts, rates.split(counts), strict=True):
-        found.add(prompt.name, len(prompt.input_ids) + np.arange(len(alpha)), alpha.numpy())
+        positions = len(prompt.input_ids) + np.arange(len(alpha))
+        found.add(prompt.name, positions // bin_tokens, alpha.numpy())
     tails = [asdict(row) for row in found.bins()]
     filled = [row["tail"] for row in tails if row["tokens"] >= MIN_TOKENS]
     return {

@@ -223,7 +223,7 @@ class Bench:
         late = rule.schedule.tokens_read(positions + 1) < positions + 1
         shares = {"recall": kept, "recall_ranked": among / np.maximum(ranked, 1e-30)}
         for key, share in shares.items():
-            recalls[key].add(name, positions[late], np.clip(share[late], 0, 1))
+            recalls[key].add(name, np.zeros_like(positions[late]), np.clip(share[late], 0, 1))
 
     def _distilled(
         self, policy: DensePolicy, schedule: BudgetSchedule, rule_of: Any, steps: int

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
+from sparrow_sglang.mismatch.token_bins import bins_of_lengths
 
 CONFIDENCE = 0.95
 
@@ -63,13 +64,12 @@ def bin_tails(
 ) -> dict[int, BinTail]:
     """Tail of the acceptance rate per bin of the schedule, over the given tokens.
 
-    A token belongs to the bin that a schedule with `bin_tokens` assigns its step to, which is that
-    of ceil(cached / page_size) pages. All generations of a prompt count as one cluster.
+    All generations of a prompt count as one cluster.
     """
     statistics = TailStatistics(bin_tokens)
     for tokens in generations:
-        pages = -(-tokens.cached // page_size)
-        statistics.add(tokens.prompt, pages * page_size, tokens.rates)
+        bins = bins_of_lengths(tokens.cached, bin_tokens, page_size)
+        statistics.add(tokens.prompt, bins, tokens.rates)
     return {tail.bin: tail for tail in statistics.bins(percentile, CONFIDENCE)}
 
 

@@ -29,7 +29,7 @@ from sparrow_sglang.calibration.rule import RuleChoice, rule_settings
 from sparrow_sglang.calibration.store import WorkFolder
 from sparrow_sglang.hf_config import linear_layers, model_value
 from sparrow_sglang.json_values import cut
-from sparrow_sglang.mismatch.tail import BIN_TOKENS
+from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, whole_pages
 from sparrow_sglang.models import model_folder, model_problem, path_problem
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import NAME, PAGE_SIZE, BudgetSchedule
@@ -154,11 +154,6 @@ def calibration_job(args: argparse.Namespace) -> Job:
         out=out,
         options=args,
     )
-
-
-def whole_pages(tokens: int, page_size: int) -> int:
-    """`tokens` rounded up to whole pages, in tokens."""
-    return -(-tokens // page_size) * page_size
 
 
 def check_job(args: argparse.Namespace) -> Job:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.calibration.job import Job, whole_pages
+from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.prompts import UNSCORED, Prompt
 from sparrow_sglang.calibration.rule import even_schedule, landmark_tokens
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.config import schedule_from
 from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of
+from sparrow_sglang.mismatch.token_bins import whole_pages
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.selection import SelectionRule
 

@@ -259,7 +259,7 @@ def _tail(tokens: Sequence[Tokens]) -> BinTail:
     longest = max(int(each.cached.max()) for each in tokens if each.cached.size)
     statistics = TailStatistics(longest + 1)
     for each in tokens:
-        statistics.add(each.prompt, each.cached, each.rates)
+        statistics.add(each.prompt, np.zeros_like(each.cached), each.rates)
     (tail,) = statistics.bins(TAIL_PERCENTILE, CONFIDENCE)
     return tail
 

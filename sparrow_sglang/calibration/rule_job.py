@@ -10,7 +10,7 @@ from typing import Any
 
 from sparrow_sglang.calibration.choice import CalibrationError, Tokens
 from sparrow_sglang.calibration.engine import measure_missing
-from sparrow_sglang.calibration.job import Job, whole_pages
+from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.measure import (
     fixed_arm,
     switched_arm,
@@ -33,6 +33,7 @@ from sparrow_sglang.calibration.rule import (
     variance_kept,
 )
 from sparrow_sglang.hf_config import num_layers_of, partial_layers
+from sparrow_sglang.mismatch.token_bins import whole_pages
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.scoring import (
     TOP_K,
     DenseScores,
@@ -25,23 +26,27 @@ from sparrow_sglang.mismatch.acceptance import (
     acceptance_bounds,
     mean_acceptance_from_samples,
 )
-from sparrow_sglang.mismatch.tail import BIN_TOKENS, TailStatistics
+from sparrow_sglang.mismatch.tail import TailStatistics
+from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
+from sparrow_sglang.schedule import BudgetSchedule
 
 
 @dataclass(frozen=True)
 class BatchAcceptance:
     """How far the rollouts of a batch are from what the dense policy would have sampled.
 
+    Means and tails are over the tokens that were decoded sparsely, see `token_bins`.
+
     Attributes:
-        mean: estimate of the mean acceptance rate over all tokens; unbiased if they were sampled
-            at temperature 1 without truncation.
+        mean: estimate of the mean acceptance rate; unbiased if the tokens were sampled at
+            temperature 1 without truncation. None if no token was decoded sparsely.
         dense: dense scores of each response, in the order of the sequences.
         bounds: bounds of each token's acceptance rate, [T] per sequence; None without top-k lists.
         lower: tails of the lower bounds per position bin; None without top-k lists.
         upper: as `lower`, of the upper bounds. The true tail of a bin lies between the two.
     """
 
-    mean: SampledMean
+    mean: SampledMean | None
     dense: list[DenseScores]
     bounds: list[AcceptanceBounds] | None
     lower: TailStatistics | None
@@ -53,7 +58,7 @@ def measure_acceptance(
     sequences: Sequences,
     rollouts: Sequence[Mapping[str, Any] | SparseScores | ArrayLike],
     *,
-    bin_tokens: int = BIN_TOKENS,
+    schedule: BudgetSchedule | None = None,
     lora_path: str | None = None,
     api_key: str | None = None,
 ) -> BatchAcceptance:
@@ -64,12 +69,14 @@ def measure_acceptance(
 
     Args:
         target: an `sglang.Engine` or a server's base URL.
-        sequences: pairs of prompt ids and response ids, neither empty.
+        sequences: pairs of prompt ids and response ids, neither empty; each response came from one
+            request.
         rollouts: per sequence, what its sampler recorded at temperature 1 without truncation: the
             answer of `Engine.generate` or /generate to a request with `return_logprob` and
             `top_logprobs_num=20`; `SparseScores`; or, for the mean only, the log-probs [T] of the
             response's tokens. All with top-k lists, or all without.
-        bin_tokens: positions per bin of the tails, prompt included.
+        schedule: the one that the responses were decoded under; None asks the server for its
+            active one, for which `api_key` must be that of `get_schedule`.
         lora_path: adapter to score with; None is the base model, which is what a rollout under a
             DistillSparse adapter is compared with.
         api_key: the server's --api-key, if it has one.
@@ -96,22 +103,24 @@ def measure_acceptance(
         raise ValueError(
             f"{len(listed)} of {len(recorded)} rollouts have top-k lists: expected all or none"
         )
+    active = get_schedule(target, api_key=api_key) if schedule is None else schedule
     dense = score_dense(target, sequences, TOP_K, lora_path, api_key=api_key)
-    mean = mean_acceptance_from_samples(
-        np.concatenate(sampled), np.concatenate([scores.logprobs for scores in dense])
-    )
+    bins = [token_bins(active, len(prompt), len(response)) for prompt, response in sequences]
+    counted = np.concatenate(bins) != NOT_COUNTED
+    left = np.concatenate(sampled)[counted]
+    right = np.concatenate([scores.logprobs for scores in dense])[counted]
+    mean = mean_acceptance_from_samples(left, right) if counted.any() else None
     if not listed:
         return BatchAcceptance(mean, dense, None, None, None)
     bounds = [
         acceptance_bounds(left.top_ids, left.top_logprobs, right.top_ids, right.top_logprobs)
         for left, right in zip(listed, dense, strict=True)
     ]
-    lower, upper = TailStatistics(bin_tokens), TailStatistics(bin_tokens)
-    for (prompt, response), bound in zip(sequences, bounds, strict=True):
-        group = ",".join(map(str, prompt))
-        positions = np.arange(len(prompt), len(prompt) + len(response))
-        lower.add(group, positions, bound.lower)
-        upper.add(group, positions, bound.upper)
+    lower, upper = (TailStatistics(tail_bin_tokens(active)) for _ in range(2))
+    for (prompt, _), of_tokens, bound in zip(sequences, bins, bounds, strict=True):
+        cluster = ",".join(map(str, prompt))
+        lower.add(cluster, of_tokens, bound.lower)
+        upper.add(cluster, of_tokens, bound.upper)
     return BatchAcceptance(mean, dense, bounds, lower, upper)
 
 

@@ -1,6 +1,6 @@
 """The lower tail of the acceptance rate over tokens: a percentile per position bin.
 
-In: acceptance rates of tokens, with their positions and the request they came from. Out: tail
+In: acceptance rates of tokens, with their bins and the prompt they came from. Out: tail
 percentile and mean per bin with confidence intervals, mergeable over workers. Imports neither torch
 nor SGLang.
 """
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, NOT_COUNTED
+
 TAIL_PERCENTILE = 5.0
-BIN_TOKENS = 2000
 
 _STEPS = 2000
 _GROUPS = 64
@@ -57,25 +58,28 @@ class TailStatistics:
         self._counts: dict[int, NDArray[np.uint32]] = {}
         self._sums: dict[int, NDArray[np.float64]] = {}
 
-    def add(self, request: str, positions: ArrayLike, alpha: ArrayLike) -> None:
-        """Count the tokens of one request (or of all samples of one prompt, if they go together).
+    def add(self, cluster: str, bins: ArrayLike, alpha: ArrayLike) -> None:
+        """Count the tokens of one response.
 
-        `positions` [T] are indices into the whole sequence, the prompt's tokens included; `alpha`
-        [T] are acceptance rates, exact or bounds, but one kind in one instance. Raises
-        `ValueError` on lengths that differ, negative positions and rates outside [0, 1].
+        Args:
+            cluster: names the prompt; all samples of a prompt resemble each other.
+            bins: [T], as `token_bins` gives them; tokens with `NOT_COUNTED` are left out.
+            alpha: [T], acceptance rates, exact or bounds, but one kind in one instance.
+
+        Raises:
+            ValueError: lengths differ, a bin is below -1 or a rate is outside [0, 1].
         """
         rates = _checked_alpha(alpha)
-        places = np.asarray(positions, dtype=np.int64)
-        if places.shape != rates.shape or (places < 0).any():
+        of_tokens = np.asarray(bins, dtype=np.int64)
+        if of_tokens.shape != rates.shape or (of_tokens < NOT_COUNTED).any():
             raise ValueError(
-                f"positions {places.shape} and alpha {rates.shape}: expected one position of 0 or"
-                " more for each acceptance rate"
+                f"bins {of_tokens.shape} and alpha {rates.shape}: expected one bin for each"
+                f" acceptance rate, or {NOT_COUNTED} for a token that does not count"
             )
-        group = zlib.crc32(request.encode()) % _GROUPS
-        bins = places // self.bin_tokens
-        for index in np.unique(bins):
+        group = zlib.crc32(cluster.encode()) % _GROUPS
+        for index in np.unique(of_tokens[of_tokens != NOT_COUNTED]):
             counts, sums = self._bin(int(index))
-            inside = rates[bins == index]
+            inside = rates[of_tokens == index]
             cells = np.rint(inside * _STEPS).astype(np.int64)
             counts[group] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
             sums[group] += inside.sum()

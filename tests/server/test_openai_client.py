@@ -282,7 +282,7 @@ def test_the_calls_of_this_package_take_the_key(served):
     found = measure_acceptance(served.url, sequences, [answer], api_key=KEY)
     [scores] = score_dense(served.url, sequences, api_key=KEY)
     np.testing.assert_allclose(found.dense[0].logprobs, scores.logprobs, atol=FP32)
-    assert found.lower.tokens() == found.upper.tokens() == {0: 20}
+    assert found.lower.tokens() == found.upper.tokens() == {0: 19}
 
 
 def test_disconnecting_ends_the_request(served):

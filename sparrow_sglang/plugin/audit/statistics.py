@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from sparrow_sglang.mismatch.tail import BIN_TOKENS, BinTail, TailStatistics
+from sparrow_sglang.mismatch.tail import BinTail, TailStatistics
+from sparrow_sglang.mismatch.token_bins import tail_bin_tokens, token_bins
 from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
@@ -53,8 +54,7 @@ class AuditReport:
     def start(self, schedule: BudgetSchedule) -> None:
         """Start counting anew under `schedule`."""
         self.schedule = schedule
-        fixed = len(schedule.budget_tokens) == 1
-        bin_tokens = BIN_TOKENS if fixed else schedule.bin_tokens
+        bin_tokens = tail_bin_tokens(schedule)
         self._bounds = {
             "lower": TailStatistics(bin_tokens),
             "upper": TailStatistics(bin_tokens),
@@ -68,17 +68,10 @@ class AuditReport:
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
 
     def add(self, rows: TokenRows) -> None:
-        """Count the sparsely decoded tokens of one response, as a calibration does.
-
-        Its first token comes from prefill, and where the budget holds everything, decode is dense.
-        A token counts in the bin whose budget its step has read.
-        """
-        sparse = self.schedule.tokens_read(rows.position) < rows.position
-        sparse[:1] = False
-        page_size = self.schedule.page_size
-        places = -(-rows.position[sparse] // page_size) * page_size
-        self._bounds["lower"].add(rows.request_id, places, rows.alpha_lower[sparse])
-        self._bounds["upper"].add(rows.request_id, places, rows.alpha_upper[sparse])
+        """Count the sparsely decoded tokens of one response."""
+        bins = token_bins(self.schedule, int(rows.position[0]), len(rows))
+        self._bounds["lower"].add(rows.request_id, bins, rows.alpha_lower)
+        self._bounds["upper"].add(rows.request_id, bins, rows.alpha_upper)
 
     def publish(self) -> dict[str, Any]:
         """Update the gauges, and warn of bins that have fallen below the target.

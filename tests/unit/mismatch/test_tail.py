@@ -19,7 +19,7 @@ def requests(
     for index in range(count):
         b = 2.0 * math.exp(spread * random.normal())
         alpha = random.beta(8.0, b, size=tokens)
-        made.append((f"request-{index}", random.integers(0, 6000, size=tokens), alpha))
+        made.append((f"request-{index}", random.integers(0, 3, size=tokens), alpha))
     return made
 
 
@@ -29,13 +29,15 @@ class TestTailStatistics:
         made = requests(np.random.default_rng(0), 50, 137)
         for request in made:
             statistics.add(*request)
-        positions = np.concatenate([item[1] for item in made])
+        bin_of = np.concatenate([item[1] for item in made])
         alpha = np.concatenate([item[2] for item in made])
         for percentile in (5.0, 1.0, 50.0):
             bins = statistics.bins(percentile, resamples=10)
             assert [item.bin for item in bins] == [0, 1, 2]
             for item in bins:
-                inside = alpha[(positions >= item.first_position) & (positions < item.end_position)]
+                inside = alpha[bin_of == item.bin]
+                positions = (2000 * item.bin, 2000 * item.bin + 2000)
+                assert (item.first_position, item.end_position) == positions
                 assert item.tokens == len(inside)
                 expected = np.percentile(inside, percentile, method="inverted_cdf")
                 assert abs(item.tail - expected) <= GRID_ERROR + 1e-12
@@ -54,7 +56,8 @@ class TestTailStatistics:
     def test_full_agreement_is_exactly_one_and_none_exactly_zero(self) -> None:
         statistics = TailStatistics()
         statistics.add("same", [0] * 30, [1.0] * 30)
-        statistics.add("apart", [2000] * 30, [0.0] * 30)
+        statistics.add("apart", [1] * 30, [0.0] * 30)
+        statistics.add("apart", [-1] * 30, [0.5] * 30)
         same, apart = statistics.bins()
         assert (same.tail, same.mean, apart.tail, apart.mean) == (1.0, 1.0, 0.0, 0.0)
 
@@ -63,13 +66,13 @@ class TestTailStatistics:
         random = np.random.default_rng(seed)
         made = requests(random, 90, 40, spread=0.5)
         whole, workers = TailStatistics(), [TailStatistics() for _ in range(3)]
-        for name, positions, alpha in made:
-            whole.add(name, positions, alpha)
+        for name, bins, alpha in made:
+            whole.add(name, bins, alpha)
             # The tokens of one request may even reach different workers.
             cut = int(random.integers(0, len(alpha) + 1))
             first, second = random.integers(0, 3, size=2)
-            workers[first].add(name, positions[:cut], alpha[:cut])
-            workers[second].add(name, positions[cut:], alpha[cut:])
+            workers[first].add(name, bins[:cut], alpha[:cut])
+            workers[second].add(name, bins[cut:], alpha[cut:])
         for worker in workers[1:]:
             workers[0].merge(worker)
         merged, expected = workers[0].bins(), whole.bins()
@@ -92,9 +95,9 @@ class TestTailStatistics:
         random = np.random.default_rng(7)
         trials, tail_hits, mean_hits = 150, 0, 0
         for _ in range(trials):
-            statistics = TailStatistics(bin_tokens=6000)
-            for name, positions, alpha in requests(random, 200, 30, spread):
-                statistics.add(name, positions, alpha)
+            statistics = TailStatistics()
+            for name, bins, alpha in requests(random, 200, 30, spread):
+                statistics.add(name, np.zeros_like(bins), alpha)
             (item,) = statistics.bins(resamples=200)
             assert item.tail_low is not None and item.tail_high is not None
             assert item.mean_low is not None and item.mean_high is not None
@@ -106,7 +109,7 @@ class TestTailStatistics:
 
     def test_a_lone_request_has_no_interval(self) -> None:
         statistics = TailStatistics()
-        statistics.add("only", np.arange(100), np.linspace(0.5, 1, 100))
+        statistics.add("only", np.zeros(100, int), np.linspace(0.5, 1, 100))
         (item,) = statistics.bins()
         assert item.tokens == 100 and item.tail_low is None and item.mean_high is None
 
@@ -116,8 +119,9 @@ class TestTailStatistics:
             statistics.add("a", [0, 1], [0.5, 1.5])
         with pytest.raises(ValueError, match=r"alpha\[0\]=nan"):
             statistics.add("a", [0], [math.nan])
-        with pytest.raises(ValueError, match="expected one position"):
-            statistics.add("a", [0, 1, 2], [0.5, 0.5])
+        for wrong in ([0, 1, 2], [0, -2]):
+            with pytest.raises(ValueError, match="expected one bin"):
+                statistics.add("a", wrong, [0.5, 0.5])
         with pytest.raises(ValueError, match="bin_tokens=0"):
             TailStatistics(bin_tokens=0)
         with pytest.raises(ValueError, match="cannot be merged"):

@@ -22,11 +22,11 @@ from sparrow_sglang.schedule import BudgetSchedule
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
 
 
-def token_rows(request: str, alpha: float, tokens: int = 101, first: int = 129) -> TokenRows:
+def token_rows(request: str, alpha: float, tokens: int = 48, first: int = 129) -> TokenRows:
     """The first token is from prefill, the others from sparse steps in the bin of `first`."""
     return TokenRows(
         request_id=request,
-        position=np.arange(tokens) % 48 + first,
+        position=np.arange(tokens) + first,
         token_id=np.zeros(tokens, dtype=int),
         kv_budget_tokens=np.full(tokens, 64),
         sparse_logprob=np.zeros(tokens),
@@ -38,11 +38,11 @@ def token_rows(request: str, alpha: float, tokens: int = 101, first: int = 129) 
 
 def test_one_warning_per_bin_that_falls_below_the_target(warnings):
     report = AuditReport(TARGETED, gauges=False)
-    for index in range(19):
+    for index in range(42):
         report.add(token_rows(f"few-{index}", 0.5))
     report.publish()
     assert not warnings.records
-    for index in range(5):
+    for index in range(6):
         report.add(token_rows(f"more-{index}", 0.5))
     for index in range(40):
         # The lower bound is below the target here, the upper one is not.
@@ -57,7 +57,7 @@ def test_one_warning_per_bin_that_falls_below_the_target(warnings):
         bound: [(row["bin"], row["tokens"], row["tail"], row["mean"]) for row in rows]
         for bound, rows in found["bins"].items()
     }
-    bins = [(2, 2400, 0.5), (3, 4000, 0.9)]
+    bins = [(2, 48 * 47, 0.5), (3, 40 * 47, 0.9)]
     for bound, loose in (("upper", 0.0), ("lower", 0.1)):
         exact = [(index, tokens, alpha - loose, alpha - loose) for index, tokens, alpha in bins]
         assert told[bound] == [pytest.approx(row, abs=1e-9) for row in exact]
@@ -139,7 +139,7 @@ def test_gauges_of_another_schedule_do_not_go_on():
     report = AuditReport(TARGETED, gauges=True)
     report.add(token_rows("a", 0.5))
     report.publish()
-    assert value("audited_tokens", bin="2") == 100
+    assert value("audited_tokens", bin="2") == 47
     assert value("acceptance_tail", bin="2", bound="upper") == pytest.approx(0.5)
     last = str(len(TARGETED.budget_tokens) - 1)
     assert value("kv_budget_tokens", bin=last) == TARGETED.budget_tokens[-1]

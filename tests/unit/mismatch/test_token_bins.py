@@ -1,0 +1,38 @@
+"""Which tokens a tail counts, against a sparse step written out page by page."""
+
+import pytest
+
+from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, token_bins
+from sparrow_sglang.schedule import BudgetSchedule
+
+GROWING = BudgetSchedule(
+    name="growing", page_size=16, bin_tokens=128, budget_tokens=(64, 64, 160, 4096)
+)
+
+
+@pytest.mark.parametrize("schedule", [GROWING, BudgetSchedule.fixed(96, 32)])
+@pytest.mark.parametrize("prompt", [1, 60, 100, 130, 250])
+def test_only_sparse_decode_steps_count_in_the_bin_whose_budget_they_read(schedule, prompt):
+    width = BIN_TOKENS if len(schedule.budget_tokens) == 1 else schedule.bin_tokens
+    bins = token_bins(schedule, prompt, 600)
+    assert len(bins) == 600
+    assert bins[0] == -1, "the first token comes from prefill"
+    for index in range(1, 600):
+        cached = prompt + index
+        pages = -(-cached // schedule.page_size)
+        budget = schedule.kv_budget_tokens(cached) // schedule.page_size
+        expected = pages * schedule.page_size // width if pages > budget else -1
+        assert bins[index] == expected, index
+
+
+def test_each_prefilled_token_is_left_out():
+    """A request that continues a response prefills once more; a tool inserts tokens."""
+    one, several = token_bins(GROWING, 130, 60), token_bins(GROWING, 130, 60, (0, 20, 21, 70))
+    changed = [index for index in range(60) if one[index] != several[index]]
+    assert changed == [20, 21]
+    assert (several[changed] == -1).all()
+
+
+def test_bins_go_on_beyond_the_last_one():
+    schedule = BudgetSchedule(name="two", page_size=16, bin_tokens=128, budget_tokens=(64, 64))
+    assert token_bins(schedule, 1000, 3).tolist() == [-1, 7, 7]
