@@ -43,7 +43,7 @@ _LINEAR_MODELS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-_LINEAR_SGLANG = "0.5.17"
+_LINEAR_SGLANG = ("0.5.17", "0.5.23")
 
 
 class UnsupportedError(InputError):
@@ -238,8 +238,9 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
             or model_config.attention_chunk_size is not None
             or (is_hybrid and not is_linear)
         ),
-        f"linear attention in SGLang {installed_version()}: fitted to {_LINEAR_SGLANG} only": (
-            is_linear and installed_version() != _LINEAR_SGLANG
+        f"linear attention in SGLang {installed_version()}: fitted to"
+        f" {' and '.join(_LINEAR_SGLANG)}": (
+            is_linear and installed_version() not in _LINEAR_SGLANG
         ),
         "linear attention on a CPU: SGLang has only GPU kernels for it, which TRITON_INTERPRET=1"
         " would interpret at a crawl": is_linear and _lacks_triton(),

@@ -97,7 +97,7 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     """
     prefilled = sglang_versions.prefilled_tokens(req)
     whole_pages = prefilled // tree_cache.page_size * tree_cache.page_size
-    if getattr(req, "mamba_pool_idx", None) is not None:
+    if getattr(sglang_versions.kv_of(req), "mamba_pool_idx", None) is not None:
         # Together with the prompt, the tree would take the linear-attention state after decode.
         return
     if getattr(sglang_versions.kv_of(req), "swa_evicted_seqlen", 0):

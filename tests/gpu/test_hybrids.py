@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ from sparrow_sglang.sglang_install import installed_version
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(
-    installed_version() != "0.5.17", reason="linear attention has been fitted to SGLang 0.5.17 only"
+    installed_version() not in ("0.5.17", "0.5.23"),
+    reason="linear attention has been fitted to SGLang 0.5.17 and 0.5.23",
 )
 FP32 = 5e-4  # |difference| of a log-prob; transformers computes linear attention in fp32, too
 SHAPES: dict[str, Any] = (
@@ -150,7 +152,17 @@ def interpretable() -> Iterator[None]:
         patch.setattr(ScheduleBatch, "prepare_for_decode", lambda batch: pinning(batch))
         # The convolution's states would otherwise be rounded to 16 bits.
         patch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
-        patch.setattr(ServerArgs, "_validate_mamba_extra_buffer", lambda *_: None)
+        if installed_version() == "0.5.17":
+            patch.setattr(ServerArgs, "_validate_mamba_extra_buffer", lambda *_: None)
+        else:
+            from sglang.srt.arg_groups import mamba_hook
+
+            cpu = SimpleNamespace(current_device=lambda: "cpu")
+            of_device = torch.get_device_module
+            patch.setattr(
+                torch, "get_device_module", lambda *device: of_device(*device) if device else cpu
+            )
+            patch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
         yield
 
 

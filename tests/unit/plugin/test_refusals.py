@@ -130,7 +130,6 @@ def test_experts_that_ranks_cannot_share(make_args, tmp_path):
 
 def test_heads_of_linear_attention_that_ranks_cannot_share(make_args, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("sparrow_sglang.plugin.refusals.installed_version", lambda: "0.5.17")
     model = save_config(tmp_path, **QWEN3_NEXT, linear_num_key_heads=3, linear_num_value_heads=6)
     with pytest.raises(ValueError, match="3 key heads of linear attention, which 2 attention"):
         make_args(model, tp_size=2, disable_radix_cache=True)
@@ -163,7 +162,6 @@ def test_model_that_is_served(make_args, tmp_path, config):
 
 def test_linear_attention_is_served_where_its_kernels_run(make_args, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("sparrow_sglang.plugin.refusals.installed_version", lambda: "0.5.17")
     model = save_config(tmp_path, **QWEN3_NEXT)
     # SGLang keeps states of prefixes on GPUs only.
     assert resolved(make_args(model, disable_radix_cache=True)).page_size == 16
