@@ -6,12 +6,10 @@ backend of the device computes prefill and writes its KV. It also decodes dense 
 in models with windows; elsewhere the sparse kernels decode them over all pages.
 """
 
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
@@ -19,11 +17,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeShape
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
+from sparrow_sglang.attention_backends.dense_side import build_dense_side, kv_scales
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
-from sparrow_sglang.attention_backends.kernel_limits import (
-    SINK_BACKEND,
-    dense_backend,
-)
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
@@ -40,32 +35,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-class PlanGuard:
-    """Waits until FlashInfer's previous plan has been copied to the GPU, before the next is made.
-
-    FlashInfer writes a plan to pinned memory of its wrapper and enqueues the copy to the device
-    behind the work already there. SGLang plans a step while the previous one runs. If another
-    process occupies the device meanwhile, the copy may not have begun when the next plan
-    overwrites that memory.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self._copied = torch.cuda.Event() if torch.device(device).type == "cuda" else None
-
-    def __enter__(self) -> None:
-        if self._copied:
-            self._copied.synchronize()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._copied:
-            self._copied.record()
 
 
 def _whole_pool(pool: "KVCache") -> "MHATokenToKVPool":
@@ -103,23 +72,6 @@ def _kv_heads(model_runner: "ModelRunner") -> range:
     return range(first, first + count)
 
 
-def _has_kv_scales(model: torch.nn.Module) -> bool:
-    """Whether some layer's keys or values are scaled in an FP8 KV cache."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)]
-    return any(_kv_scales(layer) != (1.0, 1.0) for layer in layers)
-
-
-def _kv_scales(layer: "RadixAttention") -> tuple[float, float]:
-    """Factors by which the layer's keys and values in the pool are to be multiplied.
-
-    The layer's scales are None unless its checkpoint has scales for an FP8 cache; with another
-    cache, scales other than 1 are refused.
-    """
-    return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
-
-
 def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> None:
     """Raise `ValueError` for arguments of an attention call that the sparse kernels do not take."""
     given = sorted(name for name, value in arguments.items() if value is not None)
@@ -128,30 +80,6 @@ def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> Non
             f"attention layer {layer.layer_id}: sparse decode would ignore {', '.join(given)};"
             " choose another --attention-backend for this model"
         )
-
-
-def _dense(model_runner: "ModelRunner", head_dim: int) -> AttentionBackend:
-    """The stock backend of the device, corrected where its result is not what the model defines.
-
-    On a CPU, `TorchDenseBackend` adds the attention sinks that the stock backend lacks. The
-    comments on SGLang's code hold for 0.5.17 to 0.5.23.
-    """
-    if model_runner.device == "cuda":
-        stock = dense_backend(head_dim, model_runner.model_config.has_attention_sinks)
-        dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
-        has_windows = bool(window_layers(model_runner.model_config.hf_config))
-        if stock == "flashinfer" and (has_windows or _has_kv_scales(model_runner.model)):
-            # Read KV from the pool. Otherwise new tokens without a prefix would attend past their
-            # window, and new tokens with a prefix would read the prefix without its scales.
-            dense.use_paged = True
-        if stock == SINK_BACKEND and has_windows:
-            # Prefill attends to the latest `sliding_window_size` tokens and to the new one, decode
-            # to one fewer.
-            dense.sliding_window_size += 1
-        return dense
-    from sparrow_sglang.attention_backends.torch_dense import TorchDenseBackend
-
-    return TorchDenseBackend(model_runner)
 
 
 def _side_by_side(q: torch.Tensor) -> torch.Tensor:
@@ -207,10 +135,9 @@ class SparrowAttnBackend(AttentionBackend):
                 for layer_id, kept in pairs.items()
             }
         on_cuda = model_runner.device == "cuda"
-        self.dense: AttentionBackend = _dense(model_runner, pool.head_dim)
+        self.dense, self._planning = build_dense_side(model_runner)
         has_windows = bool(window_layers(model_runner.model_config.hf_config))
         self.stock_decode = not on_cuda or has_windows
-        self._plan_guard = PlanGuard(model_runner.device)
         self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token
         self.budgets = BudgetTable(loaded, req_to_token.shape[0], req_to_token.device)
@@ -234,7 +161,8 @@ class SparrowAttnBackend(AttentionBackend):
         return self.dense.support_triton()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self.stock_decode:
+            self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         # SGLang may round batches up past the number of requests that it admits.
         self.sparse.reserve(max_bs)
 
@@ -242,12 +170,12 @@ class SparrowAttnBackend(AttentionBackend):
         return self.dense.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
-        decode = forward_batch.forward_mode.is_decode()
-        if self.stock_decode or not decode:
-            with self._plan_guard:
-                self.dense.init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_idle():
             return
+        decode = forward_batch.forward_mode.is_decode()
+        if self.stock_decode or not decode:
+            with self._planning:
+                self.dense.init_forward_metadata(forward_batch)
         if decode:
             self.decode_guard.planned()
         plan = self.sparse.plan_decode if decode else self.sparse.plan_extend
@@ -260,7 +188,7 @@ class SparrowAttnBackend(AttentionBackend):
         if not in_capture:
             self.decode_guard.replayed()
         if self.stock_decode:
-            with self._plan_guard:
+            with self._planning:
                 self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         batch = forward_batch.batch_size
         self.sparse.plan_decode(
@@ -319,7 +247,7 @@ class SparrowAttnBackend(AttentionBackend):
         q = _side_by_side(q.view(-1, layer.tp_q_head_num, layer.head_dim))
         k_buffer = pool.get_key_buffer(layer.layer_id)
         v_buffer = pool.get_value_buffer(layer.layer_id)
-        k_scale, v_scale = _kv_scales(layer)
+        k_scale, v_scale = kv_scales(layer)
         sm_scale = layer.scaling * k_scale
         if sparse:
             landmarks = self.landmarks[layer.layer_id]

@@ -20,18 +20,6 @@ MAX_PAGES = 32767
 INT4_LANDMARKS = (1, 2, 4, 8)
 PAIRS_MULTIPLE = 8
 FP8_CAPABILITY = (8, 9)
-# Those of HEAD_DIMS that FlashInfer's prefill computes correctly. It accepts 80 and 96 silently,
-# but loads 64 columns at a time and leaves the others out (github.com/flashinfer-ai/flashinfer,
-# 4299).
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
-# Dense passes with other head dimensions run in this backend, as do those with attention sinks,
-# which FlashInfer's backend does not take.
-SINK_BACKEND = "triton"
-
-
-def dense_backend(head_dim: int, sinks: bool = False) -> str:
-    """SGLang's attention backend for dense passes on a GPU."""
-    return "flashinfer" if head_dim in FLASHINFER_HEAD_DIMS and not sinks else SINK_BACKEND
 
 
 def max_context(page_size: int) -> int:
@@ -114,10 +102,8 @@ def rule_problems(schedule: BudgetSchedule) -> list[str]:
 
 def describe_fit(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
     """One line on what the kernels will serve, for a model without `kernel_problems`."""
-    head_dim, page_size = model_config.head_dim, server_args.page_size
-    dense = dense_backend(head_dim, model_config.has_attention_sinks)
+    page_size = server_args.page_size
     return (
-        f"head_dim {head_dim} (dense passes by {dense}), context"
-        f" {model_config.context_len} of at most {max_context(page_size)} tokens at page size"
-        f" {page_size}"
+        f"head_dim {model_config.head_dim}, context {model_config.context_len} of at most"
+        f" {max_context(page_size)} tokens at page size {page_size}"
     )

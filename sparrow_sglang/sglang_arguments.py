@@ -5,6 +5,7 @@ SGLang itself is imported only where a function needs it.
 """
 
 import ast
+import copy
 import dataclasses
 import functools
 import inspect
@@ -91,6 +92,41 @@ def read_model_config(server_args: "ServerArgs") -> "ModelConfig":
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     return model_config_of(server_args)
+
+
+def stock_attention_backend(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
+    """The attention backend that SGLang would choose for this model and device by itself.
+
+    SGLang's own rules are asked: those for the architecture, then the general one.
+    """
+    from sglang.srt.arg_groups.overrides import collect_model_override_declarations
+
+    record = getattr(server_args, "_server_args", server_args)
+    unset: Any = copy.copy(record)
+    # A struct's copy has its fields only.
+    vars(unset).update(vars(record))
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        _set_field(unset, name, None)
+    hf_config = model_config.hf_config
+    rules = collect_model_override_declarations(hf_config.architectures[0], unset, hf_config)
+    chosen = [fields["attention_backend"] for _, fields in rules if "attention_backend" in fields]
+    if chosen:
+        return str(chosen[-1])
+    if hasattr(unset, "_get_default_attn_backend"):
+        return str(unset._get_default_attn_backend(False, model_config))
+    from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
+
+    return str(get_default_attn_backend(unset, False, model_config))
+
+
+def _set_field(server_args: Any, name: str, value: Any) -> None:
+    """Set a field, also of a record that SGLang has closed."""
+    if name in vars(server_args):
+        vars(server_args)[name] = value
+    else:
+        import msgspec
+
+        msgspec.structs.force_setattr(server_args, name, value)
 
 
 @functools.cache

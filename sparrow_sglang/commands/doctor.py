@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.attention_backends.kernel_limits import (
     describe_fit,
     fp8_problems,
@@ -205,4 +206,5 @@ def _check_kernels(
         if problems:
             return Check("note", "kernels", f"{here}; a GPU would refuse: {'; '.join(problems)}")
         return Check("ok", "kernels", f"{here}; a GPU would take the model, too")
-    return Check("ok", "kernels", describe_fit(resolved(server_args), model_config))
+    fit = describe_fit(resolved(server_args), model_config)
+    return Check("ok", "kernels", f"{fit}; prefill by {dense_backend(server_args, model_config)}")

@@ -59,6 +59,8 @@ defaults of sparrow, which your own flags override:
 flags of sparrow:
   --sparrow-schedule NAMES       a shipped schedule (sparrow schedules lists them), a .json file or
                                  fixed-<tokens>; after commas, others that requests may ask for
+  --sparrow-dense-backend NAME   prefill by this backend of SGLang on a GPU (fa3, flashinfer,
+                                 triton) instead of the one that SGLang would choose
   --sparrow-audit-rate SHARE     score this share of finished requests again, densely, to measure
                                  how far sparse decode deviates (0 to 1; 0.01 is a good start)
   --sparrow-audit-log FOLDER     write what the audit finds into this folder

@@ -8,6 +8,7 @@ must call, checks for such errors and refuses to start.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sparrow_sglang.attention_backends.dense_side import dense_backend, dense_problems
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.plugin import server_args
 from sparrow_sglang.plugin.hooks import (
@@ -71,6 +72,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     refuse(model_problems(runner.model_config))
     if runner.device == "cuda":
         refuse(kernel_problems(resolved(runner.server_args), runner.model_config))
+        refuse(dense_problems(runner.server_args, runner.model_config))
     refuse(runner_problems(runner))
     loaded, source = server_args.resolve_schedules(
         runner.server_args, runner.model_config.hf_config
@@ -84,7 +86,10 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
                 f"SGLang {installed_version()} has not been tested with; all"
                 f" {len(PROCESS.hooks)} hooks fit into it"
             )
-        announce(start_up_line(loaded, source, runner.model_config.hf_config))
+        line = start_up_line(loaded, source, runner.model_config.hf_config)
+        if runner.device == "cuda":
+            line += f"; prefill by {dense_backend(runner.server_args, runner.model_config)}"
+        announce(line)
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
     backend = SparrowAttnBackend(runner, loaded)

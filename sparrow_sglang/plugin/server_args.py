@@ -17,11 +17,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.attention_backends.kernel_limits import (
-    SINK_BACKEND,
-    kernel_problems,
-    rule_problems,
+from sparrow_sglang.attention_backends.dense_side import (
+    DENSE_BACKENDS,
+    DENSE_FIELD,
+    dense_problems,
 )
+from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.config import AUTO, SparrowConfig
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.refusals import (
@@ -59,6 +60,7 @@ FIELD = "sparrow_schedule"
 
 _MODULE = "sglang.srt.server_args"
 _MARK = "_sparrow_installed"
+_TAKES_SINKS = "triton"
 
 
 FIELDS = {
@@ -69,6 +71,12 @@ FIELDS = {
         " file, or fixed-<tokens>. Several may be given, separated by commas: the first is active,"
         " and the others are loaded for requests that ask for them. Default: the shipped schedule"
         " that fits the model.",
+    ),
+    DENSE_FIELD: ServerField(
+        str | None,
+        None,
+        "Attention backend of SGLang for the dense passes of the attention backend 'sparrow' on a"
+        f" GPU: {', '.join(DENSE_BACKENDS)}. Default: the one that SGLang itself would choose.",
     ),
     "sparrow_audit_rate": ServerField(
         float,
@@ -148,7 +156,7 @@ def install() -> None:
     add_server_fields(cls, FIELDS)
     _check_around_resolution(cls)
     _check_model_config(cls)
-    _pass_for_dense_backend(cls)
+    _pass_for_one_with_sinks(cls)
     setattr(cls, _MARK, True)
 
 
@@ -261,7 +269,7 @@ def _check_model_config(cls: Any) -> None:
 
 @contextmanager
 def _named_for_sinks(model_config: "ModelConfig") -> Iterator[None]:
-    """`_pass_for_dense_backend` for 0.5.23, which asks a function while it adjusts arguments."""
+    """`_pass_for_one_with_sinks` for 0.5.23, which asks a function while it adjusts arguments."""
     from sglang.srt.arg_groups import model_hook
 
     original = getattr(model_hook, "attention_backends_of", None)
@@ -270,7 +278,7 @@ def _named_for_sinks(model_config: "ModelConfig") -> Iterator[None]:
         return
 
     def backends(view: Any) -> tuple[str, str]:
-        prefill, decode = (SINK_BACKEND if n == BACKEND else n for n in original(view))
+        prefill, decode = (_TAKES_SINKS if n == BACKEND else n for n in original(view))
         return prefill, decode
 
     model_hook.attention_backends_of = backends
@@ -280,10 +288,10 @@ def _named_for_sinks(model_config: "ModelConfig") -> Iterator[None]:
         model_hook.attention_backends_of = original
 
 
-def _pass_for_dense_backend(cls: Any) -> None:
-    """Give SGLang the name of our dense passes' backend for models with attention sinks.
+def _pass_for_one_with_sinks(cls: Any) -> None:
+    """Give SGLang another name for our backend, for models with attention sinks.
 
-    SGLang serves gpt-oss only with backends that it knows, by name, to support sinks. For versions
+    SGLang serves gpt-oss only with backends that it knows, by name, to take sinks. For versions
     until 0.5.17, where the arguments have this method.
     """
     original = getattr(cls, "_resolved_attention_backends", None)
@@ -295,7 +303,7 @@ def _pass_for_dense_backend(cls: Any) -> None:
         names: tuple[str, str] = original(self)
         if BACKEND not in names or not read_model_config(self).has_attention_sinks:
             return names
-        prefill, decode = (SINK_BACKEND if name == BACKEND else name for name in names)
+        prefill, decode = (_TAKES_SINKS if name == BACKEND else name for name in names)
         return prefill, decode
 
     cls._resolved_attention_backends = backends
@@ -310,6 +318,10 @@ def _check_resolved(server_args: "ServerArgs") -> None:
         refuse(rank_problems(view, model_config))
         if view.device == "cuda":
             refuse(kernel_problems(view, model_config))
+            refuse(dense_problems(view, model_config))
+        elif (asked := getattr(view, DENSE_FIELD)) is not None:
+            problem = f"{DENSE_FIELD}={asked!r}: it is for a GPU; on {view.device} leave it out"
+            refuse([problem])
         loaded, _ = resolve_schedules(server_args, model_config.hf_config)
         if view.device == "cuda":
             refuse(rule_problems(loaded.active))

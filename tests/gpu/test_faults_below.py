@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparrow_sglang.attention_backends.backend import PlanGuard
+from sparrow_sglang.attention_backends.dense_side import PlanGuard
 from sparrow_sglang.rl.policy import sparse_policy
 from sparrow_sglang.schedule_names import load_schedule
 
@@ -120,7 +120,7 @@ def plan_case(num_q_heads: int, guarded: bool, attend: bool) -> dict[str, Any]:
         decode.plan(name)
         plans[name], outputs[name] = decode.planned(), decode.run()
         torch.cuda.synchronize()
-    guard: Any = PlanGuard("cuda") if guarded else nullcontext()
+    guard: Any = PlanGuard() if guarded else nullcontext()
     torch.cuda._sleep(_SLEEP_CYCLES)
     with guard:
         decode.plan("long_first")

@@ -5,8 +5,8 @@ import torch
 from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.backend import PlanGuard
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
+from sparrow_sglang.attention_backends.dense_side import PlanGuard
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
@@ -161,7 +161,7 @@ def test_a_batch_beyond_the_buffers_runs_in_slices(pool):
 
 
 def test_a_plan_waits_until_the_one_before_has_left_pinned_memory():
-    guard, planned = PlanGuard("cuda"), torch.zeros(1 << 20, dtype=torch.int32, pin_memory=True)
+    guard, planned = PlanGuard(), torch.zeros(1 << 20, dtype=torch.int32, pin_memory=True)
     copies = []
     for step in (1, 2, 3):
         with guard:

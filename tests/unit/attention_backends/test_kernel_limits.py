@@ -17,7 +17,6 @@ from sparrow_sglang.attention_backends.kernel_limits import (
     MAX_GROUP,
     MAX_PAGES,
     PAIRS_MULTIPLE,
-    dense_backend,
     kernel_problems,
     rule_problems,
 )
@@ -126,13 +125,6 @@ def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
     monkeypatch.setattr(server_args, "resolved", lambda args: OnGpu())
     with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
         server_args._check_resolved(args)
-
-
-def test_dense_passes_go_to_a_backend_that_takes_the_head_dim():
-    # FlashInfer's prefill loads 64 columns at a time.
-    for head_dim in HEAD_DIMS:
-        assert dense_backend(head_dim) == ("triton" if head_dim % 64 else "flashinfer")
-        assert dense_backend(head_dim, sinks=True) == "triton"
 
 
 def test_doctor_says_what_a_gpu_would_say(tmp_path):
