@@ -178,7 +178,7 @@ def _problem(name: Any, value: Any, loaded: LoadedSchedules) -> str | None:
 
 
 def _not_loaded(name: Any, loaded: LoadedSchedules) -> str:
-    known = f"expected one that this server has loaded, which are {', '.join(loaded.names)}"
+    known = f"expected one of {', '.join(loaded.names)}, which are loaded"
     if not isinstance(name, str) or name not in known_schedules():
         return known
     names = ",".join([*loaded.names, name])

@@ -133,7 +133,7 @@ def _explain_interrupts() -> None:
                 )
         original(server, sig, frame)
 
-    uvicorn.Server.handle_exit = handle_exit  # type: ignore[method-assign]
+    uvicorn.Server.handle_exit = handle_exit  # type: ignore
 
 
 def _announce_again(server_args: "ServerArgs") -> None:

@@ -8,17 +8,18 @@ computed from the token counts in the answers, so the schedulers do nothing for 
 
 import json
 import logging
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import numpy as np
-
-from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.plugin.request_checks import (
+    UNREADABLE,
+    require_samples,
+    require_servable,
+    unreadable,
+)
 from sparrow_sglang.plugin.state import server_state
 from sparrow_sglang.request_options import (
     ATTRIBUTE,
@@ -31,20 +32,9 @@ from sparrow_sglang.request_options import (
 from sparrow_sglang.sglang_versions import weight_metadata
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _DONE = "data: [DONE]\n\n"
-
-_UNREADABLE = (
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    re.error,
-    msgspec.MsgspecError,
-)
-"""Errors that SGLang raises, besides ValueError, on fields of a wrong type or form."""
 
 logger = logging.getLogger("sparrow_sglang")
 
@@ -74,7 +64,7 @@ def check_request(
     Checked with 0.5.17, where every part of a request passes through `_create_tokenized_object`.
 
     Raises:
-        RequestError: see `RequestOption.read` and `_require_servable`.
+        RequestError: see `RequestOption.read` and `require_servable`.
     """
     state = server_state(manager)
     if state is None:
@@ -84,7 +74,7 @@ def check_request(
     )
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
-        _require_servable(request, manager.model_config.vocab_size)
+        require_servable(request, manager.model_config.vocab_size)
 
 
 def report_in_response(
@@ -118,18 +108,18 @@ async def _wrapped_answers(answers: Any, request: Any) -> AsyncIterator[Any]:
     # Closing this generator must close SGLang's, which holds locks and request states.
     async with aclosing(answers):
         try:
-            _require_whole_n(getattr(request, "sampling_params", None))
+            require_samples(getattr(request, "sampling_params", None))
             async for answer in answers:
                 if not begun:
                     _require_begun(answer)
                 begun = True
                 _report(answer, request)
                 yield answer
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             if begun:
                 raise
             logger.warning("a request was refused that cannot be read", exc_info=True)
-            raise _unreadable(error) from error
+            raise unreadable(error) from error
         finally:
             if not hasattr(request, "is_single"):
                 # SGLang reads the attribute when a stream is over, even if it could not read the
@@ -166,41 +156,6 @@ async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
             yield event
 
 
-def _require_whole_n(sampling_params: Any) -> None:
-    """Raise `RequestError` unless `n`, in a dict or in each of a list of dicts, is 1 or more.
-
-    SGLang fails on strings and treats 0 as 1.
-    """
-    for parameters in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
-        n = parameters.get("n", 1) if isinstance(parameters, dict) else 1
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            raise RequestError(f"n={quoted(n)}: expected a whole number of 1 or more")
-
-
-def _require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> None:
-    """Raise `RequestError` on errors that would end the scheduler, and with it all requests.
-
-    These are token ids outside the vocabulary, more top log-probs than it has tokens, and
-    parameters that the scheduler cannot read.
-    """
-    if request.input_ids:
-        ids = np.asarray(request.input_ids)
-        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-        if wrong.size:
-            raise RequestError(
-                f"input_ids[{wrong[0]}]={ids[wrong[0]]}: expected token ids of the model, from 0 to"
-                f" {vocab_size - 1}"
-            )
-    top = request.top_logprobs_num
-    if top is not None and not 0 <= top <= vocab_size:
-        raise RequestError(f"top_logprobs_num={top}: expected a whole number, 0 to {vocab_size}")
-    parameters = request.sampling_params
-    try:
-        msgspec.convert(msgspec.to_builtins(parameters), type(parameters))
-    except msgspec.ValidationError as error:
-        raise RequestError(_named(str(error), parameters)) from None
-
-
 def _require_begun(answer: Any) -> None:
     """Raise `RequestError` if the first answer of a stream says that the scheduler refused it.
 
@@ -210,25 +165,3 @@ def _require_begun(answer: Any) -> None:
         reason = output["meta_info"].get("finish_reason")
         if isinstance(reason, dict) and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
             raise RequestError(reason.get("message") or "the scheduler refused the request")
-
-
-def _unreadable(error: Exception) -> RequestError:
-    """The error for a request on which SGLang raised one of _UNREADABLE."""
-    return RequestError(
-        f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected"
-        " fields of the types that SGLang's GenerateReqInput and SamplingParams have"
-    )
-
-
-def _named(message: str, parameters: Any) -> str:
-    """An error message that names the wrong field.
-
-    msgspec's message has only the field's index, as the parameters are sent as an array.
-    """
-    place = re.search(r"\$\[(\d+)\]", message)
-    names = parameters.__struct_fields__
-    if place is None or int(place[1]) >= len(names):
-        return f"sampling_params: {cut(message)}"
-    name = names[int(place[1])]
-    shown = name.replace("_strs", "")
-    return f"{shown}={quoted(getattr(parameters, name))}: {message.partition(' - at')[0]}"

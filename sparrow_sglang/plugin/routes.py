@@ -6,9 +6,9 @@ In: requests to SGLang's app. Out: calls of `ServerState.calls`, their answers a
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from sparrow_sglang.json_values import JsonError, require_portable
+from sparrow_sglang.json_values import JsonError, quoted, require_portable
 from sparrow_sglang.plugin.scheduler_calls import ControlError, RanksDisagreeError
 from sparrow_sglang.plugin.state import require_server_state
 
@@ -22,7 +22,11 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _PREFIX = "/sparrow/"
 _GENERATE = "/generate"
+_CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
 _ERROR_EVENT = b'data: {"error":'
+# Arguments of the tokenizer's method that SGLang gives itself, so that giving them twice fails.
+_OF_THE_TEMPLATE = ("tokenize", "return_dict", "add_generation_prompt", "tools")
 
 
 class _Call(NamedTuple):
@@ -54,6 +58,7 @@ def add_routes(app: "FastAPI") -> None:
 
     Also makes /generate answer with an HTTP error instead of a stream that begins with an error:
     SGLang 0.5.17 checks a streaming request of that route only after it has sent the status 200.
+    And has what SGLang would pass over refused, see `body_problem`.
     """
     from fastapi import Request
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -61,9 +66,11 @@ def add_routes(app: "FastAPI") -> None:
     if any(getattr(route, "path", "").startswith(_PREFIX) for route in app.routes):
         return
     for route in app.routes:
-        if getattr(route, "path", None) == _GENERATE:
-            changed: Any = route
+        path, changed = getattr(route, "path", None), cast(Any, route)
+        if path == _GENERATE:
             changed.app = with_early_errors(changed.app)
+        if path in (_GENERATE, _CHAT, _COMPLETIONS):
+            changed.app = with_checked_body(changed.app, path)
 
     def handler(name: str) -> Callable[["Request"], Awaitable["Response"]]:
         async def handle(request: Request) -> "Response":
@@ -103,6 +110,64 @@ def with_early_errors(app: AsgiApp) -> AsgiApp:
         await app(scope, receive, send_checked)
 
     return answer
+
+
+def with_checked_body(app: AsgiApp, path: str) -> AsgiApp:
+    """Wrap the app of a route so that a body with a `body_problem` is answered with status 400."""
+
+    async def answer(scope: Message, receive: Receive, send: Send) -> None:
+        held: list[Message] = []
+        while not held or held[-1].get("more_body"):
+            held.append(await receive())
+        problem = body_problem(b"".join(message.get("body", b"") for message in held), path)
+        if problem is not None:
+            await _send_error({"message": problem, "code": int(HTTPStatus.BAD_REQUEST)}, send)
+            return
+
+        async def received() -> Message:
+            return held.pop(0) if held else await receive()
+
+        await app(scope, received, send)
+
+    return answer
+
+
+def body_problem(content: bytes, path: str) -> str | None:
+    """What is wrong with a request's body that SGLang would pass over or answer with status 500.
+
+    An option of ours in a place where nobody reads it, or an argument of the chat template that
+    SGLang gives itself.
+    """
+    if b'"sparrow"' not in content and b'"chat_template_kwargs"' not in content:
+        return None
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    sampling, extra = body.get("sampling_params"), body.get("extra_body")
+    places = {"": body, "sampling_params": sampling, "extra_body": extra}
+    right = '"custom_params"'
+    if path == _GENERATE:
+        right = f"sampling_params[{right}]"
+        places["custom_params"] = body.get("custom_params")
+    if isinstance(extra, dict):
+        places['extra_body["custom_params"]'] = extra.get("custom_params")
+    for place, value in places.items():
+        if isinstance(value, dict) and "sparrow" in value:
+            where = f" in {place}" if place else ""
+            return f'"sparrow"{where} is read by nobody: expected it in {right}'
+    given = body.get("chat_template_kwargs")
+    if not isinstance(given, dict):
+        return None
+    for name in _OF_THE_TEMPLATE:
+        if name in given:
+            return (
+                f"chat_template_kwargs[{name!r}]={quoted(given[name])}: SGLang sets it; expected"
+                " arguments of the model's own template, such as enable_thinking"
+            )
+    return None
 
 
 async def _handle(name: str, request: "Request") -> "Response":

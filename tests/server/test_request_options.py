@@ -147,29 +147,7 @@ def left_out(rule: BudgetSchedule, length: int) -> int:
     return max(0, pages - budget_pages(length, PAGE, rule.bin_tokens, rule.budget_tokens))
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"input_ids": [5, 256]}, r"input_ids\[1\]=256: expected token ids .* from 0 to 255"),
-        ({"input_ids": [-1]}, r"input_ids\[0\]=-1: expected token ids"),
-        (
-            {"return_logprob": True, "top_logprobs_num": 257},
-            "top_logprobs_num=257: expected a whole number, 0 to 256",
-        ),
-        ({"sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens=1.5: Expected `int | null`"),
-        ({"sampling_params": {"n": 0}}, "n=0: expected a whole number of 1 or more"),
-        ({"sampling_params": {"stop_regex": "("}}, "the request cannot be read .*subpattern"),
-    ],
-    ids=str,
-)
-def test_what_would_end_the_scheduler_is_refused(engine, fields, reason):
-    right = {"input_ids": tokens(1, 20), "sampling_params": sampling(None, 4)}
-    with pytest.raises(ValueError, match=reason):
-        engine.generate(**right | fields)
-    assert engine.generate(**right)
-
-
 def test_a_wrong_option_is_refused_and_the_engine_goes_on(engine):
-    with pytest.raises(ValueError, match="expected one that this server has loaded, .* a, b"):
+    with pytest.raises(ValueError, match="expected one of a, b, which are loaded"):
         engine.generate(input_ids=tokens(1, 20), sampling_params=sampling({"schedule": "c"}, 4))
     assert engine.generate(input_ids=tokens(1, 20), sampling_params=sampling(None, 4))

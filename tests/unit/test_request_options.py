@@ -19,7 +19,7 @@ def schedule(name: str, *pages: int, **fields) -> BudgetSchedule:
 A, B = schedule("a", 4, 5, 5, 7), schedule("b", 6, 6, 8)
 LOADED = LoadedSchedules.of([A, B])
 PLACE = 'custom_params["sparrow"]'
-LOADED_NAMES = "expected one that this server has loaded, which are a, b"
+LOADED_NAMES = "expected one of a, b, which are loaded"
 REFUSED = [
     ({"dense": 1}, "['dense']=1: expected true or false"),
     ({"dense": True, "schedule": "b"}, ": expected one of dense and schedule"),
