@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from engines import CHOSEN, RULE, RULED, SCHEDULE, start_engine
+from engines import CHOSEN, LARGE_PAGES, RULE, RULED, SCHEDULE, start_engine
 from oracle import ContractModel
 from pools import chosen_pairs
 
@@ -314,6 +314,32 @@ def test_pairs_chosen_by_layer_and_head_are_followed(chosen_engine, ruled_oracle
     others = CHOSEN.selection.model_copy(update={"landmark_pairs": pairs})
     with pytest.raises(EndpointError, match=r"selection.landmark_pairs=\[\(\(.* differs"):
         set_schedule(chosen_engine, CHOSEN.model_copy(update={"name": "b", "selection": others}))
+
+
+@pytest.mark.parametrize("schedule", LARGE_PAGES, ids=lambda schedule: schedule.name)
+def test_larger_pages_and_other_pages_that_are_always_kept(
+    schedule, sharp_llama, dense_oracle, tmp_path
+):
+    schedule.save(path := tmp_path / "schedule.json")
+    prompts = [tokens(500 + length, length) for length in (30, 160, 400)]
+    with start_engine(
+        sharp_llama,
+        attention_backend="sparrow",
+        sparrow_schedule=str(path),
+        page_size=schedule.page_size,
+        chunked_prefill_size=128,
+        dtype="float32",
+    ) as engine:
+        cold = generate(engine, prompts, 50)
+        warm = generate(engine, prompts, 50)
+        connect(engine).call_sparrow("landmarks")
+    oracle = ContractModel(sharp_llama, schedule)
+    for prompt, answer, again in zip(prompts, cold, warm, strict=True):
+        assert_follows(oracle, prompt, answer)
+        assert_follows(oracle, prompt, again)
+        assert again["cached"] == (len(prompt) - 1) // schedule.page_size * schedule.page_size
+    dense = chosen(dense_oracle.log_probs(prompts[2], cold[2]["ids"]), cold[2]["ids"])
+    assert (cold[2]["log_probs"] - dense).abs().max() > 10 * FP32
 
 
 def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_oracle, other_oracle):

@@ -1,8 +1,8 @@
-"""Engines on a GPU with head dimensions that kernels pad and FlashInfer cannot prefill."""
+"""Engines on a GPU with every head dimension and page size that the kernels take."""
 
 import pytest
 import torch
-from engines import SCHEDULE, random_prompt, save_tiny_model, start_engine
+from engines import LARGE_PAGES, SCHEDULE, random_prompt, save_tiny_model, start_engine
 from oracle import ContractModel
 
 pytestmark = [
@@ -13,17 +13,27 @@ NEW_TOKENS = 60
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 80, 96])
-def test_generation_follows_the_contract(head_dim, graphs, schedule_file, tmp_path):
+@pytest.mark.parametrize(
+    ("head_dim", "schedule"),
+    [
+        *((head_dim, SCHEDULE) for head_dim in (64, 80, 96, 128, 256)),
+        *((64, schedule) for schedule in LARGE_PAGES),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
+def test_generation_follows_the_contract(head_dim, schedule, graphs, tmp_path):
     """Dense prefill in chunks, then sparse decode; head_dim 64 shows the error of bf16 alone."""
     model = save_tiny_model(tmp_path, spread=0.08, head_dim=head_dim)
-    prompts = [random_prompt(length, length) for length in (40, 150, 200)]
+    schedule.save(path := tmp_path / "schedule.json")
+    scale = schedule.page_size // 16
+    prompts = [random_prompt(length, length * scale) for length in (40, 150, 200)]
     with start_engine(
         model,
         attention_backend="sparrow",
-        sparrow_schedule=schedule_file,
+        sparrow_schedule=str(path),
+        page_size=schedule.page_size,
         dtype="bfloat16",
-        chunked_prefill_size=64,
+        chunked_prefill_size=64 * scale,
         disable_cuda_graph=not graphs,
         disable_prefill_cuda_graph=True,
     ) as engine:
@@ -32,7 +42,7 @@ def test_generation_follows_the_contract(head_dim, graphs, schedule_file, tmp_pa
             sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
             return_logprob=True,
         )
-    sparse, dense = ContractModel(model, SCHEDULE), ContractModel(model)
+    sparse, dense = ContractModel(model, schedule), ContractModel(model)
     near, far = (
         [oracle.errors(*pair) for pair in zip(prompts, outputs, strict=True)]
         for oracle in (sparse, dense)

@@ -1,7 +1,7 @@
 """Engines on a GPU with models in which every other layer has a sliding window.
 
 SGLang keeps the KV of gemma3's windowed layers in the common pool, that of gpt_oss in a pool of its
-own. gpt_oss also has attention sinks, so its dense passes run in SGLang's Triton backend.
+own. gpt_oss also has attention sinks.
 """
 
 import pytest
@@ -25,8 +25,18 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize(("kind", "head_dim"), [("gemma3", 64), ("gemma3", 256), ("gpt_oss", 64)])
-def test_generation_follows_the_contract(kind, head_dim, graphs, schedule_file, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "dense"),
+    [
+        ("gemma3", 64, None),
+        ("gemma3", 256, None),
+        ("gpt_oss", 64, None),
+        ("gemma3", 64, "flashinfer"),
+        ("gemma3", 64, "triton"),
+        ("gpt_oss", 64, "triton"),
+    ],
+)
+def test_generation_follows_the_contract(kind, head_dim, dense, graphs, schedule_file, tmp_path):
     """Dense prefill in chunks, then sparse decode in the layers without a window."""
     model = save_tiny_model(tmp_path, kind, head_dim=head_dim, **SHAPES[kind])
     prompts = [random_prompt(length, length) for length in (40, 150, 200)]
@@ -34,6 +44,7 @@ def test_generation_follows_the_contract(kind, head_dim, graphs, schedule_file, 
         model,
         attention_backend="sparrow",
         sparrow_schedule=schedule_file,
+        sparrow_dense_backend=dense,
         dtype="bfloat16",
         chunked_prefill_size=64,
         disable_cuda_graph=not graphs,

@@ -26,7 +26,8 @@ class ContractModel:
 
     Args:
         path: a checkpoint folder.
-        schedule: supplies numbers only (page size, bins, budgets, the fields of its selection);
+        schedule: supplies numbers only (page size, bins, budgets, pages that are always kept, the
+            fields of its selection);
             None attends densely throughout.
         cap: upper bound of the budget in tokens, as a request may ask for.
         kv_dtype: dtype to which keys and values are rounded before attention; None does not round.
@@ -96,7 +97,8 @@ class ContractModel:
                 if self._cap is not None:
                     budget = min(budget, self._cap // schedule.page_size)
                 if (weights := schedule.selection.layer_weights) is not None:
-                    budget = layer_budget(budget, weights[module.layer_idx], least=3)
+                    least = schedule.sink_pages + schedule.recent_pages
+                    budget = layer_budget(budget, weights[module.layer_idx], least)
                 row, _ = decode_one(
                     queries[position],
                     keys[:length],
@@ -104,6 +106,8 @@ class ContractModel:
                     budget,
                     schedule.page_size,
                     scaling,
+                    schedule.sink_pages,
+                    schedule.recent_pages,
                     store=self._store,
                     rule=schedule.selection,
                     layer=module.layer_idx,
