@@ -8,7 +8,6 @@ from importlib import import_module
 
 _EXPORTS = {
     "BudgetSchedule": "sparrow_sglang.schedule",
-    "SparrowConfig": "sparrow_sglang.config",
     "TailStatistics": "sparrow_sglang.mismatch.tail",
     "acceptance_rate": "sparrow_sglang.mismatch.acceptance",
     "get_schedule": "sparrow_sglang.client.control",
@@ -22,7 +21,6 @@ _EXPORTS = {
 
 __all__ = [
     "BudgetSchedule",
-    "SparrowConfig",
     "TailStatistics",
     "acceptance_rate",
     "get_schedule",

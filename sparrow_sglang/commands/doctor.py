@@ -19,7 +19,7 @@ from sparrow_sglang.attention_backends.kernel_limits import (
     rule_problems,
 )
 from sparrow_sglang.commands.serve import model_argument, parse_server_args
-from sparrow_sglang.config import CONFIG_VARIABLE, SCHEDULE_VARIABLE, ConfigError
+from sparrow_sglang.config import SCHEDULE_VARIABLE, ConfigError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
@@ -41,7 +41,6 @@ VARIABLES = (
     "SGLANG_PLATFORM",
     "SGLANG_USE_CPU_ENGINE",
     SCHEDULE_VARIABLE,
-    CONFIG_VARIABLE,
     "SPARROW_CACHE",
 )
 

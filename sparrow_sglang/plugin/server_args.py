@@ -23,7 +23,7 @@ from sparrow_sglang.attention_backends.dense_side import (
     dense_problems,
 )
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
-from sparrow_sglang.config import AUTO, SparrowConfig
+from sparrow_sglang.config import AUTO, named_schedules
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
@@ -100,11 +100,11 @@ def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[Loaded
     Raises:
         ConfigError, ScheduleError: nothing usable is configured; both are ValueErrors.
     """
-    config, source = SparrowConfig.resolve(getattr(server_args, FIELD), hf_config)
+    names, source = named_schedules(getattr(server_args, FIELD))
     page_size = resolved(server_args).page_size
     schedules = [
         schedule_for_model(hf_config, page_size) if name == AUTO else load_schedule(name, page_size)
-        for name in config.schedules
+        for name in names
     ]
     return LoadedSchedules.of([schedule.for_model(hf_config) for schedule in schedules]), source
 
@@ -350,16 +350,9 @@ def plugins_problem() -> str | None:
 
 
 def _refuse_unused_schedule(server_args: "ServerArgs") -> None:
-    given = {
-        f"{name}={getattr(server_args, name)!r}": getattr(server_args, name) != field.default
-        for name, field in FIELDS.items()
-    } | {
-        'json_model_override_args has the key "sparrow"': "sparrow"
-        in json.loads(server_args.json_model_override_args or "{}"),
-    }
-    for what, present in given.items():
-        if present:
+    for name, field in FIELDS.items():
+        if (value := getattr(server_args, name)) != field.default:
             raise ValueError(
-                f"{what}, but attention_backend={server_args.attention_backend!r} would decode"
-                f" densely: pass --attention-backend {BACKEND}, or leave this out"
+                f"{name}={value!r}, but attention_backend={server_args.attention_backend!r} would"
+                f" decode densely: pass --attention-backend {BACKEND}, or leave this out"
             )

@@ -92,12 +92,6 @@ class TestEngineChannels:
         ("keywords", "environment", "source"),
         [
             ({"sparrow_schedule": "FILE"}, {}, "--sparrow-schedule"),
-            (
-                {"json_model_override_args": '{"sparrow": {"schedule": "FILE"}}'},
-                {},
-                "json_model_override_args",
-            ),
-            ({}, {"SPARROW_CONFIG": '{"schedule": "FILE"}'}, "SPARROW_CONFIG"),
             ({}, {"SPARROW_SCHEDULE": "FILE"}, "SPARROW_SCHEDULE"),
         ],
     )

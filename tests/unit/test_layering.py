@@ -173,7 +173,7 @@ def test_light_modules_import_neither_torch_nor_sglang() -> None:
     names = ("schedule", "selection", "config", "models", "commands.cli")
     code = """
 import importlib, sys
-from sparrow_sglang import BudgetSchedule, SparrowConfig
+from sparrow_sglang import BudgetSchedule
 for module in sys.argv[1:]:
     importlib.import_module(module)
     if heavy := {"torch", "sglang", "transformers", "triton"} & set(sys.modules):

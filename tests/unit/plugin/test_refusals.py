@@ -273,12 +273,6 @@ def test_schedule_without_the_backend(make_args):
         ValueError, match="sparrow_schedule='fixed-512', but attention_backend='torch_native'"
     ):
         make_args(attention_backend="torch_native")
-    with pytest.raises(ValueError, match='json_model_override_args has the key "sparrow"'):
-        make_args(
-            attention_backend=None,
-            sparrow_schedule=None,
-            json_model_override_args='{"sparrow": {"schedule": "fixed-512"}}',
-        )
 
 
 def test_other_backends_keep_their_page_size(make_args):
