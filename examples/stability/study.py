@@ -34,7 +34,6 @@ from sparrow_sglang.benchmarks.processes import ProcessFailed
 from sparrow_sglang.benchmarks.training.parallel_runs import RunPlan, run_all
 from sparrow_sglang.command_line import count
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.renamed import current_names
 
 SETTINGS = Path(__file__).with_name("study.toml")
 # Graphs that no run trains on or is evaluated on.
@@ -199,9 +198,7 @@ def _own(path: Path, settings: StudySettings) -> None:
     They may differ from those noted before in seeds, `parallel` and further arms only.
     """
     values = settings.model_dump(mode="json", exclude={"parallel"})
-    values["train"] = current_names(values["train"])
     noted = json.loads(path.read_text("utf-8")) if path.exists() else values
-    noted["train"] = current_names(noted["train"])
     fixed, begun = (_without_seeds(of, noted["arms"]) for of in (values, noted))
     for key, value in fixed.items():
         before = begun.get(key)

@@ -18,7 +18,6 @@ from pydantic import (
 
 from sparrow_sglang.config import read_toml
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.renamed import accept_renamed
 from sparrow_sglang.rl.config.data import EvaluationConfig, RolloutConfig, TaskConfig, TaskSource
 from sparrow_sglang.rl.config.learning import (
     AlgorithmConfig,
@@ -134,11 +133,6 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_renamed(cls, values: Any) -> Any:
-        return accept_renamed(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:

@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
-from sparrow_sglang.renamed import current_names
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.types import Group
@@ -202,7 +201,7 @@ def _readable(folder: Path) -> Iterator[None]:
 
 def _check_resumable(folder: Path, config: TrainConfig) -> None:
     with _readable(folder):
-        saved = current_names(json.loads((folder / "state.json").read_text("utf-8"))["config"])
+        saved = json.loads((folder / "state.json").read_text("utf-8"))["config"]
     # Settings that did not exist yet when the checkpoint was written had their defaults.
     task = TaskConfig(name=config.task.name)
     default = TrainConfig(run_dir=config.run_dir, task=task).model_dump(mode="json")

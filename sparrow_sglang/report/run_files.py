@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.renamed import current_names
 from sparrow_sglang.report.charts import Line
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE, RUN_FILE, read_starts
@@ -28,7 +27,7 @@ class RunFiles:
     def config(self) -> dict[str, Any]:
         """Settings of the newest start."""
         config: dict[str, Any] = self.starts[-1]["config"] if self.starts else {}
-        return current_names(config)
+        return config
 
     @property
     def steps(self) -> list[Row]:
@@ -84,7 +83,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
                 f'{path}:{count}: {line.strip()[:60]!r}: expected a JSON object with "step", as'
                 " `sparrow train` writes it"
             )
-        rows.append(current_names(row))
+        rows.append(row)
     return rows
 
 

@@ -446,18 +446,6 @@ def test_a_run_of_one_step_and_a_long_one(tmp_path: Path) -> None:
     assert (len(steps), steps[0], steps[-1]) == (40, 0, 100)
 
 
-def test_metrics_and_settings_under_their_old_names_are_read(tmp_path: Path) -> None:
-    write_run(tmp_path, 3)
-    expected = report(tmp_path, tmp_path / "new.html")
-    for name in ("metrics.jsonl", "run.json"):
-        text = (tmp_path / name).read_text()
-        old = text.replace("kv_tokens_cached", "kv_tokens_held").replace("optimizer", "optimiser")
-        assert old != text
-        (tmp_path / name).write_text(old)
-    assert report(tmp_path, tmp_path / "old.html").facts == expected.facts
-    assert "KV read of cached, last step" in expected.facts
-
-
 def test_alarms_and_skipped_steps_are_facts_of_a_run(run_page: Page, tmp_path: Path) -> None:
     assert not any("ALARM" in fact or "skipped" in fact for fact in run_page.facts)
     write_run(tmp_path, 14)

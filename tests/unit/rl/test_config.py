@@ -136,7 +136,6 @@ def test_nothing_changes_it_later(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         ("[optimzer]\nlr = 1.0", "unknown key 'optimzer': did you mean 'optimizer'"),
-        ("[optimizer]\n[optimiser]", r"\[optimiser\] and \[optimizer\] are one section: keep"),
         ("[algorithm]\ntis_cpa = 2.0", r"\[algorithm\] unknown key 'tis_cpa': did you mean 'tis_c"),
         ("[algorithm]\ncorrection = 'mis'", "algorithm.correction='mis' is not allowed"),
         ("[optimizer]\nlr = 0.0", "optimizer.lr=0.0 is not allowed: .* greater than 0"),
@@ -207,14 +206,6 @@ def test_paths_and_seeds_that_nothing_takes(tmp_path: Path, text: str, message: 
 def test_a_cap_may_be_infinite_and_whole_numbers_are_numbers(tmp_path: Path) -> None:
     config = load(tmp_path, LEAST + "[algorithm]\ntis_cap = inf\n[optimizer]\nlr = 1\n")
     assert (config.algorithm.tis_cap, config.optimizer.lr) == (float("inf"), 1.0)
-
-
-def test_the_old_name_of_a_section_is_accepted_with_one_line(tmp_path: Path, caplog: Any) -> None:
-    config = load(tmp_path, LEAST + "[optimiser]\nlr = 1e-5\n")
-    assert config.optimizer.lr == 1e-5
-    assert config == load(tmp_path, LEAST + "[optimizer]\nlr = 1e-5\n")
-    (notice,) = caplog.messages
-    assert notice == "[optimiser] is called [optimizer] now; the old name ends with 0.2"
 
 
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
