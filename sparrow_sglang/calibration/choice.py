@@ -74,7 +74,7 @@ def bin_tails(
 
 
 def is_filled(tail: BinTail | None, min_tokens: int) -> bool:
-    """Whether a bin has enough tokens, from more than one cluster of prompts, to be judged."""
+    """Whether a bin has enough tokens, of enough prompts, to be judged."""
     return tail is not None and tail.tokens >= min_tokens and tail.tail_low is not None
 
 

@@ -7,6 +7,8 @@ nor SGLang.
 
 import zlib
 from dataclasses import dataclass
+from math import ceil, pi, sqrt, tan
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, NOT_COUNTED
 
 TAIL_PERCENTILE = 5.0
+
+MIN_CLUSTERS = 8
+"""Clusters from which on there are confidence intervals; of fewer the variance is hardly known."""
 
 _STEPS = 2000
 _GROUPS = 64
@@ -24,7 +29,8 @@ class BinTail:
     """Acceptance rate of the tokens at positions first_position <= x < end_position.
 
     `tail` is the percentile and `tail_low` to `tail_high` its confidence interval, likewise for
-    `mean`; the intervals are None where the tokens come from fewer than two groups of requests.
+    `mean`; the intervals are None where the tokens come from fewer than `MIN_CLUSTERS` clusters. A
+    `tail_low` of 0 or a `tail_high` of 1 says that the tokens show no bound on this side.
     """
 
     bin: int
@@ -44,10 +50,10 @@ class TailStatistics:
 
     Kept per bin: a histogram over the grid 0, 1/2000, ..., 1, to which each rate is rounded, so
     that percentiles are exact to 2.5e-4 however many tokens came in; and the exact sum. Tokens of
-    one request resemble each other, so a bootstrap over tokens would promise too narrow an
-    interval: each request is hashed into one of 64 groups with a histogram of its own, and the
-    bootstrap draws groups. Equal requests fall into equal groups on every worker, so merging gives
-    what one instance would have counted. About 0.5 MB per bin.
+    one prompt resemble each other, so intervals that took them as independent would be too narrow:
+    each prompt is hashed into one of 64 clusters with a histogram of its own. Equal prompts fall
+    into equal clusters on every worker, so merging gives what one instance would have counted.
+    About 0.5 MB per bin.
     """
 
     def __init__(self, bin_tokens: int = BIN_TOKENS) -> None:
@@ -76,13 +82,13 @@ class TailStatistics:
                 f"bins {of_tokens.shape} and alpha {rates.shape}: expected one bin for each"
                 f" acceptance rate, or {NOT_COUNTED} for a token that does not count"
             )
-        group = zlib.crc32(cluster.encode()) % _GROUPS
+        row = zlib.crc32(cluster.encode()) % _GROUPS
         for index in np.unique(of_tokens[of_tokens != NOT_COUNTED]):
-            counts, sums = self._bin(int(index))
+            counts, sums = self._filled(int(index))
             inside = rates[of_tokens == index]
             cells = np.rint(inside * _STEPS).astype(np.int64)
-            counts[group] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
-            sums[group] += inside.sum()
+            counts[row] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
+            sums[row] += inside.sum()
 
     def merge(self, other: "TailStatistics") -> None:
         """Take over the tokens of `other`, which must have the same `bin_tokens`."""
@@ -92,7 +98,7 @@ class TailStatistics:
                 " expected equal bins; make both with the same bin_tokens"
             )
         for index in other._counts:
-            counts, sums = self._bin(index)
+            counts, sums = self._filled(index)
             counts += other._counts[index]
             sums += other._sums[index]
 
@@ -100,75 +106,92 @@ class TailStatistics:
         """Number of tokens per filled bin."""
         return {index: int(self._counts[index].sum()) for index in sorted(self._counts)}
 
-    def bins(
-        self,
-        percentile: float = TAIL_PERCENTILE,
-        confidence: float = 0.95,
-        resamples: int = 1000,
-        seed: int = 0,
-    ) -> list[BinTail]:
-        """One `BinTail` per filled bin, by position.
+    def bins(self, percentile: float = TAIL_PERCENTILE, confidence: float = 0.95) -> list[BinTail]:
+        """One `BinTail` per filled bin, by position; see `bin`."""
+        return [self.bin(index, percentile, confidence) for index in sorted(self._counts)]
+
+    def bin(
+        self, index: int, percentile: float = TAIL_PERCENTILE, confidence: float = 0.95
+    ) -> BinTail:
+        """The tail and the mean of a filled bin.
 
         The percentile of n tokens is the ceil(n * percentile / 100)-th smallest, without
-        interpolation. The intervals are the middle `confidence` of `resamples` bootstrap draws of
-        groups, reproducible by `seed`.
+        interpolation. Its interval is Woodruff's (1952): the percentiles at percentile / 100 plus
+        and minus a multiple of the standard error of the share of tokens up to the tail. Standard
+        errors are those of the delete-one-cluster jackknife, their multiple is a quantile of
+        Student's t, with fewer degrees of freedom where few clusters hold most of the variance.
         """
         if not 0 < percentile < 100 or not 0 < confidence < 1:
             raise ValueError(
                 f"percentile={percentile}, confidence={confidence}: expected a percentile between"
                 " 0 and 100 and a confidence between 0 and 1, both exclusive"
             )
-        return [
-            self._summary(index, percentile, confidence, resamples, seed)
-            for index in sorted(self._counts)
-        ]
+        filled = self._counts[index].any(axis=1)
+        counts, sums = self._counts[index][filled].astype(np.int64), self._sums[index][filled]
+        tokens = counts.sum(axis=1)
+        below = np.cumsum(counts.sum(axis=0))
+        total = int(below[-1])
+        cell = _cell(below, percentile / 100)
+        mean = float(sums.sum() / total)
+        tail_low = tail_high = mean_low = mean_high = None
+        if len(tokens) >= MIN_CLUSTERS:
+            error = _error_of_ratio(counts[:, : cell + 1].sum(axis=1), tokens, confidence)
+            low, high = percentile / 100 - error, percentile / 100 + error
+            tail_low = _cell(below, low) / _STEPS if low > 0 else 0.0
+            tail_high = _cell(below, high) / _STEPS if high < 1 else 1.0
+            error = _error_of_ratio(sums, tokens, confidence)
+            mean_low, mean_high = max(0.0, mean - error), min(1.0, mean + error)
+        return BinTail(
+            bin=index,
+            first_position=index * self.bin_tokens,
+            end_position=(index + 1) * self.bin_tokens,
+            tokens=total,
+            tail=cell / _STEPS,
+            tail_low=tail_low,
+            tail_high=tail_high,
+            mean=mean,
+            mean_low=mean_low,
+            mean_high=mean_high,
+        )
 
-    def _bin(self, index: int) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
-        """Counts [groups, cells] and sums [groups] of a bin, made at its first token."""
+    def _filled(self, index: int) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
+        """Counts [clusters, cells] and sums [clusters] of a bin, made at its first token."""
         if index not in self._counts:
             self._counts[index] = np.zeros((_GROUPS, _STEPS + 1), dtype=np.uint32)
             self._sums[index] = np.zeros(_GROUPS)
         return self._counts[index], self._sums[index]
 
-    def _summary(
-        self, index: int, percentile: float, confidence: float, resamples: int, seed: int
-    ) -> BinTail:
-        filled = self._counts[index].any(axis=1)
-        counts = self._counts[index][filled].astype(np.float64)
-        sums = self._sums[index][filled]
-        whole = counts.sum(axis=0, keepdims=True)
-        tail_low = tail_high = mean_low = mean_high = None
-        groups = len(counts)
-        if groups > 1:
-            # One stream per bin, so that a bin's interval does not depend on which others exist.
-            draw = np.random.default_rng([seed, index])
-            weights = draw.multinomial(groups, [1 / groups] * groups, size=resamples).astype(float)
-            drawn = weights @ counts
-            ends = [50 * (1 - confidence), 50 * (1 + confidence)]
-            tail_low, tail_high = map(
-                float, np.percentile(_grid_percentile(drawn, percentile), ends)
-            )
-            means = weights @ sums / drawn.sum(axis=1)
-            mean_low, mean_high = map(float, np.percentile(means, ends))
-        return BinTail(
-            bin=index,
-            first_position=index * self.bin_tokens,
-            end_position=(index + 1) * self.bin_tokens,
-            tokens=int(whole.sum()),
-            tail=float(_grid_percentile(whole, percentile)[0]),
-            tail_low=tail_low,
-            tail_high=tail_high,
-            mean=float(sums.sum() / whole.sum()),
-            mean_low=mean_low,
-            mean_high=mean_high,
-        )
+
+def _cell(below: NDArray[np.int64], share: float) -> int:
+    """The cell of the histogram with cumulative counts `below` that holds this share's token."""
+    return int(np.searchsorted(below, max(1, ceil(share * below[-1]))))
 
 
-def _grid_percentile(counts: NDArray[np.float64], percentile: float) -> NDArray[np.float64]:
-    """Percentile per row of histograms [R, cells] with whole counts."""
-    below = np.cumsum(counts, axis=1)
-    rank = np.maximum(1, np.ceil(below[:, -1] * percentile / 100))
-    return (below < rank[:, None]).sum(axis=1) / _STEPS
+def _error_of_ratio(values: NDArray[Any], tokens: NDArray[np.int64], confidence: float) -> float:
+    """Half the width of the confidence interval of sum(values) / sum(tokens), both per cluster."""
+    clusters, total = len(tokens), tokens.sum()
+    residuals = (values - values.sum() / total * tokens) / (total - tokens)
+    squares = residuals**2
+    if not squares.any():
+        return 0.0
+    error = sqrt((clusters - 1) / clusters * squares.sum())
+    # Where few clusters hold most of the variance, it is known badly. Of normal residuals, whose
+    # kurtosis is 3, this is half the usual number: the kurtosis of few clusters comes out too low.
+    kurtosis = clusters * (squares**2).sum() / squares.sum() ** 2
+    freedom = min(clusters - 1, 1.5 * clusters / kurtosis)
+    return error * _students_t(confidence, freedom)
+
+
+def _students_t(confidence: float, freedom: float) -> float:
+    """Half the width of the middle `confidence` of Student's t distribution.
+
+    With t = sqrt(freedom) tan(angle), angles have a density that is proportional to
+    cos(angle) ** (freedom - 1).
+    """
+    angles = np.linspace(0, pi / 2, 2**13 + 1)
+    density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
+    mass = np.append(0.0, np.cumsum(density))
+    return sqrt(freedom) * tan(float(np.interp(confidence * mass[-1], mass, angles)))
 
 
 def _checked_alpha(alpha: ArrayLike) -> NDArray[np.float64]:

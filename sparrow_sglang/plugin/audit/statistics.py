@@ -20,7 +20,6 @@ from sparrow_sglang.schedule import BudgetSchedule
 WELL_FILLED_TOKENS = 2000
 """Tokens that a bin needs before its tail is warned of: 100 of them lie below the percentile."""
 
-_RESAMPLES = 200
 _GAUGES = {
     "sparrow:acceptance_tail": ("5th percentile of the acceptance rate", ("bin", "bound")),
     "sparrow:acceptance_mean": ("Mean acceptance rate", ("bin", "bound")),
@@ -80,10 +79,7 @@ class AuditReport:
         bins, as JSON values.
         """
         requests = dict(self.requests)
-        bins = {
-            bound: statistics.bins(resamples=_RESAMPLES)
-            for bound, statistics in self._bounds.items()
-        }
+        bins = {bound: statistics.bins() for bound, statistics in self._bounds.items()}
         for bound, tails in bins.items():
             for tail in tails:
                 self._set("sparrow:acceptance_tail", tail.tail, bin=tail.bin, bound=bound)

@@ -100,7 +100,7 @@ def test_a_dense_bin_is_dense_in_the_layers_that_read_least() -> None:
     assert schedule.provenance["bins"][4]["basis"] == "dense"
     for cached in range(4 * BIN, 5 * BIN):
         assert schedule.tokens_read(cached) == cached
-    rates = [Tokens(prompt, np.full(600, 300), np.full(600, 0.5)) for prompt in "ab"]
+    rates = [Tokens(prompt, np.full(600, 300), np.full(600, 0.5)) for prompt in "abcdefghijkl"]
     assert check_schedule(schedule, 0.8, rates, 500)["bins"][4]["verdict"] == "dense"
     cheaper = BudgetSchedule(**schedule.model_dump() | {"budget_tokens": (64, 64, 64, 64, 448)})
     assert check_schedule(cheaper, 0.8, rates, 500)["bins"][4]["verdict"] == "fails"

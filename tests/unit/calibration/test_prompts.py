@@ -58,9 +58,11 @@ def test_only_line_breaks_end_a_line(tmp_path: Path, separator: str) -> None:
     assert len(read_prompts(path, words, 12)) == 2
 
 
-def test_lines_with_the_same_prompt_are_one_in_the_bootstrap(tmp_path: Path) -> None:
+def test_lines_with_the_same_prompt_are_one_cluster(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": "a", "response": "b c"}\n{"input_ids": [98]}\n')
+    path.write_text(
+        '{"prompt": "a"}\n{"prompt": "a", "response": "b c"}\n{"input_ids": [98]}\n' * 9
+    )
     cached, rates = np.full(100, 20), np.linspace(0, 1, 100)
 
     def tail() -> BinTail:
@@ -69,7 +71,7 @@ def test_lines_with_the_same_prompt_are_one_in_the_bootstrap(tmp_path: Path) -> 
 
     assert not is_filled(tail(), 100)
     with path.open("a") as file:
-        file.write('{"prompt": "b"}\n')
+        file.writelines(f'{{"prompt": "{letter}"}}\n' for letter in "bcdefghijkl")
     assert is_filled(tail(), 100)
 
 
