@@ -18,26 +18,26 @@ from sparrow_sglang.progress import Progress
 
 
 def measure_missing(job: Job) -> None:
-    """Measure the units that the job's work folder lacks; starts no engine if it lacks none.
+    """Measure the samples that the job's work folder lacks; starts no engine if it lacks none.
 
-    Raises `CalibrationError` as `measure` does, and if the job has no units.
+    Raises `CalibrationError` as `measure` does, and if the job has no samples.
     """
-    if not job.units:
+    if not job.samples:
         raise CalibrationError(
             "no generation would decode sparsely: the budgets hold every prompt with its new"
             " tokens; expected longer prompts, more --new-tokens or smaller --budgets"
         )
-    if len(job.work.load()) == len(job.units):
+    if len(job.work.load()) == len(job.samples):
         return
     batch = job.options.batch
     with (
         recording(batch, job.options.new_tokens),
         schedule_from("sparrow calibrate, whose requests ask for their own"),
-        closing(Progress(len(job.units), "generation")) as progress,
+        closing(Progress(len(job.samples), "generation")) as progress,
     ):
         progress.show("starting the engine")
-        with running_engine(job.model_path, job.engine_args) as engine:
-            measure(engine, job.units, job.work, batch, progress)
+        with running_engine(job.model.path, job.engine_args) as engine:
+            measure(engine, job.samples, job.work, batch, progress)
 
 
 @contextmanager

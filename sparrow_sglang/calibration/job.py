@@ -1,22 +1,27 @@
 """The job of a calibration, complete and checked before an engine starts.
 
-In: the parsed command line. Out: the model's context, prompts, defaults and the settings that a
-work folder belongs to.
+In: the options of `sparrow calibrate`. Out: the model's context, prompts, the samples to measure,
+and the settings that a work folder belongs to.
 """
 
-import argparse
 import hashlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from sparrow_sglang.calibration import given_response
 from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.calibration.measure import Unit, fixed_arm, schedule_arm, units_of_work
+from sparrow_sglang.calibration.measure import (
+    GIVEN_RESPONSE_ENGINE_ARGS,
+    DecodeVariant,
+    Sample,
+    fixed_budget,
+    loaded_schedule,
+    plan_samples,
+)
+from sparrow_sglang.calibration.options import DEFAULT_TARGET, PUBLISHED, CalibrationOptions
 from sparrow_sglang.calibration.prompts import (
     UNSCORED,
     Prompt,
@@ -26,31 +31,36 @@ from sparrow_sglang.calibration.prompts import (
     tokenizer_of,
 )
 from sparrow_sglang.calibration.rule import RuleChoice, rule_settings
-from sparrow_sglang.calibration.store import WorkFolder
+from sparrow_sglang.calibration.work_folder import WorkFolder
 from sparrow_sglang.hf_config import linear_layers, model_value
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, whole_pages
-from sparrow_sglang.models import model_folder, model_problem, path_problem
+from sparrow_sglang.models import model_folder, model_problem
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import NAME, PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
 MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
-DEFAULT_TARGET = 0.86
-PUBLISHED = "published"
-CALIBRATED = "calibrated"
-RULES = (PUBLISHED, CALIBRATED)
 # Each is a fifth to a half larger than the one before, from what an 8K model needs to what a 40K
 # model needs.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288)
 SHORT_CONTEXT = 16384
+SHORT_BIN_TOKENS = 1024
 # Arguments of the engine that the command sets, and what to do instead of setting them.
 _OWN_ARGUMENTS = {
     "page_size": "pass --page-size",
     "random_seed": "pass --seed",
     "sparrow_schedule": "each budget is measured under a schedule of its own",
 }
-SHORT_BIN_TOKENS = 1024
+
+
+class Model(NamedTuple):
+    """`path` is the folder or hub name that the engine loads, `context` its longest sequence."""
+
+    name: str
+    path: str
+    hf_config: Any
+    context: int
 
 
 @dataclass(frozen=True)
@@ -66,29 +76,25 @@ class Job:
         schedules: the schedules to check; empty for a calibration.
         out: the file to write; for several schedules, their common name.
         rule: the selection rule of the schedules to write; None for the published one.
-        options: the command line's options, such as min_tokens, batch, new_tokens.
     """
 
-    model: str
-    model_path: str
-    hf_config: Any
-    context: int
+    options: CalibrationOptions
+    model: Model
     page_size: int
     bin_tokens: int
     prompts: list[Prompt]
-    units: list[Unit]
+    samples: list[Sample]
     settings: dict[str, Any]
     folder: Path
     engine_args: dict[str, Any]
     targets: list[float]
     schedules: list[BudgetSchedule]
     out: Path
-    options: argparse.Namespace
     rule: RuleChoice | None = None
 
     @cached_property
     def work(self) -> WorkFolder:
-        """The finished units. Raises `CalibrationError` if the folder holds other settings."""
+        """The finished samples. Raises `CalibrationError` if the folder holds other settings."""
         return WorkFolder(self.folder, self.settings)
 
     @property
@@ -96,70 +102,61 @@ class Job:
         """Schedule files to write and their targets."""
         return dict(zip(_schedule_files(self.out, self.targets), self.targets, strict=True))
 
-
-def _untokenized(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
-    """Two tokens for any text, to check a file's form without a tokenizer."""
-    return [0, 0]
-
-
-def require_files(args: argparse.Namespace) -> None:
-    """Refuse missing or malformed files, before torch and SGLang are imported."""
-    if problem := path_problem(args.model_path):
-        raise CalibrationError(f"--model-path {args.model_path}: {problem}")
-    if args.prompts is not None:
-        read_prompts(args.prompts, _untokenized, sys.maxsize)
-    for path in args.check or ():
-        BudgetSchedule.from_json(path)
+    def samples_of(
+        self, variants: Sequence[DecodeVariant], prompts: Sequence[Prompt] | None = None
+    ) -> list[Sample]:
+        """All samples of the prompts under these variants, as many per prompt as were asked for."""
+        return plan_samples(
+            self.prompts if prompts is None else prompts,
+            variants,
+            self.options.samples,
+            self.options.new_tokens,
+            self.model.context - UNSCORED,
+        )
 
 
-def calibration_job(args: argparse.Namespace) -> Job:
+def calibration_job(options: CalibrationOptions) -> Job:
     """The job that calibrates schedules; raises `ValueError` on options that cannot work."""
-    model, model_path, hf_config, context = find_model(args.model_path, args.engine_args)
-    if args.rule != PUBLISHED and linear_layers(hf_config):
+    model = find_model(options.model_path, options.engine_args)
+    if options.rule != PUBLISHED and linear_layers(model.hf_config):
         raise CalibrationError(
-            f"--rule {args.rule}: {model} has layers with linear attention, and rotates a part of"
-            f" each head, which a choice of rotary pairs leaves out of account; expected --rule"
-            f" {PUBLISHED}"
+            f"--rule {options.rule}: {model.name} has layers with linear attention, and rotates a"
+            " part of each head, which a choice of rotary pairs leaves out of account; expected"
+            f" --rule {PUBLISHED}"
         )
-    targets = args.target or [DEFAULT_TARGET]
-    out = args.out or Path(f"{model}.json" if len(targets) > 1 else f"{model}-{targets[0]}.json")
+    targets = list(options.target) or [DEFAULT_TARGET]
+    name = model.name if len(targets) > 1 else f"{model.name}-{targets[0]}"
+    out = options.out or Path(f"{name}.json")
     _require_names(_schedule_files(out, targets))
-    bin_tokens = args.bin_tokens or default_bin_tokens(context, args.page_size)
-    budgets = sorted(set(args.budgets or default_budgets(context, args.page_size)))
-    arms = [fixed_arm(budget, args.page_size) for budget in budgets]
-    if bin_tokens < 1 or bin_tokens % args.page_size:
+    page_size = options.page_size
+    bin_tokens = options.bin_tokens or default_bin_tokens(model.context, page_size)
+    budgets = sorted(set(options.budgets or default_budgets(model.context, page_size)))
+    variants = [fixed_budget(budget, page_size) for budget in budgets]
+    if bin_tokens < 1 or bin_tokens % page_size:
         raise CalibrationError(
-            f"--bin-tokens={bin_tokens}: expected a multiple of the page size {args.page_size}"
+            f"--bin-tokens={bin_tokens}: expected a multiple of the page size {page_size}"
         )
-    prompts = load_prompts(args, model_path, context, bin_tokens, "calibration")
-    units = units_of_work(prompts, arms, args.samples, args.new_tokens, context - UNSCORED)
-    settings = settings_of(args, model_path, prompts, context) | {"budgets": budgets}
-    suffix = "" if args.rule == PUBLISHED else f"-{args.rule}"
-    folder = args.work or out.parent / f"{model}-page{args.page_size}{suffix}.calibration"
-    whole = whole_pages(context, args.page_size)
-    return Job(
-        model=model,
-        model_path=model_path,
-        hf_config=hf_config,
-        context=context,
-        page_size=args.page_size,
-        bin_tokens=bin_tokens,
-        prompts=prompts,
-        units=units,
-        settings=settings,
-        folder=folder,
-        engine_args=_engine_args(args, context, args.page_size, f"fixed-{whole}", prompts),
+    suffix = "" if options.rule == PUBLISHED else f"-{options.rule}"
+    return _job(
+        options,
+        model,
+        page_size,
+        bin_tokens,
+        variants,
+        part="calibration",
+        settings={"budgets": budgets},
+        schedule=f"fixed-{whole_pages(model.context, page_size)}",
+        folder=options.work or out.parent / f"{model.name}-page{page_size}{suffix}.calibration",
+        out=out,
         targets=targets,
         schedules=[],
-        out=out,
-        options=args,
     )
 
 
-def check_job(args: argparse.Namespace) -> Job:
+def check_job(options: CalibrationOptions) -> Job:
     """The job that checks schedules; raises `ValueError` on options that cannot work."""
-    model, model_path, hf_config, context = find_model(args.model_path, args.engine_args)
-    schedules = [BudgetSchedule.from_json(path) for path in args.check]
+    model = find_model(options.model_path, options.engine_args)
+    schedules = [BudgetSchedule.from_json(path) for path in options.check]
     page_size = schedules[0].page_size
     names = [schedule.name for schedule in schedules]
     if len(set(names)) < len(names) or any(s.page_size != page_size for s in schedules):
@@ -168,55 +165,86 @@ def check_job(args: argparse.Namespace) -> Job:
             f" {sorted({s.page_size for s in schedules})}: expected different names and one page"
             " size; check them one after the other"
         )
-    if args.target and len(args.target) > 1:
+    if len(options.target) > 1:
         raise CalibrationError(
-            f"--target {' '.join(map(str, args.target))} with --check: expected one, or none to"
+            f"--target {' '.join(map(str, options.target))} with --check: expected one, or none to"
             " judge each schedule by its own"
         )
-    if args.page_size not in (PAGE_SIZE, page_size):
+    if options.page_size not in (PAGE_SIZE, page_size):
         raise CalibrationError(
-            f"--page-size {args.page_size} with --check: {names[0]} has pages of {page_size}; leave"
-            " it out"
+            f"--page-size {options.page_size} with --check: {names[0]} has pages of {page_size};"
+            " leave it out"
         )
-    own = args.target[0] if args.target else None
     targets = []
     for schedule in schedules:
-        if (target := own or schedule.tail_target) is None:
+        target = options.target[0] if options.target else schedule.tail_target
+        if target is None:
             raise CalibrationError(f"--check: {schedule.name} has no tail_target: pass --target")
         targets.append(target)
-    first = Path(args.check[0])
-    prompts = load_prompts(args, model_path, context, schedules[0].bin_tokens, "check")
-    arms = [schedule_arm(schedule) for schedule in schedules]
-    settings = settings_of(args, model_path, prompts, context) | {
-        "page_size": page_size,
-        "schedules": [
-            [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers]
-            + ([rule_settings(s.selection)] if s.selection != SelectionRule() else [])
-            for s in schedules
-        ],
-    }
-    units = units_of_work(prompts, arms, args.samples, args.new_tokens, context - UNSCORED)
-    return Job(
-        model=model,
-        model_path=model_path,
-        hf_config=hf_config,
-        context=context,
-        page_size=page_size,
-        bin_tokens=schedules[0].bin_tokens,
-        prompts=prompts,
-        units=units,
-        settings=settings,
-        folder=args.work or first.with_suffix(".check"),
-        engine_args=_engine_args(args, context, page_size, ",".join(map(str, args.check)), prompts),
+    first = Path(options.check[0])
+    measured = [
+        [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers]
+        + ([rule_settings(s.selection)] if s.selection != SelectionRule() else [])
+        for s in schedules
+    ]
+    return _job(
+        options,
+        model,
+        page_size,
+        schedules[0].bin_tokens,
+        [loaded_schedule(schedule) for schedule in schedules],
+        part="check",
+        settings={"page_size": page_size, "schedules": measured},
+        schedule=",".join(map(str, options.check)),
+        folder=options.work or first.with_suffix(".check"),
+        out=options.out or first.with_suffix(".check.json"),
         targets=targets,
         schedules=schedules,
-        out=args.out or first.with_suffix(".check.json"),
-        options=args,
+    )
+
+
+def _job(
+    options: CalibrationOptions,
+    model: Model,
+    page_size: int,
+    bin_tokens: int,
+    variants: Sequence[DecodeVariant],
+    *,
+    part: Literal["calibration", "check"],
+    settings: dict[str, Any],
+    schedule: str,
+    **fields: Any,
+) -> Job:
+    """The job whose prompts are decoded under `variants`; `schedule` is what the engine loads."""
+    tokenize = tokenizer_of(model.path)
+    if options.prompts is not None:
+        prompts = read_prompts(options.prompts, tokenize, model.context)
+    else:
+        prompts = builtin_prompts(
+            tokenize,
+            model.context,
+            bin_tokens,
+            options.new_tokens,
+            options.prompts_per_bin,
+            part,
+            options.seed,
+        )
+    room = model.context - UNSCORED
+    return Job(
+        options=options,
+        model=model,
+        page_size=page_size,
+        bin_tokens=bin_tokens,
+        prompts=prompts,
+        samples=plan_samples(prompts, variants, options.samples, options.new_tokens, room),
+        settings=_settings(options, model, prompts) | settings,
+        engine_args=_engine_args(options, model.context, page_size, schedule, prompts),
+        **fields,
     )
 
 
 def _engine_args(
-    args: argparse.Namespace,
+    options: CalibrationOptions,
     context: int,
     page_size: int,
     schedule: str,
@@ -225,20 +253,20 @@ def _engine_args(
     defaults = {
         "context_length": context,
         "page_size": page_size,
-        "random_seed": args.seed,
+        "random_seed": options.seed,
         "sparrow_schedule": schedule,
     }
     for name, instead in _OWN_ARGUMENTS.items():
-        if name in args.engine_args:
+        if name in options.engine_args:
             raise CalibrationError(f"--engine-args {name} is not set there: {instead}")
-    if (replicas := args.engine_args.get("dp_size", 1)) != 1:
+    if (replicas := options.engine_args.get("dp_size", 1)) != 1:
         raise CalibrationError(
             f"--engine-args dp_size={replicas}: expected 1, as a response is compared on the engine"
             " that generated it; start one calibration for each GPU"
         )
     if any(prompt.response_ids for prompt in prompts):
-        defaults |= given_response.ENGINE_ARGS
-    return defaults | args.engine_args
+        defaults |= GIVEN_RESPONSE_ENGINE_ARGS
+    return defaults | options.engine_args
 
 
 def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
@@ -257,8 +285,8 @@ def _require_names(files: Sequence[Path]) -> None:
             )
 
 
-def find_model(spec: str, engine_args: dict[str, Any]) -> tuple[str, str, Any, int]:
-    """Name, path, config and context length of a model."""
+def find_model(spec: str, engine_args: dict[str, Any]) -> Model:
+    """The model that `spec` names. Raises `CalibrationError` if it has no config or context."""
     from transformers import AutoConfig
 
     path = model_folder(spec)
@@ -272,22 +300,7 @@ def find_model(spec: str, engine_args: dict[str, Any]) -> tuple[str, str, Any, i
             f"--model-path {spec}: its config has no max_position_embeddings; expected"
             " context_length in --engine-args"
         )
-    return Path(spec).name, path, config, int(context)
-
-
-def load_prompts(
-    args: argparse.Namespace,
-    model_path: str,
-    context: int,
-    bin_tokens: int,
-    part: Literal["calibration", "check"],
-) -> list[Prompt]:
-    tokenize = tokenizer_of(model_path)
-    if args.prompts is not None:
-        return read_prompts(args.prompts, tokenize, context)
-    return builtin_prompts(
-        tokenize, context, bin_tokens, args.new_tokens, args.prompts_per_bin, part, args.seed
-    )
+    return Model(Path(spec).name, path, config, int(context))
 
 
 def default_bin_tokens(context: int, page_size: int) -> int:
@@ -303,23 +316,23 @@ def default_budgets(context: int, page_size: int) -> list[int]:
     ]
 
 
-def settings_of(
-    args: argparse.Namespace, model_path: str, prompts: Sequence[Prompt], context: int
+def _settings(
+    options: CalibrationOptions, model: Model, prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
     """Everything that the measurements depend on; a work folder belongs to one set of settings."""
     return {
-        "model": _identity(args.model_path, model_path),
-        "weights": _weights(args.model_path),
-        "page_size": args.page_size,
-        "context": context,
-        "prompts": str(args.prompts or "built in"),
+        "model": _identity(options.model_path, model.path),
+        "weights": _weights(options.model_path),
+        "page_size": options.page_size,
+        "context": model.context,
+        "prompts": str(options.prompts or "built in"),
         "prompts_sha256": prompts_digest(prompts),
         "num_prompts": len({prompt.name for prompt in prompts}),
-        "samples": args.samples,
-        "new_tokens": args.new_tokens,
+        "samples": options.samples,
+        "new_tokens": options.new_tokens,
         "temperature": 1.0,
-        "seed": args.seed,
-        "engine_args": args.engine_args,
+        "seed": options.seed,
+        "engine_args": options.engine_args,
     }
 
 
@@ -343,14 +356,14 @@ def _weights(spec: str) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
-def origin(job: Job) -> dict[str, Any]:
+def origin(model: Model) -> dict[str, Any]:
     """The model, and the date, machine and versions of the measurement."""
     return {
-        "model": job.model,
+        "model": model.name,
         "model_match": {
             key: value
             for key in MATCHED_FIELDS
-            if (value := model_value(job.hf_config, key)) is not None
+            if (value := model_value(model.hf_config, key)) is not None
         },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(),

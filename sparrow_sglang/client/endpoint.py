@@ -4,7 +4,7 @@ In: requests as dicts of SGLang's `GenerateReqInput` fields. Out: SGLang's outpu
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
@@ -98,6 +98,24 @@ class EngineEndpoint:
     ) -> list[Answer]:
         return self._run(self._generate(requests, finished))
 
+    def generate_pairs(
+        self,
+        requests: Sequence[Request],
+        following: Callable[[int, Answer], Request],
+        finished: Callable[[int, Answer], object],
+    ) -> None:
+        """Answer each request, then at once what `following` makes of its number and answer.
+
+        `finished` gets the number and the second answer as each pair is done, so that an interrupt
+        loses only pairs under way. What the two raise is raised.
+        """
+
+        async def pair(number: int, request: Request) -> None:
+            second = following(number, await self._one(request))
+            finished(number, await self._one(second))
+
+        self._run(_all(pair(number, request) for number, request in enumerate(requests)))
+
     def server_info(self) -> dict[str, Any]:
         if not self._engine.loop.is_running():
             info: dict[str, Any] = self._engine.get_server_info()
@@ -123,13 +141,7 @@ class EngineEndpoint:
         tasks = [asyncio.ensure_future(self._one(request)) for request in requests]
         for task in tasks:
             task.add_done_callback(lambda _: finished())
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return await _all(tasks)
 
     async def _one(self, request: Request) -> Answer:
         # `Engine.generate` lacks some fields, extra_key among them.
@@ -161,8 +173,22 @@ class EngineEndpoint:
                 return asyncio.run_coroutine_threadsafe(work, loop).result()
             result: _Result = loop.run_until_complete(work)
             return result
+        except SparrowError:
+            raise
         except ValueError as error:
             raise EndpointError(f"the engine refused a call: {error}") from error
+
+
+async def _all(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
+    """Results of what runs at the same time; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def sparrow_call(engine: Any, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:

@@ -1,31 +1,29 @@
 """`sparrow calibrate`: measure the cheapest KV budget per position bin that holds a tail target.
 
 In: a model and prompts. Fresh generations under several fixed budgets are scored densely by the
-same engine. Out: one schedule file per target with its evidence, and a plot; or, with --check, a
-report on how fresh generations under given schedules hold their targets.
+same engine. Out: one schedule file per target with its evidence; or, with --check, a report on how
+fresh generations under given schedules hold their targets.
 """
 
 import argparse
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.engine import measure_missing
-from sparrow_sglang.calibration.job import (
+from sparrow_sglang.calibration.job import calibration_job, check_job
+from sparrow_sglang.calibration.measure_rule import with_chosen_rule
+from sparrow_sglang.calibration.options import (
     DEFAULT_TARGET,
     PUBLISHED,
     RULES,
-    calibration_job,
-    check_job,
-    require_files,
+    CalibrationOptions,
 )
-from sparrow_sglang.calibration.report import write_check, write_schedules
+from sparrow_sglang.calibration.results import write_check, write_schedules
 from sparrow_sglang.calibration.rule import describe_rule
-from sparrow_sglang.calibration.rule_job import with_chosen_rule
 from sparrow_sglang.command_line import at_least, count
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES
+from sparrow_sglang.schedule import PAGE_SIZES
 
 EPILOG = """\
 examples:
@@ -50,11 +48,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, default = parser.add_argument, CalibrationOptions()
     add(
         "--model-path",
-        default=EMBEDDED_MODEL_NAME,
-        help=f"folder or Hugging Face name; default: {EMBEDDED_MODEL_NAME}",
+        default=default.model_path,
+        help="folder or Hugging Face name (default %(default)s)",
     )
     add(
         "--prompts",
@@ -65,8 +63,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--target",
         type=float,
         nargs="+",
-        help="tail percentiles of the acceptance rate to reach, one schedule each; default"
-        f" {DEFAULT_TARGET}",
+        default=(),
+        help="tail percentiles of the acceptance rate to reach, one schedule each (default"
+        f" {DEFAULT_TARGET})",
     )
     add(
         "--out",
@@ -76,6 +75,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--check",
         nargs="+",
+        default=(),
         metavar="SCHEDULE",
         help="do not calibrate, but measure whether these schedule files hold their targets",
     )
@@ -88,12 +88,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--budgets",
         type=int,
         nargs="+",
+        default=(),
         help="KV budgets to measure, in tokens; default: 128 to 12288",
     )
     add(
         "--rule",
         choices=RULES,
-        default=PUBLISHED,
+        default=default.rule,
         help="how pages are selected. published (default): as in the paper, with the same budget"
         " in each layer. calibrated: with rotary pairs of int4 landmarks, layer budgets and dense"
         " layers that are measured for the model",
@@ -102,35 +103,25 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--page-size",
         type=int,
         choices=PAGE_SIZES,
-        default=PAGE_SIZE,
-        help="tokens per page (default 16)",
+        default=default.page_size,
+        help="tokens per page (default %(default)s)",
     )
     add(
         "--bin-tokens",
         type=int,
         help="positions per bin; default about 2000, or 1024 up to a context of 16384",
     )
-    add(
-        "--new-tokens",
-        type=at_least(2),
-        default=128,
-        help="most new tokens per generation (default 128)",
-    )
-    add("--samples", type=count, default=1, help="generations per prompt and budget (default 1)")
-    add(
-        "--prompts-per-bin",
-        type=count,
-        default=24,
-        help="built-in prompts per bin (default 24)",
-    )
-    add(
-        "--min-tokens",
-        type=count,
-        default=1000,
-        help="measured tokens that a bin needs to be judged (default 1000)",
-    )
-    add("--batch", type=count, default=128, help="generations per saved batch (default 128)")
-    add("--seed", type=int, default=0, help="seed of built-in prompts and of sampling (default 0)")
+    counts = {
+        "new-tokens": (at_least(2), "most new tokens per generation"),
+        "samples": (count, "generations per prompt and budget"),
+        "prompts-per-bin": (count, "built-in prompts per bin"),
+        "min-tokens": (count, "measured tokens that a bin needs to be judged"),
+        "batch": (count, "generations at the same time"),
+        "seed": (int, "seed of built-in prompts and of sampling"),
+    }
+    for name, (kind, words) in counts.items():
+        value = getattr(default, name.replace("-", "_"))
+        add(f"--{name}", type=kind, default=value, help=f"{words} (default %(default)s)")
     add("--engine-args", default="{}", help="further arguments of sglang.Engine, a JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -141,22 +132,30 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `ValueError` (`CalibrationError`, `ScheduleError`) or `ModelError`.
     """
-    for target in args.target or ():
-        if not 0 < target < 1:
-            raise CalibrationError(f"--target {target}: expected a tail between 0 and 1, e.g. 0.86")
-    _require_no_choice_in_a_check(args)
-    require_files(args)
-    args.engine_args = engine_arguments(args.engine_args)
-    job = check_job(args) if args.check else calibration_job(args)
-    if args.rule != PUBLISHED:
+    names = {each.name for each in fields(CalibrationOptions)}
+    options = CalibrationOptions(**{k: v for k, v in vars(args).items() if k in names})
+    options.require_files()
+    options = replace(options, engine_args=engine_arguments(args.engine_args))
+    return _check(options) if options.check else _calibrate(options)
+
+
+def _calibrate(options: CalibrationOptions) -> int:
+    job = calibration_job(options)
+    if options.rule != PUBLISHED:
         job = with_chosen_rule(job)
         assert job.rule is not None
         print(f"{describe_rule(job.rule)}\n")
     measure_missing(job)
-    if not args.check:
-        for line in write_schedules(job):
-            print(line)
-        return 0
+    for line in write_schedules(job):
+        print(line)
+    files = list(job.files)
+    print(f"to look at it: sparrow report {files[0] if len(files) == 1 else files[0].parent}")
+    return 0
+
+
+def _check(options: CalibrationOptions) -> int:
+    job = check_job(options)
+    measure_missing(job)
     reports = write_check(job)
     for report in reports:
         counts = ", ".join(f"{row['bin']}: {row['verdict']}" for row in report["bins"])
@@ -164,18 +163,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"{report['schedule']}: {verdict} {report['target']:g} ({counts})")
     print(job.out)
     return 0 if all(report["holds"] for report in reports) else 1
-
-
-def _require_no_choice_in_a_check(args: argparse.Namespace) -> None:
-    """Refuse options with --check that the checked schedule already determines."""
-    chosen = {
-        "rule": None if args.rule == PUBLISHED else [args.rule],
-        "budgets": args.budgets,
-        "bin-tokens": None if args.bin_tokens is None else [args.bin_tokens],
-    }
-    for name, values in chosen.items():
-        if args.check and values is not None:
-            raise CalibrationError(
-                f"--{name} {' '.join(map(str, values))} has no meaning with --check, which"
-                " generates under each schedule as its file says: leave it out"
-            )

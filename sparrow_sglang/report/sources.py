@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.calibration.store import SETTINGS
+from sparrow_sglang.calibration.work_folder import SETTINGS
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.run_folder import METRICS_FILE
 

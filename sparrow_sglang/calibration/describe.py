@@ -1,12 +1,11 @@
-"""The measurements and choices of a calibration, as tables, sentences and a plot.
+"""The measurements and choices of a calibration, as tables and sentences.
 
-In: tails per budget and bin, and schedules made of them. Out: text, and a PNG.
+In: tails per budget and bin, and schedules made of them. Out: text.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.calibration.choice import (
@@ -15,7 +14,7 @@ from sparrow_sglang.calibration.choice import (
     is_filled,
     whole_budget,
 )
-from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail
+from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedule import BudgetSchedule
 
 Tails = Mapping[int, Mapping[int, BinTail]]
@@ -133,42 +132,3 @@ def _table_line(span: str, budget: int, row: Mapping[str, Any], last: str) -> st
         if row["tail_low"] is not None:
             interval = f"{row['tail_low']:.3f}-{row['tail_high']:.3f}"
     return f"{span:>15} {budget:>7} {tail:>6}  {interval:<14} {row['tokens']:>6}  {last}"
-
-
-def plot(
-    path: Path,
-    tails: Tails,
-    schedules: Sequence[BudgetSchedule],
-    bin_tokens: int,
-    min_tokens: int,
-    title: str,
-) -> None:
-    """Tail against position per budget with confidence bands, targets, and the chosen budgets."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    curves, steps = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for i, budget in enumerate(sorted(tails)):
-        rows = [tail for tail in tails[budget].values() if is_filled(tail, min_tokens)]
-        if not rows:
-            continue
-        middles = [(row.first_position + row.end_position) / 2 for row in rows]
-        colour = colormaps["viridis"](i / max(1, len(tails) - 1))
-        curves.plot(middles, [row.tail for row in rows], "o-", color=colour, label=f"{budget}")
-        low, high = [row.tail_low for row in rows], [row.tail_high for row in rows]
-        curves.fill_between(middles, low, high, color=colour, alpha=0.2, linewidth=0)
-    for schedule in schedules:
-        label = f"target {schedule.tail_target}"
-        edges = [i * bin_tokens for i in range(len(schedule.budget_tokens) + 1)]
-        line = steps.stairs(schedule.budget_tokens, edges, label=label, baseline=None, linewidth=2)
-        curves.axhline(schedule.tail_target, linestyle="--", color=line.get_edgecolor())
-    curves.set_ylabel(f"acceptance rate, {TAIL_PERCENTILE:g}th percentile")
-    curves.set_title(title)
-    steps.set_xlabel("position (cached tokens)")
-    steps.set_ylabel("chosen KV budget (tokens)")
-    if curves.get_legend_handles_labels()[0]:
-        curves.legend(title="KV budget (tokens)", fontsize="small", ncols=2)
-    if schedules:
-        steps.legend(fontsize="small")
-    figure.savefig(path, dpi=120, format="png")

@@ -1,6 +1,6 @@
-"""Output of a calibration: schedule files with their evidence, a plot, a check's report.
+"""Output of a calibration: schedule files with their evidence, or a check's report.
 
-In: tails per budget and bin, and the choices made from them. Out: `BudgetSchedule`s, a PNG, JSON.
+In: tails per budget and bin, and the choices made from them. Out: `BudgetSchedule`s, JSON.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,65 +17,59 @@ from sparrow_sglang.calibration.choice import (
     choose,
     is_filled,
 )
-from sparrow_sglang.calibration.job import Job, origin
-from sparrow_sglang.calibration.measure import tokens_by_arm
-from sparrow_sglang.calibration.rule import RuleChoice
-from sparrow_sglang.calibration.store import WorkFolder
-from sparrow_sglang.calibration.tables import (
+from sparrow_sglang.calibration.describe import (
     Tails,
     describe,
     describe_misses,
     describe_tails,
     interval,
     nothing_holds,
-    plot,
 )
+from sparrow_sglang.calibration.job import Job, origin
+from sparrow_sglang.calibration.measure import tokens_by_schedule
+from sparrow_sglang.calibration.rule import RuleChoice
+from sparrow_sglang.calibration.work_folder import WorkFolder
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.schedule import BudgetSchedule
 
 
 def write_schedules(job: Job) -> Iterator[str]:
-    """Write schedule files and plot from the stored measurements; yields lines to print.
+    """Write schedule files from the stored measurements; yields lines to print.
 
     If a target is held nowhere, raises `CalibrationError` after writing everything else.
     """
-    measured = tokens_by_arm(job.units, job.work)
-    by_budget = {unit.arm.schedule.budget_tokens[0]: unit.arm.schedule.name for unit in job.units}
-    size, min_tokens = (job.bin_tokens, job.page_size), job.options.min_tokens
-    tails = {budget: bin_tails(measured[name], *size) for budget, name in by_budget.items()}
-    evidence = origin(job) | {"settings": job.settings, "tails": _all_tails(tails)}
+    measured = tokens_by_schedule(job.samples, job.work)
+    schedules = {sample.variant.schedule.name: sample.variant.schedule for sample in job.samples}
+    tails = {
+        schedule.budget_tokens[0]: bin_tails(measured[name], job.bin_tokens, job.page_size)
+        for name, schedule in schedules.items()
+    }
+    min_tokens = job.options.min_tokens
+    evidence = origin(job.model) | {"settings": job.settings, "tails": _all_tails(tails)}
     yield f"measured: {TAIL_PERCENTILE:g}th percentile of the acceptance rate per bin and budget"
     yield f"{describe_tails(tails, job.targets, job.bin_tokens, min_tokens)}\n"
-    schedules, failures = [], []
-    with _kept(job.work):
-        for path, target in job.files.items():
-            yield from describe_misses(
-                tails, target, job.bin_tokens, min_tokens, _least_weight(job.rule)
+    failures = []
+    for path, target in job.files.items():
+        least_weight = _least_weight(job.rule)
+        yield from describe_misses(tails, target, job.bin_tokens, min_tokens, least_weight)
+        try:
+            schedule = make_schedule(
+                path.stem,
+                target,
+                tails,
+                page_size=job.page_size,
+                bin_tokens=job.bin_tokens,
+                context=job.model.context,
+                min_tokens=min_tokens,
+                origin=evidence,
+                rule=job.rule,
             )
-            try:
-                schedule = make_schedule(
-                    path.stem,
-                    target,
-                    tails,
-                    page_size=job.page_size,
-                    bin_tokens=job.bin_tokens,
-                    context=job.context,
-                    min_tokens=min_tokens,
-                    origin=evidence,
-                    rule=job.rule,
-                )
-            except CalibrationError as error:
-                failures.append(str(error))
-                continue
+        except CalibrationError as error:
+            failures.append(str(error))
+            continue
+        with _kept(job.work):
             schedule.save(path)
-            schedules.append(schedule)
-            yield f"{path} (target {target})\n{describe(schedule)}\n"
-        picture = job.out.with_suffix(".png")
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        prompts = job.settings["num_prompts"]
-        title = f"{job.model}, page size {job.page_size}, {prompts} prompts"
-        plot(picture, tails, schedules, job.bin_tokens, min_tokens, title)
-    yield str(picture)
+        yield f"{path} (target {target})\n{describe(schedule)}\n"
     if failures:
         raise CalibrationError(
             f"{'; '.join(failures)}; the measurements are kept in {job.work.path}"
@@ -84,13 +78,13 @@ def write_schedules(job: Job) -> Iterator[str]:
 
 def write_check(job: Job) -> list[dict[str, Any]]:
     """Write how each schedule holds its target; returns the same, one report per schedule."""
-    measured = tokens_by_arm(job.units, job.work)
+    measured = tokens_by_schedule(job.samples, job.work)
     reports = [
         check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
         for schedule, target in zip(job.schedules, job.targets, strict=True)
     ]
     with _kept(job.work):
-        write_json(job.out, {"checks": reports, **origin(job), "settings": job.settings})
+        write_json(job.out, {"checks": reports, **origin(job.model), "settings": job.settings})
     return reports
 
 
@@ -204,7 +198,7 @@ def check_schedule(
 
 
 def _all_tails(tails: Tails) -> dict[str, Any]:
-    """Every curve of the plot: budget -> bins with tail, interval and token count."""
+    """All that was measured: budget -> bins with tail, interval and token count."""
     names = {name: name for name in ("bin", "tokens", "tail")}
     names |= {"low": "tail_low", "high": "tail_high"}
     return {

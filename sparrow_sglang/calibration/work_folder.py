@@ -20,22 +20,22 @@ from sparrow_sglang.calibration.choice import CalibrationError
 
 SETTINGS = "settings.json"
 _BATCHES = "batch-*.parquet"
-_UNITS_KEY = b"sparrow_units"
+_SAMPLES_KEY = b"sparrow_samples"
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class UnitTokens:
-    """The sparsely decoded tokens of one unit of work; arrays [T] as in `Tokens`."""
+class SampleTokens:
+    """The sparsely decoded tokens of one sample; arrays [T] as in `Tokens`."""
 
-    unit: int
+    sample: int
     cached: NDArray[np.int64]
     rates: NDArray[np.float64]
 
 
 class WorkFolder:
-    """Finished units of work on disk, under the settings that they were made with."""
+    """Finished samples on disk, under the settings that they were made with."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         """Open or make the folder.
@@ -65,31 +65,31 @@ class WorkFolder:
                     " another folder, or repeat the command that made this one"
                 )
 
-    def load(self) -> dict[int, UnitTokens]:
-        """All finished units by number. A damaged file is left out with a warning."""
+    def load(self) -> dict[int, SampleTokens]:
+        """All finished samples by number. A damaged file is left out with a warning."""
         import pyarrow
 
-        units: dict[int, UnitTokens] = {}
+        samples: dict[int, SampleTokens] = {}
         for path in sorted(self.path.glob(_BATCHES)):
             try:
-                units |= {unit.unit: unit for unit in _read_batch(path)}
+                samples |= {sample.sample: sample for sample in _read_batch(path)}
             except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
                 logger.warning("%s is damaged and will be measured again (%s)", path, error)
-        return units
+        return samples
 
-    def add(self, units: Sequence[UnitTokens]) -> None:
+    def add(self, samples: Sequence[SampleTokens]) -> None:
         """Append a batch, durable when this returns. Raises `CalibrationError` on a full disk."""
         import pyarrow
         from pyarrow import parquet
 
         columns = {
-            "unit": np.concatenate([np.full(len(u.cached), u.unit, np.int32) for u in units]),
-            "cached": np.concatenate([u.cached.astype(np.int32) for u in units]),
-            "rate": np.concatenate([u.rates.astype(np.float32) for u in units]),
+            "sample": np.concatenate([np.full(len(s.cached), s.sample, np.int32) for s in samples]),
+            "cached": np.concatenate([s.cached.astype(np.int32) for s in samples]),
+            "rate": np.concatenate([s.rates.astype(np.float32) for s in samples]),
         }
-        numbers = json.dumps([u.unit for u in units]).encode()
-        table = pyarrow.table(columns).replace_schema_metadata({_UNITS_KEY: numbers})
-        with self._writing(f"batch-{units[0].unit:08d}.parquet") as draft:
+        numbers = json.dumps([s.sample for s in samples]).encode()
+        table = pyarrow.table(columns).replace_schema_metadata({_SAMPLES_KEY: numbers})
+        with self._writing(f"batch-{samples[0].sample:08d}.parquet") as draft:
             parquet.write_table(table, draft)
 
     @contextmanager
@@ -104,17 +104,17 @@ class WorkFolder:
             ) from None
 
 
-def _read_batch(path: Path) -> list[UnitTokens]:
+def _read_batch(path: Path) -> list[SampleTokens]:
     from pyarrow import parquet
 
     table = parquet.read_table(path)
-    numbers = json.loads(table.schema.metadata[_UNITS_KEY])
-    unit, cached, rates = (table[name].to_numpy() for name in ("unit", "cached", "rate"))
+    numbers = json.loads(table.schema.metadata[_SAMPLES_KEY])
+    sample, cached, rates = (table[name].to_numpy() for name in ("sample", "cached", "rate"))
     return [
-        UnitTokens(
+        SampleTokens(
             number,
-            cached[unit == number].astype(np.int64),
-            rates[unit == number].astype(np.float64),
+            cached[sample == number].astype(np.int64),
+            rates[sample == number].astype(np.float64),
         )
         for number in numbers
     ]

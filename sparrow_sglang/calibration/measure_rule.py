@@ -1,0 +1,211 @@
+"""Measure for a selection rule: rotary pairs, each layer alone, then sets of dense layers.
+
+In: a calibration job. Out: the same job under the chosen rule. The measurements of each step are
+kept in a folder of their own, so that a killed run goes on where it stopped.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.calibration import engine
+from sparrow_sglang.calibration.choice import CalibrationError, Tokens
+from sparrow_sglang.calibration.job import Job
+from sparrow_sglang.calibration.measure import (
+    DecodeVariant,
+    fixed_budget,
+    plan_samples,
+    tokens_by_schedule,
+)
+from sparrow_sglang.calibration.prompts import UNSCORED, Prompt
+from sparrow_sglang.calibration.rule import (
+    RuleChoice,
+    choose_rule,
+    chosen_pairs,
+    dense_candidates,
+    dense_schedule,
+    even_schedule,
+    landmark_rule,
+    landmark_tokens,
+    rule_settings,
+    sensitivities,
+    sensitivity_schedule,
+    variance_kept,
+)
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.config import schedule_from
+from sparrow_sglang.hf_config import (
+    head_dim_of,
+    num_kv_heads_of,
+    num_layers_of,
+    partial_layers,
+)
+from sparrow_sglang.mismatch.token_bins import whole_pages
+from sparrow_sglang.progress import Progress
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
+
+PROMPTS = 16
+
+
+def with_chosen_rule(job: Job) -> Job:
+    """Choose rotary pairs, layer weights and dense layers by measuring; return the job under them.
+
+    Raises `CalibrationError` as `measure_missing` does.
+    """
+    hf_config, context = job.model.hf_config, job.model.context
+    layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
+    whole = [layer for layer in range(layers) if layer not in partial]
+    prompts = _longest(job.prompts)
+    variances = _pair_variances(job, prompts)
+    pairs = chosen_pairs(variances)
+    rule = landmark_rule(pairs, job.page_size)
+    size = (rule, layers, job.page_size, context)
+    alone = {layer: sensitivity_schedule(layer, *size, partial) for layer in whole}
+    measured = _measured(job, prompts, "layers", list(alone.values()), rule)
+    sensitivity = sensitivities(
+        {layer: measured[schedule.name] for layer, schedule in alone.items()}, layers
+    )
+    candidates = {
+        dense: dense_schedule(dense, sensitivity, rule, job.page_size, context, partial)
+        for dense in dense_candidates(sensitivity, partial)
+    }
+    measured = _measured(job, prompts, "dense", list(candidates.values()), rule)
+    tails = {dense: measured[schedule.name] for dense, schedule in candidates.items()}
+    kept = variance_kept(variances, pairs)
+    return _under(job, choose_rule(rule, kept, sensitivity, tails, partial))
+
+
+def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The longest prompts, where most pages are left out, in their original order."""
+    keep = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].input_ids))[:PROMPTS]
+    return [prompts[i] for i in sorted(keep)]
+
+
+def _step_of(job: Job, name: str, schedule: BudgetSchedule, **settings: Any) -> Job:
+    """The job of one step, in a folder of its own, on an engine that starts with `schedule`."""
+    folder = job.folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "first-schedule.json"
+    schedule.save(path)
+    return replace(
+        job,
+        folder=folder,
+        settings=job.settings | {"step": name} | settings,
+        engine_args=job.engine_args | {"sparrow_schedule": str(path)},
+    )
+
+
+def _even(job: Job, rule: SelectionRule) -> BudgetSchedule:
+    """All layers sparse, with a budget of the whole context."""
+    layers = num_layers_of(job.model.hf_config)
+    whole = whole_pages(job.model.context, job.page_size)
+    return even_schedule("first", rule, layers, job.page_size, whole)
+
+
+def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
+    """Variance over landmarks of each pair's part of the scores, [layers, KV heads, D/2].
+
+    `attention_backends.pair_variance` sums it over the latest queries of each prefill pass; it is 0
+    in layers without landmarks. Raises `CalibrationError` as `measure_missing` does.
+    """
+    tokens = landmark_tokens(job.page_size)
+    step = _step_of(job, "pairs", _even(job, SelectionRule()), landmark_tokens=tokens)
+    path = step.work.path / "variances.json"
+    if path.exists():
+        return np.array(json.loads(path.read_text("utf-8")))
+    room = job.model.context - UNSCORED
+    with (
+        schedule_from("sparrow calibrate, which measures rotary pairs"),
+        closing(Progress(len(prompts), "prompt")) as progress,
+    ):
+        progress.show("starting the engine")
+        with engine.running_engine(job.model.path, step.engine_args) as running:
+            try:
+                endpoint = connect(running)
+                endpoint.call_sparrow("pairs", landmark_tokens=tokens)
+                # Send prompts one by one, so that every run sums in the same order.
+                for prompt in prompts:
+                    request = {
+                        "input_ids": [*prompt.input_ids, *prompt.response_ids][:room],
+                        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                        "log_metrics": False,
+                    }
+                    endpoint.generate([request])
+                    progress.advance()
+                found = endpoint.call_sparrow("pairs")
+            except RuntimeError as error:
+                raise CalibrationError(
+                    f"the engine failed ({error}) while rotary pairs were measured: repeat the"
+                    " command"
+                ) from error
+    config = job.model.hf_config
+    shape = (num_layers_of(config), num_kv_heads_of(config), head_dim_of(config) // 2)
+    variances = np.zeros(shape)
+    for layer, rows in found["layers"].items():
+        variances[int(layer)] = rows
+    write_json(path, variances.tolist())
+    return variances
+
+
+def _measured(
+    job: Job,
+    prompts: Sequence[Prompt],
+    name: str,
+    schedules: Sequence[BudgetSchedule],
+    rule: SelectionRule,
+) -> dict[str, list[Tokens]]:
+    """Tokens of each schedule, by its name, along one sample of each prompt."""
+    room = job.model.context - UNSCORED
+    planned = [
+        sample
+        for schedule in schedules
+        for sample in plan_samples(
+            prompts, [DecodeVariant(schedule, {}, switched=True)], 1, job.options.new_tokens, room
+        )
+    ]
+    samples = [replace(sample, number=number) for number, sample in enumerate(planned)]
+    step = replace(
+        _step_of(job, name, _even(job, rule), schedules=_settings(schedules)), samples=samples
+    )
+    engine.measure_missing(step)
+    measured = tokens_by_schedule(samples, step.work)
+    for schedule in schedules:
+        if not any(len(tokens.rates) for tokens in measured.get(schedule.name, [])):
+            raise CalibrationError(
+                f"--rule: no token was decoded sparsely under {schedule.name}: expected prompts of"
+                f" more than {schedule.first_sparse_length()} tokens, or more --new-tokens"
+            )
+    return measured
+
+
+def _settings(schedules: Sequence[BudgetSchedule]) -> list[Any]:
+    return [
+        schedule.model_dump(mode="json") | {"selection": rule_settings(schedule.selection)}
+        for schedule in schedules
+    ]
+
+
+def _under(job: Job, choice: RuleChoice) -> Job:
+    """The job with its budgets under the chosen rule."""
+    rule = (job.page_size, choice.selection, choice.dense_layers)
+    variants = [fixed_budget(budget, *rule) for budget in job.settings["budgets"]]
+    path = job.folder / "rule.json"
+    fixed_budget(whole_pages(job.model.context, job.page_size), *rule).schedule.save(path)
+    chosen = {
+        "selection": rule_settings(choice.selection),
+        "dense_layers": list(choice.dense_layers),
+    }
+    return replace(
+        job,
+        samples=job.samples_of(variants),
+        settings=job.settings | chosen,
+        engine_args=job.engine_args | {"sparrow_schedule": str(path)},
+        rule=choice,
+    )
