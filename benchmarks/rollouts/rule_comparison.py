@@ -20,7 +20,8 @@ from sparrow_sglang.benchmarks.processes import ProcessFailed, log_end, logged_p
 from sparrow_sglang.benchmarks.result_files import Results
 from sparrow_sglang.benchmarks.rollouts.given_texts import write_texts
 from sparrow_sglang.benchmarks.training.parallel_runs import visible_gpus
-from sparrow_sglang.calibration.job import RULES, find_model
+from sparrow_sglang.calibration.job import find_model
+from sparrow_sglang.calibration.options import RULES
 from sparrow_sglang.command_line import count
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME
 from sparrow_sglang.planning.cost_model import step_costs

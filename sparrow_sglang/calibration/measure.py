@@ -151,7 +151,7 @@ def measure(
             raise
         finally:
             if measured:
-                work.add(measured)
+                work.add(sorted(measured, key=lambda tokens: tokens.sample))
         finished += len(group)
         progress.advance(len(group))
 
@@ -211,7 +211,7 @@ def _measure_batch(
 
 def _request(sample: Sample, slot: int) -> dict[str, Any]:
     prompt, variant = sample.prompt, sample.variant
-    custom = {"sparrow": variant.options} if variant.options else {}
+    custom: dict[str, Any] = {"sparrow": variant.options} if variant.options else {}
     custom |= record_into(slot, len(prompt.input_ids))
     if prompt.response_ids:
         custom[_GIVEN] = list(prompt.response_ids)

@@ -6,6 +6,7 @@ fresh generations under given schedules hold their targets.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=int,
         help="positions per bin; default about 2000, or 1024 up to a context of 16384",
     )
-    counts = {
+    counts: dict[str, tuple[Callable[[str], int], str]] = {
         "new-tokens": (at_least(2), "most new tokens per generation"),
         "samples": (count, "generations per prompt and budget"),
         "prompts-per-bin": (count, "built-in prompts per bin"),

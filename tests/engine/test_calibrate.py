@@ -21,7 +21,7 @@ from oracle import ContractModel
 
 from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.engine import stop_waiting_when_it_dies
-from sparrow_sglang.calibration.store import WorkFolder
+from sparrow_sglang.calibration.work_folder import WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -91,7 +91,6 @@ def test_budgets_grow_with_the_target_and_carry_their_evidence(calibrated: Path)
             if row["basis"] == "measured" and row["budget_tokens"] == row["needed_tokens"]:
                 assert row["tail_low"] >= float(target) and row["tokens"] >= 200
     assert any(row["basis"] == "measured" for row in found[0].provenance["bins"])
-    assert (calibrated / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_target_needs_no_engine(
@@ -148,7 +147,7 @@ def test_a_target_that_no_budget_holds_is_no_schedule(
     (line,) = error.strip().splitlines()
     assert line.startswith("sparrow calibrate: error: target 0.99999: no measured budget holds it")
     assert "came closest" in line and "no schedule is written" in line and "are kept in" in line
-    assert not (calibrated / "none.json").exists() and (calibrated / "none.png").exists()
+    assert not (calibrated / "none.json").exists()
     hints = [line for line in out.splitlines() if "no budget holds 0.99999" in line]
     bins = {int(line.split("-")[0].removeprefix("positions ")) // 64 for line in hints}
     stored = BudgetSchedule.from_json(calibrated / "m-0.75.json").provenance["tails"]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.rollouts.requests import Progress
 from sparrow_sglang.calibration import engine
-from sparrow_sglang.calibration.measure import Unit
-from sparrow_sglang.calibration.store import UnitTokens, WorkFolder
+from sparrow_sglang.calibration.measure import Sample
+from sparrow_sglang.calibration.work_folder import SampleTokens, WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
@@ -31,22 +31,22 @@ TARGETS = ("0.75", "0.86")
 MOVED_AT = 5
 
 
-def _rates(unit: Unit, cached: NDArray[np.int64]) -> NDArray[np.float64]:
+def _rates(sample: Sample, cached: NDArray[np.int64]) -> NDArray[np.float64]:
     """Acceptance rates that fall as a larger share of the cached KV is not read."""
-    budgets = np.array([unit.arm.schedule.kv_budget_tokens(int(n)) for n in cached])
+    budgets = np.array([sample.variant.schedule.kv_budget_tokens(int(n)) for n in cached])
     left_out = 1 - budgets / cached
-    draw = np.random.default_rng(unit.number)
+    draw = np.random.default_rng(sample.number)
     return 1 - np.clip(left_out, 0, 1) * draw.beta(1, 4, len(cached))
 
 
 def _measure(
-    engine: Any, units: Sequence[Unit], work: WorkFolder, batch: int, progress: Any
+    engine: Any, samples: Sequence[Sample], work: WorkFolder, batch: int, progress: Any
 ) -> None:
     """Stand-in for `calibration.measure.measure` with a known distribution instead of an engine."""
-    for unit in units:
-        cached = len(unit.prompt.input_ids) + 1 + np.arange(unit.new_tokens - 1)
-        rates = _rates(unit, cached)
-        work.add([UnitTokens(unit.number, cached, rates)])
+    for sample in samples:
+        cached = len(sample.prompt.input_ids) + 1 + np.arange(sample.new_tokens - 1)
+        rates = _rates(sample, cached)
+        work.add([SampleTokens(sample.number, cached, rates)])
         progress.advance(1)
 
 

@@ -15,7 +15,7 @@ from sparrow_sglang.attention_backends.reference import select_pages
 from sparrow_sglang.benchmarks import figures
 from sparrow_sglang.benchmarks.figures import speedup_points
 from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT, load_runs
-from sparrow_sglang.calibration.job import RULES
+from sparrow_sglang.calibration.options import RULES
 from sparrow_sglang.report.result_files import Run
 from sparrow_sglang.report.step_pairs import dense_backends
 

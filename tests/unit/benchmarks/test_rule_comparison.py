@@ -14,7 +14,7 @@ from sparrow_sglang.benchmarks.processes import ProcessFailed
 from sparrow_sglang.benchmarks.result_files import RESULTS, ROOT
 from sparrow_sglang.benchmarks.rollouts import rule_comparison
 from sparrow_sglang.benchmarks.rollouts.rule_comparison import rule_rows
-from sparrow_sglang.calibration.job import RULES
+from sparrow_sglang.calibration.options import RULES
 from sparrow_sglang.commands import cli
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.report.result_files import Run

@@ -12,9 +12,9 @@ from sparrow_sglang.calibration.choice import (
     choose,
     closest,
 )
-from sparrow_sglang.calibration.report import check_schedule, make_schedule
+from sparrow_sglang.calibration.describe import describe_misses
+from sparrow_sglang.calibration.results import check_schedule, make_schedule
 from sparrow_sglang.calibration.rule import RuleChoice
-from sparrow_sglang.calibration.tables import describe_misses
 from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule

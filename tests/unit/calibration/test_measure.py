@@ -8,54 +8,72 @@ import numpy as np
 import pytest
 
 from sparrow_sglang.calibration import measure as calibration_measure
-from sparrow_sglang.calibration import prompts as calibration_prompts
-from sparrow_sglang.calibration.store import WorkFolder
+from sparrow_sglang.calibration.measure import fixed_budget, plan_samples, tokens_by_schedule
+from sparrow_sglang.calibration.prompts import Prompt
+from sparrow_sglang.calibration.work_folder import WorkFolder
 from sparrow_sglang.progress import Progress
 
+PROMPT = Prompt("p", tuple(range(3, 103)))
 
-def test_dense_units_are_not_generated() -> None:
-    prompt = calibration_prompts.Prompt("p", tuple(range(3, 103)))
-    arms = [calibration_measure.fixed_arm(budget, 16) for budget in (96, 112, 128, 144)]
-    units = calibration_measure.units_of_work([prompt], arms, 2, 30, 320)
+
+def test_dense_samples_are_not_generated() -> None:
+    variants = [fixed_budget(budget, 16) for budget in (96, 112, 128, 144)]
+    samples = plan_samples([PROMPT], variants, 2, 30, 320)
     # Steps attend to 101 to 129 tokens: 7 to 9 pages.
-    assert [u.arm.schedule.budget_tokens[0] for u in units] == [96, 96, 112, 112, 128, 128]
+    budgets = [sample.variant.schedule.budget_tokens[0] for sample in samples]
+    assert budgets == [96, 96, 112, 112, 128, 128]
 
 
 def test_a_given_response_is_decoded_once_and_to_its_end() -> None:
-    prompt = calibration_prompts.Prompt("p", tuple(range(3, 103)), tuple(range(20)))
-    arms = [calibration_measure.fixed_arm(64, 16)]
-    (unit,) = calibration_measure.units_of_work([prompt], arms, 2, 30, 320)
-    assert unit.new_tokens == 20
+    prompt = Prompt("p", PROMPT.input_ids, tuple(range(20)))
+    (sample,) = plan_samples([prompt], [fixed_budget(64, 16)], 2, 30, 320)
+    assert sample.new_tokens == 20
 
 
-def test_dense_decode_is_measured_at_every_step() -> None:
-    prompt = calibration_prompts.Prompt("p", tuple(range(3, 103)))
-    arm = calibration_measure.dense_arm(320, 16)
-    (unit,) = calibration_measure.units_of_work([prompt], [arm], 1, 30, 320)
-    assert unit.new_tokens == 30 and unit.arm.measures(101)
-    assert not calibration_measure.fixed_arm(320, 16).measures(101)
+class Engine:
+    """Answers four tokens to each request, and rates of all but the first; interrupted after
+    `pairs` of them."""
+
+    def __init__(self, pairs: int = 9) -> None:
+        self.pairs = pairs
+
+    def generate_pairs(
+        self,
+        requests: Sequence[Any],
+        following: Callable[[int, Any], Any],
+        finished: Callable[[int, Any], object],
+    ) -> None:
+        for number in reversed(range(len(requests))):
+            if self.pairs == 0:
+                raise KeyboardInterrupt
+            following(number, {"output_ids": [3, 4, 5, 6]})
+            finished(number, {"meta_info": {"sparrow_acceptance": [[0.75, None, 0.5]]}})
+            self.pairs -= 1
 
 
-class Recorder:
-    """An endpoint that answers four tokens to each request, and rates of all but the first."""
-
-    def generate(
-        self, requests: Sequence[Any], finished: Callable[[], None]
-    ) -> list[dict[str, Any]]:
-        meta_info = {"sparrow_acceptance": [[0.75, None, 0.5]]}
-        return [{"output_ids": [3, 4, 5, 6], "meta_info": meta_info} for _ in requests]
+@pytest.fixture(autouse=True)
+def engine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_measure, "EngineEndpoint", lambda engine: engine)
 
 
-def test_a_token_without_a_rate_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration_measure, "connect", lambda target: target)
-    prompt = calibration_prompts.Prompt("p", tuple(range(3, 103)))
-    arms, work = [calibration_measure.fixed_arm(64, 16)], WorkFolder(tmp_path, {})
-    units = calibration_measure.units_of_work([prompt], arms, 1, 4, 320)
-    progress = Progress(1, "generations")
-    calibration_measure.measure(Recorder(), units, work, 1, progress)
-    [tokens] = calibration_measure.tokens_by_arm(units, work)["fixed-64"]
+def test_a_token_without_a_rate_is_left_out(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path, {})
+    samples = plan_samples([PROMPT], [fixed_budget(64, 16)], 1, 4, 320)
+    calibration_measure.measure(Engine(), samples, work, 1, Progress(1, "generations"))
+    [tokens] = tokens_by_schedule(samples, work)["fixed-64"]
     # The second token of the response is computed with 101 tokens cached.
     np.testing.assert_array_equal(tokens.cached, [101, 103])
     np.testing.assert_array_equal(tokens.rates, [0.75, 0.5])
+
+
+def test_an_interrupt_keeps_what_was_measured_of_a_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = WorkFolder(tmp_path, {})
+    samples = plan_samples([PROMPT], [fixed_budget(64, 16)], 5, 4, 320)
+    with pytest.raises(KeyboardInterrupt):
+        calibration_measure.measure(Engine(pairs=3), samples, work, 4, Progress(5, "generations"))
+    assert sorted(work.load()) == [1, 2, 3]
+    assert "3 of 5 generations are kept" in capsys.readouterr().err
+    calibration_measure.measure(Engine(), samples, work, 4, Progress(5, "generations"))
+    assert sorted(work.load()) == [0, 1, 2, 3, 4]
