@@ -60,9 +60,8 @@ def test_only_line_breaks_end_a_line(tmp_path: Path, separator: str) -> None:
 
 def test_lines_with_the_same_prompt_are_one_cluster(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text(
-        '{"prompt": "a"}\n{"prompt": "a", "response": "b c"}\n{"input_ids": [98]}\n' * 9
-    )
+    lines = '{"prompt": "a"}\n{"prompt": "a", "response": "b c"}\n{"input_ids": [98]}\n'
+    path.write_text(lines * 9)
     cached, rates = np.full(100, 20), np.linspace(0, 1, 100)
 
     def tail() -> BinTail:
