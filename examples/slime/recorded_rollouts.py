@@ -19,7 +19,7 @@ from dense_evaluation import generate as evaluate
 from slime.rollout import sglang_rollout
 from slime.utils.http_utils import get, post
 
-from sparrow_sglang.client.exact_rates import comparing_request, exact_rates, record_into
+from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, record_into
 
 RATES = "sparrow_acceptance"
 _in_use: dict[str, set[int]] = defaultdict(set)

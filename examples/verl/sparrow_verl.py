@@ -25,7 +25,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.client.exact_rates import comparing_request, exact_rates, record_into
+from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, record_into
 from sparrow_sglang.rl.metrics import acceptance_metrics
 
 RATES = "sparrow_acceptance"

@@ -11,8 +11,8 @@ from typing import Any
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.measure import measure
-from sparrow_sglang.client.exact_rates import recording
 from sparrow_sglang.config import schedule_from
+from sparrow_sglang.mismatch.exact_rates import recording
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.progress import Progress
 

@@ -18,7 +18,7 @@ from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.calibration.work_folder import SampleTokens, WorkFolder
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import EngineEndpoint
-from sparrow_sglang.client.exact_rates import comparing_request, exact_rates, record_into
+from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, record_into
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule

@@ -12,20 +12,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from sparrow_sglang.client.control import get_schedule
-from sparrow_sglang.client.scoring import (
-    TOP_K,
-    DenseScores,
-    Sequences,
-    SparseScores,
-    recorded_scores,
-    score_dense,
-)
+from sparrow_sglang.client.scoring import Sequences, score_dense
 from sparrow_sglang.mismatch.acceptance import (
     AcceptanceBounds,
     SampledMean,
     acceptance_bounds,
     mean_acceptance_from_samples,
 )
+from sparrow_sglang.mismatch.scores import TOP_K, DenseScores, SparseScores, recorded_scores
 from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
 from sparrow_sglang.schedule import BudgetSchedule

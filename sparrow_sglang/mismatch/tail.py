@@ -188,7 +188,7 @@ def _students_t(confidence: float, freedom: float) -> float:
     With t = sqrt(freedom) tan(angle), angles have a density that is proportional to
     cos(angle) ** (freedom - 1).
     """
-    angles = np.linspace(0, pi / 2, 2**13 + 1)
+    angles = np.linspace(0, pi / 2, 2**11 + 1)
     density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
     mass = np.append(0.0, np.cumsum(density))
     return sqrt(freedom) * tan(float(np.interp(confidence * mass[-1], mass, angles)))

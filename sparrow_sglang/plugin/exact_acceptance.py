@@ -5,7 +5,7 @@ bound it, which is enough for a model with peaked distributions; where a model s
 probability over thousands of tokens, the bounds are too loose to be of use. So the server keeps the
 last hidden state of every decode step of a generation, prefills the same tokens again, densely, and
 compares the output layer's logits of both. Only the rates leave the device. The requests for it are
-in `client/exact_rates.py`.
+in `mismatch/exact_rates.py`.
 
 The cost is one copy of [batch, hidden size] per decode step, captured in its CUDA graph, and memory
 for slots x steps x hidden size numbers.
@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.client.exact_rates import COMPARE, RATES, RECORD, VARIABLE
+from sparrow_sglang.mismatch.exact_rates import COMPARE, RATES, RECORD, VARIABLE
 from sparrow_sglang.plugin.state import PROCESS, require_scheduler_state
 from sparrow_sglang.plugin.step_record import Place, StepRecord
 from sparrow_sglang.sglang_versions import kv_of, logits_of

@@ -11,7 +11,7 @@ from engines import SCHEDULE, random_prompt, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.client.exact_rates import (
+from sparrow_sglang.mismatch.exact_rates import (
     comparing_request,
     exact_rates,
     record_into,

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang import measure_acceptance
 from sparrow_sglang.client.endpoint import EndpointError, connect
-from sparrow_sglang.client.scoring import (
+from sparrow_sglang.client.scoring import score_dense
+from sparrow_sglang.mismatch.acceptance import acceptance_bounds, acceptance_rate
+from sparrow_sglang.mismatch.scores import (
     SparseScores,
     dense_scores,
     recorded_scores,
-    score_dense,
     scoring_request,
 )
-from sparrow_sglang.mismatch.acceptance import acceptance_bounds, acceptance_rate
 from sparrow_sglang.request_options import RequestOption
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64

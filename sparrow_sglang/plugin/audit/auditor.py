@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparrow_sglang.client.scoring import TOP_K, dense_scores, scoring_request
 from sparrow_sglang.mismatch.acceptance import acceptance_bounds
+from sparrow_sglang.mismatch.scores import TOP_K, dense_scores, scoring_request
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows
 from sparrow_sglang.plugin.audit.requests import (
     AuditQueue,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparrow_sglang.client.scoring import SparseScores
+from sparrow_sglang.mismatch.scores import SparseScores
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -5,7 +5,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from sparrow_sglang.client.scoring import TOP_K
+from sparrow_sglang.mismatch.scores import TOP_K
 from sparrow_sglang.plugin.audit.requests import MAX_TOKENS, RecordedRequest
 
 
