@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparrow_sglang.attention_backends.kernels.decode_launch import (
+from sparrow_sglang.attention_backends.kernels.decode import (
     allocate_decode_scratch,
     decode_launch,
 )
-from sparrow_sglang.attention_backends.kernels.select_launch import (
+from sparrow_sglang.attention_backends.kernels.select import (
     allocate_select_scratch,
     select_launch,
 )
@@ -97,12 +97,12 @@ class DecodeBuffers:
         rows: the largest batch.
         device: where the buffers live.
         launch_device: the device that launches are tuned for, if it is another one.
-        counts_layers: layers with a budget of their own; 1 where all share one.
+        budget_layers: layers with a budget of their own; 1 where all share one.
 
     Attributes:
-        page_table: [rows, max_pages] int32; counts: [layers, rows] int32; page_ids: [rows, Hkv,
-            max_pages] int32; scratch of both kernels; launches of both, and of attention in dense
-            layers, by batch size.
+        page_table: [rows, max_pages] int32; num_selected: [layers, rows] int32; page_ids: [rows,
+            Hkv, max_pages] int32; scratch of both kernels; launches of both, and of attention in
+            dense layers, by batch size.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DecodeBuffers:
         rows: int,
         device: torch.device,
         launch_device: torch.device | None = None,
-        counts_layers: int = 1,
+        budget_layers: int = 1,
     ) -> None:
         tuned_for = launch_device or device
         heads, head_dim, max_pages = shape.num_kv_heads, shape.head_dim, shape.max_pages
@@ -134,7 +134,7 @@ class DecodeBuffers:
         }
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(counts_layers, rows, dtype=torch.int32, device=device)
+        self.num_selected = torch.zeros(budget_layers, rows, dtype=torch.int32, device=device)
         self.select_scratch = allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
         launches = [*self.decode_launch.items(), *self.dense_launch.items()]
@@ -146,7 +146,7 @@ class DecodeBuffers:
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        tensors = (self.page_table, self.page_ids, self.counts)
+        tensors = (self.page_table, self.page_ids, self.num_selected)
         return sum(
             tensor.nbytes for tensor in (*tensors, *self.select_scratch, *self.decode_scratch)
         )

@@ -8,8 +8,8 @@ import torch
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
-from sparrow_sglang.attention_backends.kernels.checks import Int4Codes, dependent_launch
-from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
+from sparrow_sglang.attention_backends.kernels.checks import dependent_launch
+from sparrow_sglang.attention_backends.landmarks import Landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 
 
@@ -39,7 +39,7 @@ class TritonPagedDecode:
         self._buffers: DecodeBuffers | None = None
         self._captured = False
         self._pages: torch.Tensor
-        self._counts: torch.Tensor
+        self._num_selected: torch.Tensor
         self._seq_lens: torch.Tensor
         self._no_prefix: torch.Tensor
         self._longest = 0
@@ -63,7 +63,7 @@ class TritonPagedDecode:
             self._shape,
             max_batch,
             self._req_to_token.device,
-            counts_layers=self._budgets.weights.shape[1],
+            budget_layers=self._budgets.weights.shape[1],
         )
 
     def plan_extend(
@@ -97,10 +97,13 @@ class TritonPagedDecode:
             )
         self._captured |= captured
         # The addresses must not change: a captured graph reads them at every replay.
-        self._pages, self._counts = buffers.page_table[:batch], buffers.counts[:, :batch]
+        self._pages, self._num_selected = (
+            buffers.page_table[:batch],
+            buffers.num_selected[:, :batch],
+        )
         if batch > buffers.rows:
             self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
-            self._counts = buffers.counts.new_empty(len(buffers.counts), batch)
+            self._num_selected = buffers.num_selected.new_empty(len(buffers.num_selected), batch)
         self._seq_lens = seq_lens
         page_table.snapshot_page_table(
             self._req_to_token,
@@ -109,7 +112,7 @@ class TritonPagedDecode:
             self._pages,
             page_size=self._schedule.page_size,
             budgets=self._budgets,
-            counts=self._counts,
+            num_selected=self._num_selected,
             least_pages=self._schedule.least_pages,
         )
 
@@ -123,7 +126,7 @@ class TritonPagedDecode:
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         landmark.update_landmarks_bulk(
             k_buffer,
-            _for_kernels(landmarks),
+            landmarks,
             self._pages,
             self._seq_lens,
             self._no_prefix,
@@ -144,19 +147,19 @@ class TritonPagedDecode:
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
-        layer_counts = self._counts[layer_id if len(self._counts) > 1 else 0]
+        of_layer = self._num_selected[layer_id if len(self._num_selected) > 1 else 0]
         for start in range(0, len(q), buffers.rows):
             rows = slice(start, start + buffers.rows)
-            pages, counts, seq_lens = self._pages[rows], layer_counts[rows], self._seq_lens[rows]
+            pages, num_selected, seq_lens = self._pages[rows], of_layer[rows], self._seq_lens[rows]
             batch = len(seq_lens)
             page_ids = buffers.page_ids[:batch]
             select.select_pages(
                 q[rows],
                 k_buffer,
-                _for_kernels(landmarks),
+                landmarks,
                 pages,
                 seq_lens,
-                counts,
+                num_selected,
                 page_ids,
                 page_size=self._schedule.page_size,
                 sink_pages=self._schedule.sink_pages,
@@ -171,7 +174,7 @@ class TritonPagedDecode:
                 k_buffer,
                 v_buffer,
                 page_ids,
-                counts,
+                num_selected,
                 seq_lens,
                 out[rows],
                 page_size=self._schedule.page_size,
@@ -215,13 +218,3 @@ class TritonPagedDecode:
                 launch=buffers.dense_launch[len(seq_lens)],
             )
         return out
-
-
-def _for_kernels(landmarks: Landmarks) -> torch.Tensor | Int4Codes:
-    """The landmarks in the form that the kernels take, sharing their memory."""
-    if isinstance(landmarks, Int4Landmarks):
-        assert landmarks.pairs is not None, "the backend allocates landmarks with their pairs"
-        return Int4Codes(landmarks.codes, landmarks.scales, landmarks.pairs)
-    if landmarks.means.shape[2] != 1:
-        raise ValueError("the GPU kernels are not built for several 16-bit landmarks a page")
-    return landmarks.means.squeeze(2)

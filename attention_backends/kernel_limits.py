@@ -6,20 +6,20 @@ no such limits.
 
 from typing import TYPE_CHECKING
 
+from sparrow_sglang.attention_backends.kernels.limits import (
+    FP8_CAPABILITY,
+    HEAD_DIMS,
+    INT4_LANDMARKS,
+    MAX_GROUP,
+    MAX_PAGES,
+    PAIRS_MULTIPLE,
+)
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_arguments import attention_tp_size
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
-
-# These are the limits of `attention_backends.kernels.checks`, repeated because it stands by itself.
-HEAD_DIMS = (64, 80, 96, 128, 256)
-MAX_GROUP = 16
-MAX_PAGES = 32767
-INT4_LANDMARKS = (1, 2, 4, 8)
-PAIRS_MULTIPLE = 8
-FP8_CAPABILITY = (8, 9)
 
 
 def max_context(page_size: int) -> int:

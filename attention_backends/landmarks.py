@@ -5,7 +5,7 @@ the number of landmarks per page and C the number of stored channels: the first 
 rotary pairs, then the second ones.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ _FP16_EPS = torch.finfo(torch.float16).eps
 _FP32_ERROR = 1e-6
 
 
-@dataclass(frozen=True)
-class MeanLandmarks:
+class MeanLandmarks(NamedTuple):
     """Landmarks in the dtype that `landmark_dtype` gives.
 
     Attributes:
@@ -48,8 +47,7 @@ class MeanLandmarks:
         return torch.finfo(self.means.dtype).eps * self.values().abs() + _FP32_ERROR
 
 
-@dataclass(frozen=True)
-class Int4Landmarks:
+class Int4Landmarks(NamedTuple):
     """Landmarks as int4 codes, each with one scale: a value is scale * code, -7 <= code <= 7.
 
     Attributes:

@@ -2,21 +2,16 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
-# `kernel_limits` refuses servers by the same numbers, before they load a model.
-PAGE_SIZES = (16, 32, 64)
-# Tiles of 80 and 96 columns are padded to 128.
-HEAD_DIMS = (64, 80, 96, 128, 256)
-# A group of query heads is one operand of the tensor cores, whose smallest M is 16.
-MAX_GROUP = 16
-# The compaction of selected pages packs two page counts into one int32, 15 bits for the upper one.
-MAX_PAGES = 32767
-# int4 landmarks: a tile holds whole pages, and lines of codes start at multiples of 8 bytes.
-INT4_LANDMARKS = (1, 2, 4, 8)
-PAIRS_MULTIPLE = 8
+from sparrow_sglang.attention_backends.kernels.limits import (
+    INT4_LANDMARKS,
+    MAX_GROUP,
+    PAIRS_MULTIPLE,
+)
+from sparrow_sglang.attention_backends.landmarks import Landmarks, MeanLandmarks, landmark_dtype
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16)
 KV_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -56,33 +51,20 @@ def check_member(name: str, got: int, allowed: Sequence[int]) -> None:
         raise ValueError(f"{name}={got} is not supported: expected one of {tuple(allowed)}")
 
 
-class Int4Codes(NamedTuple):
-    """codes: [pages, Hkv, M, C] uint8, both members of a rotary pair in a byte, the first in its
-    low four bits, as 8 + code; scales: [pages, Hkv, M] fp16; pairs: [Hkv, C] int64, which rotary
-    pairs these are. M: landmarks of a page."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    pairs: torch.Tensor
-
-
-Landmarks = torch.Tensor | Int4Codes
-"""[num_pages, Hkv, D] in the dtype of the keys, bf16 for FP8 ones: means of whole pages; or int4
-landmarks."""
-
-
 def check_landmarks(
     landmarks: Landmarks, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     """Refuse landmarks that the kernels are not built for; keys are of `dtype`."""
-    if isinstance(landmarks, torch.Tensor):
-        stored = dtype if dtype in FLOAT_DTYPES else torch.bfloat16
-        check_tensor("landmarks", landmarks, (None, num_kv_heads, head_dim), (stored,))
-        check_contiguous("landmarks", landmarks)
+    if isinstance(landmarks, MeanLandmarks):
+        stored = landmark_dtype(dtype)
+        check_tensor("landmarks", landmarks.means, (None, num_kv_heads, 1, head_dim), (stored,))
+        check_contiguous("landmarks", landmarks.means)
         return
     pages, _, count, pairs = landmarks.codes.shape
     check_tensor("codes", landmarks.codes, (pages, num_kv_heads, None, None), (torch.uint8,))
     check_tensor("scales", landmarks.scales, (pages, num_kv_heads, count), (torch.float16,))
+    if landmarks.pairs is None:
+        raise ValueError("pairs=None: expected the rotary pairs that the landmarks keep")
     check_tensor("pairs", landmarks.pairs, (num_kv_heads, pairs), (torch.int64,))
     for name, tensor in landmarks._asdict().items():
         check_contiguous(name, tensor)

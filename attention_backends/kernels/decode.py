@@ -1,8 +1,11 @@
 """Attention of one query token per request over its selected pages: split-KV, no host-side plan.
 
-In: queries, the KV pool, counts, and page ids from `select`. Out: [bs, Hq, D]. The split of the
-work depends on numbers that the kernel reads itself, so a captured launch serves every length.
+In: queries, the KV pool, page ids from `select` and how many of them count. Out: [bs, Hq, D]. The
+split of the work depends on numbers that the kernel reads itself, so a captured launch serves every
+length.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,24 +15,89 @@ from triton.language.extra.cuda import gdc_wait
 from sparrow_sglang.attention_backends.kernels.attend import attend, half_queries
 from sparrow_sglang.attention_backends.kernels.checks import (
     FLOAT_DTYPES,
-    HEAD_DIMS,
     INDEX_DTYPES,
-    MAX_GROUP,
-    PAGE_SIZES,
     check_contiguous,
     check_member,
     check_tensor,
     group_size,
-)
-from sparrow_sglang.attention_backends.kernels.decode_launch import (
-    SPLIT_PADS,
-    DecodeLaunch,
-    DecodeScratch,
-    check_scratch,
+    sm_count,
 )
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
+from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS, MAX_GROUP, PAGE_SIZES
 
 _LOG2_E = 1.4426950408889634
+MAX_SPLITS = 64
+# Numbers of splits that a kernel merges at most. One kernel is compiled for each of these, and a
+# launch takes the smallest that is large enough.
+_SPLIT_PADS = (4, 16, 32, MAX_SPLITS)
+# Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.
+_MIN_SPLIT_TOKENS = 128
+_PROGRAMS_PER_SM = 4
+# This many programs of FP8 tiles fit in the shared memory of an SM, unless head_dim is 256.
+_FP8_PROGRAMS_PER_SM = 7
+
+
+class DecodeScratch(NamedTuple):
+    """partial_out: [programs · group, D] fp32 and partial_lse: [programs · group] fp32, any
+    content; arrivals: [rows] int32, zero between launches."""
+
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    arrivals: torch.Tensor
+
+
+class DecodeLaunch(NamedTuple):
+    """Launch shape, fixed at capture.
+
+    splits: programs that share one (request, KV head); block_tokens: tokens a tile; stages: tiles
+    in flight.
+    """
+
+    splits: int
+    block_tokens: int = 32
+    num_warps: int = 1
+    stages: int = 5
+
+
+def decode_launch(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_selected_tokens: int,
+    device: torch.device,
+    kv_itemsize: int,
+) -> DecodeLaunch:
+    """One wave of one-warp programs of at least _MIN_SPLIT_TOKENS tokens each.
+
+    Small tiles and many independent programs keep more loads in flight than wide tiles do.
+
+    Args:
+        kv_itemsize: bytes of a number in the KV pool, 2 or 1.
+    """
+    fp8 = kv_itemsize == 1 and head_dim <= 128
+    programs_per_sm = _FP8_PROGRAMS_PER_SM if fp8 else _PROGRAMS_PER_SM
+    wanted = programs_per_sm * sm_count(device) // (batch * num_kv_heads)
+    useful = triton.cdiv(max_selected_tokens, _MIN_SPLIT_TOKENS)
+    return DecodeLaunch(
+        splits=max(1, min(wanted, useful, MAX_SPLITS)),
+        block_tokens=max(16, 4096 // triton.next_power_of_2(head_dim)),
+    )
+
+
+def allocate_decode_scratch(
+    parts: int, rows: int, head_dim: int, device: torch.device
+) -> DecodeScratch:
+    """Scratch that all layers and batch sizes may share.
+
+    Args:
+        parts: largest bs·Hq·splits of the launches that will use it.
+        rows: largest bs·Hkv.
+    """
+    return DecodeScratch(
+        partial_out=torch.empty(parts, head_dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(parts, dtype=torch.float32, device=device),
+        arrivals=torch.zeros(rows, dtype=torch.int32, device=device),
+    )
 
 
 @triton.jit
@@ -41,7 +109,7 @@ def _split_tokens(kept: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr) -> tl
 
 @triton.jit
 def _kept_tokens(
-    counts: tl.tensor,
+    num_selected: tl.tensor,
     seq_lens: tl.tensor,
     row: tl.tensor,
     PAGE: tl.constexpr,
@@ -52,7 +120,7 @@ def _kept_tokens(
     if EVERY_PAGE:
         return seq_len
     else:
-        count = tl.load(counts + row).to(tl.int32)
+        count = tl.load(num_selected + row).to(tl.int32)
         return tl.where(count > 0, (count - 1) * PAGE + (seq_len - 1) % PAGE + 1, 0)
 
 
@@ -111,7 +179,7 @@ def _decode_kernel(
     v_buffer: tl.tensor,
     sinks: tl.tensor,
     page_ids: tl.tensor,
-    counts: tl.tensor,
+    num_selected: tl.tensor,
     seq_lens: tl.tensor,
     out: tl.tensor,
     partial_out: tl.tensor,
@@ -133,7 +201,7 @@ def _decode_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     EVERY_PAGE: tl.constexpr,
-    SINKS: tl.constexpr,
+    HAS_ATTN_SINKS: tl.constexpr,
     AFTER_SELECT: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) attends to its share of the row's kept tokens."""
@@ -141,7 +209,7 @@ def _decode_kernel(
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
-    kept = _kept_tokens(counts, seq_lens, row, PAGE, EVERY_PAGE)
+    kept = _kept_tokens(num_selected, seq_lens, row, PAGE, EVERY_PAGE)
     share = _split_tokens(kept, splits, BLOCK)
     first = split * share
     # A row without tokens still has one program, which writes zeros.
@@ -156,7 +224,7 @@ def _decode_kernel(
         else:
             operand, factor = queries, scale
         sink = tl.full((MMA_ROWS,), float("-inf"), tl.float32)
-        if SINKS:
+        if HAS_ATTN_SINKS:
             # Only split 0 includes the sinks; the merge combines it with the other splits.
             mine = (member < GROUP) & (split == 0)
             loaded = tl.load(sinks + head * GROUP + member, mask=mine, other=float("-inf"))
@@ -204,6 +272,21 @@ def _decode_kernel(
                 )
 
 
+def _check_scratch(scratch: DecodeScratch, rows: int, group: int, splits: int) -> None:
+    """Raise `ValueError` if `scratch` has no room for this launch."""
+    parts = rows * group * splits
+    if splits > 1 and scratch.partial_lse.shape[0] < parts:
+        raise ValueError(
+            f"scratch holds {scratch.partial_lse.shape[0]} partial rows: expected at least "
+            f"bs·Hq·splits={parts}; allocate it with more parts"
+        )
+    if splits > 1 and scratch.arrivals.shape[0] < rows:
+        raise ValueError(
+            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
+            "allocate it with more rows"
+        )
+
+
 def _check_pools(
     q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, out: torch.Tensor
 ) -> None:
@@ -228,7 +311,7 @@ def sparse_decode(
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
     page_ids: torch.Tensor,
-    counts: torch.Tensor | None,
+    num_selected: torch.Tensor | None,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -243,14 +326,15 @@ def sparse_decode(
     """Attend exactly to the selected pages, as `reference.sparse_decode` defines it.
 
     With the page table for every head (`page_table[:, None].expand(bs, Hkv, max_pages)`) and
-    without counts, the same launch is dense decode.
+    without num_selected, the same launch is dense decode.
 
     Args:
         q: [bs, Hq, D]; 1 to 16 query heads for each KV head.
         k_buffer, v_buffer: [num_slots, Hkv, D], contiguous, in q's dtype or both in FP8 (e4m3).
         page_ids: [bs, Hkv, K] int32, physical pages in ascending logical order; the head axis may
             be expanded.
-        counts: [bs] int32, how many entries of page_ids are valid; None for all pages of a row.
+        num_selected: [bs] int32, how many entries of page_ids are valid; None for all pages of a
+            row.
         seq_lens: [bs] int32 or int64, the current token included.
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
         sm_scale: factor of the logits, the scale of FP8 keys included.
@@ -264,20 +348,20 @@ def sparse_decode(
     group = group_size(num_q_heads, num_kv_heads)
     check_member("page_size", page_size, PAGE_SIZES)
     check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
-    if counts is not None:
-        check_tensor("counts", counts, (batch,), (torch.int32,))
+    if num_selected is not None:
+        check_tensor("num_selected", num_selected, (batch,), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     _check_pools(q, k_buffer, v_buffer, out)
     if sinks is not None:
         check_tensor("sinks", sinks, (num_q_heads,), (torch.float32, *FLOAT_DTYPES))
-    check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
+    _check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
     _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
         v_buffer,
         q if sinks is None else sinks,
         page_ids,
-        seq_lens if counts is None else counts,
+        seq_lens if num_selected is None else num_selected,
         seq_lens,
         out,
         scratch.partial_out,
@@ -294,12 +378,12 @@ def sparse_decode(
         GROUP=group,
         D=head_dim,
         PAGE=page_size,
-        SPLITS_PAD=next(pad for pad in SPLIT_PADS if launch.splits <= pad),
+        SPLITS_PAD=next(pad for pad in _SPLIT_PADS if launch.splits <= pad),
         MMA_ROWS=MAX_GROUP,
         BLOCK=launch.block_tokens,
         STAGES=launch.stages,
-        EVERY_PAGE=counts is None,
-        SINKS=sinks is not None,
+        EVERY_PAGE=num_selected is None,
+        HAS_ATTN_SINKS=sinks is not None,
         AFTER_SELECT=after_select,
         num_warps=launch.num_warps,
         # Triton's interpreter does not take this argument.

@@ -5,18 +5,16 @@ import triton
 import triton.language as tl
 
 from sparrow_sglang.attention_backends.kernels.checks import (
-    HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
-    PAGE_SIZES,
-    Int4Codes,
-    Landmarks,
     check_contiguous,
     check_landmarks,
     check_member,
     check_tensor,
 )
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, pair_columns, store_head
+from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS, PAGE_SIZES
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
 # One thread reads 16 bytes of a row: 1024 columns of 2 bytes are 4 warps side by side, each thread
 # sums its own 8 columns, and a page needs no exchange between threads.
@@ -219,7 +217,7 @@ def update_landmarks_bulk(
     check_tensor("prefix_lens", prefix_lens, (batch,), INDEX_DTYPES)
     check_contiguous("k_buffer", k_buffer)
     check_landmarks(landmarks, num_kv_heads, head_dim, k_buffer.dtype)
-    if isinstance(landmarks, Int4Codes):
+    if isinstance(landmarks, Int4Landmarks):
         _int4_landmarks_kernel[(max_pages, batch, num_kv_heads)](
             k_buffer,
             landmarks.codes,
@@ -241,7 +239,7 @@ def update_landmarks_bulk(
     columns = min(_COLUMNS, triton.next_power_of_2(row))
     _landmarks_kernel[(max_pages, batch, triton.cdiv(row, columns))](
         k_buffer,
-        landmarks,
+        landmarks.means,
         page_table,
         seq_lens,
         prefix_lens,

@@ -1,8 +1,8 @@
 """Snapshot of a step's requests for its kernels: physical pages, and how many of them to keep.
 
-In: SGLang's `req_to_token` and the budget tables. Out: a page table [bs, max_pages] and counts
-[layers, bs]. The snapshot is taken before a captured graph is replayed, because SGLang may write
-`req_to_token` again while the graph still runs.
+In: SGLang's `req_to_token` and the budget tables. Out: a page table [bs, max_pages] and
+num_selected [layers, bs]. The snapshot is taken before a captured graph is replayed, because SGLang
+may write `req_to_token` again while the graph still runs.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,10 @@ import triton.language as tl
 
 from sparrow_sglang.attention_backends.kernels.checks import (
     INDEX_DTYPES,
-    PAGE_SIZES,
     check_member,
     check_tensor,
 )
+from sparrow_sglang.attention_backends.kernels.limits import PAGE_SIZES
 
 NO_CAP = 2**31 - 1
 _BLOCK = 256
@@ -49,17 +49,17 @@ def _snapshot_kernel(
     bin_pages: tl.tensor,
     request_options: tl.tensor,
     weights: tl.tensor,
-    counts: tl.tensor,
+    num_selected: tl.tensor,
     req_stride: tl.tensor,
     table_stride: tl.tensor,
     table_width: tl.tensor,
-    counts_stride: tl.tensor,
+    selected_stride: tl.tensor,
     least_pages: tl.tensor,
     PAGE: tl.constexpr,
     NUM_BINS: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
     LAYERS_PAD: tl.constexpr,
-    WITH_COUNTS: tl.constexpr,
+    WITH_BUDGETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Program (row, block) writes BLOCK entries of one row, those below the row's page count."""
@@ -67,14 +67,14 @@ def _snapshot_kernel(
     block = tl.program_id(1)
     held = tl.cdiv(tl.load(seq_lens + row).to(tl.int32), PAGE)
     request = tl.load(req_pool_indices + row).to(tl.int64)
-    if WITH_COUNTS:
+    if WITH_BUDGETS:
         if block == 0:
             schedule = tl.load(request_options + request * 2)
             page_bin = tl.minimum(held // tl.load(bin_pages + schedule), NUM_BINS - 1)
             budget = tl.load(budget_table + schedule * NUM_BINS + page_bin)
             budget = tl.minimum(budget, tl.load(request_options + request * 2 + 1))
             if NUM_LAYERS == 1:
-                tl.store(counts + row, tl.minimum(held, budget))
+                tl.store(num_selected + row, tl.minimum(held, budget))
             else:
                 layer = tl.arange(0, LAYERS_PAD)
                 real = layer < NUM_LAYERS
@@ -82,7 +82,9 @@ def _snapshot_kernel(
                 # fp64 holds the product exactly, also that of any weight and a budget of NO_CAP.
                 share = tl.floor(weight.to(tl.float64) * budget.to(tl.float64) + 0.5)
                 share = tl.minimum(tl.maximum(share, least_pages), held)
-                tl.store(counts + layer * counts_stride + row, share.to(tl.int32), mask=real)
+                tl.store(
+                    num_selected + layer * selected_stride + row, share.to(tl.int32), mask=real
+                )
     pages = tl.minimum(held, table_width)
     if block * BLOCK < pages:
         index = block * BLOCK + tl.arange(0, BLOCK)
@@ -99,7 +101,7 @@ def snapshot_page_table(
     *,
     page_size: int,
     budgets: Budgets | None = None,
-    counts: torch.Tensor | None = None,
+    num_selected: torch.Tensor | None = None,
     least_pages: int = 0,
 ) -> None:
     """Copy each request's physical pages out of `req_to_token`, and look up its KV budget.
@@ -110,9 +112,11 @@ def snapshot_page_table(
         seq_lens: [bs] int32 or int64.
         page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
         page_size: 16, 32 or 64.
-        budgets: given together with `counts`; None where no page will be selected, as in a prefill.
-        counts: [layers, bs] int32, as many layers as in `budgets.weights`; written: min(pages held,
-            budget of the length, cap of the request), weighted where there are several layers.
+        budgets: given together with `num_selected`; None where no page will be selected, as in a
+            prefill.
+        num_selected: [layers, bs] int32, as many layers as in `budgets.weights`; written: min(pages
+            held, budget of the length, cap of the request), weighted where there are several
+            layers.
         least_pages: sinks and recent pages, which no weight goes below.
     """
     batch, layers = seq_lens.shape[0], 1
@@ -123,11 +127,11 @@ def snapshot_page_table(
     check_tensor("page_table", page_table, (None, None), (torch.int32,))
     if page_table.shape[0] < batch:
         raise ValueError(f"page_table has {page_table.shape[0]} rows: expected at least bs={batch}")
-    if (budgets is None) != (counts is None):
-        raise ValueError("budgets and counts: expected both or neither")
-    if counts is not None and budgets is not None:
+    if (budgets is None) != (num_selected is None):
+        raise ValueError("budgets and num_selected: expected both or neither")
+    if num_selected is not None and budgets is not None:
         layers = budgets.weights.shape[1]
-        check_tensor("counts", counts, (layers, batch), (torch.int32,))
+        check_tensor("num_selected", num_selected, (layers, batch), (torch.int32,))
         check_tensor("options", budgets.options, (None, 2), (torch.int32,))
     _snapshot_kernel[(batch, triton.cdiv(page_table.shape[1], _BLOCK))](
         req_to_token,
@@ -135,17 +139,17 @@ def snapshot_page_table(
         seq_lens,
         page_table,
         *(budgets or [page_table] * 4),
-        page_table if counts is None else counts,
+        page_table if num_selected is None else num_selected,
         req_to_token.stride(0),
         page_table.stride(0),
         page_table.shape[1],
-        0 if counts is None else counts.stride(0),
+        0 if num_selected is None else num_selected.stride(0),
         least_pages,
         PAGE=page_size,
         NUM_BINS=1 if budgets is None else budgets.table.shape[1],
         NUM_LAYERS=layers,
         LAYERS_PAD=triton.next_power_of_2(layers),
-        WITH_COUNTS=counts is not None,
+        WITH_BUDGETS=num_selected is not None,
         BLOCK=_BLOCK,
         num_warps=4,
     )

@@ -1,8 +1,10 @@
 """Score every page of a request by its landmark and keep the best: one launch a layer.
 
-In: queries, landmarks, the step's page table and counts. Out: physical page ids in ascending
-logical order.
+In: queries, landmarks, the step's page table and how many pages to keep. Out: physical page ids in
+ascending logical order.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,36 +13,102 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from sparrow_sglang.attention_backends.kernels.checks import (
     FLOAT_DTYPES,
-    HEAD_DIMS,
     INDEX_DTYPES,
     KV_DTYPES,
-    PAGE_SIZES,
-    Int4Codes,
-    Landmarks,
     check_contiguous,
     check_landmarks,
     check_member,
     check_tensor,
     group_size,
+    sm_count,
 )
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask
 from sparrow_sglang.attention_backends.kernels.landmark import update_landmark_of_last_page
+from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS, MAX_PAGES, PAGE_SIZES
 from sparrow_sglang.attention_backends.kernels.score import (
     score_int4_pages,
     score_pages,
     split_query,
 )
-from sparrow_sglang.attention_backends.kernels.select_launch import (
-    SelectLaunch,
-    SelectScratch,
-    check_scratch,
-)
 from sparrow_sglang.attention_backends.kernels.topk import store_selected
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
 _MMA_COLUMNS = 16
 # Rows of up to this many pages are searched in a smaller tile, which is faster.
 _SHORT_ROW = 512
+# Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
+_PROGRAMS_PER_SM = 2
+# int4 landmarks of a tile, by the largest head dimension for which registers hold that many. With
+# eight landmarks a page a tile has twice as many: in a tile of fewer pages, the landmarks of a page
+# would be compared across warps.
+_INT4_TILES = {128: 256, 256: 64}
+_PER_PAGE = 4
+# Triton divides the stages between a tile and the page ids loaded before it: with fewer than five,
+# the load of a tile is issued only when the previous tile has been scored.
+_INT4_STAGES = 5
+
+
+class SelectScratch(NamedTuple):
+    """keys: [rows, max_pages] int32, any content; arrivals: [rows] int32, zero between launches."""
+
+    keys: torch.Tensor
+    arrivals: torch.Tensor
+
+
+class SelectLaunch(NamedTuple):
+    """Launch shape, fixed at capture.
+
+    splits: programs that score one (request, KV head); block_pages: pages a tile;
+    radix: thresholds tried in one pass of the search; stages: landmark tiles in flight.
+    """
+
+    splits: int
+    block_pages: int
+    num_warps: int = 4
+    stages: int = 3
+    radix: int = 4
+
+
+def select_launch(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    device: torch.device,
+    int4_landmarks: int = 0,
+) -> SelectLaunch:
+    """One wave of programs: long rows are split, many rows get smaller tiles instead.
+
+    Args:
+        int4_landmarks: int4 landmarks of a page; 0 for one mean in 16 bits.
+    """
+    rows = batch * num_kv_heads
+    slots = _PROGRAMS_PER_SM * sm_count(device)
+    if int4_landmarks:
+        tile = next(tile for dim, tile in _INT4_TILES.items() if head_dim <= dim)
+        block_pages = tile // min(int4_landmarks, _PER_PAGE)
+        splits = max(1, min(slots // rows, triton.cdiv(max_pages, block_pages)))
+        return SelectLaunch(splits=splits, block_pages=block_pages, stages=_INT4_STAGES)
+    if rows > slots:
+        return SelectLaunch(splits=1, block_pages=max(16, 8192 // triton.next_power_of_2(head_dim)))
+    block_pages = max(16, 16384 // triton.next_power_of_2(head_dim))
+    return SelectLaunch(
+        splits=min(slots // rows, triton.cdiv(max_pages, block_pages)), block_pages=block_pages
+    )
+
+
+def allocate_select_scratch(
+    max_batch: int, num_kv_heads: int, max_pages: int, device: torch.device
+) -> SelectScratch:
+    """Scratch for up to max_batch requests; every layer and every batch size may share it."""
+    rows = max_batch * num_kv_heads
+    # Rows of whole 16-byte vectors keep the key loads wide.
+    width = triton.cdiv(max_pages, 16) * 16
+    return SelectScratch(
+        keys=torch.empty(rows, width, dtype=torch.int32, device=device),
+        arrivals=torch.zeros(rows, dtype=torch.int32, device=device),
+    )
 
 
 # `splits` differs by batch size. If it were a constant, a kernel would be compiled for each value.
@@ -53,7 +121,7 @@ def _select_kernel(
     pairs: tl.tensor,
     page_table: tl.tensor,
     seq_lens: tl.tensor,
-    counts: tl.tensor,
+    num_selected: tl.tensor,
     page_ids: tl.tensor,
     keys: tl.tensor,
     arrivals: tl.tensor,
@@ -66,8 +134,8 @@ def _select_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
-    SINKS: tl.constexpr,
-    RECENTS: tl.constexpr,
+    SINK_PAGES: tl.constexpr,
+    RECENT_PAGES: tl.constexpr,
     UPDATE_LANDMARK: tl.constexpr,
     LANDMARKS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -92,7 +160,7 @@ def _select_kernel(
     head = pair % HEADS
     # A small batch mostly waits for the loads before the first landmark: they are issued together,
     # before any branch.
-    num_selected = tl.load(counts + row)
+    keep = tl.load(num_selected + row)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     q_group = q + row * q_stride + head * GROUP * D
     if PAIRS == 0:
@@ -124,19 +192,19 @@ def _select_kernel(
                 PAIRS,
             )
 
-    if num_selected >= num_pages:
+    if keep >= num_pages:
         if split == 0:
             for base in range(0, num_pages, CHUNK):
                 index = base + tl.arange(0, CHUNK)
                 page = tl.load(pages + index, mask=index < num_pages, other=0)
                 tl.store(selected + index, page, mask=index < num_pages)
     else:
-        middle = num_pages - SINKS - RECENTS
+        middle = num_pages - SINK_PAGES - RECENT_PAGES
         share = tl.cdiv(tl.cdiv(middle, splits), BLOCK) * BLOCK
         active = tl.cdiv(middle, share)
         if split < active:
-            first = SINKS + split * share
-            end = tl.minimum(first + share, num_pages - RECENTS)
+            first = SINK_PAGES + split * share
+            end = tl.minimum(first + share, num_pages - RECENT_PAGES)
             if PAIRS > 0:
                 score_int4_pages(
                     q_group,
@@ -185,9 +253,9 @@ def _select_kernel(
                         pages,
                         selected,
                         num_pages,
-                        num_selected,
-                        SINKS,
-                        RECENTS,
+                        keep,
+                        SINK_PAGES,
+                        RECENT_PAGES,
                         RADIX,
                         SHORT_ROW,
                     )
@@ -197,12 +265,25 @@ def _select_kernel(
                         pages,
                         selected,
                         num_pages,
-                        num_selected,
-                        SINKS,
-                        RECENTS,
+                        keep,
+                        SINK_PAGES,
+                        RECENT_PAGES,
                         RADIX,
                         CHUNK,
                     )
+
+
+def _check_scratch(scratch: SelectScratch, rows: int, max_pages: int) -> None:
+    if max_pages > min(MAX_PAGES, scratch.keys.shape[1]):
+        raise ValueError(
+            f"page_table has {max_pages} columns: expected at most {MAX_PAGES}, and the scratch "
+            f"holds {scratch.keys.shape[1]}; allocate it with max_pages={max_pages}"
+        )
+    if scratch.arrivals.shape[0] < rows:
+        raise ValueError(
+            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
+            "allocate it with a larger max_batch"
+        )
 
 
 def _check_pools(
@@ -227,7 +308,7 @@ def select_pages(
     landmarks: Landmarks,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    counts: torch.Tensor,
+    num_selected: torch.Tensor,
     page_ids: torch.Tensor,
     *,
     page_size: int,
@@ -248,7 +329,7 @@ def select_pages(
             those of each page that the current token filled are written.
         page_table: [bs, max_pages] int32, physical pages.
         seq_lens: [bs] int32 or int64, the current token included.
-        counts: [bs] int32, pages to keep of each row: all of them, or at least
+        num_selected: [bs] int32, pages to keep of each row: all of them, or at least
             sink_pages + recent_pages.
         page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
             row's count are left as they are.
@@ -269,23 +350,24 @@ def select_pages(
         )
     check_tensor("page_table", page_table, (batch, None), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
-    check_tensor("counts", counts, (batch,), (torch.int32,))
+    check_tensor("num_selected", num_selected, (batch,), (torch.int32,))
     _check_pools(q, k_buffer, landmarks, page_ids)
-    check_scratch(scratch, batch * num_kv_heads, max_pages)
-    int4 = landmarks if isinstance(landmarks, Int4Codes) else None
-    if best_head and int4 is None:
-        raise ValueError("group_score 'best_head' is not supported with landmarks of 16 bits")
-    if int4 is None:
-        stored = (landmarks, landmarks, landmarks)
+    _check_scratch(scratch, batch * num_kv_heads, max_pages)
+    pairs = 0
+    if isinstance(landmarks, Int4Landmarks):
+        stored: tuple[torch.Tensor | None, ...] = landmarks
+        count, pairs = landmarks.codes.shape[2:]
     else:
-        stored = (int4.codes, int4.scales, int4.pairs)
+        if best_head:
+            raise ValueError("group_score 'best_head' is not supported with landmarks of 16 bits")
+        stored, count = (landmarks.means,) * 3, 1
     _select_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
         *stored,
         page_table,
         seq_lens,
-        counts,
+        num_selected,
         page_ids,
         scratch.keys,
         scratch.arrivals,
@@ -298,11 +380,11 @@ def select_pages(
         GROUP=group,
         D=head_dim,
         PAGE=page_size,
-        SINKS=sink_pages,
-        RECENTS=recent_pages,
+        SINK_PAGES=sink_pages,
+        RECENT_PAGES=recent_pages,
         UPDATE_LANDMARK=update_landmark,
-        LANDMARKS=1 if int4 is None else int4.codes.shape[2],
-        PAIRS=0 if int4 is None else int4.codes.shape[3],
+        LANDMARKS=count,
+        PAIRS=pairs,
         BEST_HEAD=best_head,
         GROUP_PAD=triton.next_power_of_2(group),
         MMA_COLUMNS=_MMA_COLUMNS,

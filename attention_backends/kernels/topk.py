@@ -139,14 +139,14 @@ def _store_chunk(
     high: tl.tensor,
     room: tl.tensor,
     carry: tl.tensor,
-    SINKS: tl.constexpr,
+    SINK_PAGES: tl.constexpr,
 ) -> tl.tensor:
     """Write the kept pages among those at `index`, [1, CHUNK]; `carry` counts those before them.
 
     One number holds both counts, of certain pages in its lower half and of tied ones in its upper
     half. Returns the counts of each page, whose sum is to be added to `carry`.
     """
-    always = (index < SINKS) | ((index >= end) & (index < num_pages))
+    always = (index < SINK_PAGES) | ((index >= end) & (index < num_pages))
     certain = always | (key >= high)
     tied = (key >= low) & (key < high)
     packed = certain.to(tl.int32) + (tied.to(tl.int32) << 16)
@@ -165,15 +165,15 @@ def store_selected(
     selected: tl.tensor,
     num_pages: tl.tensor,
     num_selected: tl.tensor,
-    SINKS: tl.constexpr,
-    RECENTS: tl.constexpr,
+    SINK_PAGES: tl.constexpr,
+    RECENT_PAGES: tl.constexpr,
     RADIX: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Write the physical ids of the kept pages in ascending logical order."""
-    first = num_pages * 0 + SINKS
-    end = num_pages - RECENTS
-    wanted = num_selected - SINKS - RECENTS
+    first = num_pages * 0 + SINK_PAGES
+    end = num_pages - RECENT_PAGES
+    wanted = num_selected - SINK_PAGES - RECENT_PAGES
     # The first CHUNK keys and page ids stay in registers.
     lane = tl.arange(0, CHUNK)[None, :]
     resident = _load_keys(keys, lane, first, end)
@@ -183,7 +183,7 @@ def store_selected(
     room = wanted - above
     carry = num_pages * 0
     packed = _store_chunk(
-        resident, page, lane, selected, num_pages, end, low, high, room, carry, SINKS
+        resident, page, lane, selected, num_pages, end, low, high, room, carry, SINK_PAGES
     )
     for base in range(CHUNK, num_pages, CHUNK):
         carry += tl.sum(tl.sum(packed, axis=1), axis=0)
@@ -191,5 +191,5 @@ def store_selected(
         key = _load_keys(keys, index, first, end)
         page = tl.load(pages + index, mask=index < num_pages, other=0)
         packed = _store_chunk(
-            key, page, index, selected, num_pages, end, low, high, room, carry, SINKS
+            key, page, index, selected, num_pages, end, low, high, room, carry, SINK_PAGES
         )

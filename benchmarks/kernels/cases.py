@@ -8,13 +8,12 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
-from sparrow_sglang.attention_backends.kernels.decode_launch import (
+from sparrow_sglang.attention_backends.kernels.decode import (
     DecodeLaunch,
     allocate_decode_scratch,
     decode_launch,
 )
-from sparrow_sglang.attention_backends.kernels.select_launch import (
+from sparrow_sglang.attention_backends.kernels.select import (
     SelectLaunch,
     allocate_select_scratch,
     select_launch,
@@ -60,7 +59,7 @@ class Pools:
 
     k: torch.Tensor
     v: torch.Tensor
-    landmarks: torch.Tensor | Int4Codes
+    landmarks: torch.Tensor | Int4Landmarks
     order: torch.Tensor
     rule: SelectionRule
 
@@ -82,18 +81,18 @@ class Pools:
     @property
     def landmark_pages(self) -> int:
         """Pages that have landmarks, the unused page 0 included."""
-        if isinstance(self.landmarks, Int4Codes):
+        if isinstance(self.landmarks, Int4Landmarks):
             return len(self.landmarks.codes)
         return len(self.landmarks)
 
     def stored(self) -> Landmarks:
-        """The landmarks in the form that the torch definition takes."""
-        if isinstance(self.landmarks, Int4Codes):
-            return Int4Landmarks(*self.landmarks)
+        """The landmarks in the form that the kernels and the torch definition take."""
+        if isinstance(self.landmarks, Int4Landmarks):
+            return self.landmarks
         return MeanLandmarks(self.landmarks[:, :, None])
 
 
-def _random_landmarks(pages: int, rule: SelectionRule) -> torch.Tensor | Int4Codes:
+def _random_landmarks(pages: int, rule: SelectionRule) -> torch.Tensor | Int4Landmarks:
     if rule.is_published_form(PAGE_SIZE):
         size = (pages, NUM_KV_HEADS, HEAD_DIM)
         return torch.randn(size, dtype=torch.bfloat16, device="cuda")
@@ -103,7 +102,7 @@ def _random_landmarks(pages: int, rule: SelectionRule) -> torch.Tensor | Int4Cod
     scales = torch.rand(rows, device="cuda").half() / 4
     # If a rule chooses the kept pairs by layer, use those of the first layer.
     pairs = kept_pairs(rule, 0, range(NUM_KV_HEADS), HEAD_DIM, "cuda")
-    return Int4Codes(first | second << 4, scales, pairs)
+    return Int4Landmarks(first | second << 4, scales, pairs)
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class SelectCase:
             return lambda: select.select_pages(
                 self.q[which],
                 self.pools.k,
-                self.pools.landmarks,
+                self.pools.stored(),
                 self.tables[which],
                 self.seq_lens,
                 self.counts,

@@ -13,9 +13,10 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import landmark
-from sparrow_sglang.attention_backends.kernels.decode_launch import DecodeLaunch
+from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
-from sparrow_sglang.attention_backends.kernels.select_launch import SelectLaunch
+from sparrow_sglang.attention_backends.kernels.select import SelectLaunch
+from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.kernels.cases import (
     HEAD_DIM,
@@ -122,7 +123,7 @@ def time_landmarks(table: Table, pools: Pools) -> None:
     def bulk() -> None:
         landmark.update_landmarks_bulk(
             pools.k,
-            written,
+            MeanLandmarks(written[:, :, None]),
             page_table,
             lengths,
             none,

@@ -30,9 +30,13 @@ from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import landmark, select
-from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
-from sparrow_sglang.attention_backends.kernels.decode_launch import DecodeLaunch
-from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
+from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch
+from sparrow_sglang.attention_backends.landmarks import (
+    Int4Landmarks,
+    MeanLandmarks,
+    allocate_landmarks,
+    kept_pairs,
+)
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule
@@ -116,13 +120,13 @@ def test_landmarks_of_a_prefill_are_the_definition(device: str, rule: SelectionR
     step = Step(device, [333, 16, 5], (4, 2), 64, dtype=BF16, rule=rule, kv_dtype=FP8)
     expected, nothing_yet = step.landmarks, torch.zeros_like(step.seq_lens)
     written = (
-        Int4Codes(*(torch.zeros_like(tensor) for tensor in expected[:2]), expected.pairs)
-        if isinstance(expected, Int4Codes)
+        Int4Landmarks(*(torch.zeros_like(tensor) for tensor in expected[:2]), expected.pairs)
+        if isinstance(expected, Int4Landmarks)
         else torch.zeros_like(expected)
     )
     landmark.update_landmarks_bulk(
         step.k,
-        written,
+        written if isinstance(written, Int4Landmarks) else MeanLandmarks(written[:, :, None]),
         step.page_table,
         step.seq_lens,
         nothing_yet,

@@ -35,14 +35,14 @@ from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import decode, landmark, select
-from sparrow_sglang.attention_backends.kernels.checks import HEAD_DIMS
-from sparrow_sglang.attention_backends.kernels.decode_launch import (
+from sparrow_sglang.attention_backends.kernels.decode import (
     DecodeLaunch,
     allocate_decode_scratch,
     decode_launch,
 )
+from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
-from sparrow_sglang.attention_backends.kernels.select_launch import (
+from sparrow_sglang.attention_backends.kernels.select import (
     SelectLaunch,
     allocate_select_scratch,
     select_launch,
@@ -85,7 +85,7 @@ def test_bulk_landmarks(
     prefix_lens = torch.tensor([0, 0, page_size + 3, 0], dtype=torch.int32, device=device)
     landmark.update_landmarks_bulk(
         step.k,
-        written,
+        MeanLandmarks(written[:, :, None]),
         step.page_table,
         step.seq_lens,
         prefix_lens,
@@ -161,6 +161,15 @@ def test_selection_is_the_definition(
         for which, pages in zip(ids, step.pages, strict=True)
     ]
     assert_selected(step, page_ids, counts, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("sink_pages", "recent_pages"), [(0, 1), (3, 4)])
+def test_other_pages_that_are_always_kept(device: str, sink_pages: int, recent_pages: int) -> None:
+    step = Step(device, [16 * 40, 16 * 40 - 3, 100])
+    step.sink_pages, step.recent_pages = sink_pages, recent_pages
+    page_ids, counts = step.select(fixed_budget(step, 9), 12, SelectLaunch(2, 8))
+    assert_selected(step, page_ids, counts, [9, 9, 9])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -489,7 +498,9 @@ def test_launchers_name_what_they_refuse(device: str) -> None:
         step.select(budgets, 4, SelectLaunch(1, 8))
     step.page_size = 16
     good = step.select(budgets, 4, SelectLaunch(1, 8))
-    with pytest.raises(ValueError, match=r"counts has dtype torch.int64: expected torch.int32"):
+    with pytest.raises(
+        ValueError, match=r"num_selected has dtype torch.int64: expected torch.int32"
+    ):
         step.decode(good[0], good[1].long(), DecodeLaunch(1))
     with pytest.raises(ValueError, match=r"page_ids has shape \(1, 1, 4\): expected \(1, 2, 'any'"):
         step.decode(good[0][:, :1], good[1], DecodeLaunch(1))
@@ -511,7 +522,7 @@ def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
     counts = step.snapshot(budgets)
     out = torch.full_like(step.q, torch.nan)
     pages = {"page_size": 16, "sink_pages": SINKS, "recent_pages": RECENTS}
-    pools = (step.k, step.landmarks, step.page_table, step.seq_lens)
+    pools = (step.k, step.stored(), step.page_table, step.seq_lens)
 
     def run() -> None:
         select.select_pages(step.q, *pools, counts, ids, **pages, scratch=scratch, launch=pick)

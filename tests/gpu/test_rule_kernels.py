@@ -31,9 +31,8 @@ from pools import Pool, chosen_pairs, make_schedule
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import landmark
-from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, Budgets
-from sparrow_sglang.attention_backends.kernels.select_launch import SelectLaunch
+from sparrow_sglang.attention_backends.kernels.select import SelectLaunch
 from sparrow_sglang.attention_backends.landmarks import (
     Int4Landmarks,
     Landmarks,
@@ -163,8 +162,8 @@ def test_landmarks_of_a_prefill_and_of_the_page_just_filled(
     step = Step(device, lengths, (4, 2), dim, page, dtype, rule=rule)
     expected = step.landmarks
     codes, scales, pairs = expected
-    stale = Int4Codes(torch.full_like(codes, 99), torch.full_like(scales, 9.0), pairs)
-    bulk, step.landmarks = stale, Int4Codes(*(tensor.clone() for tensor in stale))
+    stale = Int4Landmarks(torch.full_like(codes, 99), torch.full_like(scales, 9.0), pairs)
+    bulk, step.landmarks = stale, Int4Landmarks(*(tensor.clone() for tensor in stale))
     nothing = torch.zeros_like(step.seq_lens)
     arguments = {"page_size": page, "max_pages": max(step.pages)}
     landmark.update_landmarks_bulk(
@@ -204,7 +203,7 @@ def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
     line[5, :2] = torch.tensor([2.0**-24, -(2.0**-24)])
     keys[table] = line[:, None].expand(-1, 16, -1).half()
     codes, scales, pairs = step.landmarks
-    written = Int4Codes(torch.full_like(codes, 3), torch.full_like(scales, 3), pairs)
+    written = Int4Landmarks(torch.full_like(codes, 3), torch.full_like(scales, 3), pairs)
     nothing = torch.zeros_like(step.seq_lens)
     arguments = {"page_size": 16, "max_pages": 8}
     landmark.update_landmarks_bulk(
@@ -228,7 +227,7 @@ def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None
     choice = torch.randint(kinds, (len(step.landmarks.codes),), generator=generator)
     palette = step.page_table[0, :kinds].long()[choice.to(device)]
     codes, scales, pairs = step.landmarks
-    step.landmarks = Int4Codes(codes[palette], scales[palette], pairs)
+    step.landmarks = Int4Landmarks(codes[palette], scales[palette], pairs)
     page_ids, _ = step.select(fixed_budget(step, budget), 20, SelectLaunch(2, 8))
     for row in range(2):
         logical = {int(page): n for n, page in enumerate(step.page_table[row, : step.pages[row]])}
@@ -311,7 +310,7 @@ def test_the_whole_step_is_that_of_the_torch_path(device: str, pairs: Any) -> No
     """Prefill, then a decode step of each layer: in one slice, in two, and by the definition."""
     rule = RULE.model_copy(update={"layer_weights": (0.5, 1.5), "landmark_pairs": pairs})
     schedule = make_schedule(16, 10, [6, 8]).model_copy(
-        update={"selection": rule, "dense_layers": ()}
+        update={"selection": rule, "dense_layers": (), "sink_pages": 2, "recent_pages": 1}
     )
     lengths = [1, 255, 256]
     host = Pool(lengths, (4, 2), 64, 16, seed=3)

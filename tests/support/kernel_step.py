@@ -13,8 +13,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.kernels.checks import Int4Codes
-from sparrow_sglang.attention_backends.kernels.decode_launch import (
+from sparrow_sglang.attention_backends.kernels.decode import (
     DecodeLaunch,
     allocate_decode_scratch,
 )
@@ -23,13 +22,14 @@ from sparrow_sglang.attention_backends.kernels.page_table import (
     Budgets,
     snapshot_page_table,
 )
-from sparrow_sglang.attention_backends.kernels.select_launch import (
+from sparrow_sglang.attention_backends.kernels.select import (
     SelectLaunch,
     SelectScratch,
     allocate_select_scratch,
 )
 from sparrow_sglang.attention_backends.landmarks import (
     Int4Landmarks,
+    Landmarks,
     MeanLandmarks,
     kept_pairs,
 )
@@ -116,6 +116,7 @@ class Step:
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         self.rule = rule or SelectionRule()
+        self.sink_pages, self.recent_pages = SINKS, RECENTS
         self.kv_scales = kv_scales
         generator = torch.Generator().manual_seed(seed)
         self.page_size, self.lengths = page_size, lengths
@@ -140,12 +141,19 @@ class Step:
         # a reciprocal.
         pairs = kept_pairs(self.rule, 0, range(heads[1]), head_dim)
         computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), self.rule, pairs)
-        self.landmarks: torch.Tensor | Int4Codes
+        # Means are kept without the axis of landmarks of a page, which has one.
+        self.landmarks: torch.Tensor | Int4Landmarks
         if isinstance(computed, Int4Landmarks):
             stored = (computed.codes.contiguous(), computed.scales.contiguous(), pairs)
-            self.landmarks = Int4Codes(*(tensor.to(device) for tensor in stored))
+            self.landmarks = Int4Landmarks(*(tensor.to(device) for tensor in stored))
         else:
             self.landmarks = computed.means.squeeze(2).to(device)
+
+    def stored(self) -> Landmarks:
+        """The landmarks as kernels take them, in the same memory."""
+        if isinstance(self.landmarks, Int4Landmarks):
+            return self.landmarks
+        return MeanLandmarks(self.landmarks[:, :, None])
 
     def _slots(self, pages: torch.Tensor) -> torch.Tensor:
         return (pages[:, None].long() * self.page_size + torch.arange(self.page_size)).flatten()
@@ -174,8 +182,8 @@ class Step:
             copied,
             page_size=self.page_size,
             budgets=budgets,
-            counts=counts,
-            least_pages=SINKS + RECENTS,
+            num_selected=counts,
+            least_pages=self.sink_pages + self.recent_pages,
         )
         assert torch.equal(copied, self.page_table)
         return counts[0] if layers == 1 else counts
@@ -197,14 +205,14 @@ class Step:
         select.select_pages(
             self.q,
             self.k,
-            self.landmarks,
+            self.stored(),
             self.page_table,
             self.seq_lens,
             counts,
             page_ids,
             page_size=self.page_size,
-            sink_pages=SINKS,
-            recent_pages=RECENTS,
+            sink_pages=self.sink_pages,
+            recent_pages=self.recent_pages,
             scratch=scratch,
             launch=launch,
             update_landmark=update_landmark,
@@ -281,8 +289,8 @@ def assert_selected(
     kept = [min(n, b) for n, b in zip(step.pages, budgets, strict=True)]
     assert counts.tolist() == kept
     num_pages, num_kept = (torch.tensor(x, device=table.device) for x in (step.pages, kept))
-    scores = reference.score_pages(step.q, MeanLandmarks(landmarks[:, :, None]), table)
-    wanted = reference.select_pages(scores, num_pages, num_kept, SINKS, RECENTS)
+    scores = reference.score_pages(step.q, step.stored(), table)
+    wanted = reference.select_pages(scores, num_pages, num_kept, step.sink_pages, step.recent_pages)
     group = step.q.shape[1] // landmarks.shape[1]
     for row, count in enumerate(kept):
         assert (page_ids[row, :, count:] == POISON).all(), "entries past the count were written"

@@ -13,17 +13,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.kernels.decode_launch import (
+from sparrow_sglang.attention_backends.kernels.decode import (
+    _SPLIT_PADS,
     MAX_SPLITS,
-    SPLIT_PADS,
     DecodeLaunch,
     allocate_decode_scratch,
     decode_launch,
 )
-from sparrow_sglang.attention_backends.kernels.select_launch import (
+from sparrow_sglang.attention_backends.kernels.select import (
     allocate_select_scratch,
     select_launch,
 )
+from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 
 # The batch sizes that SGLang captures, up to 256.
 BATCHES = [1, 2, 4, 8, 12, *range(16, 257, 8)]
@@ -65,17 +66,17 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
     assert len(launches.constants) <= 3
 
 
-@pytest.mark.parametrize("splits", SPLIT_PADS)
+@pytest.mark.parametrize("splits", _SPLIT_PADS)
 def test_attention_spills_no_registers(tmp_path: Path, splits: int) -> None:
     """A program is one warp, whose registers must hold a tile, and then the parts it merges."""
     kernel, launch = decode._decode_kernel, DecodeLaunch(splits)
     constants = {
         "sinks": None, "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SPLITS_PAD": splits,
         "MMA_ROWS": 16, "BLOCK": launch.block_tokens, "STAGES": launch.stages,
-        "EVERY_PAGE": False, "SINKS": False, "AFTER_SELECT": False,
+        "EVERY_PAGE": False, "HAS_ATTN_SINKS": False, "AFTER_SELECT": False,
     }  # fmt: skip
     types = dict.fromkeys(("q", "k_buffer", "v_buffer", "out"), "*bf16")
-    types |= dict.fromkeys(("page_ids", "counts", "seq_lens", "arrivals"), "*i32")
+    types |= dict.fromkeys(("page_ids", "num_selected", "seq_lens", "arrivals"), "*i32")
     types |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
     types |= dict.fromkeys(("scale", "v_scale"), "fp32") | dict.fromkeys(constants, "constexpr")
     names = [each.name for each in kernel.params]
@@ -110,7 +111,7 @@ def test_selection(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
         select.select_pages(
             torch.zeros(batch, 2 * kv_heads, DIM, dtype=torch.bfloat16),
             pool,
-            pool[:1],
+            MeanLandmarks(pool[:1, :, None]),
             torch.zeros(batch, PAGES, dtype=torch.int32),
             torch.ones(batch, dtype=torch.int32),
             torch.ones(batch, dtype=torch.int32),

@@ -12,7 +12,7 @@ from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
-from sparrow_sglang.attention_backends.kernels.decode_launch import decode_launch
+from sparrow_sglang.attention_backends.kernels.decode import decode_launch
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin import scheduler_hooks as hooks
@@ -42,7 +42,7 @@ def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     monkeypatch.setattr(
         gpu_decode.page_table,
         "snapshot_page_table",
-        lambda *args, counts=None, **_: found.append((args[3], counts)),
+        lambda *args, num_selected=None, **_: found.append((args[3], num_selected)),
     )
     return found
 
@@ -157,12 +157,12 @@ class TestMemory:
     def left(self, monkeypatch):
         from sglang.srt import runtime_context
 
-        from sparrow_sglang.attention_backends.kernels import decode_launch, select_launch
+        from sparrow_sglang.attention_backends.kernels import decode, select
 
         monkeypatch.setattr(
             runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2, attn_dp_size=1)
         )
-        for module in (decode_launch, select_launch):
+        for module in (decode, select):
             monkeypatch.setattr(module, "sm_count", lambda _: 132)
         monkeypatch.setattr(
             "sglang.srt.utils.common.get_cuda_graph_max_batch_size",

@@ -12,11 +12,7 @@ from configs import save_config
 
 from sparrow_sglang.attention_backends import kernels
 from sparrow_sglang.attention_backends.kernel_limits import (
-    HEAD_DIMS,
-    INT4_LANDMARKS,
-    MAX_GROUP,
     MAX_PAGES,
-    PAIRS_MULTIPLE,
     kernel_problems,
     rule_problems,
 )
@@ -146,22 +142,13 @@ def test_doctor_says_what_a_gpu_would_say(tmp_path):
     assert "a GPU would refuse: model LlamaForCausalLM: head_dim=48" in kernels(head_dim=48).detail
 
 
-def test_the_kernels_check_the_same_limits():
-    """A page table of the longest context fits, and one page more is refused."""
-    from sparrow_sglang.attention_backends.kernels import checks
-    from sparrow_sglang.attention_backends.kernels.select_launch import (
-        allocate_select_scratch,
-        check_scratch,
-    )
+def test_a_page_table_of_the_longest_context_fits_and_one_page_more_is_refused():
+    from sparrow_sglang.attention_backends.kernels import select
 
-    assert checks.HEAD_DIMS == HEAD_DIMS
-    assert (checks.MAX_GROUP, checks.MAX_PAGES) == (MAX_GROUP, MAX_PAGES)
-    assert (checks.INT4_LANDMARKS, checks.PAIRS_MULTIPLE) == (INT4_LANDMARKS, PAIRS_MULTIPLE)
-
-    scratch = allocate_select_scratch(1, 1, MAX_PAGES + 1, torch.device("meta"))
-    check_scratch(scratch, 1, MAX_PAGES)
+    scratch = select.allocate_select_scratch(1, 1, MAX_PAGES + 1, torch.device("meta"))
+    select._check_scratch(scratch, 1, MAX_PAGES)
     with pytest.raises(ValueError, match="32768 columns: expected at most 32767"):
-        check_scratch(scratch, 1, MAX_PAGES + 1)
+        select._check_scratch(scratch, 1, MAX_PAGES + 1)
 
 
 @pytest.mark.parametrize(

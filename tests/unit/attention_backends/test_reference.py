@@ -255,7 +255,7 @@ def test_bytes_of_landmarks_are_those_that_a_rule_announces():
         )
         kept = kept_pairs(rule, 1, range(3), 16)
         landmarks = allocate_landmarks(10, 32, rule, kept, torch.bfloat16)
-        held = sum(tensor.nbytes for name, tensor in vars(landmarks).items() if name != "pairs")
+        held = sum(tensor.nbytes for name, tensor in landmarks._asdict().items() if name != "pairs")
         assert held == 10 * 3 * rule.landmark_bytes(32, 16, mean_itemsize=2)
 
 
