@@ -43,13 +43,16 @@ _MOVED: dict[str, str | None] = {
         "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding"
     ),
     "sglang.srt.distributed.bootstrap._init_cpu_threads_env": None,
+    # Until 0.5.17 weights may be loaded at any time.
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update": None,
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": None,
     # In 0.5.15, models whose windows have a pool of their own are refused.
     "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__": None,
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": None,
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     "._build_token_to_kv_pool_allocator": None,
 }
-"""Where 0.5.15 has what the table of hooks names; None where it has nothing of the kind."""
+"""Where older versions have what the table of hooks names; None where they have nothing of it."""
 
 
 @functools.cache
@@ -82,6 +85,18 @@ def is_empty(tree_cache: Any) -> bool:
     if hasattr(tree_cache, "tree_core"):
         return tree_cache.all_values_flatten().numel() == 0
     return not tree_cache.root_node.children
+
+
+def can_flush(scheduler: Any) -> bool:
+    """Whether a scheduler would empty its prefix cache now.
+
+    From 0.5.20 on requests that a pause has retracted, and that hold no KV, do not matter.
+    """
+    arguments: dict[str, Any] = {}
+    if "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters:
+        arguments["ignore_waiting"] = scheduler._engine_paused
+    idle: bool = scheduler.is_fully_idle(**arguments)
+    return idle
 
 
 def weight_update_session(manager: Any, step: str) -> Any:

@@ -25,7 +25,11 @@ def get_schedule(target: Any, *, api_key: str | None = None) -> BudgetSchedule:
 
 
 def set_schedule(
-    target: Any, schedule: BudgetSchedule | str, *, api_key: str | None = None
+    target: Any,
+    schedule: BudgetSchedule | str,
+    *,
+    api_key: str | None = None,
+    timeout_s: float | None = None,
 ) -> BudgetSchedule:
     """Make another schedule active, without a restart, and return the previous one.
 
@@ -39,6 +43,7 @@ def set_schedule(
             dense layers and landmarks must be those of the schedule that the server was started
             with.
         api_key: as in `get_schedule`.
+        timeout_s: how long to wait for the running requests; without it, until the last one ends.
 
     Raises:
         ScheduleError: the file cannot be read or holds no schedule.
@@ -47,5 +52,6 @@ def set_schedule(
     if isinstance(schedule, str) and (schedule.endswith(".json") or os.sep in schedule):
         schedule = BudgetSchedule.from_json(schedule)
     value = schedule if isinstance(schedule, str) else schedule.model_dump(mode="json")
-    answer = connect(target, api_key).call_sparrow("schedule", schedule=value)
+    limit = {} if timeout_s is None else {"timeout_s": timeout_s}
+    answer = connect(target, api_key).call_sparrow("schedule", schedule=value, **limit)
     return BudgetSchedule(**answer["previous"])

@@ -244,8 +244,9 @@ class HttpEndpoint:
         self._send("POST", f"/flush_cache?timeout={timeout_s}")
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        verb = "POST" if fields else "GET"
-        answer: dict[str, Any] = self._send(verb, f"/sparrow/{method}", fields or None).json()
+        verb, query = ("POST", "") if fields else ("GET", "?full=true")
+        path = f"/sparrow/{method}{query}"
+        answer: dict[str, Any] = self._send(verb, path, fields or None).json()
         return answer
 
     def _one(self, request: Request) -> Answer:

@@ -3,18 +3,25 @@
 In: the factors and the config of a LoRA adapter, as PEFT names them. Out: the adapter, loaded by
 SGLang under that name; the prefix cache holds no KV of the former adapter.
 
-SGLang 0.5.17 checks the factors' shapes only at the first request that uses them, where a wrong
-shape ends the scheduler, and it ignores config fields that it does not know. So this module checks
-both before loading.
+SGLang's own ways to load an adapter are checked here, too, by `problem_of_load`.
 """
 
 import asyncio
 import base64
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.plugin.adapter_checks import (
+    FACTOR,
+    FUSED,
+    check_config,
+    check_factors,
+    check_folders,
+    check_targets,
+    module_shapes,
+)
 from sparrow_sglang.plugin.scheduler_calls import ControlError, call_schedulers, idle, scheduler_rpc
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.sglang_arguments import resolved
@@ -30,21 +37,6 @@ _LOADED = "adapter_loaded"
 _DROP = "adapter_drop"
 # The characters of schedule names, and the slash of Hugging Face Hub names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
-_FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
-# Projections that the model computes as one; SGLang 0.5.17 needs factors for the first and last.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Larger factors and scales lead to NaN log-probs, which end SGLang's sampler and so the scheduler.
-_MAX_FACTOR = 1000.0
-_MAX_ALPHA = 10_000.0
-# Config fields that SGLang would silently ignore, and the values at which that loses nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
-    "use_rslora": (None, False),
-    "bias": (None, "none"),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "modules_to_save": (None, []),
-}
 
 
 async def load_serialised(
@@ -107,14 +99,31 @@ async def load_adapter(
         )
     # The limits are the same on every rank, as all are started with the same arguments.
     limits = next(iter((await call_schedulers(manager, _LIMITS, {})).values()))
-    rank = _checked_rank(config, limits["max_rank"])
+    rank = check_config(config, limits["max_rank"])
     shapes = await asyncio.to_thread(_module_shapes, manager)
-    modules = await asyncio.to_thread(_checked_modules, tensors, rank, shapes)
-    _require_servable(modules, config, limits["modules"])
-    async with idle(manager, f"adapter {name!r} was not loaded"):
+    modules = await asyncio.to_thread(check_factors, tensors, rank, shapes)
+    check_targets(modules, config, limits["modules"])
+    async with idle(manager, f"loading adapter {name!r}"):
         # SGLang fails without the type, which PEFT always writes.
         fields = {"peft_type": "LORA", **config}
         await _replace(manager, name, fields, _completed(tensors, shapes))
+
+
+async def problem_of_load(manager: "TokenizerManager", request: Any) -> str | None:
+    """What is wrong with the adapter that SGLang's own route shall load, None if nothing is.
+
+    Of tensors in shared memory only the config is checked, as they can be received only once.
+    """
+    try:
+        if hasattr(request, "lora_path"):
+            paths = [request.lora_path]
+            hf_config = manager.model_config.hf_config
+            await asyncio.to_thread(check_folders, paths, hf_config)
+        else:
+            check_config(request.config_dict)
+    except ControlError as error:
+        return str(error)
+    return None
 
 
 async def _replace(
@@ -181,81 +190,16 @@ def _limits(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     return {"max_rank": pool.max_lora_rank, "modules": sorted(pool.target_modules)}
 
 
-def _checked_rank(config: Any, max_rank: int) -> int:
-    if not isinstance(config, Mapping):
-        raise ControlError(
-            f"config is a {type(config).__name__}: expected the fields of adapter_config.json"
-        )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if str(config.get("peft_type", "LORA")).upper() != "LORA":
-        raise ControlError(f"config: peft_type={quoted(config['peft_type'])}: expected 'LORA'")
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= max_rank:
-        raise ControlError(
-            f"config: r={quoted(rank)}: expected a whole number from 1 to {max_rank}, the server's"
-            " --max-lora-rank"
-        )
-    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    # The comparison is False for NaN, so NaN is refused, too.
-    if not (is_number and abs(cast(float, alpha)) <= _MAX_ALPHA):
-        raise ControlError(
-            f"config: lora_alpha={quoted(alpha)}: expected a number of at most {_MAX_ALPHA:g} in"
-            " size"
-        )
-    for key, allowed in _UNSUPPORTED.items():
-        if config.get(key) not in allowed:
-            raise ControlError(
-                f"config: {key}={quoted(config[key])}: SGLang cannot serve it, expected"
-                f" {allowed[-1]!r}; merge the adapter into the weights instead"
-            )
-    return rank
-
-
-def _checked_modules(
-    tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Mapping[str, tuple[int, int]]
-) -> set[str]:
-    """Check names, shapes and values of `tensors`; return the last name parts of their modules."""
-    seen: dict[str, set[str]] = {}
-    for key, tensor in tensors.items():
-        named = _FACTOR.fullmatch(key)
-        if named is None or named[1] not in shapes:
-            raise ControlError(
-                f"tensors[{quoted(key)}] belongs to no linear module of the model: expected PEFT's"
-                " names, such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-            )
-        module, side = named[1], named[2]
-        out_features, in_features = shapes[module]
-        expected = (rank, in_features) if side == "A" else (out_features, rank)
-        if tuple(tensor.shape) != expected or not tensor.is_floating_point():
-            raise ControlError(
-                f"tensors[{quoted(key)}] is {tensor.dtype} {list(tensor.shape)}: expected"
-                f" floating-point numbers {list(expected)}"
-            )
-        if not bool((tensor.float().abs() <= _MAX_FACTOR).all()):
-            raise ControlError(
-                f"tensors[{quoted(key)}] holds NaN, or numbers above {_MAX_FACTOR:g} in size:"
-                " expected smaller ones, or the model would compute NaN"
-            )
-        seen.setdefault(module, set()).add(side)
-    halves = [module for module, sides in seen.items() if len(sides) == 1]
-    if halves or not seen:
-        raise ControlError(
-            f"tensors hold one factor only of {cut(halves[0])}: expected lora_A and lora_B"
-            if halves
-            else "tensors are empty: expected lora_A and lora_B of at least one module"
-        )
-    return {module.rpartition(".")[2] for module in seen}
-
-
 def _completed(
     tensors: "Mapping[str, torch.Tensor]", shapes: Mapping[str, tuple[int, int]]
 ) -> "dict[str, torch.Tensor]":
     """`tensors`, plus zero factors for projections without any, if fused with one that has them."""
     whole = dict(tensors)
     for key, tensor in tensors.items():
-        named = _FACTOR.fullmatch(key)
+        named = FACTOR.fullmatch(key)
         assert named is not None, "the names have been checked"
         parent, _, last = named[1].rpartition(".")
-        for other in (name for group in _FUSED if last in group for name in group):
+        for other in (name for group in FUSED if last in group for name in group):
             module = f"{parent}.{other}"
             sibling = key.replace(f".{last}.", f".{other}.")
             if module in shapes and sibling not in whole:
@@ -264,50 +208,8 @@ def _completed(
     return whole
 
 
-def _require_servable(modules: set[str], config: Mapping[str, Any], served: list[str]) -> None:
-    from sglang.srt.lora.utils import get_normalized_target_modules
-
-    targets = config.get("target_modules")
-    listed = [targets] if isinstance(targets, str) else targets
-    if not isinstance(listed, (list, tuple, set)) or not all(isinstance(m, str) for m in listed):
-        raise ControlError(
-            f"config: target_modules={quoted(targets)}: expected a string or a list of strings"
-        )
-    named = targets if isinstance(targets, str) else sorted({*modules, *listed})
-    try:
-        normalized = get_normalized_target_modules(named) | get_normalized_target_modules(modules)
-    except ValueError as error:
-        raise ControlError(
-            f"config: target_modules={quoted(targets)}: {cut(str(error))}; expected some of"
-            f" {', '.join(served)}"
-        ) from None
-    extra = sorted(normalized - {"all"} - set(served))
-    if extra or not targets:
-        raise ControlError(
-            f"config: target_modules={quoted(targets)}: expected modules that the server has"
-            f" room for (--lora-target-modules), {', '.join(served)}"
-        )
-
-
 def _module_shapes(manager: Any) -> dict[str, tuple[int, int]]:
-    """[out, in] of the model's linear modules by the names that PEFT gives them."""
     state = require_server_state(manager)
     if state.module_shapes is None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(manager.model_config.hf_config)
-        except Exception as error:
-            # Configs of SGLang's own, such as that of Qwen3.5, lack what transformers reads.
-            raise ControlError(
-                f"adapters of this model cannot be checked ({cut(str(error))}); expected them"
-                " merged into the weights, or loaded at the start by --lora-paths"
-            ) from None
-        state.module_shapes = {
-            name: (module.out_features, module.in_features)
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear)
-        }
+        state.module_shapes = module_shapes(manager.model_config.hf_config)
     return state.module_shapes

@@ -6,7 +6,6 @@ the HTTP route /sparrow/<name>.
 
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from sparrow_sglang.plugin.scheduler_calls import (
     ControlError,
     RanksDisagreeError,
     call_schedulers,
+    drained,
     idle,
     rank_name,
     scheduler_rpc,
@@ -71,6 +71,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
         folder = server_args.sparrow_audit_log
         log = MismatchLog(Path(folder)) if folder else None
         state.auditor = Auditor(manager, rate, loaded.active, log)
+        state.auditor.released = state.released
         state.calls["audit"] = state.auditor.finish
     setattr(manager, ATTRIBUTE, state)
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
@@ -79,13 +80,16 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
 
 
 async def schedule(
-    manager: "TokenizerManager", schedule: Mapping[str, Any] | str | None = None
+    manager: "TokenizerManager",
+    schedule: Mapping[str, Any] | str | None = None,
+    timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Read the active schedule, or make another one active, while no request runs.
 
     Args:
         schedule: the fields of a `BudgetSchedule`, the name of a loaded or shipped one, or
             fixed-<tokens>; None to read only.
+        timeout_s: how long to wait for the running requests, while new ones wait; None for ever.
 
     Returns:
         `schedule`, the fields of the active schedule; `previous`, those of the one active before;
@@ -93,7 +97,8 @@ async def schedule(
 
     Raises:
         ScheduleError: the schedule is unknown, wrong or does not fit this server.
-        ControlError: requests are paused, or a scheduler refused; all keep what they had.
+        ControlError: requests are paused or still running after `timeout_s`, or a scheduler
+            refused; all keep what they had.
         RanksDisagreeError: the schedulers hold different schedules.
     """
     state = require_server_state(manager)
@@ -101,10 +106,13 @@ async def schedule(
     if schedule is None:
         await _require_agreement(manager, previous)
         return _answer(previous, previous)
+    whole = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (whole and 0 < timeout_s):
+        raise ControlError(f"timeout_s={quoted(timeout_s)}: expected seconds, more than 0")
     new = _schedule(schedule, previous, manager.model_config.hf_config)
     # Check before waiting for requests, so that a schedule that does not fit is refused at once.
     previous.with_active(new)
-    async with idle(manager, "the schedule was not switched"):
+    async with idle(manager, "a switch of the schedule", timeout_s):
         # Another switch may have taken place while this one waited.
         previous = state.loaded
         loaded = previous.with_active(new)
@@ -123,9 +131,7 @@ async def landmarks(manager: "TokenizerManager") -> dict[str, Any]:
     Raises:
         ControlError: a landmark is wrong; the message names the first one.
     """
-    async with manager.is_pause_cond:
-        paused = manager.is_pause
-    async with nullcontext() if paused else manager.model_update_lock.writer_lock:
+    async with drained(manager, "a check of landmarks"):
         held = await call_schedulers(manager, _CHECK, {})
     return {"pages": sum(answer["pages"] for answer in held.values())}
 
@@ -207,7 +213,8 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
     budgets = require_scheduler_state().budgets
     previous = budgets.loaded.active
-    if not scheduler.flush_cache(empty_cache=False):
+    # SGLang 0.5.23 empties the cache beside retracted requests, which keep their old schedule.
+    if not (scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)):
         raise ControlError("requests are running")
     budgets.load(loaded)
     announce(

@@ -14,6 +14,7 @@ from typing import Any
 
 from sparrow_sglang.plugin import (
     control,
+    control_guards,
     exact_acceptance,
     request_hooks,
     scheduler_calls,
@@ -56,13 +57,19 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_MANAGER}._handle_batch_output", "BEFORE", audit.see_answers, "recv_obj"),
     (f"{_MANAGER}.pause_generation", "AROUND", audit.hold_back),
     (f"{_MANAGER}.flush_cache", "AROUND", audit.hold_back),
-    (f"{_MANAGER}.update_weights_from_disk", "AROUND", audit.hold_back_for_new_weights),
-    (f"{_MANAGER}.update_weights_from_tensor", "AROUND", audit.hold_back_for_new_weights),
-    (f"{_MANAGER}.update_weights_from_distributed", "AROUND", audit.hold_back_for_new_weights),
-    (f"{_MANAGER}.update_weights_from_ipc", "AROUND", audit.hold_back_for_new_weights),
     (f"{_MANAGER}.check_weights", "AROUND", audit.hold_back_for_new_weights),
-    (f"{_MANAGER}.release_memory_occupation", "AROUND", audit.hold_back_until_resumed, "obj"),
-    (f"{_MANAGER}.resume_memory_occupation", "AROUND", audit.start_again, "obj"),
+    # The launching process: control calls that would end the scheduler.
+    (f"{_MANAGER}.update_weights_from_disk", "AROUND", control_guards.update_weights_from_disk,
+     "obj"),
+    (f"{_MANAGER}.update_weights_from_tensor", "AROUND", control_guards.update_weights, "obj"),
+    (f"{_MANAGER}.update_weights_from_distributed", "AROUND", control_guards.update_weights, "obj"),
+    (f"{_MANAGER}.update_weights_from_ipc", "AROUND", control_guards.update_weights, "obj"),
+    (f"{_MANAGER}.begin_weight_update", "AROUND", control_guards.begin_weight_update),
+    (f"{_MANAGER}.end_weight_update", "AROUND", control_guards.end_weight_update),
+    (f"{_MANAGER}.release_memory_occupation", "AROUND", control_guards.release_memory, "obj"),
+    (f"{_MANAGER}.resume_memory_occupation", "AROUND", control_guards.resume_memory, "obj"),
+    (f"{_MANAGER}.load_lora_adapter", "AROUND", control_guards.load_adapter, "obj"),
+    (f"{_MANAGER}.load_lora_adapter_from_tensors", "AROUND", control_guards.load_adapter, "obj"),
     # Schedulers: memory, then each request from its prefill to its end.
     (f"{_POOL}._compute_cell_size", "AFTER", scheduler_hooks.reserve_landmarks,
      "kvc|mr num_layers"),

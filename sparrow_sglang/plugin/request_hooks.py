@@ -72,6 +72,11 @@ def check_request(
     request_state(given).option = RequestOption.read(
         request.sampling_params.custom_params, state.loaded
     )
+    if state.released:
+        raise RequestError(
+            f"memory is released ({', '.join(sorted(state.released))}): expected requests after"
+            " /resume_memory_occupation only"
+        )
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size)

@@ -30,18 +30,20 @@ _OF_THE_TEMPLATE = ("tokenize", "return_dict", "add_generation_prompt", "tools")
 
 
 class _Call(NamedTuple):
-    """How one call is made over HTTP; `fields` are those of a POST's body, all of them required."""
+    """How one call is made over HTTP; `fields` and `optional` ones are those of a POST's body."""
 
     methods: tuple[str, ...]
     fields: frozenset[str] = frozenset()
     body: str = ""
+    optional: frozenset[str] = frozenset()
 
 
 _CALLS = {
     "schedule": _Call(
         ("GET", "POST"),
         frozenset({"schedule"}),
-        '{"schedule": ...}, a name or the fields of a schedule',
+        '{"schedule": ...}, a name or the fields of a schedule, and, if need be, "timeout_s"',
+        frozenset({"timeout_s"}),
     ),
     "adapter": _Call(
         ("POST",),
@@ -177,7 +179,10 @@ async def _handle(name: str, request: "Request") -> "Response":
     manager: Any = get_global_state().tokenizer_manager
     try:
         fields = await _body(_CALLS[name], request) if request.method == "POST" else {}
-        return JSONResponse(await require_server_state(manager).calls[name](**fields))
+        answer = await require_server_state(manager).calls[name](**fields)
+        if request.method == "GET" and request.query_params.get("full") != "true":
+            answer = without_provenance(answer)
+        return JSONResponse(answer)
     except ValueError as error:
         fault = isinstance(error, RanksDisagreeError)
         status = HTTPStatus.INTERNAL_SERVER_ERROR if fault else HTTPStatus.BAD_REQUEST
@@ -192,9 +197,20 @@ async def _body(call: _Call, request: "Request") -> dict[str, Any]:
         raise ControlError(f"the body is wrong: {error}") from None
     except (ValueError, RecursionError):
         body = None
-    if not isinstance(body, dict) or set(body) != call.fields or None in body.values():
+    given = set(body) - call.optional if isinstance(body, dict) else None
+    if given != call.fields or None in body.values():
         raise ControlError(f"the body is wrong: expected a JSON object {call.body}")
     return body
+
+
+def without_provenance(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer whose schedules lack `provenance`, which has most of their characters."""
+    return {
+        key: {name: part for name, part in value.items() if name != "provenance"}
+        if isinstance(value, dict)
+        else value
+        for key, value in answer.items()
+    }
 
 
 def _is_event_stream(message: Message) -> bool:

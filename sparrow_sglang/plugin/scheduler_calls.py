@@ -3,13 +3,16 @@
 In: the name of a call and JSON fields. Out: one JSON answer per data-parallel rank, or refusals.
 """
 
+import asyncio
 import reprlib
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.sglang_versions import ranks
+from sparrow_sglang.plugin.server_log import announce
+from sparrow_sglang.sglang_versions import can_flush, ranks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import DumperControlReqInput
@@ -23,6 +26,7 @@ _IDLE = "idle"
 _IDLE_TIMEOUT_S = 30.0
 # A pause that aborts the requests returns before the scheduler has left its last step.
 _PAUSED_TIMEOUT_S = 1.0
+_POLL_S = 0.02
 
 _answers: dict[str, Answer] = {}
 
@@ -74,7 +78,8 @@ async def call_schedulers(
 
 
 async def is_idle(manager: "TokenizerManager") -> bool:
-    """Whether no scheduler holds a request or is still in the step that ended its last one."""
+    """Whether every scheduler could empty its prefix cache: it holds no KV of a request, and has
+    left the step that ended its last one."""
     try:
         await call_schedulers(manager, _IDLE, {})
     except ControlError:
@@ -82,23 +87,70 @@ async def is_idle(manager: "TokenizerManager") -> bool:
     return True
 
 
-@asynccontextmanager
-async def idle(manager: "TokenizerManager", undone: str) -> AsyncIterator[None]:
-    """Within this context no request runs, new ones are held back, and the prefix cache is empty.
+async def becomes_idle(manager: "TokenizerManager", wait_s: float) -> bool:
+    """As `is_idle`, after waiting at most `wait_s`."""
+    deadline = time.monotonic() + wait_s
+    while not await is_idle(manager):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
 
-    Waits for the running requests, as SGLang's own weight updates do. The error message begins with
-    `undone`.
+
+@asynccontextmanager
+async def drained(
+    manager: "TokenizerManager", what: str, timeout_s: float | None = None
+) -> AsyncIterator[float]:
+    """Within this context no request is answered and new ones are held back.
+
+    Waits for the running requests, as SGLang's own weight updates do, and logs that `what` waits.
+    Paused requests would never end, so it does not wait for them.
+
+    Yields:
+        how long the scheduler may still need until it is idle, in seconds.
 
     Raises:
-        ControlError: requests are paused and keep their KV, or SGLang remained busy.
+        ControlError: requests still run after `timeout_s`; new ones are served again.
     """
     async with manager.is_pause_cond:
         paused = manager.is_pause
-    # Paused requests would never release the lock.
-    async with nullcontext() if paused else manager.model_update_lock.writer_lock:
-        if not await _flushed(manager, _PAUSED_TIMEOUT_S if paused else _IDLE_TIMEOUT_S):
-            reason = "generation is paused with requests" if paused else "requests are running"
-            raise ControlError(f"{undone}: {reason}; abort them or let them finish")
+    if paused:
+        yield _PAUSED_TIMEOUT_S
+        return
+    lock = manager.model_update_lock
+    if running := list(manager.rid_to_state):
+        listed = f"{', '.join(running[:3])}{', ...' if len(running) > 3 else ''}"
+        announce(f"{what} waits for {len(running)} requests ({listed}); new requests wait, too")
+    try:
+        await asyncio.wait_for(lock.acquire_writer(), timeout_s)
+    except TimeoutError:
+        async with lock._cond:
+            # A writer that gives up does not wake the readers that have waited for it.
+            lock._cond.notify_all()
+        raise ControlError(
+            f"{what} was given up after {timeout_s:g} s: {len(manager.rid_to_state)} requests are"
+            " running; abort them or let them finish"
+        ) from None
+    try:
+        yield _IDLE_TIMEOUT_S
+    finally:
+        await lock.release_writer()
+
+
+@asynccontextmanager
+async def idle(
+    manager: "TokenizerManager", what: str, timeout_s: float | None = None
+) -> AsyncIterator[None]:
+    """As `drained`; in addition, the prefix cache is empty.
+
+    Raises:
+        ControlError: see `drained`; or requests are paused and keep their KV, or SGLang remained
+            busy.
+    """
+    async with drained(manager, what, timeout_s) as wait_s:
+        if not await _flushed(manager, wait_s):
+            reason = "generation is paused with requests" if manager.is_pause else "SGLang is busy"
+            raise ControlError(f"{what} was given up: {reason}; abort them or let them finish")
         yield
 
 
@@ -117,7 +169,7 @@ async def _flushed(manager: "TokenizerManager", timeout_s: float) -> bool:
 
 @scheduler_rpc(_IDLE)
 def _require_idle(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    if not scheduler.is_fully_idle():
+    if not can_flush(scheduler):
         raise ControlError("requests are running")
     return {}
 

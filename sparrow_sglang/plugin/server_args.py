@@ -25,6 +25,7 @@ from sparrow_sglang.attention_backends.dense_side import (
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.config import AUTO, named_schedules
 from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.plugin.adapter_checks import check_folders
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     model_problems,
@@ -155,6 +156,7 @@ def install() -> None:
     module.add_attention_backend_choices([BACKEND])
     add_server_fields(cls, FIELDS)
     _check_around_resolution(cls)
+    _check_adapters(cls)
     _check_model_config(cls)
     _pass_for_one_with_sinks(cls)
     setattr(cls, _MARK, True)
@@ -236,6 +238,21 @@ def _check_around_resolution(cls: Any) -> None:
             _refuse_unused_schedule(self)
 
     setattr(cls, method, resolve)
+
+
+def _check_adapters(cls: Any) -> None:
+    """Refuse adapters of --lora-paths that SGLang would load and then compute wrongly."""
+    original = cls.check_server_args
+
+    @functools.wraps(original)
+    def check_server_args(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        adapters = resolved(self).lora_paths if uses_sparrow(self) else None
+        if adapters:
+            paths = [adapter.lora_path for adapter in adapters]
+            check_folders(paths, read_model_config(self).hf_config)
+
+    cls.check_server_args = check_server_args
 
 
 def _check_model_config(cls: Any) -> None:

@@ -12,10 +12,17 @@ from sparrow_sglang.selection import SelectionRule
 _logger = logging.getLogger("sparrow_sglang")
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is now, which may change after a fork."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def announce(line: str) -> None:
     """Log on a handler of our own, so that SGLang's log level cannot hide it."""
     if not _logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] sparrow: %(message)s"))
         _logger.addHandler(handler)
         _logger.setLevel(logging.INFO)

@@ -4,6 +4,7 @@ SGLang runs a launching process, whose TokenizerManager sees every request, and 
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,13 +29,19 @@ class ServerState:
         loaded: the schedules that requests are checked against; set by `switch` only.
         calls: coroutines by the name that `Endpoint.call_sparrow` takes; some have a route, too.
         auditor: None without --sparrow-audit-rate.
-        module_shapes: [out, in] of the model's linear modules, once an adapter has been pushed.
+        module_shapes: [out, in] of the model's linear modules, once an adapter has been checked.
+        released: tags of the memory that is currently released.
+        weight_update: held open between SGLang's calls that begin and end an update of weights.
+        warned_of_old_prefixes: whether updates that keep the prefix cache have been warned of.
     """
 
     loaded: LoadedSchedules
     calls: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = field(default_factory=dict)
     auditor: "Auditor | None" = None
     module_shapes: dict[str, tuple[int, int]] | None = None
+    released: set[str] = field(default_factory=set)
+    weight_update: AsyncExitStack | None = None
+    warned_of_old_prefixes: bool = False
 
     def switch(self, loaded: LoadedSchedules) -> None:
         """Check requests against `loaded` from now on, and audit under its active schedule."""

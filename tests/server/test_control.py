@@ -234,7 +234,7 @@ def test_over_http(server, fresh):
         assert switched.json()["previous"]["name"] == "fixed-64"
         assert switched.json()["loaded"] == ["mine", "fixed-64", "fixed-128"]
         assert_same(generated(), fresh["mine"])
-        read = client.get("/sparrow/schedule", headers={"Authorization": "Bearer key"})
+        read = client.get("/sparrow/schedule?full=true", headers={"Authorization": "Bearer key"})
         assert BudgetSchedule(**read.json()["schedule"]) == MINE
 
         for body in (

@@ -94,9 +94,6 @@ def halves(model: str, failing: None) -> Iterator[Any]:
         attention_backend="sparrow",
         sparrow_schedule="fixed-64",
         tp_size=2,
-        enable_lora=True,
-        max_lora_rank=4,
-        lora_target_modules=list(TARGETS),
     ) as engine:
         yield engine
 
@@ -247,15 +244,25 @@ def test_each_rank_keeps_the_rotary_pairs_of_its_kv_heads(model: str, tmp_path: 
 
 
 def test_an_adapter_that_one_rank_has_not_loaded_is_on_none(
-    halves: Any, model: str, tmp_path: Path
+    failing: None, model: str, tmp_path: Path
 ) -> None:
+    """The engine started last: SGLang 0.5.23 asks its LoRA settings, whichever engine is meant."""
     folder, _ = save_adapter(model, tmp_path, 1, TARGETS)
-    with pytest.raises(EndpointError, match="tp rank 1: the adapter was not loaded"):
-        push_adapter(halves, "fails", folder)
-    with pytest.raises(ValueError, match="fails"):
-        halves.generate(input_ids=PROMPT, lora_path="fails")
-    push_adapter(halves, "mine", folder)
-    answer = halves.generate(
-        input_ids=PROMPT, sampling_params={"max_new_tokens": 4}, lora_path="mine"
-    )
+    with start_engine(
+        model,
+        attention_backend="sparrow",
+        sparrow_schedule="fixed-64",
+        tp_size=2,
+        enable_lora=True,
+        max_lora_rank=4,
+        lora_target_modules=list(TARGETS),
+    ) as engine:
+        with pytest.raises(EndpointError, match="tp rank 1: the adapter was not loaded"):
+            push_adapter(engine, "fails", folder)
+        with pytest.raises(ValueError, match="fails"):
+            engine.generate(input_ids=PROMPT, lora_path="fails")
+        push_adapter(engine, "mine", folder)
+        answer = engine.generate(
+            input_ids=PROMPT, sampling_params={"max_new_tokens": 4}, lora_path="mine"
+        )
     assert answer["meta_info"]["completion_tokens"] == 4

@@ -183,7 +183,9 @@ def test_what_is_right_is_taken(client: httpx.Client) -> None:
         load_schedule(SHIPPED, 16).model_dump(mode="json"),
     ):
         assert client.post("/sparrow/schedule", json={"schedule": fields}).status_code == 200
-        answer = client.get("/sparrow/schedule").json()
+        summary = client.get("/sparrow/schedule").json()["schedule"]
+        assert summary == {key: fields[key] for key in fields if key != "provenance"}
+        answer = client.get("/sparrow/schedule?full=true").json()
         assert answer["schedule"] == fields
         again = client.post("/sparrow/schedule", json={"schedule": answer["schedule"]})
         assert again.status_code == 200

@@ -146,7 +146,7 @@ class Live:
         if answer.status_code != 200:
             return _refused(answer, changes)
         taken = json.loads(content)["schedule"]
-        now = self.http.get("/sparrow/schedule").json()["schedule"]
+        now = self.http.get("/sparrow/schedule?full=true").json()["schedule"]
         if isinstance(taken, dict):
             if not is_schedule(taken) or len(taken["budget_tokens"]) > 1024:
                 return f"takes {taken!r}"

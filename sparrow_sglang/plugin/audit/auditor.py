@@ -15,7 +15,7 @@ import random
 import time
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,8 @@ class Auditor:
         log: MismatchLog | None,
     ) -> None:
         self.report = AuditReport(schedule, manager.server_args.enable_metrics)
-        self.released: set[str] = set()
-        """Tags of the memory that is currently released."""
+        self.released: Set[str] = frozenset()
+        """Tags of the memory that is currently released; the server's own set."""
         self._manager = manager
         self.rate = rate
         self._log = log

@@ -56,43 +56,9 @@ async def hold_back_for_new_weights(
         return await call(manager, *args, **kwargs)
 
 
-async def hold_back_until_resumed(
-    release: Call, manager: "TokenizerManager", request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND hook: from the release of memory on, no score may start until all of it is back.
-
-    Checked with 0.5.17, whose scheduler asserts that it is idle, and where a request without tags
-    means all memory.
-    """
-    auditor = _auditor(manager)
-    if auditor is None:
-        return await release(manager, request, *args, **kwargs)
-    async with auditor.held_back():
-        answer = await release(manager, request, *args, **kwargs)
-        auditor.released |= _tags(request)
-    return answer
-
-
-async def start_again(
-    resume: Call, manager: "TokenizerManager", request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND hook: end what `hold_back_until_resumed` began, for the tags that are resumed."""
-    answer = await resume(manager, request, *args, **kwargs)
-    auditor = _auditor(manager)
-    if auditor is not None:
-        auditor.released -= _tags(request)
-    return answer
-
-
 def _auditor(manager: "TokenizerManager") -> Auditor | None:
     state = server_state(manager)
     return None if state is None else state.auditor
-
-
-def _tags(request: Any) -> set[str]:
-    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
-
-    return set(request.tags or GPU_MEMORY_ALL_TYPES)
 
 
 def top_logprobs_of_some(

@@ -27,11 +27,11 @@ def test_whichever_replica_answers_first_all_must_be_idle(flushed: tuple[bool, b
 
     async def entered() -> bool:
         manager: Any = Manager()
-        async with idle(manager, "nothing was done"):
+        async with idle(manager, "a switch"):
             return True
 
     if all(flushed):
         assert asyncio.run(entered())
     else:
-        with pytest.raises(ControlError, match="nothing was done: generation is paused"):
+        with pytest.raises(ControlError, match="a switch was given up: generation is paused"):
             asyncio.run(entered())

@@ -1,0 +1,202 @@
+"""Checks of LoRA adapters, of all ways in: pushed, loaded by SGLang's own routes, or at the start.
+
+In: PEFT's adapter_config.json and the factors. Out: nothing, or a `ControlError`.
+
+SGLang compares factors with the config only at the first request that uses them, where a wrong
+shape ends the scheduler (0.5.17), and passes over config fields that it does not know.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from sparrow_sglang.json_values import cut, quoted, read_object
+from sparrow_sglang.plugin.scheduler_calls import ControlError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("sparrow_sglang")
+
+Shapes = Mapping[str, tuple[int, int]]
+"""[out, in] of the model's linear modules by the names that PEFT gives them."""
+
+FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+# Projections that the model computes as one; SGLang 0.5.17 needs factors for the first and last.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Larger factors and scales lead to NaN log-probs, which end SGLang's sampler and so the scheduler.
+_MAX_FACTOR = 1000.0
+_MAX_ALPHA = 10_000.0
+# Config fields that SGLang would silently ignore, and the values at which that loses nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "bias": (None, "none"),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+}
+
+
+def check_config(config: Any, max_rank: int | None = None) -> int:
+    """The rank; raises `ControlError` on config fields that SGLang would compute wrongly.
+
+    `max_rank` is the server's --max-lora-rank, None where SGLang compares it itself.
+    """
+    if not isinstance(config, Mapping):
+        raise ControlError(
+            f"config is a {type(config).__name__}: expected the fields of adapter_config.json"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+        raise ControlError(f"config: peft_type={quoted(config['peft_type'])}: expected 'LORA'")
+    whole = isinstance(rank, int) and not isinstance(rank, bool)
+    if not whole or not 1 <= cast(int, rank) <= (max_rank or cast(int, rank)):
+        most = "on" if max_rank is None else f"to {max_rank}, the server's --max-lora-rank"
+        raise ControlError(f"config: r={quoted(rank)}: expected a whole number from 1 {most}")
+    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    # The comparison is False for NaN, so NaN is refused, too.
+    if not (is_number and abs(cast(float, alpha)) <= _MAX_ALPHA):
+        raise ControlError(
+            f"config: lora_alpha={quoted(alpha)}: expected a number of at most {_MAX_ALPHA:g} in"
+            " size"
+        )
+    for key, allowed in _UNSUPPORTED.items():
+        if config.get(key) not in allowed:
+            raise ControlError(
+                f"config: {key}={quoted(config[key])}: SGLang cannot serve it, expected"
+                f" {allowed[-1]!r}; merge the adapter into the weights instead"
+            )
+    return cast(int, rank)
+
+
+def check_factors(
+    tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Shapes, others: bool = False
+) -> set[str]:
+    """Check names, shapes and values of `tensors`; return the last name parts of their modules.
+
+    `others` allows modules that are not in `shapes`, of which only rank and values are checked.
+    """
+    seen: dict[str, set[str]] = {}
+    for key, tensor in tensors.items():
+        named = FACTOR.fullmatch(key)
+        module, side = (named[1], named[2]) if named else ("", "")
+        if module not in shapes and not others:
+            raise ControlError(
+                f"tensors[{quoted(key)}] belongs to no linear module of the model: expected PEFT's"
+                " names, such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+            )
+        if named is not None:
+            _check_shape(key, tensor, side, rank, shapes.get(module))
+            seen.setdefault(module, set()).add(side)
+        if not bool((tensor.float().abs() <= _MAX_FACTOR).all()):
+            raise ControlError(
+                f"tensors[{quoted(key)}] holds NaN, or numbers above {_MAX_FACTOR:g} in size:"
+                " expected smaller ones, or the model would compute NaN"
+            )
+    halves = [module for module, sides in seen.items() if len(sides) == 1]
+    if halves or not seen:
+        raise ControlError(
+            f"tensors hold one factor only of {cut(halves[0])}: expected lora_A and lora_B"
+            if halves
+            else "tensors are empty: expected lora_A and lora_B of at least one module"
+        )
+    return {module.rpartition(".")[2] for module in seen}
+
+
+def _check_shape(
+    key: str, tensor: "torch.Tensor", side: str, rank: int, shape: tuple[int, int] | None
+) -> None:
+    got = list(tensor.shape)
+    if shape is not None:
+        expected = [rank, shape[1]] if side == "A" else [shape[0], rank]
+    else:
+        # Of experts that are kept together, the first dimension counts them.
+        expected = got[:-2] + ([rank, *got[-1:]] if side == "A" else [*got[-2:-1], rank])
+    if got != expected or not tensor.is_floating_point():
+        raise ControlError(
+            f"tensors[{quoted(key)}] is {tensor.dtype} {got}: expected floating-point numbers"
+            f" {expected}"
+        )
+
+
+def check_targets(modules: set[str], config: Mapping[str, Any], served: list[str]) -> None:
+    from sglang.srt.lora.utils import get_normalized_target_modules
+
+    targets = config.get("target_modules")
+    listed = [targets] if isinstance(targets, str) else targets
+    if not isinstance(listed, (list, tuple, set)) or not all(isinstance(m, str) for m in listed):
+        raise ControlError(
+            f"config: target_modules={quoted(targets)}: expected a string or a list of strings"
+        )
+    named = targets if isinstance(targets, str) else sorted({*modules, *listed})
+    try:
+        normalized = get_normalized_target_modules(named) | get_normalized_target_modules(modules)
+    except ValueError as error:
+        raise ControlError(
+            f"config: target_modules={quoted(targets)}: {cut(str(error))}; expected some of"
+            f" {', '.join(served)}"
+        ) from None
+    extra = sorted(normalized - {"all"} - set(served))
+    if extra or not targets:
+        raise ControlError(
+            f"config: target_modules={quoted(targets)}: expected modules that the server has"
+            f" room for (--lora-target-modules), {', '.join(served)}"
+        )
+
+
+def check_folders(paths: Iterable[str], hf_config: Any) -> None:
+    """Raise `ControlError` if SGLang would compute an adapter in a folder, or on the hub, wrongly.
+
+    SGLang itself refuses ranks and modules for which the server has no memory, and adapts modules
+    that transformers does not have as linear ones, such as embeddings and experts: of these only
+    rank and values are checked. Adapters without a safetensors file are left to SGLang.
+    """
+    try:
+        shapes = module_shapes(hf_config)
+    except ControlError:
+        shapes = {}
+    for path in paths:
+        try:
+            _check_folder(path, shapes)
+        except (ValueError, OSError) as error:
+            raise ControlError(f"adapter {path}: {error}") from None
+
+
+def _check_folder(path: str, shapes: Shapes) -> None:
+    from safetensors.torch import load_file
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    rank = check_config(read_object(folder / "adapter_config.json", "that of PEFT"))
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        check_factors(tensors, rank, shapes, others=True)
+        if not any(bool(value.any()) for key, value in tensors.items() if ".lora_B." in key):
+            logger.warning("adapter %s changes nothing: lora_B is zero everywhere", path)
+
+
+def module_shapes(hf_config: Any) -> dict[str, tuple[int, int]]:
+    """Shapes of a model's linear modules; raises `ControlError` if transformers cannot make it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+    except Exception as error:
+        # Configs of SGLang's own, such as that of Qwen3.5, lack what transformers reads.
+        raise ControlError(
+            f"adapters of this model cannot be checked ({cut(str(error))}); expected them"
+            " merged into the weights, or loaded at the start by --lora-paths"
+        ) from None
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
