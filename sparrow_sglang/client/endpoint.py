@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
-from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.errors import InputError, SparrowError
 from sparrow_sglang.sglang_versions import request_of
 
 Request = Mapping[str, Any]
@@ -133,7 +133,10 @@ class EngineEndpoint:
             )
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        return self._run(sparrow_call(self._engine, method)(**fields))
+        try:
+            return self._run(sparrow_call(self._engine, method)(**fields))
+        except InputError as error:
+            raise EndpointError(f"the engine refused a call: {error}") from error
 
     async def _generate(
         self, requests: Sequence[Request], finished: Callable[[], object]
