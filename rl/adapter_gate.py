@@ -1,68 +1,80 @@
-"""The scale at which rollouts use the adapter: the one with the best measured acceptance tail.
+"""The scale at which rollouts use the adapter: changed only where measured tails prove it better.
 
 In: the adapter after its step, and responses, which are others than the step learned from if there
-are any. Out: the scale of the adapter, and the tail percentiles that chose it. Since 0 is one of
-the scales, an adapter may be useless, but does not make the sparse actor worse than it is without
-one.
+are any. Out: the scale of the adapter, and the tail percentiles of all scales. At scale 0 rollouts
+are those of a sparse actor without adapter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sparrow_sglang.mismatch.tail import BIN_TOKENS
-from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.acceptance import (
+    MIN_PROMPTS,
+    STANDARD_ERRORS,
+    Acceptance,
+    Share,
+    tail_percentile,
+)
+from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.metrics import tail_percentile
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.schedule import BudgetSchedule
 
 SCALES = (0.0, 0.5, 1.0)
-MIN_TOKENS = 200
-"""Fewest tokens of a position bin whose tail counts, so that ten of them lie in the tail."""
 
 
 def choose_scale(
     adapter: SparseAdapter,
     policy: DensePolicy,
-    sequences: Sequence[TokenSequence],
+    batch: Batch,
     schedule: BudgetSchedule,
     temperature: float,
 ) -> dict[str, float]:
-    """Set `adapter.scale` to the one of `SCALES` with the best tail percentile; returns metrics.
+    """Set `adapter.scale` to the `best_scale` on the responses of `batch`; returns metrics.
 
     Acceptance rates are measured in the engine's dtype, with the adapter merged or unmerged as the
     engine gets it.
     """
     actors = [partial(adapter.delivered, scale) for scale in SCALES]
-    rates = policy.acceptances(sequences, schedule, actors, temperature)
-    positions = np.concatenate(
-        [np.arange(len(prompt), len(prompt) + len(response)) for prompt, response in sequences]
-    )
-    tails = {
-        scale: lowest_tail(np.concatenate(measured), positions)
-        for scale, measured in zip(SCALES, rates, strict=True)
-    }
-    adapter.scale = best_scale(tails)
+    rates = policy.acceptances(batch.segments, schedule, actors, temperature)
+    measured = [Acceptance.of(batch.rollouts, np.concatenate(some), schedule) for some in rates]
+    counted = measured[0].counted
+    if counted.any():
+        adapter.scale = best_scale(adapter.scale, measured)
     return {"sparrow/distill_scale": adapter.scale} | {
-        f"sparrow/distill_p05_scale{scale:g}": tail for scale, tail in tails.items()
+        f"sparrow/distill_p05_scale{scale:g}": tail_percentile(some.rates[counted])
+        for scale, some in zip(SCALES, measured, strict=True)
+        if counted.any()
     }
 
 
-def lowest_tail(rates: NDArray[np.float64], positions: NDArray[np.int64]) -> float:
-    """The lowest tail percentile of the position bins with `MIN_TOKENS` or more of the rates [N].
+def best_scale(current: float, measured: Sequence[Acceptance]) -> float:
+    """The one of `SCALES`, each with its measurement of the same tokens, that rollouts should use.
 
-    If no bin has that many, the tail percentile of all rates.
+    Compared is the share of tokens whose acceptance rate is at most what, in their bin, is the tail
+    percentile at the scale that is used now. Differences are taken by prompt. Another scale is
+    taken if its share is smaller by two standard errors of the difference, so that noise does not
+    move the scale; of several such scales the one with the smallest share. With fewer than
+    `MIN_PROMPTS` prompts the scale stays.
     """
-    bins = positions // BIN_TOKENS
-    filled = [index for index in np.unique(bins) if (bins == index).sum() >= MIN_TOKENS]
-    if not filled:
-        return tail_percentile(rates)
-    return min(tail_percentile(rates[bins == index]) for index in filled)
-
-
-def best_scale(tails: Mapping[float, float]) -> float:
-    """The scale with the best tail percentile; on a tie, the smallest such scale."""
-    return max(sorted(tails), key=lambda scale: tails[scale])
+    now = measured[SCALES.index(current)]
+    prompts = np.array([rollout.prompt_id for rollout in now.rollouts])[now.owners]
+    tails = np.full(len(now.bins), np.nan)
+    for index in np.unique(now.bins[now.counted]).tolist():
+        tails[now.bins == index] = tail_percentile(now.rates[now.bins == index])
+    better: dict[float, float] = {}
+    for scale, some in zip(SCALES, measured, strict=True):
+        gained = (now.rates <= tails).astype(int) - (some.rates <= tails)
+        counts = [
+            (float(gained[own].sum()), float(own.sum()))
+            for prompt in dict.fromkeys(prompts.tolist())
+            if (own := now.counted & (prompts == prompt)).any()
+        ]
+        if len(counts) < MIN_PROMPTS:
+            return current
+        gain = Share.of(counts)
+        if gain.value > STANDARD_ERRORS * gain.error:
+            better[scale] = gain.value
+    return max(better, key=lambda scale: better[scale], default=current)

@@ -80,25 +80,24 @@ class Batch:
         tokens = whole.repeat_interleave(torch.tensor(self.lengths))
         return replace(self, advantages=self.advantages * tokens, in_loss=self.in_loss & whole)
 
-    def spread(self, count: int) -> "Batch":
+    def sample_evenly(self, count: int) -> "Batch":
         """At most `count` of the rollouts, evenly spread over the batch.
 
         Retracted rollouts are left out, as the distribution that the sparse actor sampled them from
         cannot be computed.
         """
-        return self._only(self.spread_indices(count))
+        return self._only(self._sampled(count))
 
-    def without_spread(self, count: int) -> "Batch":
-        """The rollouts that `spread(count)` leaves out, or all rollouts if it leaves out none.
+    def holdout_of(self, count: int) -> "Batch":
+        """The rollouts that `sample_evenly(count)` leaves out, or all if it leaves out none.
 
         Retracted rollouts are left out in either case.
         """
-        taken = set(self.spread_indices(count))
+        taken = set(self._sampled(count))
         left = [index for index in self._computable if index not in taken]
         return self._only(left or self._computable)
 
-    def spread_indices(self, count: int) -> list[int]:
-        """Which rollouts `spread(count)` takes."""
+    def _sampled(self, count: int) -> list[int]:
         computable = self._computable
         return [computable[place] for place in evenly(len(computable), count)]
 

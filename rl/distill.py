@@ -267,8 +267,7 @@ class SparseAdapter:
             for parameter, saved in zip(self._params, state["params"], strict=True):
                 parameter.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
-        # Older checkpoints have no scale: rollouts always used the whole adapter then.
-        self.scale = state.get("scale", 1.0)
+        self.scale = state["scale"]
 
     def _merged_rows(
         self, layer: Linear, parameter: torch.Tensor, master: torch.Tensor, scale: float

@@ -1,6 +1,7 @@
 """Rewards of the dense policy on held-out prompts: dense decode, without adapter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
 
@@ -8,37 +9,76 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.rl.config import EvaluationConfig
-from sparrow_sglang.rl.runs.run import Run
-from sparrow_sglang.rl.types import Group
+from sparrow_sglang.rl.engines.responses import OnFinished
+from sparrow_sglang.rl.sparse_actor import SparseActor
+from sparrow_sglang.rl.tasks.rewards import RewardPool, Scores
+from sparrow_sglang.rl.types import Group, Prompt
 
 
-def evaluate(run: Run) -> dict[str, float]:
-    """Mean reward of held-out prompts, and the probability that one of k responses passes.
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Responses of the held-out sets by name, their `scores`, and the metrics.
+
+    `sets` names the set of each of the groups.
+    """
+
+    sets: tuple[str, ...]
+    groups: Sequence[Group]
+    scores: Scores
+    metrics: dict[str, float]
+
+    @property
+    def pass_rate(self) -> float:
+        """Mean reward, over the sets."""
+        return self.metrics["eval/pass_rate"]
+
+    def lines(self) -> list[str]:
+        """The result of each set as a line."""
+        lines = []
+        for name in dict.fromkeys(self.sets):
+            prefix = "/".join(filter(None, ("eval", name)))
+            rate, error = (self.metrics[f"{prefix}/{key}"] for key in _RATE)
+            lines.append(
+                f"held-out {name + ' ' if name else ''}pass rate {rate:.3f} +- {error:.3f} of"
+                f" {self.sets.count(name)} prompts"
+            )
+        return lines
+
+
+_RATE = ("pass_rate", "pass_rate_stderr")
+
+
+def evaluate(
+    heldout: Mapping[str, Sequence[Prompt]],
+    settings: EvaluationConfig,
+    actor: SparseActor,
+    reward_workers: RewardPool,
+    counter: Callable[[str, int], OnFinished],
+) -> Evaluation:
+    """Evaluate the policy that `actor` has loaded, on the first prompts of each set by name.
 
     `eval/pass_rate` is the mean reward, even for a task that gives rewards between 0 and 1. With
     several sets each has its own, `eval/NAME/pass_rate`, and `eval/pass_rate` is their mean.
+    `counter(stage, responses)` returns a function that counts finished responses.
     """
-    settings, steps = run.config.evaluation, run.progress.steps_taken
-    sets = {name: prompts[: settings.prompts] for name, prompts in run.setup.heldout.items()}
-    prompts = [prompt for chosen in sets.values() for prompt in chosen]
-    finished = run.log.responses("evaluation", len(prompts) * settings.samples_per_prompt)
-    run.actor.load_policy(str(steps))
-    groups = run.actor.evaluate(prompts, finished)
-    rewards = run.reward_workers.score(groups).rewards
-    metrics: dict[str, float] = {}
-    first, rates = 0, []
-    for name, chosen in sets.items():
-        part = slice(first, first + len(chosen))
-        first += len(chosen)
-        values = _set_metrics(rewards[part], groups[part], settings)
+    chosen = {name: prompts[: settings.prompts] for name, prompts in heldout.items()}
+    prompts = [prompt for some in chosen.values() for prompt in some]
+    finished = counter("evaluation", len(prompts) * settings.samples_per_prompt)
+    groups = actor.evaluate(prompts, finished)
+    scores = reward_workers.score(groups)
+    sets = tuple(name for name, some in chosen.items() for _ in some)
+    # `metrics()` of scores counts failures, as "sparrow/reward_errors" and the like.
+    failures = scores.metrics().items()
+    metrics = {f"eval/{key.rpartition('/')[2]}": value for key, value in failures}
+    rates = []
+    for name in chosen:
+        places = [place for place, other in enumerate(sets) if other == name]
+        rewards = [scores.rewards[place] for place in places]
+        values = _set_metrics(rewards, [groups[place] for place in places], settings)
         metrics |= {"/".join(filter(None, ("eval", name, key))): v for key, v in values.items()}
         rates.append(values["pass_rate"])
-        run.log.say(
-            f"after {steps} steps: held-out {name + ' ' if name else ''}pass rate"
-            f" {values['pass_rate']:.3f} +- {values['pass_rate_stderr']:.3f} of"
-            f" {len(chosen)} prompts"
-        )
-    return metrics | {"eval/pass_rate": float(np.mean(rates))}
+    metrics["eval/pass_rate"] = float(np.mean(rates))
+    return Evaluation(sets, groups, scores, metrics)
 
 
 def _set_metrics(

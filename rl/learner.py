@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch, sampled_tokens
 from sparrow_sglang.rl.config import TrainConfig
@@ -110,21 +110,19 @@ class Learner:
             return None
         return self._reference.logprobs(batch, self._config.rollout.temperature)
 
-    def acceptance(
-        self, batch: Batch, schedule: BudgetSchedule | None
-    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Exact acceptance rates [N] of some of the batch's responses, and positions of the tokens.
+    def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
+        """Exact acceptance rates of some of the batch's responses.
 
-        They are those of an actor with the current adapter under `schedule`; none if that is None.
+        They are those of an actor with the current adapter under `schedule`; None without one, and
+        if no response is to be measured.
         """
-        sequences = batch.spread(self._config.mismatch.sequences).segments
-        if schedule is None or not sequences:
-            return np.empty(0), np.empty(0, np.int64)
+        chosen = batch.sample_evenly(self._config.mismatch.sequences)
+        if schedule is None or not chosen.rollouts:
+            return None
         adapted = self.adapter.delivered if self.adapter else nullcontext
         temperature = self._config.rollout.temperature
-        rates = self.policy.acceptance(sequences, schedule, adapted, temperature)
-        positions = [np.arange(len(prompt), len(prompt) + len(ids)) for prompt, ids in sequences]
-        return np.concatenate(rates), np.concatenate(positions)
+        rates = self.policy.acceptance(chosen.segments, schedule, adapted, temperature)
+        return Acceptance.of(chosen.rollouts, np.concatenate(rates), schedule)
 
     def update(
         self,
@@ -180,7 +178,7 @@ class Learner:
         if self.adapter is None or schedule is None:
             return {}
         measured = self._config.mismatch.sequences
-        chosen = batch.without_spread(measured).spread(self._config.distill.sequences)
+        chosen = batch.holdout_of(measured).sample_evenly(self._config.distill.sequences)
         if not chosen.rollouts:
             return {}
         term = PolicyTerm(
@@ -188,7 +186,7 @@ class Learner:
         )
         temperature = self._config.rollout.temperature
         metrics = self.adapter.step(chosen.segments, schedule, term, temperature)
-        held_out = batch.spread(measured).segments
+        held_out = batch.sample_evenly(measured)
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:

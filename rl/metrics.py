@@ -11,8 +11,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from sparrow_sglang.mismatch.acceptance import mean_acceptance_from_samples
-from sparrow_sglang.mismatch.tail import BIN_TOKENS, TAIL_PERCENTILE
-from sparrow_sglang.rl.rollout import DENSE
+from sparrow_sglang.rl.acceptance import tail_percentile
+from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.types import Group, Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -110,37 +110,10 @@ def importance_metrics(ratio: torch.Tensor, low: float, high: float) -> dict[str
     return {f"rollout_corr/rollout_is_{name}": float(value) for name, value in values.items()}
 
 
-def acceptance_metrics(
-    alpha: ArrayLike, positions: ArrayLike, bin_tokens: int = BIN_TOKENS
-) -> dict[str, float]:
-    """Tail percentile and mean of exact acceptance rates, over all tokens and per position bin.
-
-    `alpha` [N] comes from both full distributions, never from sampled ratios; `positions` [N] are
-    indices into the whole sequence, prompt included. Bin k holds bin_tokens k <= position <
-    bin_tokens (k + 1). The percentile is the ceil(N / 20)-th smallest. Raises `ValueError` on
-    shapes that differ, no tokens and rates outside [0, 1].
-    """
-    rates, places = np.asarray(alpha, np.float64), np.asarray(positions, np.int64)
-    inside = (rates >= 0) & (rates <= 1 + 1e-5)
-    if rates.ndim != 1 or rates.shape != places.shape or not rates.size or not inside.all():
-        raise ValueError(
-            f"alpha {rates.shape} and positions {places.shape}: expected one position for each"
-            " acceptance rate between 0 and 1, and at least one"
-        )
-    bins = places // bin_tokens
-    named = {
-        f"sparrow/accept_p05_bin{index}": tail_percentile(rates[bins == index])
-        for index in np.unique(bins)
-    }
-    return {
-        "sparrow/accept_p05": tail_percentile(rates),
-        "sparrow/accept_mean": float(rates.mean()),
-    } | named
-
-
 def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> dict[str, float]:
     """Rewards and response lengths of a batch, under verl's names; rewards are [n] per group.
 
+    In a mixture of tasks, `sparrow/task/NAME/score` is the mean reward of each.
     `response_length/clip_ratio` is the share of responses that were cut at the length limit,
     `sparrow/retracted_fraction` the share of responses with a request that the engine retracted.
     """
@@ -148,10 +121,17 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
     scores = np.concatenate([np.asarray(group, np.float64) for group in rewards])
     lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
     cut = np.array([rollout.truncated for rollout in rollouts])
-    return {
+    prompts = np.array([len(group.prompt.input_ids) for group in groups])
+    by_task: dict[str, list[float]] = {}
+    for values, group in zip(rewards, groups, strict=True):
+        by_task.setdefault(group.prompt.task, []).append(float(np.asarray(values).mean()))
+    named = {f"sparrow/task/{task}/score": float(np.mean(of)) for task, of in by_task.items()}
+    return (named if len(named) > 1 else {}) | {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
         "critic/score/min": float(scores.min()),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/clip_ratio": float(cut.mean()),
@@ -206,8 +186,3 @@ def prefill_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "sparrow/continued_cached_tokens": float(cached),
         "sparrow/continued_prefilled_tokens": float(prefilled),
     }
-
-
-def tail_percentile(values: NDArray[np.float64]) -> float:
-    """The 5th percentile of `values` [N], as the ceil(N / 20)-th smallest."""
-    return float(np.percentile(values, TAIL_PERCENTILE, method="inverted_cdf"))

@@ -18,9 +18,6 @@ from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import ABORTED, Prompt, Rollout, Segment
 
-DENSE = "dense"
-"""Name of the schedule that reads all of the KV cache."""
-
 
 class RolloutError(SparrowError, RuntimeError):
     """An engine's answer cannot be trained on; the message says which and why."""

@@ -6,12 +6,12 @@ active schedule.
 
 from collections.abc import Iterator, Sequence
 
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config import DENSE, TrainConfig
 from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.learner import Learner
-from sparrow_sglang.rl.rollout import DENSE, Sampling
+from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule

@@ -9,20 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparrow_sglang.rl.advantages import group_advantages
-from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.collect import collect
+from sparrow_sglang.rl.batch import Batch, evenly
+from sparrow_sglang.rl.collect import dynamic_sampling, partial, whole
+from sparrow_sglang.rl.collect.base import Collected, Collector
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import Correction, correct
 from sparrow_sglang.rl.evaluation import evaluate
 from sparrow_sglang.rl.learner import Scored
-from sparrow_sglang.rl.metrics import (
-    acceptance_metrics,
-    kv_metrics,
-    prefill_metrics,
-    rollout_metrics,
-)
+from sparrow_sglang.rl.metrics import kv_metrics, prefill_metrics, rollout_metrics
 from sparrow_sglang.rl.policy.optimizer import learning_rate
-from sparrow_sglang.rl.runs.response_rows import measured_tails, response_rows
+from sparrow_sglang.rl.runs.log import Clock
+from sparrow_sglang.rl.runs.response_rows import evaluation_rows, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks.rewards import part_metrics
@@ -35,9 +32,9 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
     """Train until `config.steps` steps are done; returns the folder of the last checkpoint.
 
     `resume` goes on from the newest checkpoint in `config.run_dir`, if there is one. SIGTERM and
-    Ctrl-C write a checkpoint and end the process by `Stopped`, a `SystemExit`. Any error outside an
-    optimizer step is raised after a checkpoint, too. Must be called in the main thread; a script
-    that calls it needs the usual `if __name__ == "__main__"`.
+    Ctrl-C write a checkpoint and end the process by `Stopped`, a `SystemExit`; a second one ends it
+    at once. Any error outside an optimizer step is raised after a checkpoint, too. Must be called
+    in the main thread; a script that calls it needs the usual `if __name__ == "__main__"`.
 
     Raises:
         InputError, ScheduleError, ModelError: something asked for is not there,
@@ -52,21 +49,22 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
             if _is_due(run.progress.steps_taken, config.checkpoint.every_steps):
                 run.save()
         if config.evaluation.every_steps:
-            run.log.write(run.progress.steps_taken, evaluate(run))
+            run.log.write(run.progress.steps_taken, _evaluate(run))
     return newest_checkpoint(config.run_dir)
 
 
 def train_step(run: Run, step: int) -> None:
     """Take training step number `step`: roll out with the current weights, then update them."""
     config, actor, learner = run.config, run.actor, run.learner
+    held_back = run.termination.held_back
     clock = run.log.clock(step)
     evaluated: dict[str, float] = {}
     if _is_due(step, config.evaluation.every_steps):
         with clock("evaluation"):
-            evaluated = evaluate(run)
+            evaluated = _evaluate(run)
     with clock("sync"):
         actor.load(str(run.progress.steps_taken))
-    collected = collect(run, step, clock)
+    collected = _collect(run, step, clock)
     groups, rewards = collected.groups, collected.rewards
     advantages = group_advantages(rewards, config.algorithm.std_normalisation)
     batch = Batch.of(groups, advantages)
@@ -80,45 +78,107 @@ def train_step(run: Run, step: int) -> None:
     reference = None
     # Both passes change the weights in place and restore them, which a signal must not cut short.
     if config.algorithm.kl_coefficient:
-        with clock("reference"), run.termination.held_back():
+        with clock("reference"), held_back("reference log-probs"):
             reference = learner.reference_logprobs(batch)
-    read = kv_metrics(batch.rollouts, actor.ladder.schedules) | prefill_metrics(batch.rollouts)
-    with clock("mismatch"), run.termination.held_back():
-        rates, positions = learner.acceptance(batch, actor.schedule)
+    with clock("mismatch"), held_back("measurement of acceptance rates"):
+        acceptance = learner.acceptance(batch, actor.schedule)
     lr = learning_rate(config.optimizer, step, config.steps)
-    tails = measured_tails(batch, rates, config.mismatch.sequences)
-    count = config.logging.response_groups
-    shown = response_rows(groups, rewards, collected.parts, tails, count)
-    with run.progress.updating(step, collected.replaced, collected.carried):
-        with clock("update"):
-            weights = None if correction is None else correction.weights
-            updated = learner.update(batch, scored, weights, reference, lr)
-        scored, metrics = updated.scored, updated.metrics
-        correction = correction or _correct(batch, scored, config)
-        move = actor.ladder.observe(rates, positions)
+    measured = acceptance.metrics() if acceptance else {}
+    read = kv_metrics(batch.rollouts, actor.ladder.schedules) | prefill_metrics(batch.rollouts)
+    with held_back(f"update of step {step}"):
+        with run.progress.updating(collected):
+            with clock("update"):
+                weights = None if correction is None else correction.weights
+                updated = learner.update(batch, scored, weights, reference, lr)
+            move = actor.ladder.observe(acceptance) if acceptance else None
+            distilled: dict[str, float] = {}
+            if config.distill.enabled:
+                with clock("distill"):
+                    distilled = learner.distill(batch, actor.schedule)
+        # From here on the step is taken, and is saved even if a log cannot be written.
+        correction = correction or _correct(batch, updated.scored, config)
         if move is not None:
             run.log.event(step, move.line(), asdict(move))
-        if config.distill.enabled:
-            with clock("distill"):
-                metrics |= learner.distill(batch, actor.schedule)
-        run.log.keep_responses(step, shown)
+        _keep_responses(run, step, collected, acceptance.tails() if acceptance else {})
         run.report(
             step,
             rollout_metrics(groups, rewards)
             | part_metrics(collected.parts)
             | collected.metrics
+            | _progress_metrics(run)
             | advantages.metrics()
             | correction.metrics
-            | (acceptance_metrics(rates, positions) if rates.size else {})
+            | measured
             | read
-            | {"actor/entropy": float(scored.entropies.double().mean())}
-            | metrics
+            | {"actor/entropy": float(updated.scored.entropies.double().mean())}
+            | updated.metrics
+            | distilled
             | {"actor/lr": lr}
             | evaluated
             | clock.metrics(collected.tokens),
         )
     # After the step, so that the checkpoint that is written on an error matches the metrics.
     _require_finite_gradients(updated.skipped_in_a_row)
+
+
+def _collect(run: Run, step: int, clock: Clock) -> Collected:
+    """The step's groups; afterwards the engine has released the device's memory."""
+    config, progress, setup = run.config, run.progress, run.setup
+    settings = config.rollout
+    collector = Collector(
+        settings,
+        setup.train,
+        config.seed,
+        run.actor,
+        run.reward_workers,
+        clock,
+        run.log.responses,
+    )
+    # How many prompts the steps before this one have used.
+    first = step * settings.prompts_per_step + progress.replaced
+    if settings.oversubscribe > 1:
+        return partial.collect(collector, first, step, progress.carried)
+    if config.task.overlap_rewards or settings.dynamic_sampling > 1:
+        return dynamic_sampling.collect(collector, first)
+    return whole.collect(collector, first)
+
+
+def _evaluate(run: Run) -> dict[str, float]:
+    """Evaluate the policy as it is; its checkpoint is kept if it is the best one so far."""
+    steps = run.progress.steps_taken
+    run.actor.load_policy(str(steps))
+    found = evaluate(
+        run.setup.heldout, run.config.evaluation, run.actor, run.reward_workers, run.log.responses
+    )
+    for line in found.lines():
+        run.log.say(f"after {steps} steps: {line}")
+    run.log.keep_evaluation(steps, evaluation_rows(found, run.setup.tokenizer.decode))
+    run.keep_if_best(found.pass_rate)
+    return found.metrics
+
+
+def _keep_responses(
+    run: Run, step: int, collected: Collected, tails: dict[tuple[str, int], float]
+) -> None:
+    shown = evenly(len(collected.groups), run.config.logging.response_groups)
+    rows = response_rows(
+        [collected.groups[index] for index in shown],
+        [collected.rewards[index] for index in shown],
+        [collected.parts[index] for index in shown] if collected.parts else (),
+        run.setup.tokenizer.decode,
+        tails,
+    )
+    run.log.keep_responses(step, rows)
+
+
+def _progress_metrics(run: Run) -> dict[str, float]:
+    """What the run has seen up to now: response tokens, and the data in epochs."""
+    progress = run.progress
+    used = progress.steps_taken * run.config.rollout.prompts_per_step + progress.replaced
+    return {
+        "sparrow/response_tokens_seen": float(progress.tokens),
+        "sparrow/epochs": used / len(run.setup.train),
+    }
 
 
 def _correct(batch: Batch, scored: Scored, config: TrainConfig) -> Correction:

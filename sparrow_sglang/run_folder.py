@@ -10,6 +10,7 @@ from typing import Any
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 RESPONSES_FILE = "responses.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 RUN_FILE = "run.json"
 
 

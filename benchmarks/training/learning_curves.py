@@ -23,8 +23,7 @@ from sparrow_sglang.benchmarks.training.parallel_runs import RunPlan, merged, ru
 from sparrow_sglang.command_line import count
 from sparrow_sglang.config import read_toml
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.rollout import DENSE
+from sparrow_sglang.rl.config import DENSE, TrainConfig
 
 DESCRIPTION = """\
 Train from the same start under several schedules and seeds, and write the curves side by side.

@@ -31,10 +31,10 @@ from sparrow_sglang.benchmarks.training import replayed_task
 from sparrow_sglang.benchmarks.training.random_model import save_random_model
 from sparrow_sglang.command_line import count
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.rl.config import EngineConfig, TrainConfig
+from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
 from sparrow_sglang.rl.config.overrides import with_overrides
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.rollout import DENSE, Sampling, groups_under_way
+from sparrow_sglang.rl.rollout import Sampling, groups_under_way
 from sparrow_sglang.rl.runs.run import open_run
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.trainer import train_step

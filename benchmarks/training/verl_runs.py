@@ -27,7 +27,7 @@ from sparrow_sglang.benchmarks.result_files import Results, resumed, whole_rows
 from sparrow_sglang.benchmarks.training.parallel_runs import visible_gpus
 from sparrow_sglang.command_line import count
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
-from sparrow_sglang.rl.rollout import DENSE
+from sparrow_sglang.rl.config import DENSE
 
 DESCRIPTION = """\
 Train with verl from the same start under several schedules and seeds, and write what verl says of

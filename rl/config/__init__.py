@@ -48,6 +48,16 @@ __all__ = [
 ]
 
 
+DENSE = "dense"
+"""Name of the schedule that reads all of the KV cache."""
+
+_OWN_SETTINGS = {
+    "model_path": "model.path",
+    "attention_backend": "engine.schedule",
+    "sparrow_schedule": "engine.schedule",
+}
+
+
 class ModelConfig(Section):
     """The dense policy."""
 
@@ -81,6 +91,31 @@ class EngineConfig(Section):
     """Further arguments of `sglang.Engine`, passed unchanged."""
 
     @model_validator(mode="after")
+    def _arguments_fit(self) -> Self:
+        arguments = self.server_args
+        for name, setting in _OWN_SETTINGS.items():
+            if name in arguments and (name, self.schedule) != ("attention_backend", DENSE):
+                raise ValueError(f"server_args.{name} is not set there: set {setting} instead")
+        if arguments.get("skip_tokenizer_init"):
+            raise ValueError(
+                "server_args.skip_tokenizer_init=true: rewards are given for texts; expected false"
+            )
+        stages = arguments.get("pp_size", 1)
+        if stages != 1 and self.kind == "ray" and self.transfer == "broadcast":
+            raise ValueError(
+                f"server_args.pp_size={stages} with transfer='broadcast': SGLang gives all pipeline"
+                " stages of an engine the same rank, so they cannot receive weights; expected 1, or"
+                ' transfer = "object_store"'
+            )
+        dp_size = arguments.get("dp_size", 1)
+        if dp_size != 1 and not arguments.get("enable_dp_attention"):
+            raise ValueError(
+                f"server_args.dp_size={dp_size}: SGLang loads a trainer's weights into the first"
+                f' replica only; set kind = "ray" and num_engines = {dp_size} instead'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_local_engine(self) -> Self:
         if self.kind == "local" and self.num_engines != 1:
             raise ValueError(
@@ -96,7 +131,7 @@ class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 10
     """Steps between checkpoints; 0 writes a checkpoint only at the end."""
     keep: PositiveInt = 2
-    """Number of checkpoints kept, the newest ones."""
+    """Number of checkpoints kept, the newest ones; that of the best evaluation is kept as well."""
 
 
 class LoggingConfig(Section):
@@ -146,6 +181,27 @@ class TrainConfig(Section):
             raise ValueError(
                 f"algorithm.old_logprobs='update' with mini_batches={parts}: later steps need"
                 " log-probs from before the first; expected 'scored', or mini_batches = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tails_are_measured(self) -> Self:
+        schedule, measured = self.engine.schedule, self.mismatch.sequences
+        if self.distill.enabled and schedule == DENSE:
+            raise ValueError(
+                "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
+                " already; expected a sparse schedule, or false"
+            )
+        if self.distill.enabled and not measured:
+            raise ValueError(
+                "distill.enabled=true with mismatch.sequences=0: tails of measured responses say"
+                " how much of the adapter rollouts get; expected mismatch.sequences of 1 or more"
+            )
+        if self.ladder.schedules and (schedule == DENSE or not measured):
+            raise ValueError(
+                f"ladder.schedules={list(self.ladder.schedules)} needs tails to follow: expected a"
+                f" sparse engine.schedule, not {schedule!r}, and mismatch.sequences above 0, not"
+                f" {measured}"
             )
         return self
 

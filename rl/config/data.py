@@ -83,6 +83,13 @@ class RolloutConfig(Section):
     """Responses that were cut off at `max_new_tokens`: "keep" trains on them with the reward that
     the task gives, "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward
     0."""
+    overlong_tokens: NonNegativeInt = 0
+    """Length of the range before `max_new_tokens` in which a response loses reward, linearly up to
+    `overlong_penalty` at the limit; 0 for no such penalty (DAPO's soft overlong punishment: 4096 of
+    20480; verl overlong_buffer.len)."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Reward lost by a response of `max_new_tokens` tokens, if `overlong_tokens` is above 0 (DAPO:
+    1)."""
     dynamic_sampling: PositiveInt = 1
     """Above 1, groups whose samples all earned the same reward are replaced by groups of further
     prompts, up to this many times `prompts_per_step` groups in all (DAPO; verl max_num_gen_batches:
@@ -112,6 +119,15 @@ class RolloutConfig(Section):
                 f"oversubscribe={self.oversubscribe:g} with dynamic_sampling="
                 f"{self.dynamic_sampling}: one takes the groups that are finished first, the other"
                 " those that come first in the data; expected 1 for one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_range_fits(self) -> Self:
+        if self.overlong_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_tokens={self.overlong_tokens} with max_new_tokens="
+                f"{self.max_new_tokens}: expected at most as many"
             )
         return self
 

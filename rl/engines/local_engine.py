@@ -16,6 +16,7 @@ from sparrow_sglang.client.endpoint import EndpointError, sparrow_call
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
+from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
 from sparrow_sglang.rl.engines.responses import (
@@ -25,7 +26,7 @@ from sparrow_sglang.rl.engines.responses import (
     Responses,
     ShouldStop,
 )
-from sparrow_sglang.rl.rollout import DENSE, Sampling
+from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_versions import weight_update_session

@@ -27,7 +27,7 @@ from sparrow_sglang.rl.policy.chunked_logprobs import (
     token_logprobs_and_entropies,
 )
 from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, adamw, add_gradient
-from sparrow_sglang.rl.policy.packing import Packed, deal, idle, lay_out, pack
+from sparrow_sglang.rl.policy.packing import Packed, assign_to_ranks, build_micro_batch, idle, pack
 from sparrow_sglang.rl.policy.shards import Sharded, like, local, whole
 from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule
 from sparrow_sglang.rl.policy.supported_models import check_supported
@@ -355,10 +355,10 @@ class DensePolicy:
         lengths = [sum(map(len, sequence)) for sequence in sequences]
         starts = np.cumsum([0, *map(sampled_tokens, sequences)])
         packs = pack(lengths, self._micro_batch_tokens)
-        for members in deal(packs, lengths, self.ranks.world)[self.ranks.rank]:
+        for members in assign_to_ranks(packs, lengths, self.ranks.world)[self.ranks.rank]:
             if not members:
                 yield idle(self.device)
                 continue
             chosen = [sequences[i] for i in members]
             where = [np.arange(starts[i], starts[i + 1]) for i in members]
-            yield lay_out(chosen, np.concatenate(where), self.device)
+            yield build_micro_batch(chosen, np.concatenate(where), self.device)

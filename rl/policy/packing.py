@@ -54,7 +54,9 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packs
 
 
-def deal(packs: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
+def assign_to_ranks(
+    packs: list[list[int]], lengths: Sequence[int], ranks: int
+) -> list[list[list[int]]]:
     """The packs of each rank: equally many, in rounds whose longest sequences are similar.
 
     Similar lengths matter because ranks wait for each other after every layer. The fullest packs
@@ -78,11 +80,13 @@ def deal(packs: list[list[int]], lengths: Sequence[int], ranks: int) -> list[lis
 def idle(device: torch.device) -> Packed:
     """A micro-batch of two tokens that predicts nothing."""
     none = torch.empty(0, dtype=torch.int64, device=device)
-    tokens = lay_out([((0,), (0,))], np.arange(1), device)
+    tokens = build_micro_batch([((0,), (0,))], np.arange(1), device)
     return replace(tokens, predictors=none, targets=none, where=none)
 
 
-def lay_out(sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device) -> Packed:
+def build_micro_batch(
+    sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device
+) -> Packed:
     """Pack `sequences`; `where` [n] are the indices of their sampled tokens in the batch."""
     tokens = np.concatenate([part for sequence in sequences for part in sequence])
     lengths = [sum(map(len, sequence)) for sequence in sequences]

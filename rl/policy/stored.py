@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 
@@ -23,10 +26,24 @@ def save_model(policy: DensePolicy, folder: Path | None) -> None:
     for name, weight in policy.named_weights():
         if folder is not None:
             exported[name] = weight.to("cpu", dtype)
-    if folder is None:
-        return
-    policy.model.save_pretrained(folder, state_dict=exported)
-    config = copy.deepcopy(policy.model.config)
+    if folder is not None:
+        export(policy.model, exported, dtype, folder)
+
+
+def export(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path
+) -> None:
+    """Write `weights`, which have `dtype`, with the configs of `model`."""
+    generation = model.generation_config
+    # transformers refuses to write some generation configs that it reads, such as a temperature
+    # without do_sample. They are written as they were read.
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.generation_config = generation
+    (folder / GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), "utf-8")
+    config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(folder)
 

@@ -6,16 +6,18 @@ adapter; `training/` (the exact fp32 weights and their optimizer state, for any 
 workers); `adapter.pt` (the state of the adapter and its optimizer); `random.pt` (random states);
 `carried.pt` (unfinished groups), if there are any; and `state.json` (steps taken, configuration,
 schedule, metrics of the last step). It is written under another name, flushed to the disk and then
-renamed.
+renamed. `best.json` beside them says which one had the best evaluation.
 """
 
 import fcntl
 import json
+import os
 import random
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
+from sparrow_sglang.atomic_write import DRAFT_PREFIX, delete_drafts, replacing, write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
-from sparrow_sglang.rl.config import TaskConfig, TrainConfig
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.policy.stored import export
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import METRICS_FILE
 
+_BEST = "best.json"
 _CARRIED = "carried.pt"
 _RANDOM = "random.pt"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -62,15 +67,20 @@ _FREE = (
 
 @dataclass(frozen=True)
 class State:
-    """The content of a checkpoint besides weights: steps taken, active schedule, metrics of the
-    last step, state of the ladder of schedules, number of prompts used to replace groups, and
-    groups that are carried over to the next step."""
+    """The content of a checkpoint besides weights.
+
+    Steps taken, active schedule, metrics of the last step, state of the ladder of schedules, number
+    of prompts used to replace groups, response tokens sampled, fingerprint of the training prompts,
+    and groups that are carried over to the next step.
+    """
 
     step: int = 0
     schedule: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     ladder: Mapping[str, Any] = field(default_factory=dict)
     replaced: int = 0
+    tokens: int = 0
+    prompts: str = ""
     carried: tuple[Group, ...] = ()
 
 
@@ -99,7 +109,7 @@ def owned(run_dir: Path) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the newest `keep` stay."""
+    """The checkpoints of one run, of which the newest `keep` stay, and the best evaluated one."""
 
     def __init__(self, run_dir: Path, keep: int) -> None:
         self._folder = run_dir / "checkpoints"
@@ -109,16 +119,34 @@ class Checkpoints:
         """The checkpoint with the most steps, or None."""
         return next(reversed(self._complete()), None)
 
-    def begin(self, config: TrainConfig, resume: bool) -> Path | None:
+    def is_best(self, pass_rate: float) -> bool:
+        """Whether `pass_rate` is above those of all evaluations so far."""
+        best = self._best()
+        return best is None or pass_rate > best["pass_rate"]
+
+    def set_best(self, step: int, pass_rate: float) -> None:
+        """Keep the checkpoint of `step`, if there is one, until another is better."""
+        self._folder.mkdir(exist_ok=True)
+        write_json(self._folder / _BEST, {"step": step, "pass_rate": pass_rate})
+
+    def _best(self) -> dict[str, Any] | None:
+        path = self._folder / _BEST
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+    def begin(self, config: TrainConfig, resume: bool, prompts: str) -> Path | None:
         """The checkpoint to resume from, None for a run that starts from the beginning.
 
         Raises `InputError` if the folder holds a run that is not to be resumed, or that was trained
-        with other settings.
+        with other settings or other `prompts`, given by their fingerprint.
         """
         delete_drafts(self._folder)
-        return self.starting_point(config, resume)
+        newest = self.starting_point(config, resume, prompts)
+        if newest is None:
+            # What a run without any checkpoint has evaluated may have been another model.
+            (self._folder / _BEST).unlink(missing_ok=True)
+        return newest
 
-    def starting_point(self, config: TrainConfig, resume: bool) -> Path | None:
+    def starting_point(self, config: TrainConfig, resume: bool, prompts: str) -> Path | None:
         """Returns and raises the same as `begin`, but changes nothing on the disk."""
         newest = self.newest()
         if not resume:
@@ -132,7 +160,7 @@ class Checkpoints:
                 )
             return None
         if newest is not None:
-            _check_resumable(newest, config)
+            _check_resumable(newest, config, prompts)
         return newest
 
     def save(self, learner: Learner, tokenizer: Any, config: TrainConfig, state: State) -> Path:
@@ -141,7 +169,7 @@ class Checkpoints:
         Raises `OSError` if the checkpoint cannot be written; older ones are still there then.
         """
         target = self._folder / f"step-{state.step:06d}"
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         delete_drafts(self._folder)
         with replacing(target) as draft:
             learner.save(draft)
@@ -155,11 +183,16 @@ class Checkpoints:
                 "metrics": dict(state.metrics),
                 "ladder": dict(state.ladder),
                 "replaced": state.replaced,
+                "tokens": state.tokens,
+                "prompts": state.prompts,
                 "config": config.model_dump(mode="json"),
             }
             write_json(draft / "state.json", fields)
+            _follow_umask(draft)
+        best = self._best() or {}
         for old in self._complete()[: -self._keep]:
-            shutil.rmtree(old)
+            if _step_of(old) != best.get("step"):
+                shutil.rmtree(old)
         return target
 
     def restore(self, folder: Path, learner: Learner) -> State:
@@ -179,12 +212,72 @@ class Checkpoints:
             fields["metrics"],
             fields["ladder"],
             fields["replaced"],
+            fields["tokens"],
+            fields["prompts"],
             groups,
         )
 
     def _complete(self) -> list[Path]:
         folders = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
-        return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
+        return sorted(folders, key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _follow_umask(folder: Path) -> None:
+    """Give all files the mode of new ones: safetensors writes files that only their owner reads."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
+
+
+def try_checkpoint(
+    config: TrainConfig, model: PreTrainedModel, model_path: str, tokenizer: Any
+) -> None:
+    """Write and read back a checkpoint of `model` that holds a single weight, and delete it.
+
+    `model` has the architecture of the policy, its weights on no device. Raises `InputError` if
+    anything on the way fails, or if the disk has no room for the run's checkpoints.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    folder = next(
+        path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists()
+    )
+    _require_space(config, folder, parameters)
+    try:
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(model_path)
+        with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=folder) as draft:
+            name, weight = next(iter(model.named_parameters()))
+            weights = {name: torch.zeros(1, dtype=weight.dtype)}
+            export(model, weights, weight.dtype, Path(draft))
+            tokenizer.save_pretrained(draft)
+            AutoConfig.from_pretrained(draft)
+            AutoTokenizer.from_pretrained(draft)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise InputError(
+            f"model.path={config.model.path!r}: a checkpoint of it in {folder} cannot be written"
+            f" and read again ({cut(reason)}); nothing would be left of the run"
+        ) from error
+
+
+def _require_space(config: TrainConfig, folder: Path, parameters: int) -> None:
+    # Weights, moments and the exported weights, in fp32 at most; one more while one is written.
+    each = 16 * parameters
+    there = len(list((config.run_dir / "checkpoints").glob("step-*")))
+    kept = config.checkpoint.keep + 1 + bool(config.evaluation.every_steps)
+    needed, free = max(1, kept - there) * each, shutil.disk_usage(folder).free
+    if needed > free:
+        raise InputError(
+            f"run_dir={str(config.run_dir)!r}: {free / 2**30:.1f} GiB are free there, and"
+            f" checkpoints of {each / 2**30:.1f} GiB take {needed / 2**30:.1f} GiB more; expected a"
+            f" lower checkpoint.keep than {config.checkpoint.keep}, or another disk"
+        )
 
 
 @contextmanager
@@ -199,29 +292,22 @@ def _readable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_resumable(folder: Path, config: TrainConfig) -> None:
+def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
     with _readable(folder):
-        saved = json.loads((folder / "state.json").read_text("utf-8"))["config"]
-    # Settings that did not exist yet when the checkpoint was written had their defaults.
-    task = TaskConfig(name=config.task.name)
-    default = TrainConfig(run_dir=config.run_dir, task=task).model_dump(mode="json")
-    saved = _merged(default, saved)
+        state = json.loads((folder / "state.json").read_text("utf-8"))
+        saved, trained_on = state["config"], state["prompts"]
     for key, before, now in _differences(saved, config.model_dump(mode="json")):
         if key not in _FREE and key.split(".")[0] not in _FREE:
             raise InputError(
                 f"{key}={now!r}: the run in {folder.parents[1]} was trained with {before!r}; set it"
                 f" back, or use another run_dir. Free to change are {', '.join(_FREE[1:])}"
             )
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above`, with missing keys filled in from `below`, recursively."""
-    nested = {
-        key: _merged(below[key], value)
-        for key, value in above.items()
-        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
-    }
-    return {**below, **above, **nested}
+    if prompts != trained_on:
+        raise InputError(
+            f"the training prompts of task {config.task.name!r} are not those that the run in"
+            f" {folder.parents[1]} was trained with, so it would train on some twice and on others"
+            " never: restore the data or the chat template, or use another run_dir"
+        )
 
 
 def _differences(

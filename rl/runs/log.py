@@ -15,7 +15,12 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
-from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE, RESPONSES_FILE
+from sparrow_sglang.run_folder import (
+    EVALUATIONS_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    RESPONSES_FILE,
+)
 
 WANDB_ID_FILE = "wandb_id"
 
@@ -70,8 +75,10 @@ class RunLog:
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
         self._rows, dropped = _drop_rows(self._path, first)
-        _drop_rows(self._path.with_name(EVENTS_FILE), first)
-        _drop_rows(self._path.with_name(RESPONSES_FILE), first)
+        for name in (EVENTS_FILE, RESPONSES_FILE):
+            _drop_rows(self._path.with_name(name), first)
+        # The evaluation of the weights that a run resumes from belongs to step `first`.
+        _drop_rows(self._path.with_name(EVALUATIONS_FILE), first + 1 if first else 0)
         self._file = open(self._path, "a", encoding="utf-8")
         self._size = self._path.stat().st_size
         self._evaluated = _evaluation(first, dropped)
@@ -83,7 +90,7 @@ class RunLog:
 
     def clock(self, step: int) -> Clock:
         """Begin `step`; returns its clock."""
-        self._progress.where = f"step {step + 1}/{self._steps} "
+        self._progress.where = f"{_step_name(step, self._steps)} "
         return Clock(self)
 
     def show(self, stage: str) -> None:
@@ -101,11 +108,17 @@ class RunLog:
     def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
         """Report an event: a line on the terminal and a row of events.jsonl."""
         self._append(EVENTS_FILE, [{"step": step, **fields}])
-        self.say(f"step {step + 1}: {line}")
+        self.say(f"step {step}: {line}")
 
     def keep_responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to responses.jsonl."""
         self._append(RESPONSES_FILE, [{"step": step, **row} for row in rows])
+
+    def keep_evaluation(self, steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of an evaluation after `steps` steps to evaluations.jsonl."""
+        # A run that was resumed from these weights has evaluated them before.
+        _drop_rows(self._path.with_name(EVALUATIONS_FILE), steps)
+        self._append(EVALUATIONS_FILE, [{"step": steps, **row} for row in rows])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
@@ -154,23 +167,27 @@ class RunLog:
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     """One step in one line: rewards, mismatch, KV read, speed, alarms, and seconds per stage."""
     words = [
-        f"step {step + 1}/{steps}",
+        _step_name(step, steps),
         f"reward {metrics['critic/score/mean']:.3f}",
         f"length {metrics['response_length/mean']:.0f}",
     ]
     if ENTROPY in metrics:
         words.append(f"entropy {metrics[ENTROPY]:.3f}")
-    if TAIL in metrics:
-        words.append(f"p05 acceptance {metrics[TAIL]:.3f}")
     if "sparrow/kv_tokens_read" in metrics:
         read, cached = metrics["sparrow/kv_tokens_read"], metrics["sparrow/kv_tokens_cached"]
+        tail = f"{metrics[TAIL]:.3f}" if TAIL in metrics else "–"
+        words.append(f"p05 acceptance {tail}")
         words.append(f"KV read {read:.0f} of {cached:.0f} tokens")
+        if read == cached:
+            words.append("nothing sparse: all lengths are within the budget")
     words.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
     if metrics.get(ALARM):
         words.append(
             "ALARM: entropy and reward have fallen while the tail rose, the policy may be"
             " collapsing"
         )
+    if metrics.get("actor/optimizer_steps") == metrics.get("actor/skipped_steps") == 0:
+        words.append("no gradient: all groups equal")
     if metrics.get("actor/skipped_steps"):
         words.append(f"{metrics['actor/skipped_steps']:.0f} optimizer steps skipped")
     split = [
@@ -179,6 +196,11 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         if f"timing_s/{stage}" in metrics
     ]
     return ", ".join(words) + f" | {metrics['timing_s/step']:.1f} s: " + ", ".join(split)
+
+
+def _step_name(step: int, steps: int) -> str:
+    """The number that the step has in all files, and how many steps are done with it."""
+    return f"step {step} ({step + 1}/{steps})"
 
 
 def check_logging(logging: LoggingConfig) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.rl.collect.base import Collected
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
 from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
@@ -19,7 +20,6 @@ from sparrow_sglang.rl.runs.setup import Setup
 from sparrow_sglang.rl.runs.termination import Termination
 from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool
-from sparrow_sglang.rl.types import Group
 
 EngineOpener = Callable[[EngineConfig, str, Mapping[str, Any]], RolloutEngine]
 """A function with the signature of `open_engine`."""
@@ -28,61 +28,37 @@ EngineOpener = Callable[[EngineConfig, str, Mapping[str, Any]], RolloutEngine]
 class Progress:
     """How many steps the policy has taken, and how many of them are in a checkpoint.
 
-    `replaced` counts the additional prompts that these steps used to replace groups. `carried` are
-    groups that these steps began and did not train on.
+    `replaced` counts the additional prompts that these steps used to replace groups, `tokens` the
+    response tokens that they sampled. `carried` are groups that these steps began and did not train
+    on.
     """
 
-    def __init__(self, checkpoints: Checkpoints, termination: Termination, state: State) -> None:
-        self.steps_taken = state.step
+    def __init__(self, state: State) -> None:
+        self.steps_taken = self.saved = state.step
         self.replaced = state.replaced
+        self.tokens = state.tokens
         self.carried = state.carried
-        self._checkpoints = checkpoints
-        self._termination = termination
-        self._saved = state.step
-        self._metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self._updating = False
 
     @contextmanager
-    def updating(
-        self, step: int, replaced: int = 0, carried: tuple[Group, ...] = ()
-    ) -> Iterator[None]:
-        """Context in which step `step` updates the policy and is reported; signals are held back.
+    def updating(self, collected: Collected) -> Iterator[None]:
+        """Context in which a step on the groups `collected` updates the policy.
 
-        The step replaced `replaced` groups, and leaves those `carried`. If the block raises, the
-        policy may be only partly updated, and is not saved any more.
+        If the block raises, the policy may be only partly updated, and is not saved any more.
         """
-        with self._termination.held_back():
-            self._updating = True
-            yield
-            self.steps_taken, self._updating = step + 1, False
-            self.replaced += replaced
-            self.carried = carried
-
-    def note(self, metrics: dict[str, float]) -> None:
-        """Keep the metrics of a step for the checkpoint."""
-        self._metrics = metrics
+        self._updating = True
+        yield
+        self._updating = False
+        self.steps_taken += 1
+        self.replaced += collected.replaced
+        self.tokens += collected.tokens
+        self.carried = collected.carried
 
     @property
     def unsaved(self) -> bool:
         """Whether a checkpoint would hold something new."""
-        return not self._updating and self.steps_taken != self._saved
-
-    def save(
-        self, learner: Learner, actor: SparseActor, config: TrainConfig, tokenizer: Any
-    ) -> None:
-        """Write a checkpoint of the steps taken."""
-        with self._termination.held_back():
-            ladder = actor.ladder.state_dict()
-            state = State(
-                self.steps_taken,
-                actor.schedule_name,
-                self._metrics,
-                ladder,
-                self.replaced,
-                self.carried,
-            )
-            self._checkpoints.save(learner, tokenizer, config, state)
-            self._saved = self.steps_taken
+        return not self._updating and self.steps_taken != self.saved
 
 
 @dataclass(frozen=True)
@@ -97,17 +73,38 @@ class Run:
     log: RunLog
     progress: Progress
     termination: Termination
+    checkpoints: Checkpoints
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step, and keep them for the checkpoint."""
-        self.progress.note(metrics)
+        self.progress.metrics = metrics
         self.log.write(step, metrics)
 
     def save(self) -> None:
         """Write a checkpoint of the steps taken, unless there is nothing new."""
-        if self.progress.unsaved:
-            self.log.show("checkpoint")
-            self.progress.save(self.learner, self.actor, self.config, self.setup.tokenizer)
+        progress = self.progress
+        if not progress.unsaved or self.termination.at_once:
+            return
+        self.log.show("checkpoint")
+        with self.termination.held_back("checkpoint"):
+            state = State(
+                progress.steps_taken,
+                self.actor.schedule_name,
+                progress.metrics,
+                self.actor.ladder.state_dict(),
+                progress.replaced,
+                progress.tokens,
+                self.setup.fingerprint,
+                progress.carried,
+            )
+            self.checkpoints.save(self.learner, self.setup.tokenizer, self.config, state)
+            progress.saved = progress.steps_taken
+
+    def keep_if_best(self, pass_rate: float) -> None:
+        """Keep a checkpoint of the policy, if no earlier evaluation was as good as this one."""
+        if self.checkpoints.is_best(pass_rate):
+            self.save()
+            self.checkpoints.set_best(self.progress.steps_taken, pass_rate)
 
 
 @contextmanager
@@ -126,7 +123,7 @@ def open_run(
     """
     with owned(config.run_dir), Termination() as termination:
         checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
-        newest = checkpoints.begin(config, resume)
+        newest = checkpoints.begin(config, resume, setup.fingerprint)
         if config.engine.transfer == "broadcast":
             share_nccl_settings(config.engine.server_args)
         learner = Learner.load(config)
@@ -135,7 +132,7 @@ def open_run(
         if state.ladder:
             ladder.load_state_dict(state.ladder)
         taken = state.step
-        record_start(config, setup.engine, taken)
+        record_start(config, setup.engine, taken, ladder.first)
         reward_workers = RewardPool(
             setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
         )
@@ -154,8 +151,17 @@ def open_run(
             engine = (engines or open_engine)(setup.engine, setup.model_path, arguments)
             with closing(engine):
                 actor = SparseActor(config, engine, learner, ladder, setup.environment)
-                progress = Progress(checkpoints, termination, state)
-                run = Run(config, setup, learner, actor, reward_workers, log, progress, termination)
+                run = Run(
+                    config,
+                    setup,
+                    learner,
+                    actor,
+                    reward_workers,
+                    log,
+                    Progress(state),
+                    termination,
+                    checkpoints,
+                )
                 try:
                     yield run
                 finally:

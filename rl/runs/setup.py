@@ -3,6 +3,7 @@
 In: a configuration. Out: a `Setup`, or one error that names the setting.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -18,20 +19,13 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
 from sparrow_sglang.plugin.server_args import unknown_argument
-from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.rollout import DENSE
+from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
 from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import Task, chat_render, load_task
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
-
-_OWN_SETTINGS = {
-    "model_path": "model.path",
-    "attention_backend": "engine.schedule",
-    "sparrow_schedule": "engine.schedule",
-}
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,8 @@ class Setup:
     keyed by the names of sets: a single set has an empty name, and without evaluation there are no
     sets. `schedules` is the ladder, starting with `engine.schedule`, and empty for dense rollouts.
     `engine` is the configured engine with "auto" replaced by the name of the schedule. `notes` are
-    lines to print when the run starts.
+    lines to print when the run starts. `fingerprint` is that of the training prompts, in
+    order.
     """
 
     model_path: str
@@ -55,6 +50,7 @@ class Setup:
     engine: EngineConfig
     notes: tuple[str, ...]
     environment: Environment | None
+    fingerprint: str
 
 
 def check(config: TrainConfig) -> None:
@@ -81,25 +77,9 @@ def _check_settings(config: TrainConfig) -> None:
     check_logging(config.logging)
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
-    _check_server_args(config.engine)
+    if problem := unknown_argument(config.engine.server_args):
+        raise InputError(f"engine.server_args.{problem}")
     _check_temperature(config.rollout.temperature)
-    dense, measured = config.engine.schedule == DENSE, config.mismatch.sequences
-    if config.distill.enabled and dense:
-        raise InputError(
-            "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
-            " already; expected a sparse schedule, or false"
-        )
-    if config.distill.enabled and not measured:
-        raise InputError(
-            "distill.enabled=true with mismatch.sequences=0: tails of measured responses say how"
-            " much of the adapter rollouts get; expected mismatch.sequences of 1 or more"
-        )
-    if config.ladder.schedules and (dense or not measured):
-        raise InputError(
-            f"ladder.schedules={list(config.ladder.schedules)} needs tails to follow: expected a"
-            f" sparse engine.schedule, not {config.engine.schedule!r}, and mismatch.sequences above"
-            f" 0, not {measured}"
-        )
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -113,8 +93,6 @@ def prepare(config: TrainConfig) -> Setup:
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)
     schedules = _schedules(config, model_config)
-    if config.distill.enabled:
-        _check_adapter(config.distill.target_modules, model_config)
     variables = config.task.chat_template_kwargs
     task = load_task(config.task, chat_render(tokenizer, **variables))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
@@ -125,6 +103,7 @@ def prepare(config: TrainConfig) -> Setup:
         for name, prompts in sets.items()
     }
     _check_context(config, model_config)
+    _check_model(config, model_path, model_config, tokenizer)
     left_out = len(task.train) - len(train)
     left_out += sum(len(sets[name]) - len(kept) for name, kept in heldout.items())
     engine = config.engine
@@ -132,11 +111,17 @@ def prepare(config: TrainConfig) -> Setup:
         # The engine gets the schedule's name, as SPARROW_SCHEDULE in the environment could turn
         # "auto" into another schedule.
         engine = engine.model_copy(update={"schedule": schedules[0].name})
-    notes = tuple(
+    notes = [
         f"schedule {schedule.name}: {schedule.calibration(model_config)}"
         for schedule in schedules
         if schedule.is_foreign(model_config)
-    )
+    ]
+    longest = max(len(prompt.input_ids) for prompt in train) + config.rollout.max_new_tokens
+    if schedules and longest <= (dense := schedules[-1].first_sparse_length() - 1):
+        notes.append(
+            f"nothing will be decoded sparsely: the budgets of {schedules[-1].name} hold sequences"
+            f" of up to {dense:,} tokens, and prompts with responses have at most {longest:,}"
+        )
     environment = Environment(task.reply, variables) if task.reply else None
     return Setup(
         model_path,
@@ -147,8 +132,9 @@ def prepare(config: TrainConfig) -> Setup:
         left_out,
         schedules,
         engine,
-        notes,
+        tuple(notes),
         environment,
+        _fingerprint(train),
     )
 
 
@@ -193,6 +179,13 @@ def _short_enough(which: str, prompts: Sequence[Prompt], config: TrainConfig) ->
             " expected a higher limit"
         )
     return kept
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.id, prompt.task, prompt.input_ids)).encode())
+    return digest.hexdigest()
 
 
 def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
@@ -249,36 +242,6 @@ def _load(key: str, name: str, page_size: int) -> BudgetSchedule:
         raise ScheduleError(f"{key}: {error}") from None
 
 
-def _check_server_args(engine: EngineConfig) -> None:
-    for name in engine.server_args:
-        if name == "attention_backend" and engine.schedule == DENSE:
-            continue
-        if name in _OWN_SETTINGS:
-            raise InputError(
-                f"engine.server_args.{name} is not set there: set {_OWN_SETTINGS[name]} instead"
-            )
-    if problem := unknown_argument(engine.server_args):
-        raise InputError(f"engine.server_args.{problem}")
-    if engine.server_args.get("skip_tokenizer_init"):
-        raise InputError(
-            "engine.server_args.skip_tokenizer_init=true: rewards are given for texts; expected"
-            " false"
-        )
-    stages = engine.server_args.get("pp_size", 1)
-    if stages != 1 and engine.kind == "ray" and engine.transfer == "broadcast":
-        raise InputError(
-            f"engine.server_args.pp_size={stages} with engine.transfer='broadcast': SGLang gives"
-            " all pipeline stages of an engine the same rank, so they cannot receive weights;"
-            ' expected 1, or engine.transfer = "object_store"'
-        )
-    dp_size = engine.server_args.get("dp_size", 1)
-    if dp_size != 1 and not engine.server_args.get("enable_dp_attention"):
-        raise InputError(
-            f"engine.server_args.dp_size={dp_size}: SGLang loads a trainer's weights into the first"
-            f' replica only; set kind = "ray" and num_engines = {dp_size} instead'
-        )
-
-
 def _check_temperature(temperature: float) -> None:
     # The variable is read as SGLang reads it, whose processes inherit it.
     untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
@@ -290,15 +253,19 @@ def _check_temperature(temperature: float) -> None:
         )
 
 
-def _check_adapter(target_modules: Sequence[str], model_config: Any) -> None:
+def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokenizer: Any) -> None:
+    """Checks the adapter's modules, and that checkpoints of the model can be written and read."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from sparrow_sglang.rl.distill import require_modules
+    from sparrow_sglang.rl.runs.checkpoint import try_checkpoint
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
-    require_modules(model, target_modules)
+    if config.distill.enabled:
+        require_modules(model, config.distill.target_modules)
+    try_checkpoint(config, model, model_path, tokenizer)
 
 
 def _check_context(config: TrainConfig, model_config: Any) -> None:

@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C as one exception that never interrupts an optimizer step."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,15 @@ class Stopped(SystemExit):
 class Termination:
     """Raises `Stopped` in the main thread on SIGTERM and SIGINT while it is open.
 
+    A second signal does not wait for a block that holds `Stopped` back. `at_once` is then set:
+    weights may be in the middle of a change, and nothing is to be saved any more.
     `Stopped` is a subclass of SystemExit, because asyncio keeps other exceptions in the task in
     which they are raised.
     """
 
     def __init__(self) -> None:
-        self._held = False
+        self.at_once = False
+        self._held = ""
         self._asked: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -38,9 +42,9 @@ class Termination:
             signal.signal(number, handler)
 
     @contextmanager
-    def held_back(self) -> Iterator[None]:
-        """Delay `Stopped` until the block has ended."""
-        before, self._held = self._held, True
+    def held_back(self, doing: str) -> Iterator[None]:
+        """Delay `Stopped` until the block, which does `doing`, has ended."""
+        before, self._held = self._held, self._held or doing
         try:
             yield
         finally:
@@ -49,6 +53,12 @@ class Termination:
             raise Stopped(128 + self._asked)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._asked = number
-        if not self._held:
-            raise Stopped(128 + number)
+        again, self._asked = self._asked is not None, number
+        if again:
+            self.at_once = True
+        elif self._held:
+            # Written directly, as the signal may have come in the middle of a print.
+            line = f"\nstopping after the {self._held}; Ctrl-C again stops at once, without it\n"
+            os.write(2, line.encode())
+            return
+        raise Stopped(128 + number)

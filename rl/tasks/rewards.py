@@ -63,16 +63,6 @@ def part_metrics(parts: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, fl
     return {name: float(np.mean(values)) for name, values in named.items()}
 
 
-def without_truncated(
-    rewards: Sequence[NDArray[np.float64]], groups: Sequence[Group]
-) -> tuple[NDArray[np.float64], ...]:
-    """The same rewards [n] of each group, but 0 for responses that were cut at the length limit."""
-    return tuple(
-        np.where([rollout.truncated for rollout in group.rollouts], 0.0, values)
-        for values, group in zip(rewards, groups, strict=True)
-    )
-
-
 class RewardPool:
     """Reward workers: processes that call `reward`, a function of a module, or a mapping with one
     such function for each task; a context manager, which ends them.

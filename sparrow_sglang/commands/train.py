@@ -96,9 +96,10 @@ def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
     from sparrow_sglang.rl.runs.setup import prepare
 
     setup = prepare(config)
-    Checkpoints(config.run_dir, config.checkpoint.keep).starting_point(config, args.resume)
+    checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
+    checkpoints.starting_point(config, args.resume, setup.fingerprint)
     lines, fits = memory_report(config, AutoConfig.from_pretrained(setup.model_path))
-    print("\n".join(["the settings can be run", *lines]))
+    print("\n".join(["the settings can be run", *setup.notes, *lines]))
     return 0 if fits else 1
 
 

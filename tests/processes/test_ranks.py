@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.packing import deal, pack
+from sparrow_sglang.rl.policy.packing import assign_to_ranks, pack
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -96,7 +96,7 @@ def test_ranks_are_dealt_every_sequence_once_in_rounds_of_like_length(
     ranks: int, lengths: list[int]
 ) -> None:
     packs = pack(lengths, 16)
-    dealt = deal(packs, lengths, ranks)
+    dealt = assign_to_ranks(packs, lengths, ranks)
     assert sorted(i for share in dealt for members in share for i in members) == list(
         range(len(lengths))
     )

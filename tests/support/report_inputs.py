@@ -17,10 +17,10 @@ from sparrow_sglang.calibration.measure import Sample
 from sparrow_sglang.calibration.work_folder import SampleTokens, WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.provenance import provenance
+from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.ladder import Move
 from sparrow_sglang.rl.learner import Learner
-from sparrow_sglang.rl.metrics import acceptance_metrics
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.runs.log import RunLog
@@ -87,7 +87,7 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
             "logging": {"tensorboard": False},
         }
     )
-    record_start(config, config.engine, 0)
+    record_start(config, config.engine, 0, None)
     log = RunLog(config, 0)
     for step in range(steps):
         row = step_metrics(step)
@@ -138,7 +138,7 @@ def step_metrics(step: int) -> dict[str, float]:
         "response_length/max": float(2 * length),
         "rollout_corr/k3_kl": 0.01 + 0.001 * draw.random(),
         "actor/entropy": 0.5 - 0.01 * step,
-        **acceptance_metrics(alpha, np.arange(400) * 10),
+        **acceptance_metrics(alpha, np.arange(400) // 200),
         "sparrow/kv_tokens_read": 500.0 + step,
         "sparrow/kv_tokens_cached": 1100.0 + 5 * step,
         "sparrow/rollout_tokens_per_s": 1000 * length / seconds["rollout"],

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import random
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +14,14 @@ import torch
 from engines import random_prompt
 from safetensors.torch import load_file
 from sglang.srt.configs.model_config import _get_and_verify_dtype
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import MOMENTS
-from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, try_checkpoint
 
 SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9), [5, 6])]
 
@@ -108,25 +110,19 @@ def test_a_float32_run_exports_what_it_computes_in_and_resumes_exactly(
     assert any(not torch.equal(w, w.bfloat16().float()) for w in exact.values())
 
 
-def test_a_run_from_before_a_setting_was_there_is_resumed_at_its_default(tiny_llama, tmp_path):
+def test_settings_and_data_that_the_run_depends_on_must_not_change(tiny_llama, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     now = config(tmp_path)
-    folder = checkpoints.save(
-        learner(policy(tiny_llama, "float32")), Tokenizer(), now, State(2, "s", {})
-    )
-    path = folder / "state.json"
-    state = json.loads(path.read_text())
-    del state["config"]["rollout"]["dynamic_sampling"]
-    path.write_text(json.dumps(state))
-    assert checkpoints.begin(now, resume=True) == folder
-    other = now.rollout.model_copy(update={"dynamic_sampling": 10})
-    with pytest.raises(InputError, match="rollout.dynamic_sampling=10: .* was trained with 1"):
-        checkpoints.begin(now.model_copy(update={"rollout": other}), resume=True)
+    state = State(2, "s", {}, prompts="abc")
+    folder = checkpoints.save(learner(policy(tiny_llama, "float32")), Tokenizer(), now, state)
+    assert checkpoints.begin(now, True, "abc") == folder
+    with pytest.raises(InputError, match="training prompts of task 'story' are not those"):
+        checkpoints.begin(now, True, "abd")
     faster = now.optimizer.model_copy(update={"lr": 0.5, "warmup_steps": 3})
-    assert checkpoints.begin(now.model_copy(update={"optimizer": faster}), resume=True) == folder
+    assert checkpoints.begin(now.model_copy(update={"optimizer": faster}), True, "abc") == folder
     heavier = now.optimizer.model_copy(update={"weight_decay": 0.5})
     with pytest.raises(InputError, match="optimizer.weight_decay=0.5: .* optimizer.lr"):
-        checkpoints.begin(now.model_copy(update={"optimizer": heavier}), resume=True)
+        checkpoints.begin(now.model_copy(update={"optimizer": heavier}), True, "abc")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +146,59 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tiny_llama, tmp_path, file, c
         (folder / file).write_text(content)
     line = rf"^{folder} cannot be read \({reason}.*\): delete it to go on from the one before$"
     with pytest.raises(InputError, match=line):
-        checkpoints.begin(now, resume=True)
+        checkpoints.begin(now, resume=True, prompts="")
         checkpoints.restore(folder, learner(trained))
+
+
+def test_the_best_evaluated_one_stays_and_others_may_read_it(tiny_llama, tmp_path):
+    checkpoints, trained = Checkpoints(tmp_path, keep=1), policy(tiny_llama, "float32")
+    before = os.umask(0o022)
+    try:
+        for step, rate in ((1, 0.2), (2, 0.5), (3, 0.4), (4, 0.5)):
+            checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(step))
+            if checkpoints.is_best(rate):
+                checkpoints.set_best(step, rate)
+    finally:
+        os.umask(before)
+    kept = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert kept == {"step-000002", "step-000004"}
+    # safetensors writes files that only their owner can read.
+    files = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o644}
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.6, "top_p": 0.9}, {"num_beams": 1}])
+def test_a_generation_config_that_transformers_does_not_save_survives(byte_model, tmp_path, wrong):
+    """Many fine-tunes have a temperature without do_sample, which `save_pretrained` refuses."""
+    source = shutil.copytree(byte_model, tmp_path / "model")
+    (source / "generation_config.json").write_text(json.dumps(wrong | {"do_sample": False}))
+    model = AutoModelForCausalLM.from_pretrained(source)
+    try_checkpoint(
+        config(tmp_path / "run"), model, str(source), AutoTokenizer.from_pretrained(source)
+    )
+    trained = policy(str(source), "float32")
+    folder = Checkpoints(tmp_path / "run", keep=1).save(
+        learner(trained), Tokenizer(), config(tmp_path / "run"), State(1)
+    )
+    saved = GenerationConfig.from_pretrained(folder / "model")
+    assert all(getattr(saved, name) == value for name, value in wrong.items())
+
+
+def test_a_checkpoint_is_tried_before_the_run(byte_model, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(byte_model)
+    run = config(tmp_path / "new" / "run")
+
+    class Unwritable(Tokenizer):
+        def save_pretrained(self, folder: Path) -> None:
+            raise TypeError("is not JSON serializable")
+
+    with pytest.raises(InputError, match="written and read again .TypeError: is not JSON"):
+        try_checkpoint(run, model, byte_model, Unwritable())
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(InputError, match="0.0 GiB are free there, .* lower checkpoint.keep than 2"):
+        try_checkpoint(run, model, byte_model, AutoTokenizer.from_pretrained(byte_model))
+    assert not run.run_dir.exists() and not list(tmp_path.iterdir())
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
@@ -169,6 +216,6 @@ def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
             checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(11, "s", {}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert checkpoints.begin(config(tmp_path), resume=True) == folder / "step-000010"
+    assert checkpoints.begin(config(tmp_path), resume=True, prompts="") == folder / "step-000010"
     assert sorted(path.name for path in folder.iterdir()) == names
     checkpoints.restore(folder / "step-000010", learner(copy.copy(trained)))

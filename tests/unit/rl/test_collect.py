@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_groups import group
 
-from sparrow_sglang.rl.collect import Collected, collect
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.collect import dynamic_sampling, partial, whole
+from sparrow_sglang.rl.collect.base import Collected, Collector, with_penalties
+from sparrow_sglang.rl.config import RolloutConfig
 from sparrow_sglang.rl.rollout import groups_under_way, prompts_from
 from sparrow_sglang.rl.tasks.rewards import Scores
 from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Segment
@@ -151,41 +151,17 @@ class Actor:
         self.released += 1
 
 
-def run_of(
-    reward: Callable[[Group], list[float]],
-    *,
-    count: int = 4,
-    batches: int = 1,
-    overlap: bool = True,
-    truncated: str = "keep",
-    lag: int = 0,
-    seed: int = 0,
-    replaced: int = 0,
-) -> Any:
-    config = TrainConfig.parse(
-        {
-            "run_dir": "unused",
-            "task": {"name": "story", "overlap_rewards": overlap},
-            "rollout": {
-                "prompts_per_step": count,
-                "samples_per_prompt": 2,
-                "dynamic_sampling": batches,
-                "truncated": truncated,
-            },
-        }
+def collector(reward: Callable[[Group], list[float]], lag: int = 0, seed: int = 0, **fields: Any):
+    settings = RolloutConfig(**{"prompts_per_step": 4, "samples_per_prompt": 2} | fields)
+    return Collector(
+        settings,
+        PROMPTS,
+        0,
+        Actor(seed),  # type: ignore[arg-type]
+        Workers(reward, lag),  # type: ignore[arg-type]
+        lambda stage: nullcontext(),
+        lambda *_: lambda count: None,
     )
-    return SimpleNamespace(
-        config=config,
-        actor=Actor(seed),
-        reward_workers=Workers(reward, lag),
-        log=SimpleNamespace(responses=lambda *_: lambda count: None),
-        setup=SimpleNamespace(train=PROMPTS),
-        progress=SimpleNamespace(replaced=replaced, carried=()),
-    )
-
-
-def step_of(run: Any, step: int = 0) -> Collected:
-    return collect(run, step, lambda stage: nullcontext())
 
 
 def names(collected: Collected) -> list[str]:
@@ -202,8 +178,8 @@ def by_name(group: Group) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_overlapping_changes_neither_groups_nor_rewards(seed: int) -> None:
-    apart, together = run_of(by_name, overlap=False), run_of(by_name, seed=seed, lag=seed)
-    expected, found = step_of(apart, 2), step_of(together, 2)
+    apart, together = collector(by_name), collector(by_name, lag=seed, seed=seed)
+    expected, found = whole.collect(apart, 8), dynamic_sampling.collect(together, 8)
     assert names(found) == names(expected) == order_of_data()[8:12]
     assert [rewards.tolist() for rewards in found.rewards] == [
         rewards.tolist() for rewards in expected.rewards
@@ -222,8 +198,8 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
     def reward(group: Group) -> list[float]:
         return [0.5, 0.5] if int(group.prompt.id) in same else [0.0, 1.0]
 
-    run = run_of(reward, count=count, batches=batches, lag=lag, seed=seed, replaced=replaced)
-    found = step_of(run)
+    run = collector(reward, lag, seed, prompts_per_step=count, dynamic_sampling=batches)
+    found = dynamic_sampling.collect(run, replaced)
     # Walk the data until there are enough useful groups, or no more prompts may be sampled.
     allowed = order_of_data()[replaced : replaced + count * batches]
     useful, walked = [], 0
@@ -247,8 +223,8 @@ def test_no_prompt_is_used_by_two_steps() -> None:
 
     replaced, sampled = 0, []
     for step in range(3):
-        run = run_of(reward, batches=9, replaced=replaced)
-        replaced += step_of(run, step).replaced
+        run = collector(reward, dynamic_sampling=9)
+        replaced += dynamic_sampling.collect(run, 4 * step + replaced).replaced
         sampled += sorted(run.actor.sampled, key=order_of_data().index)
     assert sampled == order_of_data()[: len(sampled)] and len(sampled) == 12 + replaced
 
@@ -264,14 +240,13 @@ def test_groups_under_way_are_those_of_the_number_as_it_is_written() -> None:
 def test_groups_that_are_carried_over_are_trained_on_in_time(
     count: int, oversubscribe: float, staleness: int, seed: int
 ) -> None:
-    run = run_of(by_name, count=count, seed=seed)
-    update = {"oversubscribe": oversubscribe, "max_staleness": staleness}
-    rollout = run.config.rollout.model_copy(update=update)
-    run.config = run.config.model_copy(update={"rollout": rollout})
+    fields = {"oversubscribe": oversubscribe, "max_staleness": staleness}
+    run = collector(by_name, seed=seed, prompts_per_step=count, **fields)
     most, trained = ceil(count * Fraction(str(oversubscribe))), []
+    carried: tuple[Group, ...] = ()
     for step in range(6):
         run.actor.version, before = str(step), run.actor.tokens
-        found = step_of(run, step)
+        found = partial.collect(run, count * step, step, carried)
         everything = [*found.groups, *found.carried]
         assert len(found.groups) == count and len(everything) == most
         assert all(group.finished for group in found.groups)
@@ -294,7 +269,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         trained += names(found)
         # Each group is scored once: a reward may be costly, and its errors are counted.
         assert sorted(run.reward_workers.scored) == sorted(trained)
-        run.progress.carried = found.carried
+        carried = found.carried
         # No group is lost or used twice, and each was the next in the order of the data.
         under_way = trained + [group.prompt.id for group in found.carried]
         expected = prompts_from(PROMPTS, 0, count * step + most, 0)
@@ -302,10 +277,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
 
 
 def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() -> None:
-    run = run_of(by_name, count=2)
-    update = {"oversubscribe": 2.0, "max_new_tokens": 5}
-    rollout = run.config.rollout.model_copy(update=update)
-    run.config = run.config.model_copy(update={"rollout": rollout})
+    run = collector(by_name, prompts_per_step=2, oversubscribe=2.0, max_new_tokens=5)
 
     def begun(prompt: Prompt, *lengths: int) -> Group:
         empty = Group.begun(prompt, len(lengths))
@@ -315,8 +287,8 @@ def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() 
         )
         return replace(empty, rollouts=tuple(rollouts))
 
-    run.progress.carried = (begun(PROMPTS[0], 5, 9), begun(PROMPTS[1], 4, 6))
-    found = step_of(run, 1)
+    carried = (begun(PROMPTS[0], 5, 9), begun(PROMPTS[1], 4, 6))
+    found = partial.collect(run, 2, 1, carried)
     # The first group is finished, and in the second one response is still to be sampled.
     assert run.actor.asked == [[(4, False), (6, True)], [(0, False)] * 2, [(0, False)] * 2]
     ends = {
@@ -328,10 +300,33 @@ def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() 
 
 
 def test_a_penalty_may_take_the_variance_away() -> None:
-    run = run_of(lambda group: [0.0, 1.0], batches=9, truncated="penalty")
-    found = step_of(run)
+    run = collector(lambda group: [0.0, 1.0], dynamic_sampling=9, truncated="penalty")
+    found = dynamic_sampling.collect(run, 0)
     # Responses to every third prompt are cut, and earn nothing then.
     assert all(int(name) % 3 for name in names(found))
     mean = found.metrics["sparrow/sampled_score_mean"]
     whole = sum(int(name) % 3 != 0 for name in run.actor.sampled)
     assert mean == pytest.approx(0.5 * whole / len(run.actor.sampled))
+
+
+def test_penalties_lower_rewards_of_long_responses_linearly() -> None:
+    """DAPO's equation 13, of 4 tokens before a limit of 10: 0 at 6 tokens, -1 at 10."""
+    lengths = [5, 6, 7, 8, 10]
+    one = Group.begun(PROMPTS[0], len(lengths))
+    rollouts = tuple(
+        replace(
+            rollout,
+            response_ids=(7,) * length,
+            logprobs=np.zeros(length),
+            weight_version="0",
+            finish_reason="length" if length == 10 else "stop",
+        )
+        for rollout, length in zip(one.rollouts, lengths, strict=True)
+    )
+    groups, rewards = [replace(one, rollouts=rollouts)], [np.ones(5)]
+    fields = {"max_new_tokens": 10, "overlong_tokens": 4, "overlong_penalty": 0.5}
+    for truncated, last in (("keep", 0.5), ("penalty", -0.5)):
+        settings = RolloutConfig(truncated=truncated, **fields)
+        found = with_penalties(settings, rewards, groups)
+        assert found[0].tolist() == [1.0, 1.0, 0.875, 0.75, last]
+    assert with_penalties(RolloutConfig(), rewards, groups)[0].tolist() == [1.0] * 5

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.metrics import acceptance_metrics, mismatch_metrics, rollout_metrics
+from sparrow_sglang.rl.metrics import mismatch_metrics, rollout_metrics
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
 # Two responses, whose ratios dense / rollout are 1/2, 4 and 3, 1/10, 1, 6.
@@ -181,16 +182,19 @@ def test_k3_estimates_the_kl_of_gaussian_log_ratios() -> None:
 
 def test_tail_of_exact_acceptance_rates_by_bin() -> None:
     alpha = np.concatenate([np.arange(1, 101) / 100, np.arange(1, 41) / 50])
-    positions = np.concatenate([np.arange(100), np.arange(2000, 2040)])
-    order = np.random.default_rng(0).permutation(140)
-    got = acceptance_metrics(alpha[order], positions[order])
+    # Rates of tokens in no bin, which no sparse step decoded, do not count.
+    alpha = np.concatenate([alpha, np.zeros(30)])
+    bins = np.repeat([0, 1, -1], [100, 40, 30])
+    order = np.random.default_rng(0).permutation(170)
+    got = acceptance_metrics(alpha[order], bins[order])
+    assert acceptance_metrics(alpha[-30:], bins[-30:]) == {}
     assert got == pytest.approx(
         {
             # The 5th and the 2nd smallest; of all 140 the 7th: .01 .02 .02 .03 .04 .04 .05.
             "sparrow/accept_p05_bin0": 0.05,
             "sparrow/accept_p05_bin1": 0.04,
             "sparrow/accept_p05": 0.05,
-            "sparrow/accept_mean": float(alpha.mean()),
+            "sparrow/accept_mean": float(alpha[:140].mean()),
         }
     )
 
@@ -201,7 +205,10 @@ def test_rollout_metrics() -> None:
         return Rollout("p", sample, (1,), ids, np.zeros(tokens), reason, "0", "s", "", segments)
 
     group = Group(Prompt("p", "t", (1,)), (rollout(0, 3, "stop"), rollout(1, 8, "length")))
-    metrics = rollout_metrics([group, group], [[0.0, 1.0], [1.0, 1.0]])
+    other = Group(Prompt("q", "u", (1, 2, 3)), group.rollouts)
+    metrics = rollout_metrics([group, other], [[0.0, 1.0], [1.0, 1.0]])
+    assert (metrics["prompt_length/mean"], metrics["prompt_length/max"]) == (2.0, 3.0)
+    assert (metrics["sparrow/task/t/score"], metrics["sparrow/task/u/score"]) == (0.5, 1.0)
     assert metrics["critic/score/mean"] == 0.75
     assert metrics["response_length/mean"] == 5.5
     assert metrics["response_length/max"] == 8.0

@@ -26,7 +26,6 @@ from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
-from sparrow_sglang.rl.runs.response_rows import measured_tails
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
 
@@ -253,14 +252,14 @@ def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
         groups.append(Group(prompt, (rollout,)))
     values = tuple(np.array([float(index)]) for index in range(5))
     batch = Batch.of(groups, Advantages(values, (True, False, True, False, True)))
-    part = batch.spread(3)
+    part = batch.sample_evenly(3)
     chosen = [rollout.prompt_ids[0] - 1 for rollout in part.rollouts]
     assert chosen == [0, 1, 3] and part.lengths == [3, 1, 2]
     assert part.sequences == [batch.sequences[index] for index in chosen]
     assert part.advantages.tolist() == [0, 0, 0, 1, 3, 3]
     torch.testing.assert_close(part.rollout_logprobs, torch.tensor([0, -0.1, -0.2, -1, -3, -3.1]))
     assert part.group.tolist() == chosen and part.in_loss.tolist() == [True, False, False]
-    assert batch.spread(9).sequences == batch.sequences
+    assert batch.sample_evenly(9).sequences == batch.sequences
 
 
 def test_retracted_responses_are_in_no_part_of_a_batch():
@@ -278,20 +277,19 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
         return [rollout.prompt_ids[0] for rollout in part.rollouts]
 
     part = batch({0, 3})
-    assert names(part.spread(2)) == [1, 4] and part.spread_indices(2) == [1, 4]
-    assert names(part.without_spread(2)) == [2, 5]
-    assert names(part.without_spread(9)) == names(part.spread(9)) == [1, 2, 4, 5]
+    assert names(part.sample_evenly(2)) == [1, 4]
+    assert names(part.holdout_of(2)) == [2, 5]
+    assert names(part.holdout_of(9)) == names(part.sample_evenly(9)) == [1, 2, 4, 5]
     # The policy still learns from the whole batch.
     assert len(part.sequences) == 6
     everything = batch(set(range(6)))
-    assert everything.spread(2).segments == everything.without_spread(2).segments == []
+    assert everything.sample_evenly(2).segments == everything.holdout_of(2).segments == []
     # If all responses were retracted, nothing is measured and the adapter is not trained.
     config = TrainConfig.parse({"run_dir": "unused", "task": {"name": "story"}})
     nothing: Any = object()
     learner = Learner(config, nothing, adapter=nothing)
-    rates, positions = learner.acceptance(everything, SCHEDULE)
-    assert rates.size == positions.size == 0 and learner.distill(everything, SCHEDULE) == {}
-    assert measured_tails(everything, rates, config.mismatch.sequences) == {}
+    assert learner.acceptance(everything, SCHEDULE) is None
+    assert learner.distill(everything, SCHEDULE) == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -43,15 +43,15 @@ from sparrow_sglang.rl.tasks import TASKS, load_task
         ),
         (
             'engine = { server_args = { attention_backend = "fa3" }, schedule = "fixed-48" }',
-            "engine.server_args.attention_backend is not set there: set engine.schedule instead",
+            "[engine] server_args.attention_backend is not set there: set engine.schedule instead",
         ),
         (
             'engine = { schedule = "fixed-48", server_args = { dp_size = 2 } }',
-            "engine.server_args.dp_size=2: SGLang loads a trainer's weights into the first replica",
+            "[engine] server_args.dp_size=2: SGLang loads a trainer's weights into the first",
         ),
         (
             'engine = { schedule = "fixed-48", server_args = { skip_tokenizer_init = true } }',
-            "engine.server_args.skip_tokenizer_init=true: rewards are given for texts; expected",
+            "[engine] server_args.skip_tokenizer_init=true: rewards are given for texts; expected",
         ),
         ('ladder = { schedules = ["fixed-32"] }', "schedule fixed-32: "),
         (
@@ -66,7 +66,7 @@ from sparrow_sglang.rl.tasks import TASKS, load_task
         (
             'engine = { kind = "ray", schedule = "fixed-48", transfer = "broadcast",'
             " server_args = { pp_size = 2 } }",
-            "engine.server_args.pp_size=2 with engine.transfer='broadcast': SGLang gives all",
+            "[engine] server_args.pp_size=2 with transfer='broadcast': SGLang gives all",
         ),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
         (
@@ -78,7 +78,8 @@ from sparrow_sglang.rl.tasks import TASKS, load_task
             "evaluation.max_new_tokens=9999 make",
         ),
         (
-            'distill = { enabled = true, target_modules = ["lm_head"] }',
+            'distill = { enabled = true, target_modules = ["lm_head"] }\n'
+            "rollout = { max_new_tokens = 99 }",
             "distill.target_modules=['lm_head']: the model's layers have no module 'lm_head';"
             " expected some of q_proj, k_proj, ",
         ),
@@ -224,7 +225,9 @@ def test_a_check_says_what_the_run_would_say_of_its_folder(tmp_path, capsys):
     checkpoint, draft = (run_dir / "checkpoints" / name for name in ("step-000001", ".draft-x"))
     checkpoint.mkdir(parents=True)
     draft.mkdir()
-    state = {"config": TrainConfig.load(path).model_dump(mode="json")}
+    config = TrainConfig.load(path)
+    prompts = prepare(config).fingerprint
+    state = {"config": config.model_dump(mode="json"), "prompts": prompts}
     (checkpoint / "state.json").write_text(json.dumps(state))
     for words, message in [
         ((), "holds a run already: resume it"),

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
-from sparrow_sglang.rl.runs.response_rows import measured_tails, response_rows
+from sparrow_sglang.rl.runs.response_rows import response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE
 
@@ -29,7 +27,6 @@ def config(run_dir: Path, **logging: Any) -> TrainConfig:
 
 
 def test_rows_say_of_each_response_what_it_earned_and_its_own_tail() -> None:
-    random = np.random.default_rng(0)
     groups = [
         Group(
             Prompt(f"p{g}", "story", (1,)),
@@ -41,17 +38,11 @@ def test_rows_say_of_each_response_what_it_earned_and_its_own_tail() -> None:
         )
         for g in range(4)
     ]  # fmt: skip
-    rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
-    lengths = [len(rollout.response_ids) for rollout in rollouts]
-    nothing = torch.zeros(sum(lengths))
-    owners = torch.arange(4).repeat_interleave(2)
-    batch = Batch(rollouts, nothing, nothing, owners, torch.ones(8, dtype=torch.bool))
-    # Responses 0, 2, 5 of 8.
-    alpha = {index: random.random(lengths[index]) for index in (0, 2, 5)}
-    tails = measured_tails(batch, np.concatenate(list(alpha.values())), 3)
-    rewards = [np.array([g, g + 0.5]) for g in range(4)]
-    parts = [[{"format": g / 10}] * 2 for g in range(4)]
-    rows = response_rows(groups, rewards, parts, tails, 2)
+    tails = {("p0", 0): 0.5, ("p2", 1): 0.25}
+    rewards = [np.array([g, g + 0.5]) for g in (0, 2)]
+    parts = [[{"format": g / 10}] * 2 for g in (0, 2)]
+    rows = response_rows(groups[::2], rewards, parts, lambda ids: f"prompt {ids}", tails)
+    assert {row["prompt"] for row in rows} == {"prompt (1,)"}
     assert [(row["prompt_id"], row["sample"], row["text"]) for row in rows] == [
         ("p0", 0, "text 0.0"),
         ("p0", 1, "text 0.1"),
@@ -62,8 +53,8 @@ def test_rows_say_of_each_response_what_it_earned_and_its_own_tail() -> None:
     assert [row["scores"] for row in rows] == [{"format": 0.0}] * 2 + [{"format": 0.2}] * 2
     assert [row["length"] for row in rows] == [20, 21, 40, 41]
     assert [row["finish_reason"] for row in rows] == ["stop", "length"] * 2
-    # The tail is the smallest of 20 and the third smallest of 41; the others were not measured.
-    assert [row["tail"] for row in rows] == [alpha[0].min(), None, None, np.sort(alpha[5])[2]]
+    # The others were not measured.
+    assert [row["tail"] for row in rows] == [0.5, None, None, 0.25]
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:

@@ -174,12 +174,12 @@ def test_progress_in_a_file_counts_responses_and_says_what_is_known(
     config = settings(model, tmp_path / "run", steps=1, evaluation={"every_steps": 1, "prompts": 2})
     trainer.train(TrainConfig.parse(config))
     captured = capsys.readouterr()
-    assert "step 1/1 rollout 0/8 responses" in captured.err
-    assert "step 1/1 rollout 8/8 responses" in captured.err
-    assert "step 1/1 evaluation 2/2 responses" in captured.err
+    assert "step 0 (1/1) rollout 0/8 responses" in captured.err
+    assert "step 0 (1/1) rollout 8/8 responses" in captured.err
+    assert "step 0 (1/1) evaluation 2/2 responses" in captured.err
     before, step, after = captured.out.splitlines()
     assert before.startswith("after 0 steps: held-out pass rate 0.")
-    assert step.startswith("step 1/1, reward ") and ", KV read " in step
+    assert step.startswith("step 0 (1/1), reward ") and ", KV read " in step
     assert after.startswith("after 1 steps: held-out pass rate 0.")
 
 

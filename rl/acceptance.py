@@ -1,0 +1,139 @@
+"""Exact acceptance rates of some of a step's responses, and what is said of them.
+
+In: rates of tokens, and the responses that they are of. Out: tails and means under their public
+names, tails of responses, and counts for tests of whether a tail meets a target.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
+from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
+from sparrow_sglang.rl.types import Rollout
+from sparrow_sglang.schedule import BudgetSchedule
+
+TAIL_SHARE = TAIL_PERCENTILE / 100
+"""Share of tokens below the tail percentile."""
+
+
+@dataclass(frozen=True, eq=False)
+class Acceptance:
+    """Rates [N] float64 of the sampled tokens of `rollouts`, concatenated, under one schedule.
+
+    `bins` [N] int64 are those of `token_bins`: tokens that no sparse step has decoded count
+    nowhere. `owners` [N] int64 are indices into `rollouts`.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    rates: NDArray[np.float64]
+    bins: NDArray[np.int64]
+    owners: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, rollouts: Sequence[Rollout], rates: NDArray[np.float64], schedule: BudgetSchedule
+    ) -> "Acceptance":
+        """`rates` [N] are those of all segments of `rollouts` under `schedule`, in order."""
+        bins = [
+            token_bins(schedule, len(before), len(sampled))
+            for rollout in rollouts
+            for before, sampled in rollout.split()
+        ]
+        owners = np.repeat(np.arange(len(rollouts)), [len(one.logprobs) for one in rollouts])
+        return cls(tuple(rollouts), rates, np.concatenate([np.empty(0, np.int64), *bins]), owners)
+
+    @property
+    def counted(self) -> NDArray[np.bool_]:
+        """Which tokens [N] were decoded sparsely."""
+        return self.bins != NOT_COUNTED
+
+    def metrics(self) -> dict[str, float]:
+        """`acceptance_metrics` of the rates."""
+        return acceptance_metrics(self.rates, self.bins)
+
+    def tails(self) -> dict[tuple[str, int], float]:
+        """Tail percentile of each response with sparse tokens, by prompt id and sample."""
+        return {
+            (rollout.prompt_id, rollout.sample): tail_percentile(own)
+            for index, rollout in enumerate(self.rollouts)
+            if (own := self.rates[self.counted & (self.owners == index)]).size
+        }
+
+    def count_by_prompt(self, below: float) -> dict[int, list[tuple[int, int]]]:
+        """Per bin, for each prompt: tokens with a rate under `below`, and all tokens.
+
+        Samples of one prompt resemble each other, so a prompt is one observation.
+        """
+        prompts = np.array([rollout.prompt_id for rollout in self.rollouts])[self.owners]
+        return {
+            index: [
+                (int((rates < below).sum()), len(rates))
+                for prompt in dict.fromkeys(prompts[self.bins == index].tolist())
+                for rates in [self.rates[(self.bins == index) & (prompts == prompt)]]
+            ]
+            for index in np.unique(self.bins[self.counted]).tolist()
+        }
+
+
+def acceptance_metrics(alpha: ArrayLike, bins: ArrayLike) -> dict[str, float]:
+    """Tail percentile and mean of exact acceptance rates, over all tokens and per position bin.
+
+    `alpha` [N] comes from both full distributions, never from sampled ratios; `bins` [N] are those
+    of `token_bins`. The percentile is the ceil(N / 20)-th smallest. Empty if no token counts, as
+    then nothing was decoded sparsely. Raises `ValueError` on shapes that differ and on rates
+    outside [0, 1].
+    """
+    rates, places = np.asarray(alpha, np.float64), np.asarray(bins, np.int64)
+    inside = (rates >= 0) & (rates <= 1 + 1e-5)
+    if rates.ndim != 1 or rates.shape != places.shape or not inside.all():
+        raise ValueError(
+            f"alpha {rates.shape} and bins {places.shape}: expected one bin for each acceptance"
+            " rate, which lies between 0 and 1"
+        )
+    rates, places = rates[places != NOT_COUNTED], places[places != NOT_COUNTED]
+    if not rates.size:
+        return {}
+    named = {
+        f"sparrow/accept_p05_bin{index}": tail_percentile(rates[places == index])
+        for index in np.unique(places)
+    }
+    return {
+        "sparrow/accept_p05": tail_percentile(rates),
+        "sparrow/accept_mean": float(rates.mean()),
+    } | named
+
+
+def tail_percentile(values: NDArray[np.float64]) -> float:
+    """The 5th percentile of `values` [N], as the ceil(N / 20)-th smallest."""
+    return float(np.percentile(values, TAIL_PERCENTILE, method="inverted_cdf"))
+
+
+STANDARD_ERRORS = 2.0
+MIN_PROMPTS = 8
+"""With eight observations or more, a mean less two standard errors is a one-sided 95 % lower
+confidence bound of Student's t: 1.895 standard errors at seven degrees of freedom, fewer above."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Estimated share of tokens below some rate, its standard error, prompts and tokens counted."""
+
+    value: float
+    error: float
+    prompts: int
+    tokens: int
+
+    @classmethod
+    def of(cls, counts: Sequence[tuple[float, float]]) -> "Share":
+        """Ratio estimate of (tokens below, all tokens) per prompt, at least two prompts.
+
+        The error is that of a ratio of means over clusters (Cochran, Sampling Techniques, 6.3).
+        """
+        below, tokens = np.array(counts, np.float64).T
+        value = below.sum() / tokens.sum()
+        n = len(tokens)
+        spread = np.sqrt(n / (n - 1) * np.square(below - value * tokens).sum())
+        return cls(float(value), float(spread / tokens.sum()), n, int(tokens.sum()))
