@@ -13,11 +13,11 @@ import torch
 
 from sparrow_sglang.benchmarks.gpu_times import seconds_of
 from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.rl.acceptance import tail_percentile
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.metrics import tail_percentile
 from sparrow_sglang.rl.policy.chunked_logprobs import acceptance_between
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule

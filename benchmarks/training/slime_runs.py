@@ -42,7 +42,7 @@ from sparrow_sglang.client.scoring import score_dense
 from sparrow_sglang.command_line import count
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder
 from sparrow_sglang.provenance import commit_of
-from sparrow_sglang.rl.metrics import acceptance_metrics
+from sparrow_sglang.rl.acceptance import acceptance_metrics
 
 DESCRIPTION = """\
 Run slime's loop on sparse servers of one GPU, with a task of its own and slime's evaluation dense.
@@ -145,7 +145,7 @@ def row_of(name: object, samples: Sequence[Sample]) -> dict[str, Any]:
     measured = ~np.isnan(rates)
     if measured.any():
         tail = acceptance_metrics(
-            np.array(rates)[measured], np.array(positions)[measured], BIN_TOKENS
+            np.array(rates)[measured], np.array(positions)[measured] // BIN_TOKENS
         )
         row |= {key.removeprefix("sparrow/"): value for key, value in tail.items()}
         row |= {"recorded": recorded, "accept_tokens": int(measured.sum())}

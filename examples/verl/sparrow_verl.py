@@ -26,7 +26,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, record_into
-from sparrow_sglang.rl.metrics import acceptance_metrics
+from sparrow_sglang.mismatch.token_bins import bins_of_lengths
+from sparrow_sglang.rl.acceptance import acceptance_metrics
+from sparrow_sglang.schedule import PAGE_SIZE
 
 RATES = "sparrow_acceptance"
 
@@ -161,6 +163,6 @@ class TailSampler(ReplayBuffer):
         measured = ~np.isnan(rates)
         if not measured.any():
             return {}
-        bins = self.sampler_kwargs["bin_tokens"]
-        tail = acceptance_metrics(np.array(rates)[measured], np.array(positions)[measured], bins)
+        bins = bins_of_lengths(positions, self.sampler_kwargs["bin_tokens"], PAGE_SIZE)
+        tail = acceptance_metrics(np.array(rates)[measured], bins[measured])
         return tail | {"sparrow/accept_tokens": float(measured.sum())}
