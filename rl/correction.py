@@ -36,15 +36,14 @@ Correct = Callable[[torch.Tensor, Sequence[int], AlgorithmConfig], Correction]
 
 def none(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig) -> Correction:
     """Weight 1: the plain policy gradient, biased where sparse actor and dense policy differ."""
-    cap = settings.tis_cap
-    metrics = importance_metrics(_ratio(log_ratio), 1 / cap, cap)
-    return Correction(torch.ones_like(log_ratio, dtype=torch.float32), metrics)
+    return Correction(torch.ones_like(log_ratio, dtype=torch.float32), {})
 
 
 def tis(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig) -> Correction:
     """Truncated importance sampling: min(ratio, tis_cap) per token."""
     ratio, cap = _ratio(log_ratio), settings.tis_cap
-    return Correction(ratio.clamp(max=cap).float(), importance_metrics(ratio, 1 / cap, cap))
+    weights = ratio.clamp(max=cap)
+    return Correction(weights.float(), importance_metrics(weights, ratio, 1 / cap, cap))
 
 
 def mask(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig) -> Correction:
@@ -52,9 +51,10 @@ def mask(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmCon
     ratio = _ratio(log_ratio)
     low, high = settings.mask_low, settings.mask_high
     kept = (ratio >= low) & (ratio <= high)
-    metrics = importance_metrics(ratio, low, high)
-    metrics["sparrow/masked_fraction"] = 1.0 - float(kept.double().mean())
-    return Correction(torch.where(kept, ratio, 0.0).float(), metrics)
+    weights = torch.where(kept, ratio, 0.0)
+    metrics = importance_metrics(weights, ratio, low, high)
+    metrics["rollout_corr/rollout_is_oob_ratio"] = 1.0 - float(kept.double().mean())
+    return Correction(weights.float(), metrics)
 
 
 def sequence(
@@ -74,9 +74,14 @@ def sequence(
     # The veto uses exact log-ratios, as clamping to LOG_RATIO_BOUND would hide the smallest.
     vetoed = sequence_sums((log_ratio.exp() < veto).double(), lengths) > 0
     weights = torch.where(vetoed, 0.0, ratio.clamp(max=cap)).repeat_interleave(counts)
-    metrics = importance_metrics(ratio.repeat_interleave(counts), 1 / cap, cap)
-    metrics["sparrow/vetoed_responses"] = float(vetoed.sum())
-    metrics["sparrow/vetoed_fraction"] = float(vetoed.double().mean())
+    # Under names of ours, as verl's weight of a sequence is the product of its ratios.
+    metrics = {
+        "sparrow/sequence_is_mean": float(weights.mean()),
+        "sparrow/sequence_is_max": float(weights.max()),
+        "sparrow/sequence_is_min": float(weights.min()),
+        "sparrow/vetoed_responses": float(vetoed.sum()),
+        "sparrow/vetoed_fraction": float(vetoed.double().mean()),
+    }
     return Correction(weights.float(), metrics)
 
 

@@ -89,21 +89,23 @@ def effective_sample_share(log_ratio: torch.Tensor) -> float:
     return float((2 * first - second).exp()) / len(log_ratio)
 
 
-def importance_metrics(ratio: torch.Tensor, low: float, high: float) -> dict[str, float]:
-    """Distribution of the importance ratios [N] before truncation.
+def importance_metrics(
+    weights: torch.Tensor, ratio: torch.Tensor, low: float, high: float
+) -> dict[str, float]:
+    """verl's metrics of the weights [N] that corrected the ratios [N] of tokens, as of verl 0.9.1.
 
-    `std` and `eff_sample_size` (a share: 1 for equal ratios) are computed from ratios clipped to
-    [low, high], as verl defines them. Clipping hides the ratios that make the effective sample size
-    small; `sparrow/ess_*` show them.
+    All are of the weights, except for the shares of ratios above `high` and below `low`. Weights
+    are in [0, high], which hides the ratios that make the effective sample size small;
+    `sparrow/ess_*` show them.
     """
-    cut = ratio.clamp(low, high)
-    mean = cut.mean()
+    weights, mean = weights.double(), weights.double().mean()
     values = {
-        "mean": ratio.mean(),
-        "max": ratio.max(),
-        "min": ratio.min(),
-        "std": (cut - mean).square().mean().sqrt(),
-        "eff_sample_size": mean.square() / cut.square().mean(),
+        "mean": mean,
+        "max": weights.max(),
+        "min": weights.min(),
+        "std": (weights.square().mean() - mean.square()).clamp(min=0).sqrt(),
+        # The small number is verl's, as weights may all be 0.
+        "eff_sample_size": 1 / (weights / (mean + 1e-8)).square().mean(),
         "ratio_fraction_high": (ratio > high).double().mean(),
         "ratio_fraction_low": (ratio < low).double().mean(),
     }

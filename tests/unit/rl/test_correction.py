@@ -50,24 +50,31 @@ def test_weights_by_hand(settings: dict[str, Any], expected: list[float]) -> Non
 
 
 def test_importance_metrics_by_hand() -> None:
-    metrics = corrected(correction="tis").metrics
-    cut = [0.5, 2.0, 2.0, 0.5, 1.0, 2.0]
-    mean, squares = fmean(cut), fmean(x * x for x in cut)
-    expected = {
-        "mean": fmean(RATIOS),
-        "max": 6.0,
-        "min": 0.1,
-        "std": math.sqrt(squares - mean**2),
-        "eff_sample_size": mean**2 / squares,
-        "ratio_fraction_high": 3 / 6,
-        "ratio_fraction_low": 1 / 6,
-    }
-    for name, value in expected.items():
-        assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value), name
-    assert corrected(correction="mask").metrics["sparrow/masked_fraction"] == pytest.approx(2 / 6)
+    """Of the weights, as in verl 0.9.1; the shares are of the ratios."""
+    for settings, weights, high, low in (
+        ({"correction": "tis"}, [0.5, 2.0, 2.0, 0.1, 1.0, 2.0], 3 / 6, 1 / 6),
+        ({"correction": "mask"}, [0.5, 4.0, 3.0, 0.0, 1.0, 0.0], 1 / 6, 1 / 6),
+    ):
+        metrics = corrected(**settings).metrics
+        mean, squares = fmean(weights), fmean(x * x for x in weights)
+        expected = {
+            "mean": mean,
+            "max": max(weights),
+            "min": min(weights),
+            "std": math.sqrt(squares - mean**2),
+            "eff_sample_size": mean**2 / squares,
+            "ratio_fraction_high": high,
+            "ratio_fraction_low": low,
+        }
+        for name, value in expected.items():
+            assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value), name
+    assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 6)
+    # What verl does not compute has no name of verl's.
+    for correction in ("none", "sequence"):
+        others = corrected(correction=correction).metrics
+        assert not any("rollout_is" in name for name in others)
     means = corrected(correction="sequence", sequence_veto=0.11).metrics
-    expected_mean = (2 * 2**0.5 + 4 * 1.8**0.25) / 6
-    assert means["rollout_corr/rollout_is_mean"] == pytest.approx(expected_mean)
+    assert means["sparrow/sequence_is_mean"] == pytest.approx(2 * 2**0.5 / 6)
     assert means["sparrow/vetoed_responses"] == 1.0
     assert means["sparrow/vetoed_fraction"] == 0.5
     assert corrected(correction="sequence").metrics["sparrow/vetoed_responses"] == 0.0
