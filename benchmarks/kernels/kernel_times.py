@@ -6,7 +6,9 @@ graph replays over input sets that do not fit in the L2 cache.
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
 from sparrow_sglang.attention_backends.kernels.select import SelectLaunch
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
+from sparrow_sglang.benchmarks.common import add_row, begin, bench_parser, require_cuda
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.kernels.cases import (
     HEAD_DIM,
@@ -29,8 +32,7 @@ from sparrow_sglang.benchmarks.kernels.cases import (
     replay_us,
 )
 from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
-from sparrow_sglang.benchmarks.options import benchmark_parser, prepare_out, require_cuda
-from sparrow_sglang.benchmarks.result_files import Results
+from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
@@ -69,18 +71,26 @@ _TILES = {
 _DENSE = [Shape(16, 32768, 2048), Shape(64, 2048, 128, group=4), Shape(1, 8192, 512)]
 
 
-class Table(Results):
-    """Rows measured so far; a row that fails records the error, and the run goes on."""
+@dataclass
+class Table:
+    """Rows of the file `out`; a row that fails records the error, and the run goes on."""
+
+    out: Path
+    copy_bandwidth: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self, name: str, num_bytes: int, measure: Callable[[], dict[str, Any]]) -> None:
         """Measure one row; `measure` checks the result and returns what to record."""
-        floor = num_bytes / self.fields["copy_bandwidth"] * 1e6
+        floor = num_bytes / self.copy_bandwidth * 1e6
         row: dict[str, Any] = {"name": name, "bytes": num_bytes, "floor_us": round(floor, 2)}
         try:
             row |= measure()
         except Exception as failure:  # a missing peer, or a variant that does not fit the chip
             row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
-        self.add(row)
+        self.rows.append(row)
+        add_row(self.out, row)
+        found = row["failed"] if "failed" in row else f"{row['us']:.1f} us"
+        print(f"{name}: {found} (floor {floor:.1f})", flush=True)
 
 
 def _measure(case: Callable[[], Any], launch: Any = None) -> dict[str, Any]:
@@ -242,9 +252,8 @@ def sweep_rule(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
             table.measure(name, shape.select_bytes, partial(_measure, selecting, launch))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit code is 1 if one of our kernels failed, 2 without a GPU."""
-    parser = benchmark_parser("kernels", DESCRIPTION, EXAMPLES, "kernels.json")
+def _parser() -> OneLineParser:
+    parser = bench_parser("kernels", DESCRIPTION, EXAMPLES, "kernels.json")
     parser.add_argument(
         "--quick", action="store_true", help="main shapes only, without other libraries"
     )
@@ -259,10 +268,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--kv-cache-dtype",
-        choices=KV_DTYPES,
+        choices=tuple(KV_DTYPES),
         default="auto",
         help="dtype of the KV cache; auto is bf16; with fp8_e4m3 other libraries are left out",
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit code is 1 if one of our kernels failed, 2 without a GPU."""
+    parser = _parser()
     args = parser.parse_args(argv)
     try:
         schedule = load_schedule(args.schedule, PAGE_SIZE) if args.schedule else None
@@ -270,10 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     rule = schedule.selection if schedule else SelectionRule()
     require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
-    prepare_out(parser, args.out)
     torch.manual_seed(0)
-    fields = {"selection": str(rule), "kv_cache_dtype": args.kv_cache_dtype}
-    table = Table(args.out, **fields, copy_bandwidth=copy_bandwidth())
+    table = Table(args.out, copy_bandwidth())
+    begin(parser, args, selection=str(rule), copy_bandwidth=table.copy_bandwidth)
     small = args.quick or args.sweep
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     pools = Pools.random(2**20, 2**17 if small else 2**20, rule, kv_dtype)

@@ -49,30 +49,29 @@ Measure on this machine's NVIDIA GPU. Nothing is downloaded: weights and KV are 
 shapes of real models (Qwen3-1.7B by default). Results go to a JSON file, with device, versions and
 commit.
 
-  step      a whole decode step of SGLang, dense and sparse, for chosen batches and lengths;
-            takes minutes per model and nearly all memory of the GPU
+  step      prefill and a whole decode step of SGLang, dense and sparse, for chosen batches and
+            lengths; takes minutes per model and nearly all memory of the GPU
   kernels   the kernels of one layer, compared with the memory bandwidth and with other libraries
   rollout   a replay of a rollout's response lengths until the last sequence ends, sparse and dense:
-            tokens/s, in total and over time; takes minutes
+            seconds to the first token and to the last, tokens/s over time; takes minutes
   serving   SGLang's bench_serving against a sparse and a dense server in turn
+  train     memory and time of a training step on long sequences, and of an adapter's step
 
 rollout and serving also take your own model, with --model-path, and then need no GPU.
 """
 
 BENCH_EPILOG = """\
-examples, as they were run for docs/benchmarks.md (which lists every command):
-  sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 16x8192 16x496 \\
-      --engine-args '{"disable_prefill_cuda_graph": true}'
-  sparrow bench step --models qwen3-1.7b --schedules fixed-1024 --repeats 2 \\
-      --cases 16x32768 16x24576 16x16384 8x32768 16x8000 \\
-      --engine-args '{"disable_prefill_cuda_graph": true}'
-  sparrow bench kernels --out kernels.json
+examples:
+  sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 1x32768
+  sparrow bench step --backends sparrow,fa3,flashinfer --schedules fixed-1024
+  sparrow bench rollout --sequences 64 --mean-tokens 8192
+  sparrow bench kernels --quick
 
 16x32768 means 16 sequences of 32768 cached tokens each. sparrow bench step --help lists the
 options of step; the other benchmarks have a --help, too.
 """
 
-BENCHMARKS = ("step", "kernels", "rollout", "serving")
+BENCHMARKS = ("step", "kernels", "rollout", "serving", "train")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -173,11 +172,10 @@ def _bench(benchmark: str, argv: Sequence[str]) -> int:
         from sparrow_sglang.benchmarks.kernels import kernel_times
 
         return kernel_times.main(argv)
-    from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
-    from sparrow_sglang.benchmarks.steps import decode_step
+    from sparrow_sglang.benchmarks import rollout, serving, step, train
 
-    run = {"step": decode_step.main, "rollout": rollout_replay.main, "serving": serving.main}
-    return run[benchmark](argv)
+    run = {"step": step, "rollout": rollout, "serving": serving, "train": train}
+    return run[benchmark].main(argv)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparrow_sglang.benchmarks.training.attention_times import by_padding, by_varlen
 from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -178,28 +177,6 @@ def test_gradients_in_bf16_add_up_as_in_float64(model):
     result = policy.loss_step(sequences, lambda logprobs, _: logprobs.sum())
     # Kernels with atomic additions change the last bits of each micro-batch's gradients.
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
-
-
-@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64)])
-def test_torchs_kernel_for_packed_sequences_agrees_with_padding(heads):
-    query_heads, kv_heads, dim = heads
-    lengths = [700, 1300, 1, 999]
-    torch.manual_seed(0)
-    shapes = [(1, count, sum(lengths), dim) for count in (query_heads, kv_heads, kv_heads)]
-    exact = [torch.randn(shape, device="cuda", dtype=torch.float64) for shape in shapes]
-    direction = torch.randn(1, sum(lengths), query_heads, dim, device="cuda", dtype=torch.float64)
-
-    def run(attend, dtype):
-        inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in exact]
-        out = attend(*inputs, lengths)
-        return [out, *torch.autograd.grad((out * direction.to(dtype)).sum(), inputs)]
-
-    reference = run(by_padding, torch.float64)
-    padded, packed = run(by_padding, torch.bfloat16), run(by_varlen, torch.bfloat16)
-    for expected, one, other in zip(reference, padded, packed, strict=True):
-        by_pad, by_pack = (float((x - expected).norm() / expected.norm()) for x in (one, other))
-        print(f"{heads}: padded {by_pad:.1e}, packed {by_pack:.1e}")
-        assert by_pack < 2 * by_pad
 
 
 def test_entropies_and_logprobs_of_a_chunk_are_those_in_float64():

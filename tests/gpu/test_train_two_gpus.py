@@ -12,11 +12,7 @@ import sharded_steps
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.benchmarks.options import MODELS
-from sparrow_sglang.benchmarks.training import train_memory
 from sparrow_sglang.models import embedded_model
-from sparrow_sglang.planning.model_shape import ModelShape
-from sparrow_sglang.planning.training_memory import training_memory
 from sparrow_sglang.rl.ranks import ALONE
 from sparrow_sglang.rl.runs.launch import launch
 
@@ -64,19 +60,6 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     """Mean |difference| of all weights."""
     assert one.keys() == other.keys()
     return float(torch.cat([(one[n] - other[n]).abs().flatten() for n in one]).mean())
-
-
-def test_the_memory_of_two_gpus_is_as_estimated(tmp_path: Path, sigterm_restored: None) -> None:
-    out = tmp_path / "memory.json"
-    words = ["--ranks", "2", "--tokens", "4096", "--steps", "1", "--dtypes", "float32"]
-    assert train_memory.main([*words, "--without-adapter", "--out", str(out)]) == 0
-    (row,) = json.loads(out.read_text())["rows"]
-    assert (row["ranks"], row["sequences"]) == (2, 2)
-    config = json.loads((MODELS / "qwen3-1.7b" / "config.json").read_text())
-    shape = ModelShape.from_config(config)
-    memory = training_memory(shape, shape.parameters, 4096, 4, ranks=2)
-    assert row["idle_gib"] == pytest.approx(memory.idle / 2**30, rel=0.05)
-    assert row["step_peak_gib"] == pytest.approx(memory.update_peak / 2**30, rel=0.15)
 
 
 def sparrow_train(run_dir: Path, *words: str, **settings: Any) -> None:

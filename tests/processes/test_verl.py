@@ -17,7 +17,7 @@ from adapted_models import save_model_of_words, words
 from engines import VOCAB_SIZE, random_prompt, save_tiny_model, unused_model_files
 from oracle import ContractModel
 
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_chat_tokenizer
+from sparrow_sglang.benchmarks.word_tokenizer import save_chat_tokenizer
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.correction import correct
@@ -237,12 +237,12 @@ class Trained:
     """A run of verl's trainer: the benchmark's row of it, and the batches that it trained on."""
 
     model: str
-    row: dict[str, Any]
+    rows: list[dict[str, Any]]
     batches: list[list[dict[str, Any]]]
     folder: Path
 
     def curve(self, metric: str) -> list[float]:
-        return [value for _, value in self.row["curves"][metric]]
+        return [row["data"][metric] for row in self.rows if metric in row["data"]]
 
 
 @pytest.fixture(scope="module")
@@ -255,44 +255,45 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     save_chat_tokenizer(model, VOCAB_SIZE)
     data = [sys.executable, "task.py", str(folder / "data")]
     subprocess.run(data, cwd=FOLDER, check=True, timeout=LIMIT_S)
-    out, dump = folder / "out.json", folder / "dump.jsonl"
-    command = [
-        "-m",
-        "sparrow_sglang.benchmarks.training.verl_runs",
-        str(FOLDER / "words_grpo.yaml"),
-    ]
-    command += ["--model", str(model), "--schedules", "fixed-64", "--seeds", "0", "--out", str(out)]
-    command += ["--work", str(folder / "runs"), "--limit", str(LIMIT_S - 100), "--set"]
+    dump, metrics = folder / "dump.jsonl", folder / "metrics.jsonl"
+    support = Path(__file__).parents[1] / "support"
+    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    command += ["--config-dir", ".", "--config-name", "words_grpo"]
+    command += [f"actor_rollout_ref.model.path={model}", f"{ENGINE}.sparrow_schedule=fixed-64"]
+    command += [f"trainer.default_local_dir={folder}/checkpoints", f"hydra.run.dir={folder}/hydra"]
+    # A Ray cluster of its own.
+    command += ["++ray_kwargs.ray_init.address=local"]
     command += [f"data.train_files={folder}/data/train.parquet"]
     command += [f"data.val_files={folder}/data/test.parquet", *ON_CPU]
-    support = Path(__file__).parents[1] / "support"
     command += [f"trainer.v1.sampler.custom_sampler.path={support / 'verl_recorded.py'}"]
     ours = {
-        "PYTHONPATH": str(support),
+        "PYTHONPATH": os.pathsep.join(map(str, (FOLDER, support))),
         "SPARROW_DUMP": str(dump),
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files()),
+        "VERL_FILE_LOGGER_PATH": str(metrics),
     }
     done = subprocess.run(
-        [sys.executable, *command],
+        command,
+        cwd=FOLDER,
         env=os.environ | ENVIRONMENT | CPU_PLATFORM | ours,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    [row] = json.loads(out.read_text())["rows"]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     batches = [json.loads(line) for line in dump.read_text().splitlines()]
-    return Trained(str(model), row, batches, folder)
+    return Trained(str(model), rows, batches, folder)
 
 
 class TestTrainer:
     """verl's own trainer, FSDP, weight sync, validation and checkpoint, with sparse rollouts."""
 
     def test_it_trains_validates_and_writes_a_checkpoint(self, trained: Trained) -> None:
-        assert trained.row["steps"] == 2
+        assert max(row["step"] for row in trained.rows) == 2
         assert len(trained.curve("val-core/words/acc/mean@1")) == 2
         assert all(value > 0 for value in trained.curve("timing_s/update_weights"))
-        [weights] = trained.folder.glob("runs/**/global_step_2/actor/model_*.pt")
+        [weights] = trained.folder.glob("checkpoints/**/global_step_2/actor/model_*.pt")
         assert weights.stat().st_size > 0
 
     def test_the_correction_sees_sparse_rollouts(self, trained: Trained) -> None:
@@ -319,5 +320,5 @@ class TestTrainer:
             assert trained.curve("sparrow/accept_tokens")[step] == len(rates)
             fifth = rates[math.ceil(len(rates) / 20) - 1]
             assert trained.curve("sparrow/accept_p05")[step] == pytest.approx(fifth)
-        bins = [name for name in trained.row["curves"] if "accept_p05_bin" in name]
+        bins = [name for name in trained.rows[-1]["data"] if "accept_p05_bin" in name]
         assert len(bins) >= 2

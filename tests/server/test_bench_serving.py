@@ -20,11 +20,9 @@ import servers
 from engines import import_for_fork, save_tiny_model
 from small_benchmarks import INPUT, OUTPUT, REQUESTS, SERVING
 
-from sparrow_sglang.benchmarks.processes import running_server
-from sparrow_sglang.benchmarks.result_files import RESULTS
-from sparrow_sglang.benchmarks.rollouts import serving
-from sparrow_sglang.benchmarks.steps.comparison import Comparison, Side
-from sparrow_sglang.benchmarks.tables import generate
+from sparrow_sglang.benchmarks import serving
+from sparrow_sglang.benchmarks.common import Comparison, Side
+from sparrow_sglang.benchmarks.serving import running_server
 from sparrow_sglang.commands import cli, serve
 
 
@@ -92,7 +90,7 @@ def test_bench_serving_measures_both_servers_into_one_file(
     monkeypatch.setattr(serving, "subprocess", forked)
     monkeypatch.setattr(serving, "comparison", lambda options, on_gpu: compared)
     monkeypatch.setattr(serving, "require_cuda", lambda *needs: None)
-    out = tmp_path / RESULTS / "serving.json"
+    out = tmp_path / "serving.json"
     assert (
         cli.main(["bench", "serving", *SERVING, "--out", str(out), "--", "--skip-server-warmup"])
         == 0
@@ -117,8 +115,8 @@ def test_bench_serving_measures_both_servers_into_one_file(
     assert result["compared"] == {
         "throughput_ratio": pytest.approx(one["output_throughput"] / other["output_throughput"]),
         "tpot_ratio": pytest.approx(other["median_tpot_ms"] / one["median_tpot_ms"]),
+        "ttft_ratio": pytest.approx(other["median_ttft_ms"] / one["median_ttft_ms"]),
     }
-    assert f"| tiny | fixed-64 | {REQUESTS} | {INPUT} | {OUTPUT} |" in generate(tmp_path)
 
 
 def test_a_server_that_does_not_start_fails_the_command(
@@ -137,5 +135,5 @@ def test_a_server_that_does_not_start_fails_the_command(
     words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *SERVING, "--out", str(out)]
     assert cli.main(["bench", "serving", *words]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("sparrow bench serving: error: sparse: the server ended with code 1")
-    assert "bad flag" in error and not out.exists()
+    assert error.startswith("sparrow bench serving: error: sparse: the server did not start")
+    assert "bad flag" in error and json.loads(out.read_text())["rows"] == []

@@ -11,9 +11,9 @@ import httpx
 import psutil
 from adapted_models import save_adapter, save_model_of_words
 from servers import start_server
+from soak_load import Load, Traffic
 
 from sparrow_sglang import push_adapter
-from sparrow_sglang.benchmarks.rollouts.soak_load import Load, Traffic
 from sparrow_sglang.client.endpoint import connect
 
 CLIENTS = 200

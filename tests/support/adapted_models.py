@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from engines import VOCAB_SIZE, save_tiny_model
 
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.benchmarks.word_tokenizer import save_word_tokenizer
 
 RANK = 4
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.rollouts.requests import Progress
+from sparrow_sglang.benchmarks.rollout import Progress
 from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.measure import Sample
 from sparrow_sglang.calibration.work_folder import SampleTokens, WorkFolder

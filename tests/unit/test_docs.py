@@ -20,8 +20,8 @@ from typing import NamedTuple
 import pytest
 
 import sparrow_sglang
-from sparrow_sglang.benchmarks.rollouts import rollout_replay, serving
-from sparrow_sglang.benchmarks.steps import decode_step
+from sparrow_sglang.benchmarks import rollout, serving, step, train
+from sparrow_sglang.benchmarks.kernels import kernel_times
 from sparrow_sglang.commands import cli
 from sparrow_sglang.plugin.audit import statistics as audit_report
 from sparrow_sglang.plugin.server_args import FIELDS
@@ -51,9 +51,11 @@ OTHERS = {
 LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
 
 BENCHMARK_PARSERS = {
-    "step": decode_step._parser,
-    "rollout": rollout_replay._parser,
+    "step": step._parser,
+    "rollout": rollout._parser,
     "serving": serving._parser,
+    "train": train._parser,
+    "kernels": kernel_times._parser,
 }
 
 
@@ -98,9 +100,10 @@ def is_script(words: list[str], folder: Path) -> bool:
 
 
 def is_our_module(words: list[str]) -> bool:
-    """`python -m` of a module of this package; the tests of that module run it."""
+    """`python -m` of a module of this package, whose tests run it, or of verl."""
     name = words[2] if words[:2] == ["python", "-m"] else ""
-    return name.startswith("sparrow_sglang.") and find_spec(name) is not None
+    ours = name.startswith("sparrow_sglang.") and find_spec(name) is not None
+    return ours or name.startswith("verl.")
 
 
 def is_launcher(words: list[str]) -> bool:

@@ -10,8 +10,7 @@ import pytest
 from command_lines import refusal
 from small_benchmarks import SERVING
 
-from sparrow_sglang.benchmarks.processes import ProcessFailed
-from sparrow_sglang.benchmarks.rollouts import serving
+from sparrow_sglang.benchmarks import serving
 
 
 def test_requests_that_were_not_answered_are_no_result(
@@ -26,7 +25,7 @@ def test_requests_that_were_not_answered_are_no_result(
         serving, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE, STDOUT=None)
     )
     options = serving._parser().parse_args(SERVING)
-    with pytest.raises(ProcessFailed, match="(?s)2 of 3 requests.*queue is full"):
+    with pytest.raises(RuntimeError, match="(?s)2 of 3 requests.*queue is full"):
         serving.drive("http://127.0.0.1:1", tmp_path, options, tmp_path)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.benchmarks.rollouts.word_tokenizer import (
+from sparrow_sglang.benchmarks.word_tokenizer import (
     save_chat_tokenizer,
     save_word_tokenizer,
 )

@@ -1,0 +1,273 @@
+"""What the benchmarks share: options and their checks, models, result files, fresh processes."""
+
+import argparse
+import json
+import math
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.command_line import OneLineParser
+from sparrow_sglang.hf_config import text_config
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
+from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.provenance import provenance
+from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+
+MODELS = Path(__file__).parent / "models"
+"""Folders with the shapes of models, by name."""
+STOCK = "stock"
+"""Instead of a backend's name: the one that SGLang itself chooses for model, GPU and version."""
+ENGINE_MEMORY_GB = 40.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """An attention backend of SGLang; `schedule` is None for a dense one."""
+
+    backend: str
+    schedule: str | None
+
+    @property
+    def name(self) -> str:
+        return "sparse" if self.schedule else "dense"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model in `path`, with random weights unless `has_weights`, and the sides to measure.
+
+    `config` is that of the language model. The sparse side comes first, so that no time is spent
+    on the dense side if the sparse side refuses the settings.
+    """
+
+    model: str
+    path: Path
+    has_weights: bool
+    config: Mapping[str, Any]
+    sides: tuple[Side, Side]
+
+
+def bench_parser(verb: str, description: str, examples: str, out: str) -> OneLineParser:
+    """Parser of `sparrow bench VERB` with `--out`; examples follow the options in its help."""
+    parser = OneLineParser(
+        prog=f"sparrow bench {verb}",
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(out), help="JSON file to write (default: %(default)s)"
+    )
+    return parser
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--engine-args`."""
+    parser.add_argument(
+        "--engine-args",
+        default="{}",
+        metavar="JSON",
+        help='further arguments of sglang.Engine, e.g. \'{"quantization": "fp8"}\'',
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `comparison` reads."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model",
+        default="qwen3-1.7b",
+        help="model whose shapes random weights get, one of"
+        f" {', '.join(known_models())} (default: %(default)s)",
+    )
+    model.add_argument(
+        "--model-path",
+        help=f"folder of a model to load instead, or {EMBEDDED_MODEL_NAME}; works without a GPU",
+    )
+    parser.add_argument(
+        "--schedule",
+        help="KV budget schedule: shipped name, .json file or fixed-<tokens> (default: the"
+        " model's own for target 0.86)",
+    )
+    parser.add_argument(
+        "--dense-backend",
+        default=STOCK,
+        help="attention backend of SGLang to compare with (default: the one that SGLang itself"
+        " chooses; torch_native without a GPU)",
+    )
+
+
+def known_models() -> list[str]:
+    """Names of the shapes in `MODELS`."""
+    return sorted(folder.name for folder in MODELS.iterdir())
+
+
+def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
+    """The model and sides that the options name. Raises `ValueError`."""
+    if options.model_path is None:
+        if options.model not in known_models():
+            raise ValueError(
+                f"--model {options.model!r}: expected one of {', '.join(known_models())}, or"
+                " --model-path FOLDER for a model with weights"
+            )
+        path = MODELS / options.model
+    else:
+        try:
+            path = Path(model_folder(options.model_path))
+        except ModelError as error:
+            raise ValueError(f"--model-path {options.model_path}: {error}") from None
+    config = _read_config(path)
+    if options.schedule is not None:
+        load_schedule(options.schedule, PAGE_SIZE)
+    schedule = options.schedule or schedule_for_model(config, PAGE_SIZE).name
+    dense = options.dense_backend
+    if not on_gpu and dense == STOCK:
+        dense = "torch_native"
+    if dense == BACKEND:
+        raise ValueError(
+            f"--dense-backend {dense}: expected a dense backend of SGLang, e.g. flashinfer or fa3"
+        )
+    return Comparison(
+        model=options.model if options.model_path is None else path.name,
+        path=path,
+        has_weights=options.model_path is not None,
+        config=text_config(config),
+        sides=(Side(BACKEND, schedule), Side(dense, None)),
+    )
+
+
+def engine_settings(
+    model: Path | str, has_weights: bool, backend: str, schedule: str | None
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` in all benchmarks; `schedule` is None for a dense backend."""
+    settings: dict[str, Any] = {
+        "model_path": str(model),
+        "load_format": "auto" if has_weights else "dummy",
+        "skip_tokenizer_init": True,
+        # Prompts are token ids. For a multimodal model, SGLang would look for an image processor.
+        "enable_multimodal": False,
+        "page_size": PAGE_SIZE,
+        "log_level": "error",
+    }
+    settings |= {} if backend == STOCK else {"attention_backend": backend}
+    return settings | ({"sparrow_schedule": schedule} if schedule else {})
+
+
+def backend_of(engine: Any) -> str:
+    """The attention backend that an engine decodes with, as SGLang reports it."""
+    info = engine.get_server_info()
+    return str(info.get("decode_attention_backend") or info["attention_backend"])
+
+
+def require_context(context: int, prompt_tokens: int, new_tokens: int) -> None:
+    """Raise `ValueError` unless a sequence fits into a context of `context` tokens."""
+    if prompt_tokens + new_tokens >= context:
+        raise ValueError(
+            f"{prompt_tokens} prompt and {new_tokens} new tokens do not fit into the model's"
+            f" context of {context}: expected less than that together"
+        )
+
+
+def require_cuda(
+    parser: argparse.ArgumentParser, memory_gb: float, purpose: str, devices: int = 1
+) -> None:
+    """End with exit code 2 unless torch finds as many CUDA devices as `--tp` asks for."""
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.exit(
+            2,
+            f"{parser.prog}: error: no CUDA device found; expected an NVIDIA GPU with about"
+            f" {memory_gb:.0f} GB of free memory for {purpose}. See whether nvidia-smi lists one;"
+            " `sparrow plan` predicts step times without a GPU\n",
+        )
+    if (found := torch.cuda.device_count()) < devices:
+        parser.exit(
+            2, f"{parser.prog}: error: {found} CUDA device found; expected {devices} for --tp\n"
+        )
+
+
+def begin(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, **fields: Any
+) -> dict[str, Any]:
+    """Write `--out` without rows yet, as minutes of measuring would be lost to a wrong path.
+
+    The file has the output of `provenance`, the options as `settings`, and `fields`. From now on
+    SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are ended. Returns
+    the file's content.
+    """
+    settings = {
+        # JSON has no infinity.
+        name: str(value) if isinstance(value, Path) or value == math.inf else value
+        for name, value in vars(options).items()
+        if name != "out"
+    }
+    content = provenance() | {"settings": settings, **fields, "rows": []}
+    try:
+        write_json(options.out, content)
+    except OSError as error:
+        parser.error(f"--out {options.out}: cannot be written ({error.strerror})")
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    return content
+
+
+def read_result(out: Path) -> dict[str, Any]:
+    """The content of a result file."""
+    content: dict[str, Any] = json.loads(out.read_text("utf-8"))
+    return content
+
+
+def add_row(out: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to the result file `out`."""
+    content = read_result(out)
+    content["rows"].append(row)
+    write_json(out, content)
+
+
+def in_fresh_process(function: Callable[..., None], *arguments: Any) -> bool:
+    """Call a module-level function in a fresh Python process; whether it ended without an error.
+
+    An engine leaves memory and signal handlers behind, and may take its process down with it.
+    """
+    process = get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    try:
+        process.join()
+    finally:
+        process.kill()
+    return process.exitcode == 0
+
+
+def measure_sides(
+    compared: Comparison,
+    options: argparse.Namespace,
+    run_side: Callable[[Comparison, Side, argparse.Namespace], None],
+) -> Sequence[Mapping[str, Any]]:
+    """Have `run_side` add each side's row to `--out`; returns the rows, up to a side that fails."""
+    for side in compared.sides:
+        if not in_fresh_process(run_side, compared, side, options):
+            print(f"{compared.model} {side.name}: failed", file=sys.stderr, flush=True)
+            break
+    rows: Sequence[Mapping[str, Any]] = read_result(options.out)["rows"]
+    return rows
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict) or not {"vocab_size", "max_position_embeddings"} <= set(config):
+        raise ValueError(
+            f"--model-path {folder}: expected the folder of a Hugging Face model, with a"
+            " config.json that gives vocab_size and max_position_embeddings"
+        )
+    return config

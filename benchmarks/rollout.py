@@ -1,0 +1,420 @@
+"""`sparrow bench rollout`: replay a rollout's response lengths, sparse and dense.
+
+Stock SGLang, with CUDA graphs, radix cache and overlap scheduler on, serves the same requests first
+on one side and then on the other; each side runs in a process of its own.
+"""
+
+import argparse
+import asyncio
+import itertools
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist, fmean, median
+from typing import Any
+
+from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.benchmarks.common import (
+    ENGINE_MEMORY_GB,
+    STOCK,
+    Comparison,
+    Side,
+    add_engine_arguments,
+    add_model_options,
+    add_row,
+    backend_of,
+    begin,
+    bench_parser,
+    comparison,
+    engine_settings,
+    measure_sides,
+    read_result,
+    require_context,
+    require_cuda,
+)
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.command_line import count
+from sparrow_sglang.planning.response_lengths import read_lengths
+from sparrow_sglang.plugin.server_args import engine_arguments
+from sparrow_sglang.schedule import PAGE_SIZE
+
+GROUP = 8
+"""Sequences that share one prompt."""
+SIGMA = 0.8
+"""Standard deviation of the logarithm of lengths: those of a reasoning model span an order of
+magnitude."""
+SAMPLE_S = 1.0
+# One message per 16 tokens of a request is fine enough for the curve, and a small load on the host.
+STREAM_INTERVAL = 16
+
+DESCRIPTION = """\
+Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
+exactly as many tokens as its length says, until the last one is done. Reports seconds to the first
+token and to the last one, tokens/s, and the generated tokens and running sequences at each second.
+With --turns, each response is split into so many turns, and each further turn is a new request with
+all before it and a message as its prompt. Weights are random (nothing is downloaded) unless
+--model-path names a model.
+"""
+EXAMPLES = """\
+  sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K
+  sparrow bench rollout --sequences 128 --mean-tokens 10000 --out rollout.json
+  sparrow bench rollout --turns 8             conversations of eight turns
+  sparrow bench rollout --model qwen3-8b --lengths-file lengths.jsonl
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence: its prompt's token ids, the tokens of each turn, and those of each message."""
+
+    prompt: list[int]
+    turns: list[int]
+    message: list[int]
+
+
+@dataclass
+class Progress:
+    """What has been seen of each request, in seconds since the start.
+
+    `ended_s` is None while it runs. `first_token_s` are the times of first tokens, in their order.
+    `turn_waits_s` holds the seconds to the first token of each further turn, `turn_cached` and
+    `turn_prefilled` the tokens of its prompt found in the prefix cache, and the others.
+    """
+
+    tokens: list[int]
+    ended_s: list[float | None]
+    first_token_s: list[float] = field(default_factory=list)
+    turn_waits_s: list[float] = field(default_factory=list)
+    turn_cached: list[int] = field(default_factory=list)
+    turn_prefilled: list[int] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+    def sample(self, seconds: float) -> None:
+        """Append a point to the curve; its `tokens_per_s` covers the time since the last point."""
+        last = self.curve[-1] if self.curve else {"s": 0.0, "tokens": 0}
+        running = [n for n, end in zip(self.tokens, self.ended_s, strict=True) if end is None]
+        total = sum(self.tokens)
+        self.curve.append(
+            {
+                "s": seconds,
+                "tokens": total,
+                # Without a token yet, a request is still waiting or in prefill.
+                "running": sum(1 for tokens in running if tokens),
+                "unfinished": len(running),
+                "tokens_per_s": (total - last["tokens"]) / max(seconds - last["s"], 1e-9),
+            }
+        )
+
+
+def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
+    """`count` lengths whose mean is `mean`, log-normal and cut off at `longest`, in random order.
+
+    The lengths are quantiles of the distribution rather than draws, so that even a few sequences
+    have its mean and its tail. As in a rollout with a token limit, longer ones become `longest`.
+
+    Raises `ValueError` unless 1 <= mean < longest.
+    """
+    if not 1 <= mean < longest:
+        raise ValueError(
+            f"--mean-tokens {mean}: expected 1 or more, and less than --max-tokens {longest}"
+        )
+    scores = [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
+
+    def lengths(mu: float) -> list[float]:
+        return [min(max(math.exp(mu + SIGMA * score), 1.0), longest) for score in scores]
+
+    widest = SIGMA * scores[-1]
+    low, high = -1 - widest, math.log(longest) + 1 + widest
+    # The mean grows with mu; after 60 halvings the interval is as narrow as floats are.
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fmean(lengths(middle)) < mean else (low, middle)
+    whole = [round(length) for length in lengths(high)]
+    random.Random(seed).shuffle(whole)
+    return whole
+
+
+def request_lengths(options: argparse.Namespace) -> list[int]:
+    """Response lengths in tokens, cut off at --max-tokens.
+
+    Raises `ValueError` if --lengths-file or --mean-tokens is not usable, if --sequences is not a
+    multiple of the group size, or if a length is shorter than --turns.
+    """
+    if options.sequences % GROUP:
+        raise ValueError(
+            f"--sequences {options.sequences}: expected a multiple of {GROUP}, the size of a group"
+        )
+    if options.lengths_file is None:
+        lengths = synthetic_lengths(
+            options.sequences, options.mean_tokens, options.max_tokens, options.seed
+        )
+    else:
+        recorded = read_lengths(options.lengths_file)[: options.sequences]
+        lengths = [min(length, options.max_tokens) for length in recorded]
+    if min(lengths) < options.turns:
+        raise ValueError(
+            f"--turns {options.turns}: expected at most {min(lengths)}, the tokens of the shortest"
+            " response"
+        )
+    return lengths
+
+
+def make_requests(
+    lengths: Sequence[int], options: argparse.Namespace, vocab_size: int, seed: int
+) -> list[Request]:
+    """A request per length; each eight consecutive ones share a random prompt.
+
+    Tokens are shared out evenly among the turns.
+    """
+    draw = random.Random(seed)
+    requests: list[Request] = []
+    for start in range(0, len(lengths), GROUP):
+        prompt = draw.choices(range(vocab_size), k=options.prompt_tokens)
+        for length in lengths[start : start + GROUP]:
+            each, rest = divmod(length, options.turns)
+            turns = [each + (turn < rest) for turn in range(options.turns)]
+            message = draw.choices(range(vocab_size), k=options.message_tokens)
+            requests.append(Request(prompt, turns, message))
+    return requests
+
+
+def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
+    """Run all requests at once to the last token; return the totals and the curve over time.
+
+    The prefix cache is flushed first. Raises `RuntimeError` if a request ends at another length.
+    """
+    connect(engine).flush_cache(60.0)
+    number = len(requests)
+    progress = Progress([0] * number, [None] * number)
+    seconds: float = engine.loop.run_until_complete(_replay(engine, requests, progress))
+    output_tokens = sum(progress.tokens)
+    measured = {
+        "sequences": number,
+        "turns": len(requests[0].turns),
+        "prompt_tokens": sum(len(request.prompt) for request in requests),
+        "output_tokens": output_tokens,
+        "longest": max(progress.tokens),
+        "first_token_median_s": median(progress.first_token_s),
+        "first_token_last_s": max(progress.first_token_s),
+        "seconds": seconds,
+        "tokens_per_s": output_tokens / seconds,
+    }
+    if progress.turn_waits_s:
+        measured |= {
+            "turn_first_token_median_s": median(progress.turn_waits_s),
+            "turn_cached_tokens_mean": fmean(progress.turn_cached),
+            "turn_prefilled_tokens_mean": fmean(progress.turn_prefilled),
+        }
+    return measured | {"ended_s": progress.ended_s, "curve": progress.curve}
+
+
+async def _replay(engine: Any, requests: Sequence[Request], progress: Progress) -> float:
+    start = time.perf_counter()
+
+    async def follow(index: int, request: Request) -> None:
+        context = list(request.prompt)
+        for turn, new_tokens in enumerate(request.turns):
+            context += request.message if turn else []
+            context += await _turn(engine, context, new_tokens, index, turn, start, progress)
+        progress.ended_s[index] = time.perf_counter() - start
+
+    async def watch() -> None:
+        for number in itertools.count(1):
+            await asyncio.sleep(start + number * SAMPLE_S - time.perf_counter())
+            progress.sample(time.perf_counter() - start)
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        await asyncio.gather(*(follow(*each) for each in enumerate(requests)))
+    finally:
+        watcher.cancel()
+    seconds = time.perf_counter() - start
+    progress.sample(seconds)
+    return seconds
+
+
+async def _turn(
+    engine: Any,
+    context: list[int],
+    new_tokens: int,
+    index: int,
+    turn: int,
+    start: float,
+    progress: Progress,
+) -> list[int]:
+    """Generate one turn of sequence `index`; returns its token ids."""
+    sent, before = time.perf_counter(), progress.tokens[index]
+    parts = await engine.async_generate(
+        input_ids=context,
+        sampling_params={
+            "max_new_tokens": new_tokens,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "stream_interval": STREAM_INTERVAL,
+        },
+        stream=True,
+    )
+    ids: list[int] = []
+    reason = None
+    async for part in parts:
+        about = part["meta_info"]
+        if not ids:
+            now = time.perf_counter()
+            if turn:
+                progress.turn_waits_s.append(now - sent)
+                progress.turn_cached.append(about["cached_tokens"])
+                progress.turn_prefilled.append(len(context) - about["cached_tokens"])
+            else:
+                progress.first_token_s.append(now - start)
+        ids += part["output_ids"]
+        progress.tokens[index] = before + len(ids)
+        reason = about["finish_reason"]
+    if len(ids) != new_tokens:
+        raise RuntimeError(
+            f"sequence {index} ended with {len(ids)} tokens instead of {new_tokens}: {reason}"
+        )
+    return ids
+
+
+def engine_defaults(
+    compared: Comparison, side: Side, requests: Sequence[Request], on_gpu: bool
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for one side: SGLang's defaults except sizes and the backend."""
+    arguments = engine_settings(compared.path, compared.has_weights, side.backend, side.schedule)
+    # Each part of a stream has only the tokens since the last part.
+    arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
+    if on_gpu:
+        return arguments | {"cuda_graph_max_bs_decode": len(requests)}
+    # On a CPU, float32 is the fast path of plain torch. The KV pool has room for all sequences.
+    room = sum(
+        len(each.prompt) + sum(each.turns) + len(each.turns) * len(each.message) + 2 * PAGE_SIZE
+        for each in requests
+    )
+    return arguments | {"dtype": "float32", "max_total_tokens": room}
+
+
+def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> None:
+    """Start an engine for one side, warm it up, replay the requests, add the row to `--out`."""
+    import sglang
+    import torch
+
+    vocab_size = compared.config["vocab_size"]
+    requests = make_requests(request_lengths(options), options, vocab_size, options.seed)
+    defaults = engine_defaults(compared, side, requests, torch.cuda.is_available())
+    with sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
+        served = backend_of(engine) if side.backend == STOCK else side.backend
+        warm_up = [max(32, options.turns)] * GROUP
+        replay(engine, make_requests(warm_up, options, vocab_size, options.seed + 1))
+        measured = replay(engine, requests)
+    row = {"model": compared.model, "backend": served, "schedule": side.schedule} | measured
+    add_row(options.out, row)
+    print(f"{compared.model} {side.name} ({side.schedule or served}): {summary(row)}", flush=True)
+
+
+def summary(row: Mapping[str, Any]) -> str:
+    """What is printed of a row."""
+    text = (
+        f"first token {row['first_token_median_s']:.2f} s (median),"
+        f" {row['first_token_last_s']:.2f} s (last sequence); last token {row['seconds']:.1f} s;"
+        f" {row['tokens_per_s']:,.0f} tokens/s"
+    )
+    if "turn_first_token_median_s" in row:
+        text += (
+            f"; further turns: first token {row['turn_first_token_median_s']:.2f} s (median),"
+            f" {row['turn_prefilled_tokens_mean']:,.0f} tokens prefilled,"
+            f" {row['turn_cached_tokens_mean']:,.0f} cached (means)"
+        )
+    return text
+
+
+def compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Dense over sparse seconds to the first token of all sequences and to the last token; above 1
+    where sparse is faster. None until both are measured."""
+    sides = {"sparse" if row["schedule"] else "dense": row for row in rows}
+    if len(sides) < 2:
+        return None
+    dense, sparse = sides["dense"], sides["sparse"]
+    return {
+        "first_token_speedup": dense["first_token_last_s"] / sparse["first_token_last_s"],
+        "speedup": sparse["tokens_per_s"] / dense["tokens_per_s"],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = bench_parser("rollout", DESCRIPTION, EXAMPLES, "rollout.json")
+    add_model_options(parser)
+    add = parser.add_argument
+    add(
+        "--sequences",
+        type=count,
+        default=64,
+        help=f"number of sequences, a multiple of {GROUP} (default: %(default)s)",
+    )
+    add(
+        "--mean-tokens",
+        type=count,
+        default=8192,
+        help="mean of the lengths, which are log-normal (default: %(default)s)",
+    )
+    add(
+        "--max-tokens",
+        type=count,
+        default=32768,
+        help="longer lengths are cut off there (default: %(default)s)",
+    )
+    add(
+        "--lengths-file",
+        type=Path,
+        help="file of recorded lengths to use instead, the first --sequences of them: a JSON list"
+        ' or JSONL, with items like 1234 or {"length": 1234}',
+    )
+    add("--prompt-tokens", type=count, default=256, help="tokens per prompt (default: %(default)s)")
+    add("--turns", type=count, default=1, help="turns of a sequence (default: %(default)s)")
+    add(
+        "--message-tokens",
+        type=count,
+        default=64,
+        help="tokens between two turns (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="seed of prompts and order (default: %(default)s)")
+    add_engine_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay, print and write; the exit code is 1 if a side failed, 2 on bad options or no GPU."""
+    import torch
+
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        lengths = request_lengths(options)
+        compared = comparison(options, torch.cuda.is_available())
+        require_context(
+            engine_arguments(options.engine_args).get("context_length")
+            or compared.config["max_position_embeddings"],
+            options.prompt_tokens,
+            max(lengths) + (options.turns - 1) * options.message_tokens,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if not compared.has_weights:
+        require_cuda(parser, ENGINE_MEMORY_GB, "weights and KV cache")
+    begin(parser, options, lengths=lengths)
+    rows = measure_sides(compared, options, run_side)
+    speed = compare(rows)
+    write_json(options.out, read_result(options.out) | {"compared": speed})
+    if not speed:
+        return 1
+    print(
+        f"{compared.model}: sparse is {speed['first_token_speedup']:.2f}x as fast as dense to the"
+        f" first tokens, {speed['speedup']:.2f}x to the last one"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Benchmarks of servers and whole rollouts under load."""

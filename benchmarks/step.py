@@ -1,0 +1,435 @@
+"""`sparrow bench step`: prefill and one decode step of stock SGLang, dense and sparse.
+
+Each model and backend runs in a process of its own with CUDA graphs and the overlap scheduler on.
+Two generations of different lengths share their prompts through the prefix cache. A step's time is
+the difference of their times over the difference of their lengths, so that prefill and request
+handling cancel. Prefill is timed with an empty prefix cache, to the last sequence's first token.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.benchmarks.common import (
+    MODELS,
+    STOCK,
+    add_engine_arguments,
+    add_row,
+    backend_of,
+    begin,
+    bench_parser,
+    engine_settings,
+    in_fresh_process,
+    known_models,
+    read_result,
+    require_cuda,
+)
+from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.command_line import count
+from sparrow_sglang.hf_config import text_config
+from sparrow_sglang.planning.cost_model import step_costs
+from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
+from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.server_args import engine_arguments
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule_names import load_schedule
+
+SHORT, LONG = 16, 144
+CONTEXT, LONGEST = 40960, 131072
+
+DESCRIPTION = """\
+Time prefill and one decode step of stock SGLang, dense and with sparrow, in the shapes of real
+models with random weights (nothing is downloaded). The floor is the time to read the bytes that a
+step needs, at the copy bandwidth measured in the same run. A dense side whose engine fails is left
+out; the exit code is then 1.
+"""
+EXAMPLES = """\
+  sparrow bench step                                       Qwen3-1.7B, 16 sequences of 32K tokens
+  sparrow bench step --cases 16x32768 16x16384 1x32768 --backends sparrow,fa3,flashinfer
+  sparrow bench step --schedules fixed-1024 --cases 16x32768 8x32768
+  sparrow bench step --models qwen3-4b,qwen3-8b --out larger.json
+  sparrow bench step --models qwen3-30b-a3b --tp 2 --ep 2 --schedules fixed-1024
+  sparrow bench step --engine-args '{"kv_cache_dtype": "fp8_e4m3"}'
+  sparrow bench step --engine-args '{"quantization": "fp8"}'
+  sparrow bench step --cases fill:1024-32768:900000        sequences of mixed length in a full pool
+"""
+CASES = """\
+BATCHxLENGTH: BATCH sequences of LENGTH cached tokens; fill:LOW-HIGH:TOKENS: as many sequences, of
+random length from LOW to HIGH, as fit into TOKENS cached tokens
+"""
+
+
+def batch_lengths(case: str) -> list[int]:
+    """Sequence lengths of a case: `BATCHxLENGTH`, or `fill:LOW-HIGH:TOKENS` drawn uniformly.
+
+    Raises `ValueError` on another form, and on lengths at which a step cannot be timed.
+    """
+    same = re.fullmatch(r"(\d+)x(\d+)", case, re.ASCII)
+    mixed = re.fullmatch(r"fill:(\d+)-(\d+):(\d+)", case, re.ASCII)
+    if same:
+        batch, low = (int(number) for number in same.groups())
+        high, tokens = low, batch * low
+    elif mixed:
+        low, high, tokens = (int(number) for number in mixed.groups())
+    else:
+        raise ValueError(
+            f"case {case!r}: expected BATCHxLENGTH or fill:LOW-HIGH:TOKENS, e.g. 16x32768 or"
+            " fill:1024-32768:900000"
+        )
+    if not LONG < low <= high <= LONGEST:
+        raise ValueError(
+            f"case {case!r}: expected lengths of {LONG + 1} to {LONGEST} tokens, the shorter first;"
+            f" the last {LONG} tokens of a length are generated"
+        )
+    if same:
+        if not batch:
+            raise ValueError(f"case {case!r}: expected 1 or more sequences")
+        return [low] * batch
+    if tokens <= high:
+        raise ValueError(
+            f"case {case!r}: expected room for more than one sequence of {high} tokens"
+        )
+    draw = random.Random(0)
+    lengths: list[int] = []
+    while sum(lengths) + high < tokens:
+        lengths.append(draw.randint(low, high))
+    return lengths
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """Fields of the config.json of one of the folders of `models/`."""
+    fields: dict[str, Any] = json.loads((MODELS / model / "config.json").read_text())
+    return fields
+
+
+def kv_cache_dtype(options: argparse.Namespace) -> str:
+    """The kv_cache_dtype of --engine-args; raises `ValueError` if its item size is not known."""
+    dtype = engine_arguments(options.engine_args).get("kv_cache_dtype", "auto")
+    if dtype not in KV_ITEMSIZES:
+        raise ValueError(
+            f"--engine-args kv_cache_dtype={dtype!r}: expected one of {', '.join(KV_ITEMSIZES)}"
+        )
+    return str(dtype)
+
+
+def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
+    """Shapes of one of the folders of `models/`, with a KV cache of `kv_dtype`."""
+    shape = ModelShape.from_config(model_config(model))
+    return dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[kv_dtype])
+
+
+def routes_alike(model: str) -> bool:
+    """Whether all tokens of a step choose the same experts under SGLang's dummy weights.
+
+    They do if the router has a bias. Dummy weights and biases are both uniform in ±1e-3, and the
+    logits of a normalised hidden state are some 30 times smaller than that, so the experts with the
+    largest biases win for every token.
+    """
+    return bool(model_config(model)["model_type"] == "gpt_oss")
+
+
+def step_bytes(
+    shape: ModelShape,
+    lengths: list[int],
+    schedule: BudgetSchedule | None,
+    ranks: int = 1,
+    same_experts: bool = False,
+    quantization: str | None = None,
+) -> int:
+    """Bytes that one decode step must read on each of `ranks` GPUs: the weights once, and KV and
+    landmarks per sequence.
+
+    Of the experts, those of one token count if all tokens choose the same ones; otherwise as many
+    count as the batch is expected to choose. Under the quantization "fp8" all weights but those of
+    the output projection take one byte; of others the 16-bit weights are counted.
+    """
+    part, batch = shape.on_rank(ranks), len(lengths)
+    costs = step_costs(part, lengths, batch, schedule)
+    weights = part.weights_read(1 if same_experts else batch)
+    weight_bytes = 2 * weights
+    if quantization == "fp8":
+        weight_bytes = weights + part.hidden_size * part.vocab_size
+    return round(float((costs.bytes - costs.weight_bytes).sum()) + weight_bytes)
+
+
+def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
+    """GB of 16-bit weights (all experts included) and of KV on each GPU.
+
+    Layers with a sliding window count with their full KV, as SGLang may keep it in the common pool.
+    """
+    part = shape.on_rank(ranks)
+    kv_bytes = part.kv_itemsize * part.layer_kv_width * part.kv_layers * sum(lengths)
+    return (2 * part.weights_read(math.inf) + kv_bytes) / 1e9
+
+
+def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of a decode step at about `lengths` cached tokens, and seconds of a prefill.
+
+    Both are medians of `repeats`; the first prefill, in which kernels may be compiled, is recorded
+    as `first_prefill_s` and does not count.
+    """
+    draw = random.Random(1)
+    prompts = [
+        [draw.randrange(1000, vocab_size - 1000) for _ in range(length - LONG)]
+        for length in lengths
+    ]
+
+    def generate(new_tokens: int) -> float:
+        start = time.perf_counter()
+        engine.generate(
+            input_ids=prompts,
+            sampling_params={"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 1.0},
+        )
+        return time.perf_counter() - start
+
+    def prefill() -> float:
+        connect(engine).flush_cache(60.0)
+        return generate(1)
+
+    first_prefill_s = prefill()
+    prefills_s = [prefill() for _ in range(repeats)]
+    generate(SHORT)
+    steps_ms = [(generate(LONG) - generate(SHORT)) / (LONG - SHORT) * 1e3 for _ in range(repeats)]
+    connect(engine).flush_cache(60.0)
+    return {
+        "batch": len(lengths),
+        "cached_tokens": sum(lengths),
+        "step_ms": statistics.median(steps_ms),
+        "step_ms_all": steps_ms,
+        "prefill_s": statistics.median(prefills_s),
+        "prefill_s_all": prefills_s,
+        "first_prefill_s": first_prefill_s,
+    }
+
+
+def engine_defaults(
+    options: argparse.Namespace, model: str, backend: str, schedule: str | None
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`, the same for all backends but for the backend."""
+    batches = [batch_lengths(case) for case in options.cases]
+    batch_sizes = sorted({len(lengths) for lengths in batches})
+    # SGLang does not use the last positions of a context for requests.
+    context = max(CONTEXT, *(max(lengths) + SHORT for lengths in batches))
+    arguments = engine_settings(MODELS / model, False, backend, schedule)
+    arguments |= {
+        "context_length": context,
+        "mem_fraction_static": options.memory_fraction,
+        # Capturing a graph takes seconds, and no other batch size is timed.
+        "cuda_graph_bs_decode": batch_sizes,
+        "max_running_requests": batch_sizes[-1],
+        "tp_size": options.tp,
+        "ep_size": options.ep,
+    }
+    if context > text_config(model_config(model))["max_position_embeddings"]:
+        # With random weights positions mean nothing, so a step takes as long as in a model that
+        # was made for this context.
+        longer = {"max_position_embeddings": context}
+        arguments["json_model_override_args"] = json.dumps(longer)
+    return arguments
+
+
+def measure(
+    options: argparse.Namespace, model: str, backend: str, schedule_name: str | None
+) -> None:
+    """Add a row to `--out` for each case of one model and backend."""
+    bandwidth = copy_bandwidth()
+    import sglang
+    import torch
+
+    torch.cuda.empty_cache()
+    shape = model_shape(model, kv_cache_dtype(options))
+    schedule = None
+    if schedule_name:
+        schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
+    given = engine_arguments(options.engine_args)
+    defaults = engine_defaults(options, model, backend, schedule_name)
+    with sglang.Engine(**defaults | given) as engine:
+        served = backend_of(engine) if backend == STOCK else backend
+        pool = engine.get_server_info()["max_total_num_tokens"]
+        for case in options.cases:
+            lengths = batch_lengths(case)
+            if sum(lengths) > pool:
+                # Some sequences would have to wait, and the timed steps would not contain them.
+                print(f"{model} {served} {case}: left out, the KV pool holds {pool:,} tokens")
+                continue
+            same_experts, quantization = routes_alike(model), given.get("quantization")
+            bytes_read = step_bytes(
+                shape, lengths, schedule, options.tp, same_experts, quantization
+            )
+            row: dict[str, Any] = {
+                "model": model,
+                "backend": served,
+                "schedule": schedule_name,
+                "case": case,
+                "tp": options.tp,
+                "ep": options.ep,
+                "kv_cache_dtype": kv_cache_dtype(options),
+                "quantization": quantization,
+                "pool_tokens": pool,
+            }
+            row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
+            row |= {
+                "same_experts": same_experts,
+                "bytes": bytes_read,
+                "bandwidth_tb_s": bandwidth / 1e12,
+                "floor_ms": bytes_read / bandwidth * 1e3,
+                "tokens_per_s": len(lengths) / row["step_ms"] * 1e3,
+            }
+            add_row(options.out, row)
+            print(
+                f"{model} {served} {schedule_name or ''} {case}: step {row['step_ms']:.2f} ms"
+                f" (floor {row['floor_ms']:.2f}), prefill {row['prefill_s']:.3f} s",
+                flush=True,
+            )
+
+
+def engines(options: argparse.Namespace) -> Iterator[tuple[str, str, str | None]]:
+    """Model, backend and schedule of each engine; dense backends have no schedule."""
+    for model in options.models.split(","):
+        for backend in options.backends.split(","):
+            names = options.schedules if backend == BACKEND else [None]
+            for name in names:
+                yield model, backend, name and name.replace("{model}", model)
+
+
+def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each sparse row beside the dense row of its model and case with the shortest step.
+
+    Ratios are dense over sparse, so above 1 where sparse is faster; prefill is compared with the
+    dense backend with the shortest prefill.
+    """
+    compared = []
+    for sparse in rows:
+        same = [
+            row
+            for row in rows
+            if not row["schedule"] and all(row[key] == sparse[key] for key in ("model", "case"))
+        ]
+        if not sparse["schedule"] or not same:
+            continue
+        dense = min(same, key=lambda row: row["step_ms"])
+        prefill = min(same, key=lambda row: row["prefill_s"])
+        compared.append(
+            {key: sparse[key] for key in ("model", "case", "schedule", "floor_ms")}
+            | {
+                "dense": dense["backend"],
+                "dense_ms": dense["step_ms"],
+                "sparse_ms": sparse["step_ms"],
+                "speedup": dense["step_ms"] / sparse["step_ms"],
+                "dense_prefill": prefill["backend"],
+                "dense_prefill_s": prefill["prefill_s"],
+                "sparse_prefill_s": sparse["prefill_s"],
+                "prefill_speedup": prefill["prefill_s"] / sparse["prefill_s"],
+            }
+        )
+    return compared
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = bench_parser("step", DESCRIPTION, EXAMPLES, "decode_step.json")
+    add = parser.add_argument
+    add(
+        "--models",
+        default="qwen3-1.7b",
+        help=f"comma-separated names out of {', '.join(known_models())} (default: %(default)s)",
+    )
+    add(
+        "--backends",
+        default=f"{STOCK},{BACKEND}",
+        help=f"comma-separated attention backends of SGLang, e.g. fa3; {STOCK} is the one that"
+        " SGLang itself chooses (default: %(default)s)",
+    )
+    add("--cases", nargs="+", default=["16x32768"], metavar="CASE", help=CASES.strip())
+    add(
+        "--schedules",
+        nargs="+",
+        default=["{model}-0.86"],
+        metavar="SCHEDULE",
+        help="schedules of the backend sparrow: shipped names, .json files or fixed-<tokens>;"
+        " {model} stands for the model's name (default: {model}-0.86)",
+    )
+    add("--tp", type=count, default=1, help="GPUs for tensor parallelism (default: %(default)s)")
+    add(
+        "--ep",
+        type=count,
+        default=1,
+        help="expert parallelism of a mixture-of-experts model: 1, or the number of --tp, so that"
+        " these GPUs hold whole experts (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=count,
+        default=3,
+        help="measurements per time, of which the median counts (default: %(default)s)",
+    )
+    add(
+        "--memory-fraction",
+        type=float,
+        default=0.88,
+        help="SGLang's mem_fraction_static (default: %(default)s)",
+    )
+    add_engine_arguments(parser)
+    return parser
+
+
+def _check(options: argparse.Namespace) -> float:
+    """GB that the largest case keeps in memory; `ValueError` names an option that cannot work."""
+    most, kv_dtype = 0.0, kv_cache_dtype(options)
+    for name in engine_arguments(options.engine_args):
+        if name in ("tp_size", "ep_size"):
+            raise ValueError(f"--engine-args {name}: set --{name.removesuffix('_size')} instead")
+    if options.ep not in (1, options.tp):
+        raise ValueError(f"--ep {options.ep}: expected 1, or the GPUs of --tp {options.tp}")
+    for model in options.models.split(","):
+        if model not in known_models():
+            raise ValueError(f"--models {model!r}: expected some of {', '.join(known_models())}")
+        if options.ep > 1 and model_shape(model).experts is None:
+            raise ValueError(f"--ep {options.ep}: {model} has no experts; expected 1")
+        for schedule in options.schedules:
+            load_schedule(schedule.replace("{model}", model), PAGE_SIZE)
+        for case in options.cases:
+            shape = model_shape(model, kv_dtype)
+            most = max(most, memory_gb(shape, batch_lengths(case), options.tp))
+    return most
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; the exit code is 1 if a run failed, 2 on bad options or no GPU."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        largest_gb = _check(options)
+    except ValueError as error:
+        parser.error(str(error))
+    require_cuda(parser, largest_gb, "the largest case", options.tp)
+    begin(parser, options)
+    failed = False
+    for model, backend, schedule in engines(options):
+        if not in_fresh_process(measure, options, model, backend, schedule):
+            print(f"{model} {backend} {schedule or ''}: failed, left out", file=sys.stderr)
+            failed = True
+    result = read_result(options.out)
+    result["compared"] = compare(result["rows"])
+    write_json(options.out, result)
+    for row in result["compared"]:
+        print(
+            f"{row['model']} {row['schedule']} {row['case']}: step {row['dense_ms']:.2f} ms"
+            f" ({row['dense']}) -> {row['sparse_ms']:.2f} ms, {row['speedup']:.2f}x; prefill"
+            f" {row['dense_prefill_s']:.3f} s ({row['dense_prefill']}) ->"
+            f" {row['sparse_prefill_s']:.3f} s, {row['prefill_speedup']:.2f}x"
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

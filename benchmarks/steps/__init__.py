@@ -1,1 +1,0 @@
-"""Benchmarks of one decode step of SGLang, dense and sparse."""

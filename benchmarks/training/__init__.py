@@ -1,1 +1,0 @@
-"""Benchmarks of training: memory, learning curves, weight transfer, DistillSparse."""

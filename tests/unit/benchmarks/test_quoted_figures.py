@@ -1,0 +1,101 @@
+"""The figures that docs/benchmarks.md and the README quote stand in the committed results."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
+LINK = re.compile(r"\[[^\]]+\]\(\.\./(benchmarks/results/[^)]+\.json)\)")
+
+
+def table(section: str) -> list[tuple[dict[str, str], list[dict[str, Any]]]]:
+    """Cells by head, and the rows of the linked result, for each line of a section's table."""
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    heads = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    found = []
+    for line in lines[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        link = LINK.fullmatch(cells[-1])
+        assert link, line
+        rows = json.loads((ROOT / link[1]).read_text())["rows"]
+        found.append((dict(zip(heads, cells, strict=True)), rows))
+    return found
+
+
+def backend_in(cell: str) -> tuple[str, str]:
+    """A time, and the backend in brackets behind it."""
+    match = re.fullmatch(r"([\d.]+) \((\w+)\)", cell)
+    assert match, cell
+    return match[1], match[2]
+
+
+def served(row: dict[str, Any], backend: str, schedule: str | None = None) -> bool:
+    own = row["schedule"] and Path(row["schedule"]).name.removesuffix(".json")
+    return bool(row["backend"] == backend and (own == schedule or backend != "sparrow"))
+
+
+@pytest.mark.parametrize(("cells", "rows"), table("Decode steps"), ids=lambda part: str(part)[:90])
+def test_steps(cells: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    model, *ways = cells["model"].split(", ")
+    case = cells["batch × context"].replace(" × ", "x")
+    expected = {"tp": 1, "ep": 1} | {
+        way.split()[0].lower(): int(way.split()[1]) for way in ways if way != "FP8 KV"
+    }
+    for row in rows:
+        if "FP8 KV" in ways:
+            assert row["kv_cache_dtype"] == "fp8_e4m3"
+    same = [row for row in rows if (row["model"], row["case"]) == (model, case)]
+    same = [row for row in same if all(row.get(k, 1) == v for k, v in expected.items())]
+    dense_ms, backend = backend_in(cells["dense ms"])
+    [sparse] = [row for row in same if served(row, "sparrow", cells["schedule"])]
+    [dense] = [row for row in same if served(row, backend)]
+    # The dense side is the fastest of the file.
+    assert dense["step_ms"] == min(row["step_ms"] for row in same if not row["schedule"])
+    assert dense_ms == f"{dense['step_ms']:.2f}"
+    assert cells["sparse ms"] == f"{sparse['step_ms']:.2f}"
+    assert cells["speed-up"] == f"{dense['step_ms'] / sparse['step_ms']:.2f}×"
+    assert cells["floor ms"] == f"{sparse['floor_ms']:.2f}"
+
+
+def test_prefill_rollouts_kernels_and_training_steps() -> None:
+    for cells, rows in table("Prefill"):
+        case = cells["batch × context"].replace(" × ", "x")
+        for backend in ("fa3", "flashinfer"):
+            [row] = [r for r in rows if r["case"] == case and r["backend"] == backend]
+            assert cells[f"{backend} s"] == f"{row['prefill_s']:.2f}"
+    for cells, rows in table("Rollouts"):
+        dense_s, backend = backend_in(cells["dense s"])
+        [sparse] = [row for row in rows if served(row, "sparrow", cells["schedule"])]
+        [dense] = [row for row in rows if served(row, backend)]
+        assert (dense_s, cells["sparse s"]) == tuple(f"{r['seconds']:.1f}" for r in (dense, sparse))
+        for name, row in (("dense", dense), ("sparse", sparse)):
+            assert cells[f"{name} tokens/s"] == f"{row['tokens_per_s']:,.0f}"
+        ratio = sparse["tokens_per_s"] / dense["tokens_per_s"]
+        assert cells["speed-up"] == f"{ratio:.2f}×"
+    for cells, rows in table("Kernels"):
+        pages = re.search(r"(\d+) pages", cells["kernel"])
+        name = f"decode bs 16 pages {pages[1]} group 2" if pages else "select bs 16 context 32K"
+        [row] = [row for row in rows if row["name"] == name]
+        assert (cells["µs"], cells["floor µs"]) == (f"{row['us']:.1f}", f"{row['floor_us']:.1f}")
+    for cells, rows in table("Training steps"):
+        tokens, ranks = int(cells["tokens"]), int(cells["GPUs"])
+        [row] = [r for r in rows if r["tokens"] == tokens and r["dtype"] == "bfloat16"]
+        assert row.get("ranks", 1) == ranks
+        assert cells["step s"] == f"{min(row['step_s']):.2f}"
+        assert cells["step peak GiB"] == f"{row['step_peak_gib']:.1f}"
+        if cells["adapter step s"]:
+            assert cells["adapter step s"] == f"{min(row['adapter_step_s']):.2f}"
+            assert cells["adapter peak GiB"] == f"{row['adapter_peak_gib']:.1f}"
+
+
+def test_the_readmes_speedups_are_on_the_page() -> None:
+    """Ratios such as 2.78× that the README quotes."""
+    quoted = set(re.findall(r"\d\.\d\d×", README))
+    assert len(quoted) >= 4
+    assert {ratio for ratio in quoted if ratio not in PAGE} == set()
