@@ -112,23 +112,23 @@ def tail_percentile(values: NDArray[np.float64]) -> float:
 
 
 STANDARD_ERRORS = 2.0
-MIN_PROMPTS = 8
+MIN_OBSERVATIONS = 8
 """With eight observations or more, a mean less two standard errors is a one-sided 95 % lower
 confidence bound of Student's t: 1.895 standard errors at seven degrees of freedom, fewer above."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Estimated share of tokens below some rate, its standard error, prompts and tokens counted."""
+    """Estimated share of tokens below some rate, its standard error, and what it is of."""
 
     value: float
     error: float
-    prompts: int
+    observations: int
     tokens: int
 
     @classmethod
     def of(cls, counts: Sequence[tuple[float, float]]) -> "Share":
-        """Ratio estimate of (tokens below, all tokens) per prompt, at least two prompts.
+        """Ratio estimate of (tokens below, all tokens) per observation, of which there are several.
 
         The error is that of a ratio of means over clusters (Cochran, Sampling Techniques, 6.3).
         """

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from sparrow_sglang.rl.acceptance import (
-    MIN_PROMPTS,
+    MIN_OBSERVATIONS,
     STANDARD_ERRORS,
     Acceptance,
     Share,
@@ -54,13 +54,12 @@ def best_scale(current: float, measured: Sequence[Acceptance]) -> float:
     """The one of `SCALES`, each with its measurement of the same tokens, that rollouts should use.
 
     Compared is the share of tokens whose acceptance rate is at most what, in their bin, is the tail
-    percentile at the scale that is used now. Differences are taken by prompt. Another scale is
+    percentile at the scale that is used now. Differences are taken by response. Another scale is
     taken if its share is smaller by two standard errors of the difference, so that noise does not
     move the scale; of several such scales the one with the smallest share. With fewer than
-    `MIN_PROMPTS` prompts the scale stays.
+    `MIN_OBSERVATIONS` responses the scale stays.
     """
     now = measured[SCALES.index(current)]
-    prompts = np.array([rollout.prompt_id for rollout in now.rollouts])[now.owners]
     tails = np.full(len(now.bins), np.nan)
     for index in np.unique(now.bins[now.counted]).tolist():
         tails[now.bins == index] = tail_percentile(now.rates[now.bins == index])
@@ -69,10 +68,10 @@ def best_scale(current: float, measured: Sequence[Acceptance]) -> float:
         gained = (now.rates <= tails).astype(int) - (some.rates <= tails)
         counts = [
             (float(gained[own].sum()), float(own.sum()))
-            for prompt in dict.fromkeys(prompts.tolist())
-            if (own := now.counted & (prompts == prompt)).any()
+            for index in range(len(now.rollouts))
+            if (own := now.counted & (now.owners == index)).any()
         ]
-        if len(counts) < MIN_PROMPTS:
+        if len(counts) < MIN_OBSERVATIONS:
             return current
         gain = Share.of(counts)
         if gain.value > STANDARD_ERRORS * gain.error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparrow_sglang.rl.acceptance import (
-    MIN_PROMPTS,
+    MIN_OBSERVATIONS,
     STANDARD_ERRORS,
     TAIL_SHARE,
     Acceptance,
@@ -53,7 +53,7 @@ class Ladder:
 
     Without schedules, rollouts are dense. What is measured on the active schedule is pooled over
     its latest `WINDOW_STEPS` steps. Bins count that are well filled: `min_tokens` tokens of
-    `MIN_PROMPTS` prompts.
+    `MIN_OBSERVATIONS` prompts.
 
     Back: as soon as the estimated share of a bin exceeds 5 %. On: once no bin has exceeded it in
     `patience` steps in a row, and every bin is below it by two standard errors. A schedule that has
@@ -120,7 +120,7 @@ class Ladder:
         shares = {}
         for index in sorted({index for counts in self._window for index in counts}):
             counts = [pair for step in self._window for pair in step.get(index, ())]
-            if len(counts) < MIN_PROMPTS:
+            if len(counts) < MIN_OBSERVATIONS:
                 continue
             share = Share.of(counts)
             if share.tokens >= self._settings.min_tokens:

@@ -19,13 +19,19 @@ from training import optimizer_steps
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.report.run_files import json_lines
-from sparrow_sglang.rl import loss, reference_policy, trainer
+from sparrow_sglang.rl import evaluation, ladder, loss, reference_policy, trainer
+from sparrow_sglang.rl.acceptance import Acceptance
+from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.loss import PolicyLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling, sample_request
 from sparrow_sglang.rl.runs import run
+from sparrow_sglang.rl.runs.log import RunLog
+from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
@@ -377,10 +383,117 @@ def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(
     config = settings(model, tmp_path / "run", steps=1, evaluation=evaluation)
     trainer.train(TrainConfig.parse(config))
     names = ("max_new_tokens", "temperature", "top_p", "top_k")
-    drawn_from = {tuple(parameters[name] for name in names) for parameters in asked}
-    assert drawn_from == {(20, 0.5, 0.9, 40), (TOKENS, 1.0, 1.0, -1)}
+    dense = {"sparrow": {"dense": True}}
+    drawn_from = {
+        (*(parameters[name] for name in names), parameters.get("custom_params") == dense)
+        for parameters in asked
+    }
+    assert drawn_from == {(20, 0.5, 0.9, 40, True), (TOKENS, 1.0, 1.0, -1, False)}
     last = rows(tmp_path / "run")[-1]
     assert 0 < last["eval/pass@1"] <= last["eval/pass@3"] <= 1
+    assert last["eval/reward_errors"] == 0
+    answers = json_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert [row["step"] for row in answers] == [0] * 6 + [1] * 6
+    assert {row["set"] for row in answers} == {""} and all(row["prompt"] for row in answers)
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = iter([0.1, 0.2, 0.7, 0.3, 0.4])
+    monkeypatch.setattr(evaluation.Evaluation, "pass_rate", property(lambda self: next(rates)))
+    config = settings(model, tmp_path / "run", steps=4, evaluation={"every_steps": 1, "prompts": 2})
+    config["checkpoint"] = {"every_steps": 0, "keep": 1}
+    trainer.train(TrainConfig.parse(config))
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")}
+    assert kept == {"step-000002", "step-000004"}
+
+
+@pytest.fixture
+def sparse_stand_ins(stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stand-in engines that note their schedules; a ladder that goes on after every step."""
+    monkeypatch.setattr(
+        Sampler, "set_schedule", lambda self, one: self.__dict__.update(on=one.name), raising=False
+    )
+
+    def acceptance(self: Learner, batch: Batch, schedule: Any) -> Acceptance:
+        count = len(batch.rollouts)
+        numbers = np.arange(count)
+        return Acceptance(batch.rollouts, np.ones(count), np.zeros(count, np.int64), numbers)
+
+    monkeypatch.setattr(Learner, "acceptance", acceptance)
+    monkeypatch.setattr(ladder, "MIN_OBSERVATIONS", 2)
+    return stand_ins
+
+
+def test_a_resumed_run_is_on_the_rung_where_it_was_and_draws_other_numbers(
+    model: str, tmp_path: Path, sparse_stand_ins: list[Any]
+) -> None:
+    config = settings(model, tmp_path / "run", steps=1, engine={"schedule": "fixed-96"}, seed=7)
+    config["ladder"] = {"schedules": ["fixed-48"], "target": 0.01, "patience": 1, "min_tokens": 1}
+    config["rollout"] |= {"prompts_per_step": 4, "samples_per_prompt": 2}
+    trainer.train(TrainConfig.parse(config))
+    (first,) = sparse_stand_ins
+    assert json_lines(tmp_path / "run" / "events.jsonl")[0]["after"] == "fixed-48"
+    trainer.train(TrainConfig.parse(config | {"steps": 2}), resume=True)
+    second = sparse_stand_ins[1]
+    # An engine always starts with the first schedule, and is told the active one.
+    assert second.on == "fixed-48" and not hasattr(first, "on")
+    assert (first.arguments["random_seed"], second.arguments["random_seed"]) == (7, 8)
+
+
+def test_a_step_is_saved_even_if_its_log_cannot_be_written(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, step: int, rows: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunLog, "keep_responses", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoints/step-000001"
+
+
+@pytest.mark.parametrize(("signals", "saved"), [(1, "step-000001"), (2, None)])
+def test_a_second_ctrl_c_in_an_update_does_not_wait_for_it(
+    model: str,
+    tmp_path: Path,
+    stand_ins: list[Sampler],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    signals: int,
+    saved: str | None,
+) -> None:
+    def interrupted(*args: Any, **more: Any) -> Any:
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGINT)
+        return update(*args, **more)
+
+    update = Learner.update
+    monkeypatch.setattr(Learner, "update", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
+    assert ended.value.code == 130
+    newest = newest_checkpoint(tmp_path / "run")
+    assert (newest and newest.name) == saved
+    said = capfd.readouterr().err
+    assert "stopping after the update of step 0; Ctrl-C again stops at once, without it" in said
+    assert "Traceback" not in said
+
+
+def test_other_training_prompts_are_refused_on_resume(
+    model: str, tmp_path: Path, stand_ins: list[Sampler]
+) -> None:
+    data = tmp_path / "train.jsonl"
+    lines = [f'{{"prompt": "{a} + {a}?", "answer": "{2 * a}"}}\n' for a in range(8)]
+    data.write_text("".join(lines))
+    config = settings(model, tmp_path / "run", steps=1)
+    config["task"] = {"name": "math", "train_path": str(data), "reward_workers": 1}
+    config["rollout"] |= {"max_prompt_tokens": 400}
+    trainer.train(TrainConfig.parse(config))
+    data.write_text("".join(lines[1:]))
+    with pytest.raises(InputError, match="the training prompts of task 'math' are not those"):
+        trainer.train(TrainConfig.parse(config | {"steps": 2}), resume=True)
 
 
 def test_each_held_out_set_has_a_pass_rate_and_each_task_its_reward(

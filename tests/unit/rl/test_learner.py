@@ -1,0 +1,89 @@
+"""Which responses a learner measures and learns from, and at which temperature."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distillation import SCHEDULE, new_policy
+from engines import random_prompt
+
+from sparrow_sglang.mismatch.token_bins import token_bins
+from sparrow_sglang.rl import learner
+from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.reference_policy import ReferencePolicy
+from sparrow_sglang.rl.types import Rollout, Segment
+
+TEMPERATURE = 0.6
+
+
+def config(**sections: Any) -> TrainConfig:
+    fields = {"run_dir": "unused", "task": {"name": "story"}, "mismatch": {"sequences": 3}}
+    fields |= {"rollout": {"temperature": TEMPERATURE}}
+    return TrainConfig.parse(fields | sections)
+
+
+def batch(count: int = 6, tokens: int = 60) -> Batch:
+    rollouts = []
+    for index in range(count):
+        ids = tuple(random_prompt(index, tokens))
+        # A request that was continued: its 31st token comes out of prefill, too.
+        segments = (Segment(0, 30, "0", "s"), Segment(30, tokens, "0", "s"))
+        prompt = tuple(random_prompt(100 + index, 40))
+        logprobs = np.zeros(tokens)
+        rollouts.append(
+            Rollout(f"p{index}", 0, prompt, ids, logprobs, "stop", "0", "s", "", segments)
+        )
+    nothing, every = torch.zeros(count * tokens), torch.ones(count, dtype=torch.bool)
+    return Batch(tuple(rollouts), nothing, nothing, torch.arange(count), every)
+
+
+def test_acceptance_rates_are_at_the_temperature_of_the_rollouts(sharp_llama: str) -> None:
+    policy = new_policy(sharp_llama)
+    found = Learner(config(), policy).acceptance(batch(), SCHEDULE)
+    assert found is not None
+    chosen = [0, 2, 4]
+    assert [rollout.prompt_id for rollout in found.rollouts] == [f"p{index}" for index in chosen]
+    segments = [pair for rollout in found.rollouts for pair in rollout.split()]
+    expected = np.concatenate(policy.acceptance(segments, SCHEDULE, temperature=TEMPERATURE))
+    np.testing.assert_allclose(found.rates, expected, atol=1e-6)
+    other = np.concatenate(policy.acceptance(segments, SCHEDULE))
+    assert abs(found.rates - other).max() > 1e-3
+    # First tokens of requests do not count, and neither do those of dense steps.
+    bins = token_bins(SCHEDULE, 40, 60, (0, 30))
+    assert (bins < 0).sum() > 2
+    np.testing.assert_array_equal(found.bins, np.tile(bins, 3))
+
+
+def test_reference_logprobs_are_at_the_temperature_of_the_rollouts(sharp_llama: str) -> None:
+    policy = new_policy(sharp_llama)
+    trained = Learner(config(), policy, ReferencePolicy(policy))
+    found = trained.reference_logprobs(batch())
+    expected = torch.cat(policy.score(batch().sequences, TEMPERATURE))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert (found - torch.cat(policy.score(batch().sequences))).abs().max() > 1e-2
+
+
+def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learnt: list[Any] = []
+    gated: list[Any] = []
+    adapter = SimpleNamespace(step=lambda sequences, *rest: learnt.extend(sequences) or {})
+    monkeypatch.setattr(
+        learner,
+        "choose_scale",
+        lambda adapter, policy, chosen, *rest: gated.append((chosen, rest)) or {},
+    )
+    nothing: Any = object()
+    Learner(config(), nothing, adapter=adapter).distill(batch(), SCHEDULE)  # type: ignore[arg-type]
+
+    def segments(*indices: int) -> list[Any]:
+        return [pair for index in indices for pair in batch().rollouts[index].split()]
+
+    assert learnt == segments(1, 3, 5)
+    ((chosen, rest),) = gated
+    assert chosen.segments == segments(0, 2, 4) and rest == (SCHEDULE, TEMPERATURE)
