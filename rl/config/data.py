@@ -37,6 +37,10 @@ class TaskSource(Section):
     columns: dict[Name, Name] = Field(default_factory=dict)
     """The column of the data from which each field of the task is read; nested columns are written
     with dots: for verl's files, answer = "reward_model.ground_truth"."""
+    duplicates: Literal["merge", "keep"] = "merge"
+    """Rows with the same prompt: "merge" keeps the first, "keep" all of them."""
+    max_bad_rows: float = Field(default=0.01, ge=0, le=1)
+    """Share of rows that may be skipped because they cannot be used; more of them end the run."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task itself, which are checked by the task."""
 

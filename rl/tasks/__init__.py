@@ -15,7 +15,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks import calculator, code, files, math, story
-from sparrow_sglang.rl.tasks.base import Render, Task, chat_render
+from sparrow_sglang.rl.tasks.base import Render, SkippedRow, Task, chat_render
 from sparrow_sglang.rl.tasks.imported import imported
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.turns import Reply
@@ -81,6 +81,8 @@ def _load_mix(config: TaskSource, render: Render) -> Task:
     heldout: dict[str, tuple[Prompt, ...]] = {}
     rewards: dict[str, Reward] = {}
     replies: dict[str, Reply] = {}
+    notes: list[str] = []
+    skipped: list[SkippedRow] = []
     if not config.options:
         raise InputError("task.options holds no tasks: task 'mix' expects [task.options.NAME]")
     for label, fields in config.options.items():
@@ -99,11 +101,13 @@ def _load_mix(config: TaskSource, render: Render) -> Task:
         rewards[label] = task.reward
         if task.reply is not None and not isinstance(task.reply, Mapping):
             replies[label] = task.reply
+        notes += [f"{label}: {note}" for note in task.notes]
+        skipped += task.skipped
         train += _labelled(task.train, label)
         sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
         for name, prompts in sets.items():
             heldout[f"{label}/{name}".rstrip("/")] = _labelled(prompts, label)
-    return Task(tuple(train), heldout, rewards, replies)
+    return Task(tuple(train), heldout, rewards, replies, tuple(notes), tuple(skipped))
 
 
 def _labelled(prompts: Sequence[Prompt], label: str) -> tuple[Prompt, ...]:

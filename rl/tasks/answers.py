@@ -89,7 +89,8 @@ def last_program(text: str, is_whole: Callable[[str], bool]) -> str | None:
     labelled = [body for label, body in blocks if _PYTHON.match(label)]
     programs = labelled or [body for label, body in blocks if not label]
     whole = [body for body in programs if is_whole(body)]
-    return (whole or programs or [None])[-1]
+    found = whole or programs
+    return found[-1] if found else None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

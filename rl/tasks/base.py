@@ -4,11 +4,14 @@ Each row of a data file holds an example. "prompt" is a string, which becomes th
 a list of chat messages; "id" is optional. The other fields depend on the task.
 """
 
+import hashlib
+import json
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jinja2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import relative_note
 from sparrow_sglang.rl.config import TaskSource
+from sparrow_sglang.rl.tasks.formats import is_code, read_example
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.tasks.rows import KINDS, is_hub, read_rows
 from sparrow_sglang.rl.turns import Reply
@@ -28,6 +32,13 @@ Render = Callable[[Sequence[Message]], tuple[int, ...]]
 # Fields of one example -> `Prompt.payload`. Raises `ValueError` that says what is allowed.
 ReadPayload = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
+Kind = Literal["math", "code"]
+# Fields of an example; the third is what a response is judged by.
+_FIELDS: dict[Kind, tuple[str, ...]] = {
+    "math": ("prompt", "id", "answer"),
+    "code": ("prompt", "id", "tests", "fn_name", "tolerance"),
+}
+
 # One held-out set, or several by name.
 Heldout = tuple[Prompt, ...] | Mapping[str, tuple[Prompt, ...]]
 
@@ -37,19 +48,40 @@ SPLIT_SEED = 0
 
 
 @dataclass(frozen=True)
+class SkippedRow:
+    """A row of a data file that cannot be used: file and line, and why."""
+
+    where: str
+    reason: str
+
+    def line(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Task:
     """Prompts to train on and others to evaluate on, and `reward(prompt, text)`, 0 to 1.
 
     `heldout` is one set, or several by name. `reward` is a function of a module, as it is sent to
     other processes by name, or a mapping with one such function for each `Prompt.task`;
     `reward_worker.Reward` documents parameters and return values. With a `reply`, or a mapping of
-    replies, responses have several turns; see `turns.Reply`.
+    replies, responses have several turns; see `turns.Reply`. `notes` are lines for the log.
     """
 
     train: tuple[Prompt, ...]
     heldout: Heldout
     reward: Reward | Mapping[str, Reward]
     reply: Reply | Mapping[str, Reply] | None = None
+    notes: tuple[str, ...] = ()
+    skipped: tuple[SkippedRow, ...] = ()
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """A hash of prompts, their order and what their rewards depend on."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.id, prompt.input_ids, prompt.payload)).encode())
+    return digest.hexdigest()[:16]
 
 
 class Options(BaseModel):
@@ -75,16 +107,25 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 def chat_render(tokenizer: Any, **variables: Any) -> Render:
     """Rendering by the chat template of a transformers tokenizer, with its `variables` set."""
 
-    def render(messages: Sequence[Message]) -> tuple[int, ...]:
+    return _ChatRender(tokenizer, variables)
+
+
+class _ChatRender:
+    """Renders chat messages; `opens_thinking` says whether the last prompt ended with <think>."""
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any]) -> None:
+        self._tokenizer, self._variables = tokenizer, variables
+        self.opens_thinking = False
+
+    def __call__(self, messages: Sequence[Message]) -> tuple[int, ...]:
         try:
-            text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **variables
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **self._variables
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
-        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
-
-    return render
+        self.opens_thinking = text.rstrip().endswith(("<think>", "<thinking>"))
+        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def parse_options(kind: type[OptionsT], config: TaskSource) -> OptionsT:
@@ -100,23 +141,25 @@ def load_files(
     render: Render,
     read_payload: ReadPayload,
     options: FileOptions,
-    fields: Sequence[str] = (),
-) -> tuple[tuple[Prompt, ...], Heldout]:
-    """Training and held-out prompts from `config`'s files.
+    reward: Reward,
+    kind: Kind | None = None,
+) -> Task:
+    """A task with the prompts of `config`'s files.
 
-    Rows have `fields` besides "prompt" and "id"; without `fields`, any. Without a held-out file a
-    tenth of the examples, 512 at most, is held out, the same ones each time. Raises `InputError`
-    with file, line, field and what is allowed.
+    Rows are read by `formats`, if `kind` is given, and those of the other kind left out; otherwise
+    as they are. Rows that cannot be used are skipped. Without a held-out file a tenth of the
+    prompts, 512 at most, is held out, the same ones each time. Raises `InputError` with file, line,
+    field and what is allowed if too many rows cannot be used.
     """
     if config.train_path is None:
         raise InputError(
             f"task.train_path is not set: task {config.name!r} needs a .jsonl or .parquet file, or"
             " hf:NAME"
         )
-    known = ("prompt", "id", *fields)
     for field, column in config.columns.items():
-        if fields and field not in known:
-            raise InputError(f"task.columns.{field}={column!r}: {unknown_key(field, known)}")
+        if kind and field not in _FIELDS[kind]:
+            known = unknown_key(field, _FIELDS[kind])
+            raise InputError(f"task.columns.{field}={column!r}: {known}")
     sets = {f"heldout_sets.{name}": path for name, path in config.heldout_sets.items()}
     paths = {"train_path": config.train_path, "heldout_path": config.heldout_path} | sets
     for key, path in paths.items():
@@ -125,44 +168,136 @@ def load_files(
                 f"task.{key}={str(path)!r}: No such file{relative_note(path)}; expected a .jsonl or"
                 " .parquet file"
             )
+    notes: list[str] = []
+    skipped: list[SkippedRow] = []
 
     def read(path: Path) -> tuple[Prompt, ...]:
-        return _read_prompts(path, config, render, read_payload, options)
+        file = _File(path, config, options, kind)
+        prompts = file.prompts(render, read_payload)
+        notes.append(file.note())
+        skipped.extend(file.skipped)
+        return prompts
 
     train = read(config.train_path)
-    if config.heldout_sets:
-        return train, {name: read(path) for name, path in config.heldout_sets.items()}
-    if config.heldout_path is not None:
-        return train, read(config.heldout_path)
-    order = list(train)
+    if config.heldout_sets or config.heldout_path is not None:
+        named = config.heldout_sets or {"": config.heldout_path}
+        heldout = {name: read(path) for name, path in named.items() if path is not None}
+        notes += _overlaps(train, heldout)
+        chosen: Heldout = heldout if config.heldout_sets else heldout[""]
+        return Task(train, chosen, reward, notes=tuple(notes), skipped=tuple(skipped))
+    train, held = _split(train)
+    return Task(train, held, reward, notes=tuple(notes), skipped=tuple(skipped))
+
+
+def _split(prompts: tuple[Prompt, ...]) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+    """Prompts to train on and to hold out; the same prompt is never in both."""
+    order = list({prompt.input_ids: prompt for prompt in reversed(prompts)}.values())[::-1]
     random.Random(SPLIT_SEED).shuffle(order)
     # Of fewer than ten examples none is held out, which a run without evaluation does not need.
-    kept = min(MAX_HELDOUT, int(len(order) * HELDOUT_SHARE))
-    heldout = {prompt.id for prompt in order[:kept]}
-    return tuple(prompt for prompt in train if prompt.id not in heldout), tuple(order[:kept])
+    held = order[: min(MAX_HELDOUT, int(len(order) * HELDOUT_SHARE))]
+    ids = {prompt.input_ids for prompt in held}
+    return tuple(prompt for prompt in prompts if prompt.input_ids not in ids), tuple(held)
 
 
-def _read_prompts(
-    path: Path, config: TaskSource, render: Render, read_payload: ReadPayload, options: FileOptions
-) -> tuple[Prompt, ...]:
-    prompts: dict[str, Prompt] = {}
-    for where, number, row in read_rows(path):
-        try:
-            example = row | {
-                field: _column(row, field, column) for field, column in config.columns.items()
-            }
-            messages = _messages(example, options)
-            payload = read_payload(example)
-            name = str(example.get("id") or f"{path.stem}-{number}")
-            if name in prompts:
-                raise ValueError(f"id {name!r} is used twice: expected a unique id, or none")
-            rendered = render(messages)
-        except ValueError as error:
-            raise InputError(f"{where}: {error}") from None
-        prompts[name] = Prompt(name, config.name, rendered, payload)
-    if not prompts:
-        raise InputError(f"{path}: holds no examples; expected one JSON object per line or row")
-    return tuple(prompts.values())
+def _overlaps(train: Sequence[Prompt], heldout: Mapping[str, Sequence[Prompt]]) -> list[str]:
+    trained = {prompt.input_ids for prompt in train}
+    counts = {
+        name: sum(prompt.input_ids in trained for prompt in prompts)
+        for name, prompts in heldout.items()
+    }
+    return [
+        f"{count} of {len(heldout[name])} held-out prompts{' of ' + name if name else ''} are also"
+        " trained on"
+        for name, count in counts.items()
+        if count
+    ]
+
+
+class _File:
+    """The examples of one file, and counts of what was left out."""
+
+    def __init__(
+        self, path: Path, config: TaskSource, options: FileOptions, kind: Kind | None
+    ) -> None:
+        self.skipped: list[SkippedRow] = []
+        self._path, self._config, self._options, self._kind = path, config, options, kind
+        self._formats: Counter[str] = Counter()
+        self._rows = self._others = self._repeated = 0
+
+    def prompts(self, render: Render, read_payload: ReadPayload) -> tuple[Prompt, ...]:
+        """All usable prompts; raises `InputError` if too many rows are not, or none is left."""
+        prompts: dict[str, Prompt] = {}
+        seen: set[str] = set()
+        for where, number, row in read_rows(self._path):
+            self._rows += 1
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                example = self._example(row)
+                if example is None:
+                    self._others += 1
+                    continue
+                messages = _messages(example, self._options)
+                text = json.dumps(messages)
+                if text in seen and self._config.duplicates == "merge":
+                    self._repeated += 1
+                    continue
+                payload = read_payload(example)
+                name = str(example.get("id") or f"{self._path.stem}-{number}")
+                if name in prompts:
+                    raise ValueError(f"id {name!r} is used twice: expected a unique id, or none")
+                rendered = render(messages)
+            except ValueError as error:
+                self.skipped.append(SkippedRow(where, str(error)))
+                continue
+            self._repeated += text in seen
+            seen.add(text)
+            if getattr(render, "opens_thinking", False):
+                payload = {**payload, "thinking": True}
+            prompts[name] = Prompt(name, self._config.name, rendered, payload)
+        self._check(len(prompts))
+        return tuple(prompts.values())
+
+    def note(self) -> str:
+        """One line on what was read."""
+        kinds = " and ".join(self._formats) or "rows as they are"
+        left = {
+            "of another kind": self._others,
+            "that repeat a prompt"
+            + (" (merged)" if self._config.duplicates == "merge" else " (kept)"): self._repeated,
+            "skipped": len(self.skipped),
+        }
+        more = "".join(f", {count} {what}" for what, count in left.items() if count)
+        first = f": {self.skipped[0].line()}" if self.skipped else ""
+        return f"{self._path}: {self._rows} rows, {kinds}{more}{first}"
+
+    def _example(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The fields of a row, None if it is of the other kind."""
+        given = {field: _column(row, field, name) for field, name in self._config.columns.items()}
+        if self._kind is None:
+            return {**row, **given}
+        if {"prompt", _FIELDS[self._kind][2]} <= {**row, **given}.keys() and given:
+            name, example = "columns of the settings", {**row, **given}
+        else:
+            name, example = read_example({**row, **given})
+        if is_code(example) != (self._kind == "code") and (
+            is_code(example) or example.get("answer") is not None
+        ):
+            return None
+        self._formats[name] += 1
+        return example
+
+    def _check(self, usable: int) -> None:
+        limit = self._config.max_bad_rows
+        if len(self.skipped) > limit * self._rows:
+            count = f"{len(self.skipped)} of {self._rows} rows cannot be used"
+            more = f" ({count}, task.max_bad_rows={limit:g})" if len(self.skipped) > 1 else ""
+            raise InputError(f"{self.skipped[0].line()}{more}")
+        if not usable:
+            others = f" for task {self._kind!r}" if self._others else ""
+            raise InputError(
+                f"{self._path}: holds no examples{others}; expected one JSON object per line or row"
+            )
 
 
 def _column(row: Mapping[str, Any], field: str, column: str) -> Any:
@@ -184,13 +319,20 @@ def _messages(example: Mapping[str, Any], options: FileOptions) -> list[Message]
         system = [{"role": "system", "content": options.system}] if options.system else []
         text = f"{prompt}\n{options.instruction}" if options.instruction else prompt
         return [*system, {"role": "user", "content": text}]
+    messages: list[Message] = []
     for message in prompt:
         fields = isinstance(message, dict) and [message.get("role"), message.get("content")]
+        if fields == [None, None] or message is None:
+            # Parquet pads messages with fields of others, and lists with nothing.
+            continue
         if not fields or not all(isinstance(field, str) for field in fields):
             raise ValueError(
                 f"prompt holds {message!r}: expected messages with the strings role and content"
             )
-    return prompt
+        messages.append({name: value for name, value in message.items() if value is not None})
+    if not messages:
+        raise ValueError(f"prompt={prompt!r}: expected a string or a list of chat messages")
+    return messages
 
 
 def require(example: Mapping[str, Any], field: str, kinds: tuple[type, ...], expected: str) -> Any:

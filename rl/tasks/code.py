@@ -85,8 +85,7 @@ def load(config: TaskSource, render: Render) -> Task:
     def payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
         return read_tests(example) | settings
 
-    train, heldout = load_files(config, render, payload, options, ["tests", "fn_name", "tolerance"])
-    return Task(train, heldout, reward)
+    return load_files(config, render, payload, options, reward, "code")
 
 
 def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> dict[str, float]:

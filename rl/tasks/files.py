@@ -25,8 +25,7 @@ def load(config: TaskSource, render: Render) -> Task:
     """
     options = parse_options(OwnRewardOptions, config)
     reward = imported("task.options.reward", options.reward)
-    train, heldout = load_files(config, render, _payload, options)
-    return Task(train, heldout, reward)
+    return load_files(config, render, _payload, options, reward)
 
 
 def _payload(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -44,8 +44,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?(?![\w])")
 def load(config: TaskSource, render: Render) -> Task:
     """Prompts from `config`'s files; raises `InputError` as `base.load_files` does."""
     options = parse_options(FileOptions, config)
-    train, heldout = load_files(config, render, _payload, options, ["answer"])
-    return Task(train, heldout, reward)
+    return load_files(config, render, _payload, options, reward, "math")
 
 
 def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:

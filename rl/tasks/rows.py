@@ -17,8 +17,11 @@ def is_hub(path: Path) -> bool:
     return str(path).startswith("hf:")
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(file and line, line number from 1, fields) of each example.
+Row = tuple[str, int, dict[str, Any] | ValueError]
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """(file and line, line number from 1, fields or what is wrong with them) of each example.
 
     Raises `InputError`, which says what is expected, if `path` cannot be read.
     """
@@ -34,7 +37,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         if path.suffix == ".parquet":
             yield from _parquet_rows(path)
             return
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
@@ -45,29 +48,28 @@ def read_rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         try:
             example = json.loads(line)
         except json.JSONDecodeError as error:
-            raise InputError(
-                f"{path}:{number}: not JSON ({error}); expected one object per line"
-            ) from None
-        if not isinstance(example, dict):
-            raise InputError(
-                f"{path}:{number}: holds a {type(example).__name__}; expected a JSON object"
-            )
+            example = ValueError(f"not JSON ({error}); expected one object per line")
+        if not isinstance(example, dict | ValueError):
+            kind = type(example).__name__
+            example = ValueError(f"holds a {kind}; expected a JSON object")
         yield f"{path}:{number}", number, example
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"{path}: not a Parquet file ({error})") from None
+    # In batches, as data sets with tests have gigabytes.
+    rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
     for number, row in enumerate(rows, 1):
         yield f"{path} row {number}", number, row
 
 
-def _dataset_rows(address: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def _dataset_rows(address: str) -> Iterator[Row]:
     parts = _DATA_SET.fullmatch(address)
     if parts is None:
         raise InputError(f"{address}: expected hf:NAME, hf:NAME:CONFIG, or either with @SPLIT")

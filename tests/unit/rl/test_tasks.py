@@ -121,7 +121,7 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     first = load("math", jsonl(tmp_path / "data.jsonl", rows))
     second = load("math", tmp_path / "data.parquet")
-    assert first == second
+    assert (first.train, first.heldout) == (second.train, second.heldout)
     assert (len(first.train), len(first.heldout)) == (27, 3)
     everything = {prompt.input_ids for prompt in (*first.train, *first.heldout)}
     assert everything == {tuple(f"<user>{i} + 1?".encode()) for i in range(30)}
@@ -150,7 +150,10 @@ def test_messages_instruction_and_heldout_file(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": []}\n', r"data.jsonl:1: answer=\[\]: expected a number"),
         ('{"prompt": "a", "answer": true}\n', r"data.jsonl:1: answer=True"),
         ('{"prompt": ["a"], "answer": 1}\n', r"data.jsonl:1: prompt holds 'a'"),
-        ('{"id": 1, "prompt": "a", "answer": 1}\n' * 2, r"data.jsonl:2: id '1' is used twice"),
+        (
+            '{"id": 1, "prompt": "a", "answer": 1}\n{"id": 1, "prompt": "b", "answer": 1}',
+            r"data.jsonl:2: id '1' is used twice",
+        ),
     ],
 )
 def test_wrong_files_are_refused_by_line(text: str, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""Rows of the data sets that people train on, recognised by their columns.
+
+In: a row. Out: the name of its format, and a mapping with "prompt" and "answer" or "tests". Known
+are verl's layout (DAPO-Math, Skywork-OR1, PRIME's Eurus), LiveCodeBench, TACO and APPS, tables of
+problems and answers (Polaris, OpenR1, NuminaMath, GSM8K, MATH), and this project's own.
+"""
+
+import base64
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from sparrow_sglang.rl.tasks.answers import last_box
+
+Example = dict[str, Any]
+_QUESTIONS = ("problem", "question", "Problem", "Question", "question_content")
+_ANSWERS = ("answer", "final_answer", "Answer")
+_SOLUTIONS = ("solution", "Solution")
+# Answers of NuminaMath's rows that cannot be compared.
+_NO_ANSWER = ("proof", "notfound", "not found", "n/a")
+
+
+def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
+    """The format of a row and its fields; raises `ValueError` if the row cannot be used."""
+    if isinstance(row.get("reward_model"), Mapping):
+        return "verl (reward_model)", _of_verl(row)
+    if "public_test_cases" in row:
+        return "LiveCodeBench (public_test_cases)", _of_livecodebench(row)
+    if "input_output" in row:
+        tests = {"tests": row["input_output"] or None}
+        return "TACO or APPS (input_output)", {"prompt": _with_starter(row)} | tests
+    if row.get("prompt") is None and _first(row, _QUESTIONS) is not None:
+        return _of_table(row)
+    return "prompt and answer or tests", _named(row)
+
+
+def is_code(example: Mapping[str, Any]) -> bool:
+    """Whether an example has tests instead of an answer."""
+    return example.get("tests") is not None
+
+
+def _of_verl(row: Mapping[str, Any]) -> Example:
+    truth = row["reward_model"].get("ground_truth")
+    example = _named(row)
+    if isinstance(truth, str) and truth.lstrip().startswith(("{", "[")):
+        try:
+            decoded = json.loads(truth)
+        except ValueError:
+            decoded = None
+        if isinstance(decoded, Mapping) and "inputs" in decoded:
+            return example | {"tests": decoded}
+        if isinstance(decoded, list) and len(decoded) == 1 and isinstance(decoded[0], str):
+            # Skywork-OR1: a list of one answer.
+            truth = decoded[0]
+        elif isinstance(decoded, list) and decoded and isinstance(decoded[0], Mapping):
+            return example | {"tests": decoded}
+    return example | {"answer": truth}
+
+
+def _of_livecodebench(row: Mapping[str, Any]) -> Example:
+    tests = _test_cases(row["public_test_cases"]) + _test_cases(row.get("private_test_cases"))
+    metadata = row.get("metadata") or {}
+    if isinstance(metadata, str):
+        metadata = json.loads(metadata)
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    return {"prompt": _with_starter(row), "tests": tests, "fn_name": name}
+
+
+def _test_cases(value: Any) -> list[Any]:
+    """Tests as a list, as JSON, or as JSON that is pickled, compressed and coded in base 64."""
+    if not value:
+        return []
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            try:
+                packed = zlib.decompress(base64.b64decode(value))
+                value = json.loads(_TextUnpickler(io.BytesIO(packed)).load())
+            except (ValueError, TypeError, zlib.error, pickle.UnpicklingError, EOFError) as error:
+                raise ValueError(f"private_test_cases cannot be decoded ({error})") from None
+    if not isinstance(value, list):
+        raise ValueError(f"public_test_cases holds a {type(value).__name__}: expected a list")
+    return value
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads pickled texts; a pickle that names any class or function is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no text")
+
+
+def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
+    prompt = _with_starter(row)
+    if row.get("tests") is not None:
+        return "problem and tests", _named(row) | {"prompt": prompt}
+    answer, solution = _first(row, _ANSWERS), _first(row, _SOLUTIONS)
+    if isinstance(answer, str) and "####" in answer:
+        return "GSM8K (question, answer after ####)", {"prompt": prompt, "answer": _after(answer)}
+    if answer is None and isinstance(solution, str):
+        box = last_box(solution)
+        if box is None or not box[0].strip():
+            raise ValueError("the solution has no box: expected one with the answer")
+        return "problem and solution with a box", {"prompt": prompt, "answer": box[0]}
+    if isinstance(answer, str) and answer.strip().lower() in _NO_ANSWER:
+        raise ValueError(f"answer={answer!r} cannot be compared")
+    return "problem and answer", {"prompt": prompt, "answer": answer}
+
+
+def _after(answer: str) -> str:
+    return answer.rpartition("####")[2].strip()
+
+
+def _named(row: Mapping[str, Any]) -> Example:
+    """The fields with our names, without those that are null."""
+    names = ("prompt", "id", "answer", "tests", "fn_name", "tolerance")
+    example = {name: row[name] for name in names if row.get(name) is not None}
+    checkers = {name: value for name, value in row.items() if "checker" in name and value}
+    return checkers | example
+
+
+def _with_starter(row: Mapping[str, Any]) -> Any:
+    question, starter = _first(row, _QUESTIONS), row.get("starter_code")
+    if not starter or not isinstance(question, str):
+        return question
+    return f"{question}\n\nStart from this code:\n```python\n{starter.rstrip()}\n```"
+
+
+def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
