@@ -61,7 +61,7 @@ def evaluate(
     several sets each has its own, `eval/NAME/pass_rate`, and `eval/pass_rate` is their mean.
     `counter(stage, responses)` returns a function that counts finished responses.
     """
-    chosen = {name: prompts[: settings.prompts] for name, prompts in heldout.items()}
+    chosen = {name: prompts[: settings.prompts or None] for name, prompts in heldout.items()}
     prompts = [prompt for some in chosen.values() for prompt in some]
     finished = counter("evaluation", len(prompts) * settings.samples_per_prompt)
     groups = actor.evaluate(prompts, finished)

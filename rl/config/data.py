@@ -65,6 +65,9 @@ class TaskConfig(TaskSource):
     reward_timeout_s: PositiveFloat = 30.0
     """Wall-clock limit in seconds for one reward, or one batch of rewards; a reward that takes
     longer is 0."""
+    rewards_timeout_s: PositiveFloat = 300.0
+    """Wall-clock limit in seconds for all rewards of a step, counted from its last response; those
+    that are missing then are 0."""
     overlap_rewards: bool = False
     """Compute rewards of finished groups while others are still sampled (slime's
     generate_and_rm_group)."""
@@ -149,8 +152,8 @@ class EvaluationConfig(Section):
 
     every_steps: NonNegativeInt = 10
     """Steps between evaluations, the first of which is before training; 0 for none."""
-    prompts: PositiveInt = 128
-    """Number of held-out prompts, the first ones of each set of the task."""
+    prompts: NonNegativeInt = 128
+    """Number of held-out prompts, the first ones of each set of the task; 0 for all."""
     samples_per_prompt: PositiveInt = 1
     """Responses per prompt, over which the reward is averaged."""
     pass_at: TomlArray[tuple[PositiveInt, ...]] = ()

@@ -61,6 +61,7 @@ _FREE = (
     "rollout.max_new_tokens",
     "task.overlap_rewards",
     "task.reward_timeout_s",
+    "task.rewards_timeout_s",
     "task.reward_workers",
 )
 

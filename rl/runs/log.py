@@ -120,6 +120,12 @@ class RunLog:
         _drop_rows(self._path.with_name(EVALUATIONS_FILE), steps)
         self._append(EVALUATIONS_FILE, [{"step": steps, **row} for row in rows])
 
+    def keep_skipped(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of the data that cannot be used, with the reason of each."""
+        if rows:
+            path = self._path.with_name("skipped_rows.jsonl")
+            write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
             with open(self._path.with_name(name), "a", encoding="utf-8") as file:

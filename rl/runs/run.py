@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,10 @@ def open_run(
         taken = state.step
         record_start(config, setup.engine, taken, ladder.first)
         reward_workers = RewardPool(
-            setup.task.reward, config.task.reward_workers, config.task.reward_timeout_s
+            setup.task.reward,
+            config.task.reward_workers,
+            config.task.reward_timeout_s,
+            config.task.rewards_timeout_s,
         )
         with reward_workers, closing(RunLog(config, taken)) as log:
             if setup.left_out:
@@ -142,6 +145,7 @@ def open_run(
                 log.say(f"{setup.left_out} prompts are longer than {limit} tokens and left out")
             for note in setup.notes:
                 log.say(note)
+            log.keep_skipped([asdict(row) for row in setup.task.skipped])
             log.show("starting the engine")
             # The seed differs after each resume, or engines would draw the same random numbers.
             arguments = {

@@ -132,7 +132,7 @@ def prepare(config: TrainConfig) -> Setup:
         left_out,
         schedules,
         engine,
-        tuple(notes),
+        (*task.notes, *notes),
         environment,
         _fingerprint(train),
     )

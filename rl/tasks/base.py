@@ -4,7 +4,6 @@ Each row of a data file holds an example. "prompt" is a string, which becomes th
 a list of chat messages; "id" is optional. The other fields depend on the task.
 """
 
-import hashlib
 import json
 import random
 from collections import Counter
@@ -74,14 +73,6 @@ class Task:
     reply: Reply | Mapping[str, Reply] | None = None
     notes: tuple[str, ...] = ()
     skipped: tuple[SkippedRow, ...] = ()
-
-
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """A hash of prompts, their order and what their rewards depend on."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(repr((prompt.id, prompt.input_ids, prompt.payload)).encode())
-    return digest.hexdigest()[:16]
 
 
 class Options(BaseModel):

@@ -7,6 +7,7 @@ that has crashed or hangs is replaced.
 
 import inspect
 import logging
+import math
 import multiprocessing
 import threading
 import time
@@ -72,7 +73,11 @@ class RewardPool:
     """
 
     def __init__(
-        self, reward: Reward | Mapping[str, Reward], workers: int = 4, timeout_s: float = 30.0
+        self,
+        reward: Reward | Mapping[str, Reward],
+        workers: int = 4,
+        timeout_s: float = 30.0,
+        total_timeout_s: float = 300.0,
     ) -> None:
         if workers < 1 or timeout_s <= 0:
             raise ValueError(
@@ -82,16 +87,18 @@ class RewardPool:
         self.reward = reward
         self._count = workers
         self._timeout_s = timeout_s
+        self.total_timeout_s = total_timeout_s
         self._workers: list[Worker] = []
 
     def score(self, groups: Sequence[Group]) -> Scores:
-        """The reward of every rollout.
+        """The reward of every rollout; those missing after `total_timeout_s` are timeouts.
 
         Raises `RuntimeError` if a process cannot even load the function.
         """
         work = _Work(self.reward)
         for group in groups:
             work.add(group)
+        work.deadline = time.monotonic() + self.total_timeout_s
         while not work.done:
             self._advance(work)
         return work.scores(range(len(groups)))
@@ -111,13 +118,16 @@ class RewardPool:
 
     def _advance(self, work: "_Work", wake: Connection | None = None) -> None:
         """Hand out jobs, wait for a message of a worker or `wake`, or a deadline, and handle it."""
+        if time.monotonic() > work.deadline:
+            self._give_up(work)
+            return
         while len(self._workers) < min(self._count, len(work.jobs)):
             self._workers.append(Worker(self.reward))
         for worker in self._workers:
             if work.jobs and worker.ready and id(worker) not in work.places:
                 work.places[id(worker)] = work.jobs.popleft()
                 worker.send(work.job(work.places[id(worker)]), self._timeout_s)
-        for worker in self._changed(wake):
+        for worker in self._changed(wake, work.deadline):
             kind, value = worker.outcome()
             place = work.places.pop(id(worker), None)
             if kind in ("crashes", "timeouts"):
@@ -128,6 +138,15 @@ class RewardPool:
                 self._workers[self._workers.index(worker)] = Worker(self.reward)
             if place is not None:
                 work.take(place, kind, value)
+
+    def _give_up(self, work: "_Work") -> None:
+        """Count all jobs that are left as timeouts, and end the workers that still compute."""
+        for worker in [one for one in self._workers if id(one) in work.places]:
+            work.jobs.append(work.places.pop(id(worker)))
+            worker.stop()
+            self._workers.remove(worker)
+        while work.jobs:
+            work.take(work.jobs.popleft(), "timeouts", "the time for the step's rewards is over")
 
     def close(self) -> None:
         """End all processes."""
@@ -146,14 +165,16 @@ class RewardPool:
     ) -> None:
         self.close()
 
-    def _changed(self, wake: Connection | None) -> "list[Worker]":
+    def _changed(self, wake: Connection | None, deadline: float) -> "list[Worker]":
         """Wait until a worker has a message or is past its deadline, or `wake` has a message.
 
-        Returns these workers; a message on `wake` is read and dropped.
+        Waits until `deadline` at most. Returns these workers; a message on `wake` is read and
+        dropped.
         """
         busy = [worker for worker in self._workers if worker.deadline is not None]
         deadlines = [worker.deadline for worker in busy if worker.deadline is not None]
-        limit = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        end = min([deadline, *deadlines])
+        limit = None if end == math.inf else max(0.0, end - time.monotonic())
         ready = wait([worker.connection for worker in busy] + ([wake] if wake else []), limit)
         if wake in ready:
             wake.recv()
@@ -177,6 +198,8 @@ class _Work:
         self._parts: list[list[Mapping[str, float]]] = []
         self._open: list[int] = []
         self._left = 0
+        # When those that are missing are given up, in seconds of the monotonic clock.
+        self.deadline = math.inf
         self._counts = {"errors": 0, "crashes": 0, "timeouts": 0}
 
     @property
@@ -267,9 +290,13 @@ class Scoring:
             return self._work.rewards(number) if number < len(self._work.groups) else None
 
     def wait(self) -> None:
-        """Wait until all groups are scored; raises what `RewardPool.score` raises."""
+        """Wait until all groups are scored, for `total_timeout_s` at most, after which those left
+        are timeouts; raises what `RewardPool.score` raises."""
+        self._work.deadline = time.monotonic() + self._pool.total_timeout_s
+        self._waker.send(None)
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._is_done())
+        self._work.deadline = math.inf
         if self._error is not None:
             raise self._error
 

@@ -66,6 +66,20 @@ def test_what_a_reward_has_started_ends_with_it(tmp_path: Path) -> None:
         assert not psutil.pid_exists(int(file.read_text()))
 
 
+def test_one_deadline_holds_for_all_rewards_of_a_step() -> None:
+    with RewardPool(obey, workers=2, timeout_s=600.0, total_timeout_s=5.0) as pool:
+        pool.score([group("warm", 0.0, ["1", "2", "3"])])
+        groups = [group("a", 0.0, ["7", *["hang"] * 40])]
+        before = time.monotonic()
+        scores = pool.score(groups)
+        assert time.monotonic() - before < 60
+        assert (scores.rewards[0][0], scores.timeouts) == (7, 40)
+        with pool.scoring() as scoring:
+            numbers = [scoring.add(one) for one in groups]
+            assert scoring.scores(numbers).timeouts == 40
+        assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
+
+
 def test_no_groups(pool: RewardPool) -> None:
     assert pool.score([]).rewards == ()
 
