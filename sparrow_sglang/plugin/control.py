@@ -67,8 +67,8 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     state.calls["landmarks"] = partial(landmarks, manager)
     state.calls["pairs"] = partial(pairs, manager)
     state.calls["adapter"] = partial(load_serialised, manager)
-    if rate := server_args.sparrow_audit_rate:
-        folder = server_args.sparrow_audit_log
+    rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
+    if rate or server_args.enable_metrics:
         log = MismatchLog(Path(folder)) if folder else None
         state.auditor = Auditor(manager, rate, loaded.active, log)
         state.auditor.released = state.released

@@ -22,6 +22,28 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 logger = logging.getLogger("sparrow_sglang")
 
 
+async def without_scores(call: Call, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook: no score of the audit may run during the call.
+
+    Checked with 0.5.17. A pause that is not an abort keeps the scheduler's requests, so a weight
+    update would wait forever for a score to be answered; a flush fails while anything runs.
+    """
+    state = server_state(manager)
+    if state is None:
+        return await call(manager, *args, **kwargs)
+    async with _without_scores(state):
+        return await call(manager, *args, **kwargs)
+
+
+async def check_weights(call: Call, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook: as `without_scores`; SGLang's check may also overwrite the weights (0.5.17)."""
+    state = server_state(manager)
+    if state is None:
+        return await call(manager, *args, **kwargs)
+    async with _without_scores(state, new_weights=True):
+        return await call(manager, *args, **kwargs)
+
+
 async def update_weights(
     call: Call, manager: "TokenizerManager", request: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -20,7 +20,7 @@ from sparrow_sglang.plugin import (
     scheduler_calls,
     scheduler_hooks,
 )
-from sparrow_sglang.plugin.audit import hooks as audit
+from sparrow_sglang.plugin.audit import top_logprobs
 from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.plugin.state import Hook
 from sparrow_sglang.sglang_versions import located
@@ -52,13 +52,13 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_TEXT}._generate_completion_stream", "AROUND", request_hooks.report_in_stream,
      "adapted_request"),
     # The launching process: the audit.
-    (f"{_MANAGER}._send_one_request", "BEFORE", audit.see_requests, "tokenized_obj"),
-    (f"{_MANAGER}._send_batch_request", "BEFORE", audit.see_requests, "tokenized_objs"),
-    (f"{_MANAGER}._handle_batch_output", "BEFORE", audit.see_answers, "recv_obj"),
-    (f"{_MANAGER}.pause_generation", "AROUND", audit.hold_back),
-    (f"{_MANAGER}.flush_cache", "AROUND", audit.hold_back),
-    (f"{_MANAGER}.check_weights", "AROUND", audit.hold_back_for_new_weights),
-    # The launching process: control calls that would end the scheduler.
+    (f"{_MANAGER}._send_one_request", "BEFORE", request_hooks.show_requests, "tokenized_obj"),
+    (f"{_MANAGER}._send_batch_request", "BEFORE", request_hooks.show_requests, "tokenized_objs"),
+    (f"{_MANAGER}._handle_batch_output", "BEFORE", request_hooks.show_outputs, "recv_obj"),
+    # The launching process: control calls that a score disturbs, or that would end the scheduler.
+    (f"{_MANAGER}.pause_generation", "AROUND", control_guards.without_scores),
+    (f"{_MANAGER}.flush_cache", "AROUND", control_guards.without_scores),
+    (f"{_MANAGER}.check_weights", "AROUND", control_guards.check_weights),
     (f"{_MANAGER}.update_weights_from_disk", "AROUND", control_guards.update_weights_from_disk,
      "obj"),
     (f"{_MANAGER}.update_weights_from_tensor", "AROUND", control_guards.update_weights, "obj"),
@@ -82,8 +82,9 @@ HOOKS = tuple(Hook(*row) for row in (
      "req tree_cache is_insert|checkpoint"),
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     # Schedulers: the audit, and exact acceptance rates.
-    ("sglang.srt.layers.logprob_processor.get_top_logprobs", "AROUND", audit.top_logprobs_of_some,
-     "logprobs top_logprobs_nums no_copy_to_cpu"),
+    (f"{_FORWARD_BATCH}.init_new", "AFTER", top_logprobs.remember_temperatures, "batch"),
+    ("sglang.srt.layers.logprob_processor.get_top_logprobs", "AROUND",
+     top_logprobs.top_logprobs_of_some, "logprobs top_logprobs_nums no_copy_to_cpu"),
     (f"{_FORWARD_BATCH}.init_new", "AFTER", exact_acceptance.remember_places, "batch"),
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),

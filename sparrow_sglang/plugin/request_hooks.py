@@ -170,3 +170,17 @@ def _require_begun(answer: Any) -> None:
         reason = output["meta_info"].get("finish_reason")
         if isinstance(reason, dict) and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
             raise RequestError(reason.get("message") or "the scheduler refused the request")
+
+
+def show_requests(manager: "TokenizerManager", requests: Any) -> None:
+    """BEFORE hook: show the auditor a request, or a list of them, before it leaves this process."""
+    state = server_state(manager)
+    if state is not None and state.auditor is not None:
+        state.auditor.on_requests(requests if isinstance(requests, list) else [requests])
+
+
+def show_outputs(manager: "TokenizerManager", outputs: Any) -> None:
+    """BEFORE hook: show the auditor outputs before SGLang turns them into the users' answers."""
+    state = server_state(manager)
+    if state is not None and state.auditor is not None and hasattr(outputs, "output_ids"):
+        state.auditor.on_outputs(outputs)

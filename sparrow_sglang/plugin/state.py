@@ -28,7 +28,7 @@ class ServerState:
     Attributes:
         loaded: the schedules that requests are checked against; set by `switch` only.
         calls: coroutines by the name that `Endpoint.call_sparrow` takes; some have a route, too.
-        auditor: None without --sparrow-audit-rate.
+        auditor: None without --sparrow-audit-rate and --enable-metrics.
         module_shapes: [out, in] of the model's linear modules, once an adapter has been checked.
         released: tags of the memory that is currently released.
         weight_update: held open between SGLang's calls that begin and end an update of weights.
@@ -47,7 +47,7 @@ class ServerState:
         """Check requests against `loaded` from now on, and audit under its active schedule."""
         self.loaded = loaded
         if self.auditor is not None:
-            self.auditor.follow(loaded.active)
+            self.auditor.set_schedule(loaded.active)
 
 
 @dataclass
@@ -58,6 +58,7 @@ class SchedulerState:
         budgets: the schedules and the requests' options, on the device; owns the active schedule.
         guard: gets an announcement of each decode batch.
         audited: whether some requests of this server are audited.
+        temperatures: of the audited requests of the latest batch, by row, where not 1.
         record: hidden states of decode steps, in a server that records them.
         compared: places of the latest prefill's requests that are to be compared, by request id.
     """
@@ -65,6 +66,7 @@ class SchedulerState:
     budgets: "BudgetTable"
     guard: DecodeGuard = field(default_factory=DecodeGuard)
     audited: bool = False
+    temperatures: dict[int, float] = field(default_factory=dict)
     record: "StepRecord | None" = None
     compared: "dict[str, Place]" = field(default_factory=dict)
     _options: "WeakKeyDictionary[Req, RequestOption]" = field(

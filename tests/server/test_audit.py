@@ -50,8 +50,10 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
         for length, ids in prompts.items()
     ]
     wants_logprobs = {"return_logprob": True, "top_logprobs_num": 3}
-    asked = requests[0] | wants_logprobs | {"rid": "asked"}
-    not_audited = {"sampling_params": PLAIN | {"temperature": 0.9}}
+    # As in the generation_config.json of Qwen3; lists at this temperature are the user's.
+    qwen = PLAIN | {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    asked = requests[0] | wants_logprobs | {"rid": "asked", "sampling_params": qwen}
+    not_audited = {"sampling_params": qwen | {"repetition_penalty": 1.0001}}
     with start_server(
         sharp_llama, sparrow_audit_log=str(log), enable_metrics=True, **arguments
     ) as url:
@@ -63,11 +65,13 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
                 asked | not_audited | {"rid": "skipped-2"},
             ]
         )
+        greedy = qwen | {"temperature": 0.0}
+        [certain] = endpoint.generate([requests[0] | {"sampling_params": greedy, "rid": "greedy"}])
         deadline = time.monotonic() + 60
         outcome = 'sparrow:audit_requests{outcome="audited"}'
-        while gauges(url).get(outcome) != 3 and time.monotonic() < deadline:
+        while gauges(url).get(outcome) != 4 and time.monotonic() < deadline:
             time.sleep(0.3)
-        while read_mismatch_log(log).num_rows < 300 and time.monotonic() < deadline:
+        while read_mismatch_log(log).num_rows < 400 and time.monotonic() < deadline:
             time.sleep(0.3)
         found = gauges(url)
 
@@ -80,8 +84,10 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
 
     model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float64).eval()
     table = read_mismatch_log(log).to_pandas()
-    assert set(table.request_id) == {"plain-60", "plain-130", "asked"}
-    for answer, ids in zip(answers, [prompts[60], prompts[130], prompts[60]], strict=True):
+    assert set(table.request_id) == {"plain-60", "plain-130", "asked", "greedy"}
+    lengths = (60, 130, 60, 60)
+    for answer, length in zip([*answers, certain], lengths, strict=True):
+        ids = prompts[length]
         rows = table[table.request_id == answer["meta_info"]["id"]]
         response = answer["output_ids"]
         assert rows.token_id.tolist() == response
@@ -94,11 +100,21 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
         budgets = [SCHEDULE.kv_budget_tokens(length) for length in rows.position]
         assert rows.kv_budget_tokens.tolist() == budgets
         assert (rows.alpha_lower <= rows.alpha_upper).all()
-    told = [value for value, *_ in answers[2]["meta_info"]["output_token_logprobs"]]
-    asked_rows = table[table.request_id == "asked"]
-    np.testing.assert_allclose(asked_rows.sparse_logprob, told, atol=1e-6)
+    # The user's log-probs are at the request's temperature, the audit's at temperature 1. The first
+    # token is from prefill, so that both sides have the same lists.
+    told = answers[2]["meta_info"]["output_token_logprobs"][0][0]
+    first = table[table.request_id == "asked"].iloc[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompts[60]])).logits[0, -1]
+    plain, tempered = logits.log_softmax(-1), (logits / 0.6).log_softmax(-1)
+    assert told == pytest.approx(float(tempered[int(first.token_id)]), abs=FP32)
+    assert first.sparse_logprob == pytest.approx(float(plain[int(first.token_id)]), abs=FP32)
+    assert first.alpha_lower == pytest.approx(float(plain.topk(20)[0].exp().sum()), abs=FP32)
+    listed = [value for value, *_ in rows_of_k[0]]
+    np.testing.assert_allclose(listed, tempered.topk(3)[0], atol=FP32)
 
-    assert found['sparrow:audit_requests{outcome="skipped"}'] == 2
+    assert found['sparrow:audit_requests{outcome="skipped_masked_logits"}'] == 2
+    assert found['sparrow:audit_requests{outcome="skipped_own_schedule"}'] == 0
     # The first token of a response is from prefill, and what fits into the budget is read whole.
     pages = -(-table.position // 16)
     bins = pages * 16 // 64

@@ -9,7 +9,7 @@ import torch
 from engines import random_prompt, start_engine, weight_updates
 
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.plugin.audit import requests as audit_requests
+from sparrow_sglang.plugin.audit import recorded
 
 SECONDS = 60.0
 NEW_TOKENS = 60
@@ -38,7 +38,7 @@ def requests(count: int, length: int, **more: Any) -> list[dict[str, Any]]:
 def outcomes(engine: Any, wait_s: float = SECONDS) -> dict[str, int]:
     """What has become of all requests so far, once no audit is left to do or `wait_s` is over."""
     found: dict[str, int] = connect(engine).call_sparrow("audit", wait_s=wait_s)["requests"]
-    return {name: found.get(name, 0) for name in ("audited", "dropped", "skipped", "failed")}
+    return {name: found[name] for name in ("audited", "dropped", "failed")}
 
 
 def since(before: dict[str, int], engine: Any) -> dict[str, int]:
@@ -50,7 +50,7 @@ def test_what_exceeds_the_tokens_that_are_kept_is_dropped(engine: Any, monkeypat
     endpoint = connect(engine)
     before = outcomes(engine)
     # The prompts of all four requests fit, and the answers of two.
-    monkeypatch.setattr(audit_requests, "MAX_TOKENS", 4 * 80 + 2 * NEW_TOKENS)
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 4 * 80 + 2 * NEW_TOKENS)
     for _ in range(2):
         for answer in endpoint.generate(requests(4, 80, return_logprob=True, top_logprobs_num=3)):
             meta = answer["meta_info"]
@@ -60,9 +60,9 @@ def test_what_exceeds_the_tokens_that_are_kept_is_dropped(engine: Any, monkeypat
         assert found["dropped"] in (1, 2), found
         assert found["audited"] == 4 - found["dropped"]
         before = outcomes(engine)
-    monkeypatch.setattr(audit_requests, "MAX_TOKENS", 80 + NEW_TOKENS - 1)
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 80 + NEW_TOKENS - 1)
     endpoint.generate(requests(1, 80))
-    assert since(before, engine) == {"audited": 0, "dropped": 1, "skipped": 0, "failed": 0}
+    assert since(before, engine) == {"audited": 0, "dropped": 1, "failed": 0}
 
 
 def test_weights_change_at_once_after_answers_with_audits_queued(

@@ -4,9 +4,7 @@ In: requests on their way to the scheduler and its answers on their way back, in
 holds SGLang's TokenizerManager. Out: rows in the mismatch log, statistics in the report. Users get
 the same answers as without the audit.
 
-A request can be audited if it is sampled at temperature 1 without top-p, top-k, min-p, penalties,
-logit bias or grammar, under the active schedule: only then are the log-probs that the sampler saw
-those of the sparse distribution itself. Other requests are counted as skipped.
+`recorded.skip_reason` says which requests cannot be audited; they are counted by the reason.
 """
 
 import asyncio
@@ -17,6 +15,7 @@ import uuid
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +23,11 @@ import numpy as np
 from sparrow_sglang.mismatch.acceptance import acceptance_bounds
 from sparrow_sglang.mismatch.scores import TOP_K, dense_scores, scoring_request
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows
-from sparrow_sglang.plugin.audit.requests import (
+from sparrow_sglang.plugin.audit.recorded import (
     AuditQueue,
     RecordedRequest,
     ask_for_logprobs,
-    is_auditable,
+    skip_reason,
 )
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.scheduler_calls import is_idle
@@ -60,11 +59,12 @@ class Auditor:
     There is room when no user's request runs, or when the score stays within BUSY_SHARE of the
     tokens that users' requests took. Requests are scored one at a time, at the lowest priority
     where priorities are on. Requests that do not fit the queue are dropped and counted. `rate`, the
-    share of auditable requests to audit, may be set at any time.
+    share of auditable requests to audit, may be set at any time; at 0 only the load is published.
 
     No score starts while generation is paused, while memory is released, or within `held_back`.
 
-    Everything runs on the event loop of SGLang's TokenizerManager except numpy and the log.
+    Everything runs on the event loop of SGLang's TokenizerManager except comparing a response's
+    lists and writing the log, neither of which touches the report.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class Auditor:
         self._allowance = 0.0
         self._holds = 0
         self._published = 0.0
-        self._audited_since = False
+        self._has_scored = False
+        self._strict_thinking = getattr(manager.server_args, "enable_strict_thinking", False)
         self._worker: asyncio.Task[None] | None = None
         # The score that is under way, the id of its request once that has been sent to the
         # scheduler, and whether the score has been aborted.
@@ -96,13 +97,13 @@ class Auditor:
         self._sent: str | None = None
         self._ending = False
 
-    def follow(self, schedule: BudgetSchedule) -> None:
+    def set_schedule(self, schedule: BudgetSchedule) -> None:
         """Audit under `schedule` from now on; statistics start anew if the schedule changed."""
         if schedule != self.report.schedule:
             self._queue.clear()
             self.report.start(schedule)
 
-    def sees(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
+    def on_requests(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
         """Note requests on their way to the scheduler; ask chosen ones to return log-probs."""
         if self._worker is None or self._worker.done():
             self._worker = asyncio.get_running_loop().create_task(self._work())
@@ -115,14 +116,16 @@ class Auditor:
             generates = parameters is not None and parameters.max_new_tokens != 0
             # SGLang's own health checks and scoring requests cannot be audited.
             state = self._manager.rid_to_state[request.rid]
-            if not state.obj.log_metrics or not generates:
+            if not self.rate or not state.obj.log_metrics or not generates:
                 continue
-            if not is_auditable(request, request_state(state.obj).option, self.report.schedule):
-                self.report.requests["skipped"] += 1
+            option, active = request_state(state.obj).option, self.report.schedule
+            reason = skip_reason(request, option, active, self._strict_thinking)
+            if reason is not None:
+                self.report.requests[f"skipped_{reason}"] += 1
             elif self._draw.random() < self.rate:
                 self._record(request)
 
-    def receives(self, answers: "BatchStrOutput") -> None:
+    def on_outputs(self, answers: "BatchStrOutput") -> None:
         """Record answers on their way to the users; remove what only the audit asked for."""
         for index, rid in enumerate(answers.rids):
             self._queue.record(rid, answers, index)
@@ -144,7 +147,8 @@ class Auditor:
         self._holds += 1
         try:
             await self._end_score()
-            await self._wait_until_idle()
+            if self._has_scored:
+                await self._wait_until_idle()
             yield
         finally:
             self._holds -= 1
@@ -195,7 +199,8 @@ class Auditor:
             await asyncio.sleep(_POLL_S / 10)
         if self._log is not None:
             await self._write(self._log.flush)
-        return await asyncio.to_thread(self.report.publish)
+        self.report.publish()
+        return self.report.summary()
 
     def _record(self, request: "TokenizedGenerateReqInput") -> None:
         state = self._manager.rid_to_state[request.rid]
@@ -206,6 +211,7 @@ class Auditor:
             lora_id=request.lora_id,
             user_top_k=request.top_logprobs_num if request.return_logprob else 0,
             top_k=self._top_k,
+            temperature=request.sampling_params.temperature,
         )
         if self._queue.start(recorded):
             # Only the tokenised request is changed. SGLang builds the answer from the user's own
@@ -225,10 +231,10 @@ class Auditor:
             )
             if self._log is not None and self._log.is_due():
                 await self._write(self._log.flush)
-            # Publish rarely: confidence intervals take CPU time of the process that serves users.
-            if self._audited_since and time.monotonic() - self._published > _PUBLISH_S:
-                self._audited_since = False
-                await asyncio.to_thread(self.report.publish)
+            self.report.publish_requests()
+            # Publish tails rarely, as they take CPU time of the process that serves users.
+            if time.monotonic() - self._published > _PUBLISH_S:
+                self.report.publish()
                 self._published = time.monotonic()
             if self._may_start():
                 await self._audit(self._queue.take())
@@ -242,7 +248,7 @@ class Auditor:
 
     async def _audit(self, recorded: RecordedRequest) -> None:
         """Score one request that was taken from the queue, and count what became of it."""
-        self._ending, self._sent = False, None
+        self._ending, self._sent, self._has_scored = False, None, True
         score = self._score = asyncio.create_task(self._enter_score(recorded))
         await asyncio.wait({score})
         self._score = None
@@ -250,7 +256,6 @@ class Auditor:
         error = None if score.cancelled() else score.exception()
         if not score.cancelled() and error is None and score.result():
             outcomes["audited"] += 1
-            self._audited_since = True
         elif recorded.lost:
             outcomes["dropped"] += 1
         elif self._ending:
@@ -299,16 +304,22 @@ class Auditor:
             return False
         if request.lora_id != recorded.lora_id:
             recorded.lost = True
-        rows = await asyncio.to_thread(self._measured, recorded, response, answers[-1])
+        schedule, prompt = self.report.schedule, blake2b(recorded.prompt).hexdigest()
+        rows = await asyncio.to_thread(self._measured, recorded, response, schedule, answers[-1])
         if recorded.lost:
             return False
-        self.report.add(rows)
+        # Samples of one prompt are alike.
+        self.report.add(prompt, rows)
         if self._log is not None:
             self._log.append(rows)
         return True
 
     def _measured(
-        self, recorded: RecordedRequest, response: list[int], answer: Mapping[str, Any]
+        self,
+        recorded: RecordedRequest,
+        response: list[int],
+        schedule: BudgetSchedule,
+        answer: Mapping[str, Any],
     ) -> TokenRows:
         sparse = recorded.scores(len(response))
         dense = dense_scores(answer, response)
@@ -319,7 +330,6 @@ class Auditor:
             dense.top_logprobs,
             self._manager.model_config.vocab_size,
         )
-        schedule = self.report.schedule
         first = len(recorded.prompt)
         lengths = range(first, first + len(response))
         return TokenRows(

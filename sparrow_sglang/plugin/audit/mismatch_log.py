@@ -6,6 +6,7 @@ all rows as one table. Imports pyarrow only where a function needs it.
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,8 +66,8 @@ class MismatchLog:
     A file appears under its name only once it is complete, so a killed process loses at most the
     rows since the last `flush`, and nobody reads half a file. The caller that appends must call
     `flush` when the log `is_due`: at `file_rows` rows, or `flush_s` seconds after the first waiting
-    row. Beyond `max_bytes`, the oldest files of the folder are deleted. One thread at a time may
-    use an instance; several processes may share a folder.
+    row. Beyond `max_bytes`, the oldest files of the folder are deleted. Rows may be appended while
+    another thread flushes; several processes may share a folder.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class MismatchLog:
         self._file_rows = file_rows
         self._flush_s = flush_s
         self._max_bytes = max_bytes
+        self._flushing = threading.Lock()
         self._waiting: list[TokenRows] = []
         self._since = 0.0
         self._files = 0
@@ -103,7 +105,16 @@ class MismatchLog:
 
     def flush(self) -> None:
         """Write the waiting rows as one file; on `OSError` they stay, and no file appears."""
-        if not self._waiting:
+        with self._flushing:
+            rows, self._waiting = self._waiting, []
+            try:
+                self._write(rows)
+            except BaseException:
+                self._waiting[:0] = rows
+                raise
+
+    def _write(self, rows: Sequence[TokenRows]) -> None:
+        if not rows:
             return
         # The folder was deleted or unmounted. Do not make it again: nobody would find the file.
         if not self._folder.is_dir():
@@ -113,9 +124,8 @@ class MismatchLog:
         # The name begins with the time, so that sorting by name is sorting by age.
         name = f"mismatch-{time.time_ns()}-{os.getpid()}-{self._files}.parquet"
         with replacing(self._folder / name) as draft:
-            pyarrow.parquet.write_table(_table(self._waiting), draft, compression="zstd")
+            pyarrow.parquet.write_table(_table(rows), draft, compression="zstd")
         self._files += 1
-        self._waiting = []
         self._delete_oldest()
 
     def _delete_oldest(self) -> None:

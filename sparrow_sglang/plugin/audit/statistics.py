@@ -7,28 +7,32 @@ In: acceptance bounds of audited tokens, lengths of the running requests. Out: g
 import functools
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from sparrow_sglang.mismatch.tail import BinTail, TailStatistics
-from sparrow_sglang.mismatch.token_bins import tail_bin_tokens, token_bins
+from sparrow_sglang.mismatch.tail import TailStatistics
+from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
 from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
 WELL_FILLED_TOKENS = 2000
 """Tokens that a bin needs before its tail is warned of: 100 of them lie below the percentile."""
+FALSE_WARNINGS = 0.025
+"""Largest chance that a bin whose tail meets the target is ever warned of."""
+
+SKIPPED = ("masked_logits", "own_schedule", "low_temperature", "prompt_logprobs", "input")
+"""Reasons why a request cannot be audited, see `recorded.skip_reason`."""
+OUTCOMES = ("audited", "dropped", "failed", *(f"skipped_{reason}" for reason in SKIPPED))
 
 _GAUGES = {
     "sparrow:acceptance_tail": ("5th percentile of the acceptance rate", ("bin", "bound")),
     "sparrow:acceptance_mean": ("Mean acceptance rate", ("bin", "bound")),
     "sparrow:audited_tokens": ("Sparsely decoded tokens scored again densely", ("bin",)),
-    "sparrow:audit_requests": ("Finished requests by what the audit did with them", ("outcome",)),
-    "sparrow:kv_budget_tokens": (
-        "Active KV budget at the start of the bin",
-        ("bin",),
-    ),
+    "sparrow:audit_requests": ("Requests by what the audit did with them", ("outcome",)),
+    "sparrow:kv_budget_tokens": ("Active KV budget at the start of the bin", ("bin",)),
     "sparrow:kv_tokens_cached": ("KV tokens of the running requests", ()),
     "sparrow:kv_tokens_read": ("KV tokens that a sparse layer reads of them in one step", ()),
 }
@@ -39,26 +43,26 @@ logger = logging.getLogger("sparrow_sglang")
 class AuditReport:
     """Counts what one server's audit found under one schedule at a time.
 
-    Bins are the schedule's own, or of 2,000 tokens under a fixed budget. Top-k lists do not give
-    the acceptance rate itself, so tails of both its bounds are kept; the true tail lies between.
+    Top-k lists do not give the acceptance rate itself, so tails of both its bounds are kept; the
+    true tail lies between. One thread may use an instance.
     """
 
     def __init__(self, schedule: BudgetSchedule, gauges: bool) -> None:
         """`gauges`: publish to Prometheus."""
         self._gauges = _prometheus_gauges() if gauges else {}
-        self.requests: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._shown_bins: set[tuple[str, tuple[tuple[str, Any], ...]]] = set()
         self.start(schedule)
+        self.publish_load(())
 
     def start(self, schedule: BudgetSchedule) -> None:
         """Start counting anew under `schedule`."""
         self.schedule = schedule
-        bin_tokens = tail_bin_tokens(schedule)
-        self._bounds = {
-            "lower": TailStatistics(bin_tokens),
-            "upper": TailStatistics(bin_tokens),
-        }
-        self._warned: set[int] = set()
+        width = tail_bin_tokens(schedule)
+        self._bounds = {"lower": TailStatistics(width), "upper": TailStatistics(width)}
+        self._changed: set[int] = set()
+        self._looks: Counter[int] = Counter()
+        self._next_look: dict[int, int] = {}
         # Under SGLang values of several processes lie in files, where labels cannot be removed.
         for name, labels in list(self._shown_bins):
             self._set(name, 0 if name == "sparrow:audited_tokens" else math.nan, **dict(labels))
@@ -66,35 +70,42 @@ class AuditReport:
             budget = schedule.kv_budget_tokens(max(1, index * schedule.bin_tokens))
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
 
-    def add(self, rows: TokenRows) -> None:
-        """Count the sparsely decoded tokens of one response."""
+    def add(self, prompt: str, rows: TokenRows) -> None:
+        """Count the sparsely decoded tokens of one response to `prompt`, any name for it."""
         bins = token_bins(self.schedule, int(rows.position[0]), len(rows))
-        self._bounds["lower"].add(rows.request_id, bins, rows.alpha_lower)
-        self._bounds["upper"].add(rows.request_id, bins, rows.alpha_upper)
+        self._bounds["lower"].add(prompt, bins, rows.alpha_lower)
+        self._bounds["upper"].add(prompt, bins, rows.alpha_upper)
+        self._changed |= set(bins.tolist()) - {NOT_COUNTED}
 
-    def publish(self) -> dict[str, Any]:
-        """Update the gauges, and warn of bins that have fallen below the target.
-
-        Returns the gauges' values with confidence intervals: requests by outcome, and per bound the
-        bins, as JSON values.
-        """
-        requests = dict(self.requests)
-        bins = {bound: statistics.bins() for bound, statistics in self._bounds.items()}
-        for bound, tails in bins.items():
-            for tail in tails:
-                self._set("sparrow:acceptance_tail", tail.tail, bin=tail.bin, bound=bound)
-                self._set("sparrow:acceptance_mean", tail.mean, bin=tail.bin, bound=bound)
-                self._set("sparrow:audited_tokens", tail.tokens, bin=tail.bin)
+    def publish(self) -> None:
+        """Update the gauges of bins with new tokens, and warn of those below the target."""
+        for index in sorted(self._changed):
+            for bound, statistics in self._bounds.items():
+                tail = statistics.bin(index)
+                self._set("sparrow:acceptance_tail", tail.tail, bin=index, bound=bound)
+                self._set("sparrow:acceptance_mean", tail.mean, bin=index, bound=bound)
+                self._set("sparrow:audited_tokens", tail.tokens, bin=index)
+            self._look(index)
+        self._changed.clear()
         # Set last, so that a reader who sees a request counted sees its tokens, too.
-        for outcome, count in requests.items():
-            self._set("sparrow:audit_requests", count, outcome=outcome)
-        for upper in bins["upper"]:
-            self._warn_below_target(upper)
-        return {
-            "schedule": self.schedule.name,
-            "requests": requests,
-            "bins": {bound: [vars(tail) for tail in tails] for bound, tails in bins.items()},
+        self._set("sparrow:audit_requests", self.requests["audited"], outcome="audited")
+
+    def summary(self) -> dict[str, Any]:
+        """The gauges' values with confidence intervals, as JSON values.
+
+        Requests by outcome, and per bound the bins.
+        """
+        bins = {
+            bound: [vars(tail) for tail in statistics.bins()]
+            for bound, statistics in self._bounds.items()
         }
+        return {"schedule": self.schedule.name, "requests": dict(self.requests), "bins": bins}
+
+    def publish_requests(self) -> None:
+        """Publish how many requests were not audited, by the reason."""
+        for outcome, count in self.requests.items():
+            if outcome != "audited":
+                self._set("sparrow:audit_requests", count, outcome=outcome)
 
     def publish_load(self, running: Iterable[tuple[int, RequestOption | None]]) -> None:
         """Publish KV tokens cached and read, for running requests of these lengths in tokens.
@@ -112,30 +123,38 @@ class AuditReport:
         read = sum(int(option.tokens_read(of).sum()) for option, of in alike.values())
         self._set("sparrow:kv_tokens_read", read)
 
-    def _warn_below_target(self, upper: BinTail) -> None:
-        """Warn by the upper bound: only it proves a tail too low; the lower one may be loose."""
-        target = self.schedule.tail_target
-        if target is None or upper.tail >= target or upper.bin in self._warned:
+    def _look(self, index: int) -> None:
+        """Warn of a bin if even the upper end of its tail's interval lies below the target.
+
+        By the upper bound, as only it proves a tail too low; the lower one may be loose. Whoever
+        looks after every request at a tail that equals the target will see it fall below by chance
+        at some time. So look again only after the tokens have doubled, and spend FALSE_WARNINGS on
+        all looks together: one part in k (k + 1) on the k-th.
+        """
+        target, statistics = self.schedule.tail_target, self._bounds["upper"]
+        tokens = statistics.tokens()[index]
+        if target is None or tokens < self._next_look.get(index, WELL_FILLED_TOKENS):
             return
-        # Of bins whose true tail equals the target, half fall below it at some time by chance. So
-        # warn only if the whole confidence interval lies below.
-        if upper.tokens < WELL_FILLED_TOKENS or upper.tail_high is None:
+        self._looks[index] += 1
+        self._next_look[index] = 2 * tokens
+        look = self._looks[index]
+        found = statistics.bin(index, confidence=1 - 2 * FALSE_WARNINGS / (look * (look + 1)))
+        if found.tail_high is None or found.tail_high >= target:
             return
-        if upper.tail_high < target:
-            self._warned.add(upper.bin)
-            logger.warning(
-                "mismatch: at positions %d to %d the 5th percentile of the acceptance rate is at"
-                " most %.3f (95 %% interval %.3f to %.3f, %d tokens), below the %.2f that schedule"
-                " %s was made for; calibrate it for this model and these prompts",
-                upper.first_position,
-                upper.end_position - 1,
-                upper.tail,
-                upper.tail_low,
-                upper.tail_high,
-                upper.tokens,
-                target,
-                self.schedule.name,
-            )
+        self._next_look[index] = sys.maxsize
+        logger.warning(
+            "mismatch: at positions %d to %d the 5th percentile of the acceptance rate is at"
+            " most %.3f (interval %.3f to %.3f, %d tokens), below the %.2f that schedule"
+            " %s was made for; calibrate it for this model and these prompts",
+            found.first_position,
+            found.end_position - 1,
+            found.tail,
+            found.tail_low,
+            found.tail_high,
+            found.tokens,
+            target,
+            self.schedule.name,
+        )
 
     def _set(self, name: str, value: float, **labels: Any) -> None:
         gauge = self._gauges.get(name)

@@ -6,6 +6,7 @@ the log-probs that the sampler saw; the numbers of requests and tokens held are 
 
 from array import array
 from collections import Counter, deque
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,14 @@ allocate up to an eighth more than they hold: 200 MB in the worst case, whatever
 lengths.
 """
 
-_ALL_TOP_K = 1 << 30
+MIN_TEMPERATURE = 0.25
+"""Lowest temperature from whose log-probs those at temperature 1 can be had.
+
+Probabilities below the smallest fp32 number are lost: at this temperature tokens that are less
+likely than the most likely one by a factor of e^-22.
+"""
+TEMPERATURE = "sparrow_audit_temperature"
+"""Name in `custom_params` of an audited request, of the temperature at which it is sampled."""
 
 
 @dataclass
@@ -37,8 +45,9 @@ class RecordedRequest:
     """An audited request, running or finished, and what the sampler saw of its response.
 
     For T response tokens `top_ids` and `top_logprobs` hold T * `top_k` entries, most likely first.
-    `lost` means that the request will not be scored, for example because the weights or the
-    schedule have changed since it began, or because there was no room for it.
+    All log-probs are at temperature 1, whatever `temperature` the tokens are sampled at. `lost`
+    means that the request will not be scored, for example because the weights or the schedule have
+    changed since it began, or because there was no room for it.
     """
 
     request_id: str
@@ -47,6 +56,7 @@ class RecordedRequest:
     lora_id: str | None
     user_top_k: int
     top_k: int
+    temperature: float = 1.0
     lost: bool = False
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -60,14 +70,19 @@ class RecordedRequest:
 
     def record(self, answers: "BatchStrOutput", index: int) -> None:
         """Append the tokens and log-probs of one of the scheduler's answers."""
-        self.logprobs.extend(answers.output_token_logprobs_val[index])
+        sampled = answers.output_token_logprobs_val[index]
+        lists = answers.output_top_logprobs_val[index]
         self.tokens.extend(answers.output_token_logprobs_idx[index])
-        for mine, rows in (
-            (self.top_logprobs, answers.output_top_logprobs_val[index]),
-            (self.top_ids, answers.output_top_logprobs_idx[index]),
-        ):
-            for row in rows:
-                mine.extend(row[: self.top_k])
+        for ids in answers.output_top_logprobs_idx[index]:
+            self.top_ids.extend(ids[: self.top_k])
+        asked = max(self.top_k, self.user_top_k)
+        for logprob, values in zip(sampled, lists, strict=True):
+            scale, shift = 1.0, 0.0
+            if len(values) > asked:
+                # See `top_logprobs.add_normaliser`.
+                scale, shift = self.temperature, values[asked]
+            self.logprobs.append(scale * logprob + shift)
+            self.top_logprobs.extend(scale * value + shift for value in values[: self.top_k])
 
     def leave_to_user(self, answers: "BatchStrOutput", index: int) -> None:
         """Cut the answer's top-k lists to what the user asked for."""
@@ -192,40 +207,50 @@ class AuditQueue:
         self._lose(request)
 
 
-def is_auditable(
-    request: "TokenizedGenerateReqInput", option: RequestOption | None, active: BudgetSchedule
-) -> bool:
-    """Whether the sampler sees the model's own distribution under the active schedule."""
+def skip_reason(
+    request: "TokenizedGenerateReqInput",
+    option: RequestOption | None,
+    active: BudgetSchedule,
+    strict_thinking: bool,
+) -> str | None:
+    """Why a request cannot be audited, one of `statistics.SKIPPED`; None if it can.
+
+    The rates compare whole distributions along whatever was sampled, so top-p, top-k, min-p and
+    temperature do not matter. Log-probs of masked or penalised logits are not the model's own.
+
+    `strict_thinking` says that the server itself masks logits, with --enable-strict-thinking.
+    """
     parameters = request.sampling_params
-    reshaped = (
-        parameters.min_p,
-        parameters.frequency_penalty,
-        parameters.presence_penalty,
-        parameters.min_new_tokens,
-        parameters.logit_bias,
-        parameters.json_schema,
-        parameters.regex,
-        parameters.ebnf,
-        parameters.structural_tag,
-        request.custom_logit_processor,
-        option is None or option.schedule != active or option.kv_budget_tokens is not None,
-    )
-    plain = (
-        parameters.temperature == 1.0
-        and parameters.top_p == 1.0
-        and parameters.top_k in (-1, _ALL_TOP_K)
-        and parameters.repetition_penalty == 1.0
-        and not any(reshaped)
-    )
+    if (
+        strict_thinking
+        or parameters.frequency_penalty
+        or parameters.presence_penalty
+        or parameters.repetition_penalty != 1.0
+        or parameters.min_new_tokens
+        or parameters.logit_bias
+        or parameters.json_schema
+        or parameters.regex
+        or parameters.ebnf
+        or parameters.structural_tag
+        or request.custom_logit_processor
+    ):
+        return "masked_logits"
+    if option is None or option.schedule != active or option.kv_budget_tokens is not None:
+        return "own_schedule"
+    if parameters.temperature < MIN_TEMPERATURE:
+        return "low_temperature"
     # The prompt's top-k lists would be as long as those that the audit asks for.
-    prompt_logprobs = request.return_logprob and request.logprob_start_len != -1
-    other_input = (
-        request.input_embeds is not None
+    if request.return_logprob and request.logprob_start_len != -1:
+        return "prompt_logprobs"
+    if (
+        not request.input_ids
+        or request.input_embeds is not None
         or request.mm_inputs is not None
         or request.session_params is not None
         or request.positional_embed_overrides is not None
-    )
-    return plain and not prompt_logprobs and not other_input and bool(request.input_ids)
+    ):
+        return "input"
+    return None
 
 
 def ask_for_logprobs(request: "TokenizedGenerateReqInput", top_k: int) -> None:
@@ -240,3 +265,8 @@ def ask_for_logprobs(request: "TokenizedGenerateReqInput", top_k: int) -> None:
         request.token_ids_logprob = None
     request.top_logprobs_num = max(top_k, request.top_logprobs_num)
     request.return_logprob = True
+    if request.sampling_params.temperature != 1.0:
+        # A copy, as the samples of one request share their parameters.
+        parameters = request.sampling_params = copy(request.sampling_params)
+        given = parameters.custom_params or {}
+        parameters.custom_params = {**given, TEMPERATURE: parameters.temperature}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sparrow_sglang.mismatch.scores import TOP_K
-from sparrow_sglang.plugin.audit.requests import MAX_TOKENS, RecordedRequest
+from sparrow_sglang.plugin.audit.recorded import MAX_TOKENS, RecordedRequest
 
 
 def test_a_kept_token_takes_as_much_memory_as_is_said() -> None:

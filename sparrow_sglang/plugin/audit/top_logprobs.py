@@ -1,0 +1,86 @@
+"""Top-k lists of the requests that an audit records, as the scheduler computes them.
+
+In: log-probs of a batch, at each request's temperature. Out: lists of those rows alone that want
+one, and with each list of an audited row what turns it into log-probs at temperature 1.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparrow_sglang.plugin.audit.recorded import TEMPERATURE
+from sparrow_sglang.plugin.state import PROCESS
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+def remember_temperatures(
+    forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook: note at which temperatures the audited requests of a batch are sampled.
+
+    Checked with 0.5.17 and 0.5.23, which sample a batch before they prepare another one, and do
+    not divide logits by the temperature where all requests are greedy.
+    """
+    state = PROCESS.scheduler
+    if state is None or not state.audited or not batch.return_logprob:
+        return
+    from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
+
+    untempered = SGLANG_RETURN_ORIGINAL_LOGPROB or forward_batch.sampling_info.is_all_greedy
+    state.temperatures = {
+        row: parameters[TEMPERATURE]
+        for row, req in enumerate(() if untempered else batch.reqs)
+        if TEMPERATURE in (parameters := req.sampling_params.custom_params or {})
+    }
+
+
+def top_logprobs_of_some(
+    original: Callable[..., tuple[list[Any], list[Any]]],
+    logprobs: "torch.Tensor",
+    top_logprobs_nums: list[int],
+    no_copy_to_cpu: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """AROUND hook: search and copy only the rows [V] of `logprobs` [B, V] that want a top-k list.
+
+    Checked with 0.5.17 and 0.5.23, which sort every row if one of them wants a list, and then copy
+    two tensors per row to the host; for one audited request among 256 that takes longer than the
+    audit itself. The other rows get empty arrays, as the scheduler calls `tolist()` on them.
+
+    Audited rows at a temperature T other than 1 get one entry more, see `add_normaliser`.
+    """
+    state = PROCESS.scheduler
+    asking = [row for row, k in enumerate(top_logprobs_nums) if k > 0]
+    if state is None or not state.audited or not asking or not no_copy_to_cpu:
+        return original(logprobs, top_logprobs_nums, no_copy_to_cpu=no_copy_to_cpu)
+    import torch
+
+    everybody = len(asking) == len(top_logprobs_nums)
+    values, ids = original(
+        logprobs if everybody else torch.stack([logprobs[row] for row in asking]),
+        [top_logprobs_nums[row] for row in asking],
+        no_copy_to_cpu=True,
+    )
+    nothing: list[Any] = [np.empty(0)] * len(top_logprobs_nums)
+    all_values, all_ids = nothing, list(nothing)
+    for place, row in enumerate(asking):
+        all_values[row], all_ids[row] = values[place], ids[place]
+        if row in state.temperatures:
+            all_values[row] = add_normaliser(values[place], logprobs[row], state.temperatures[row])
+    return all_values, all_ids
+
+
+def add_normaliser(
+    values: "torch.Tensor", logprobs: "torch.Tensor", temperature: float
+) -> "torch.Tensor":
+    """`values` [k] and then the x that makes temperature * logprobs + x those at temperature 1.
+
+    `logprobs` [V] are all log-probs at `temperature`: logits / temperature but for a constant.
+    """
+    import torch
+
+    return torch.cat([values, -(logprobs * temperature).logsumexp(-1, keepdim=True)])
