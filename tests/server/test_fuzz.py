@@ -25,6 +25,8 @@ SHARES = {
     "request": 0.04,
     "schedule_route": 0.02,
     "adapter_route": 0.02,
+    "any_field": 0.04,
+    "control": 0.01,
 }
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -69,7 +71,9 @@ def live(tmp_path_factory: pytest.TempPathFactory):
             yield Live(url, Path(adapter, "adapter_model.safetensors").read_bytes())
 
 
-@pytest.mark.parametrize("kind", ["request", "schedule_route", "adapter_route"])
+@pytest.mark.parametrize(
+    "kind", ["request", "schedule_route", "adapter_route", "any_field", "control"]
+)
 def test_a_live_server(kind: str, live: Live) -> None:
     problems = live.problems(kind, SEED, numbers(kind))
     assert not problems, report(problems)

@@ -8,7 +8,9 @@ import base64
 import json
 import random
 import struct
+import time
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -17,6 +19,8 @@ from adapted_models import RANK, words
 from fuzz import MISSING, Change, cases, changed, complaint, damaged, odd_value
 from fuzz_inputs import SCHEDULE, changed_option, is_option, is_portable, is_schedule
 from safetensors.torch import load, save
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.schedule_names import known_schedules
 
@@ -30,6 +34,39 @@ CONFIG_KEYS = [
 ]
 DTYPES = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "I16",
           "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64", "C64", "F31")  # fmt: skip
+
+# Fields that make a request long, or wait for something that never comes, are left out.
+REQUEST_FIELDS = sorted(
+    {*GenerateReqInput.__dataclass_fields__} - {"stream", "background", "image_data", "audio_data"}
+    - {"video_data", "http_worker_ipc"}
+)  # fmt: skip
+SAMPLING_FIELDS = sorted({*SamplingParams.__struct_fields__} - {"max_new_tokens"})
+LONG = {"input_ids": [5] * 40, "rid": "long",
+        "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}  # fmt: skip
+GONE = {"model_path": "/gone"}
+TAGS: list[Any] = [{}, {"tags": ["kv_cache"]}, {"tags": ["weights"]}, {"tags": ["nothing"]}]
+CONTROL_CALLS: list[tuple[str, list[Any]]] = [
+    ("/pause_generation", [{"mode": "abort"}, {"mode": "retract"}, {"mode": "in_place"}]),
+    ("/continue_generation", [{}]),
+    ("/release_memory_occupation", TAGS),
+    ("/resume_memory_occupation", TAGS),
+    ("/flush_cache?timeout=0.1", [{}]),
+    ("/sparrow/schedule", [{"schedule": "fixed-96", "timeout_s": 0.2}]),
+    (
+        "/update_weights_from_disk",
+        [{"model_path": "/gone"}, {"model_path": "/gone", "flush_cache": False}],
+    ),
+    ("/abort_request", [{"rid": "long"}, {"rid": ""}, {"abort_all": True}]),
+    ("/load_lora_adapter", [{"lora_name": "x", "lora_path": "/gone"}]),
+    ("/unload_lora_adapter", [{"lora_name": "x"}]),
+]
+RESTORING_CALLS: list[tuple[str, Any]] = [
+    ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+    ("/resume_memory_occupation", {"tags": ["weights"]}),
+    ("/resume_memory_occupation", {"tags": ["cuda_graph"]}),
+    ("/continue_generation", {}),
+    ("/abort_request", {"abort_all": True}),
+]
 
 
 class Live:
@@ -45,6 +82,8 @@ class Live:
             "request": self.request,
             "schedule_route": self.schedule_route,
             "adapter_route": self.adapter_route,
+            "any_field": self.any_field,
+            "control": self.control,
         }
 
     def problems(self, kind: str, seed: int, numbers: range) -> list[str]:
@@ -104,6 +143,42 @@ class Live:
         if right and not other:
             return f"{route} refuses {option!r}: {answer.status_code} {answer.text[:300]}"
         return _refused(answer, changes + other)
+
+    def any_field(self, draw: random.Random) -> str | None:
+        """Odd values in any field of a request or its sampling parameters; the server goes on."""
+        sampling, _ = changed(draw, {"max_new_tokens": 2, "ignore_eos": True}, SAMPLING_FIELDS)
+        body = {"input_ids": [5] * 40, "sampling_params": sampling, "return_logprob": True}
+        body, _ = changed(draw, body, REQUEST_FIELDS)
+        parameters = body.get("sampling_params")
+        if isinstance(parameters, dict) and not _is_short(parameters.get("max_new_tokens")):
+            parameters["max_new_tokens"] = 2
+        answer = self._post("/generate", body)
+        if answer.status_code not in (200, 400):
+            return f"{answer.status_code} {answer.text[:300]} to {json.dumps(body)[:600]}"
+        return self._generate({})
+
+    def control(self, draw: random.Random) -> str | None:
+        """Control calls in any order, with a request under way or none; the server goes on."""
+        calls = []
+        request: Thread | None = None
+        if draw.random() < 0.5:
+            request = Thread(target=self._post, args=("/generate", LONG))
+            request.start()
+            time.sleep(draw.choice([0, 0.1]))
+        for _ in range(draw.randint(1, 4)):
+            route, bodies = draw.choice(CONTROL_CALLS)
+            body = draw.choice(bodies)
+            answer = self._post(route, body)
+            calls.append(f"{route} {body}: {answer.status_code}")
+            if answer.status_code not in (200, 400):
+                return f"{'; '.join(calls)} {answer.text[:300]}"
+        # Back to the state of the beginning, whatever it is now.
+        for route, body in RESTORING_CALLS:
+            self._post(route, body)
+        if request is not None:
+            request.join()
+        problem = self._generate({})
+        return problem and f"{problem} after {'; '.join(calls)}"
 
     def schedule_route(self, draw: random.Random) -> str | None:
         """A switch of the schedule."""
@@ -201,6 +276,10 @@ class Live:
             return f"a right request is refused: {answer.status_code} {answer.text[:300]}"
         count = answer.json()["meta_info"]["completion_tokens"]
         return None if count == 3 else f"a right request got {count} tokens of 3"
+
+
+def _is_short(count: Any) -> bool:
+    return not isinstance(count, (int, float)) or count <= 10 if count is not None else False
 
 
 def _is_json(body: Any) -> bool:
