@@ -142,10 +142,8 @@ def test_the_twenty_published_schedules_and_the_embedded_models_ship() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_embedded_models_calibrated_rule_ships_as_it_was_measured(target: str) -> None:
-    measured = H200 / "rule_comparison_smollm2-135m" / f"calibrated-{target}.json"
+def test_the_embedded_models_calibrated_rule_fits_it(target: str) -> None:
     schedule = load_schedule(f"smollm2-135m-int4-{target}", 16)
-    assert schedule.model_copy(update={"name": measured.stem}) == BudgetSchedule.from_json(measured)
     assert schedule.calibration(SMOLLM2) == "calibrated"
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     assert schedule.for_model(SMOLLM2 | heads) == schedule
