@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
@@ -36,73 +36,23 @@ steps=0: Input should be greater than 0
 run_dir='': expected a path, not an empty string
 seed=-1: Input should be greater than or equal to 0
 model.dtype='fp16': Input should be 'float32' or 'bfloat16'
-model.micro_batch_tokens=0: Input should be greater than 0
-engine.kind='actor': Input should be 'local' or 'ray'
-engine.num_engines=0: Input should be greater than 0
-engine.transfer='nccl': Input should be 'object_store' or 'broadcast'
 engine.server_args=3: Input should be a valid table
 checkpoint.every_steps=-1: Input should be greater than or equal to 0
-checkpoint.keep=0: Input should be greater than 0
-logging.response_groups=-1: Input should be greater than or equal to 0
 logging.wandb_project='': String should have at least 1 character
-task.train_path='': expected a path, not an empty string
 task.columns='answer': Input should be a valid table
 task.columns.answer='': String should have at least 1 character
-task.heldout_sets='a.jsonl': Input should be a valid table
-task.reward_workers=0: Input should be greater than 0
-task.reward_timeout_s=0: Input should be greater than 0
-rollout.prompts_per_step=0: Input should be greater than 0
 rollout.samples_per_prompt=1: Input should be greater than or equal to 2
-rollout.max_prompt_tokens=0: Input should be greater than 0
-rollout.max_new_tokens=0: Input should be greater than 0
 rollout.truncated='drop': Input should be 'keep', 'mask' or 'penalty'
-rollout.dynamic_sampling=0: Input should be greater than 0
-rollout.oversubscribe=0.5: Input should be greater than or equal to 1
 rollout.oversubscribe=3: Input should be less than or equal to 2
 rollout.oversubscribe=nan: Input should be a finite number
-rollout.max_staleness=0: Input should be greater than 0
 rollout.temperature=101: Input should be less than or equal to 100
-evaluation.every_steps=-1: Input should be greater than or equal to 0
-evaluation.prompts=-1: Input should be greater than or equal to 0
-evaluation.samples_per_prompt=0: Input should be greater than 0
 evaluation.pass_at=4: Input should be a valid array
-evaluation.pass_reward=nan: Input should be a finite number
-evaluation.max_new_tokens=0: Input should be greater than 0
-evaluation.temperature=-1: Input should be greater than or equal to 0
-evaluation.top_p=0: Input should be greater than 0
 evaluation.top_p=1.5: Input should be less than or equal to 1
-evaluation.top_k=-2: Input should be greater than or equal to -1
 algorithm.aggregation='mean': Input should be 'token_mean', 'sequence_mean' or 'constant'
-algorithm.tis_cap=0: Input should be greater than 0
-algorithm.mask_low=1: Input should be less than 1
 algorithm.mask_high=1: Input should be greater than 1
-algorithm.clip_low=0: Input should be greater than 0
-algorithm.clip_low=1: Input should be less than 1
-algorithm.clip_high=0: Input should be greater than 0
-algorithm.dual_clip=1: Input should be greater than 1
-algorithm.kl_coefficient=-0.1: Input should be greater than or equal to 0
 algorithm.kl_coefficient=inf: Input should be a finite number
-algorithm.mini_batches=0: Input should be greater than 0
-algorithm.old_logprobs='none': Input should be 'scored' or 'update'
-optimizer.warmup_steps=-1: Input should be greater than or equal to 0
-optimizer.decay='step': Input should be 'constant', 'linear' or 'cosine'
-optimizer.final_lr_share=2: Input should be less than or equal to 1
-optimizer.weight_decay=-1: Input should be greater than or equal to 0
-optimizer.grad_clip=0: Input should be greater than 0
-mismatch.sequences=-1: Input should be greater than or equal to 0
-distill.rank=0: Input should be greater than 0
-distill.alpha=0: Input should be greater than 0
 distill.target_modules=[]: Value should have at least 1 item after validation, not 0
-distill.lr=0: Input should be greater than 0
-distill.sequences=0: Input should be greater than 0
-distill.loss='kl': Input should be 'top_k' or 'exact'
-distill.top_k=0: Input should be greater than 0
-distill.policy_loss=-1: Input should be greater than or equal to 0
-distill.delivery='merge': Input should be 'merged' or 'lora'
-ladder.schedules='fixed-48': Input should be a valid array
 ladder.target=1: Input should be less than 1
-ladder.patience=0: Input should be greater than 0
-ladder.min_tokens=0: Input should be greater than 0
 """
 
 
@@ -126,30 +76,17 @@ def test_values_of_the_file_arrive(tmp_path: Path) -> None:
     assert config.engine.server_args == {"tp_size": 2}
 
 
-def test_nothing_changes_it_later(tmp_path: Path) -> None:
-    config = load(tmp_path, LEAST)
-    with pytest.raises(ValidationError, match="frozen"):
-        config.optimizer.lr = 1.0  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         ("[optimzer]\nlr = 1.0", "unknown key 'optimzer': did you mean 'optimizer'"),
         ("[algorithm]\ntis_cpa = 2.0", r"\[algorithm\] unknown key 'tis_cpa': did you mean 'tis_c"),
-        ("[algorithm]\ncorrection = 'mis'", "algorithm.correction='mis' is not allowed"),
-        ("[optimizer]\nlr = 0.0", "optimizer.lr=0.0 is not allowed: .* greater than 0"),
-        ("[rollout]\nsamples_per_prompt = 1", "rollout.samples_per_prompt=1 is not allowed"),
         ("[rollout]\ntemperature = 0", "rollout.temperature=0 is not allowed: .* equal to 0.01"),
-        ("[rollout]\ntemperature = nan", "rollout.temperature=nan is not allowed: Input should"),
-        ("[rollout]\ntemperature = inf", "rollout.temperature=inf is not allowed: Input should"),
         ("[rollout]\ntop_p = 0.95", "rollout.top_p=0.95 is not allowed: .* untruncated distribut"),
         (
             "[rollout]\ntop_k = 50",
             "rollout.top_k=50 is not allowed: expected -1: .* ratios of a distribution",
         ),
-        ("[algorithm]\nsequence_veto = 1.0", "algorithm.sequence_veto=1.0 is not allowed: .* 1"),
-        ("[algorithm]\nsequence_cap = 0", "algorithm.sequence_cap=0 is not allowed: .* than 0"),
         ("[algorithm]\nmini_batches = 5", "mini_batches=5 does not divide rollout.prompts_per_st"),
         (
             "[algorithm]\nmini_batches = 2\nold_logprobs = 'update'",
@@ -163,13 +100,15 @@ def test_nothing_changes_it_later(tmp_path: Path) -> None:
             "heldout_path = 'a.jsonl'\nheldout_sets = {b = 'b.jsonl'}",
             r"\[task\] heldout_path='a.jsonl' with heldout_sets={'b': 'b.jsonl'}: expected one of",
         ),
+        (
+            "[rollout]\nmax_new_tokens = 8\noverlong_tokens = 9",
+            "overlong_tokens=9 with max_new_tokens=8: expected at most as many",
+        ),
         ("[engine]\nnum_engines = 2", "num_engines=2 with kind='local': expected 1"),
         ("steps = 3 3", "not TOML"),
         ("[mismatch]\nsequences = true", "mismatch.sequences=True is not allowed: .* integer"),
         ("[mismatch]\nsequences = '16'", "mismatch.sequences='16' is not allowed: .* integer"),
         ("[logging]\ntensorboard = 0", "logging.tensorboard=0 is not allowed: .* boolean"),
-        ("[optimizer]\nlr = inf", "optimizer.lr=inf is not allowed: .* finite number"),
-        ("[algorithm]\nmask_high = nan", "algorithm.mask_high=nan is not allowed"),
         (
             "[optimizer]\nbetas = [0.9]",
             r"optimizer.betas=\(?\[?0.9.* is not allowed: expected 2 val",
@@ -219,7 +158,6 @@ def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
     ("path", "task"),
     [
         ("story_smollm2.toml", "story"),
-        ("story_curves.toml", "story"),
         ("ray_cluster/story.toml", "story"),
         ("ray_cluster/cluster.toml", "math"),
     ],
