@@ -90,11 +90,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
     from transformers import AutoConfig
+    from transformers.utils import logging
 
     from sparrow_sglang.rl.runs.checkpoint import Checkpoints
     from sparrow_sglang.rl.runs.memory_check import memory_report
     from sparrow_sglang.rl.runs.setup import prepare
 
+    logging.disable_progress_bar()
     setup = prepare(config)
     checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
     checkpoints.starting_point(config, args.resume, setup.fingerprint)

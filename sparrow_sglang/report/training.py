@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, FALL, WINDOW
-from sparrow_sglang.mismatch.tail import BIN_TOKENS
+from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
 from sparrow_sglang.report.charts import PALETTE, Chart, Line, ramp
 from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
 from sparrow_sglang.report.responses import response_excerpts
@@ -62,7 +62,7 @@ _CHARTS: tuple[tuple[str, str, dict[str, str], str], ...] = (
         "Tail by position",
         "acceptance rate",
         {},
-        f"5th percentile. Bins of {BIN_TOKENS:,} positions, named by their first one.",
+        "5th percentile. Bins are those of the schedule, named by their first position.",
     ),
     (
         "Rollout throughput",
@@ -165,7 +165,8 @@ def _figures(run: RunFiles) -> list[Figure]:
     moved = " Dotted vertical lines: another schedule." if moves else ""
     names = {name for row in run.rows for name in row if name.startswith(_TAIL_OF_BIN)}
     bins = sorted(int(name.removeprefix(_TAIL_OF_BIN)) for name in names)
-    tails = {f"{_TAIL_OF_BIN}{index}": f"{index * BIN_TOKENS:,}+" for index in bins}
+    width = (run.starts[-1].get("tail_bin_tokens") if run.starts else None) or BIN_TOKENS
+    tails = {f"{_TAIL_OF_BIN}{index}": f"{index * width:,}+" for index in bins}
     figures = []
     for title, unit, metrics, note in _CHARTS:
         is_by_bin = not metrics
