@@ -54,7 +54,7 @@ def write_calibration(folder: Path, model: str) -> None:
     """Schedules for `TARGETS`, m-<target>.json, and their check, check.json."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts = folder / "prompts.jsonl"
-    lengths = range(40, 260, 20)
+    lengths = range(40, 260, 6)
     prompts.write_text("".join(f'{{"input_ids": {[5] * length}}}\n' for length in lengths))
     command = ["calibrate", "--model-path", model, "--prompts", str(prompts), "--min-tokens", "100",
                "--new-tokens", "60", "--engine-args", '{"context_length": 320}']  # fmt: skip

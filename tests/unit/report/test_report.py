@@ -276,7 +276,7 @@ def test_a_calibration_says_what_its_schedules_say(
             np.round(np.interp(edges, [0, edges[-1]], levels[[0, -1], 0]), 1)
         )
         assert len(set(levels[:, 1])) == len(set(steps))
-    assert dict(page.tables["Configuration"])["num_prompts"] == "11"
+    assert dict(page.tables["Configuration"])["num_prompts"] == "37"
     assert dict(page.tables["Versions"])["sglang"] == version("sglang")
 
 
