@@ -12,7 +12,8 @@ _THINKING = re.compile(r"<think(?:ing)?>")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 # What may stand between boxes that make one answer together, as in "$\boxed{1}$ and $\boxed{2}$".
-_TOGETHER = re.compile(r"[\s$]*(?:,|;|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})[\s$]*")
+_GAP = r"(?:[\s$]|\\q?quad\b|\\[()])*"
+_TOGETHER = re.compile(rf"{_GAP}(?:,|;|,?\s*\b(?:and|or)\b|\\text\{{\s*(?:and|or)\s*\}}){_GAP}")
 # An opening fence, also in a list, with its label.
 _FENCE = re.compile(
     r"^[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?(`{3,}|~{3,})[ \t]*([^\n`]*)$", re.MULTILINE

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+from sparrow_sglang.rl.tasks.answers import last_box
+
 # Largest numbers that are evaluated, in bits, and largest powers of sums that are expanded.
 MAX_BITS, MAX_DEGREE = 20_000, 200
 MAX_CHARACTERS = 2000
@@ -27,7 +29,7 @@ _REPLACED = {
     "\u20ac": "", "\u00a3": "", r"\$": "", "$": "", r"\%": "%", r"\left": "", r"\right": "",
     r"\displaystyle": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac",
     r"\(": "", r"\)": "", r"\[": "", r"\]": "", "{,}": ",", r"\lbrace": r"\{", r"\rbrace": r"\}",
-    r"\leq": r"\le", r"\geq": r"\ge", "**": "^",
+    r"\leq": r"\le", r"\geq": r"\ge", r"\varnothing": r"\emptyset", "**": "^",
 }  # fmt: skip
 _NAMES = re.compile(
     "|".join(
@@ -51,7 +53,9 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
 _CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s*)?(?:\(([A-Z])\)(?:.*)|([A-Z])(?:[.:)].*)?)", re.S | re.I
 )
-_NAME = re.compile(r"(?!\\(?:frac|sqrt))\\?[A-Za-z]+(?:_\{?\w+\}?|'|\([^()=]*\)| *[A-Za-z]+)*")
+_NAME = re.compile(
+    r"\|[A-Z]+\||(?!\\(?:frac|sqrt))\\?[A-Za-z]+(?:_\{?\w+\}?|'|\([^()=]*\)| *[A-Za-z]+)*"
+)
 _UNIT = re.compile(
     r"(.*?(?:[\d)}\]!%]|\\pi|\\infty))\s*@([^@]*)@((?:\s*\^\s*\{?-?\d\}?)?)\s*", re.S
 )
@@ -89,9 +93,10 @@ def equal(expected: str, given: str) -> bool:
 
 def _cleaned(text: str) -> str:
     r"""The answer without formatting; texts of LaTeX stand between @, as `5 @cm@`."""
-    text = text.strip()
-    box = re.fullmatch(r"\$*\\(?:boxed|fbox)\{(.*)\}\$*", text, re.S)
-    text = _NAMES.sub(lambda found: _REPLACED[found.group()], box[1] if box else text)
+    # Expected answers may be whole solutions.
+    box = last_box(text)
+    text = _NAMES.sub(lambda found: _REPLACED[found.group()], box[0] if box else text)
+    text = re.sub(r",\\!\s*", ",", text)
     text = re.sub(r"(?<=\d)(?:\\[,;:!>]|\\ |~|\u2009|\u202f|\u00a0)+(?=\d{3}(?!\d))", "", text)
     text = _SPACES.sub(" ", text)
     while (simpler := _TEXT.sub(r"@\1@", text)) != text:
@@ -112,7 +117,7 @@ def _is_text(expected: str, gold: str) -> bool:
         return True
     if re.fullmatch(r"@[^@]*@", gold) and not re.search(r"\d", gold):
         return True
-    return bool(_WORDS.fullmatch(words)) and len(words) > 2
+    return bool(_WORDS.fullmatch(words)) and (len(words) > 2 or words.isupper())
 
 
 def _same_text(gold: str, answer: str) -> bool:
@@ -133,22 +138,27 @@ def _parts(text: str) -> list[str]:
         _GROUPED.sub(lambda found: found.group().replace(",", ""), text) if _is_flat(text) else text
     )
     text = _SPACED.sub(lambda found: found.group().replace(" ", ""), text)
-    whole = re.fullmatch(r"\\\{(.*)\\\}", text, re.S)
+    whole = re.fullmatch(r"\\\{(.*)\\\}|\{.*\}", text, re.S)
+    if text.startswith("{") and whole:
+        # Braces that TeX would not print.
+        text = rf"\{{{text[1:-1]}\}}"
     elements = [text] if whole else _split(text)
     if len(elements) == 1 and re.match(r"[A-Za-z]\s*=[^=]*$", elements[0]):
         # A name before the first element of a list of values.
         elements = _split(text)
     signed = [sign for part in elements for sign in _signs(part)]
-    return [part.strip() for part in signed if part.strip()]
+    # An element that is written twice is one.
+    return list({re.sub(r"\s", "", part): part.strip() for part in signed if part.strip()}.values())
 
 
 def _is_flat(text: str) -> bool:
     return not re.search(r"[(\[]|\\\{", text)
 
 
-def _split(text: str) -> list[str]:
+def _split(text: str, separators: str = r",|;|\band\b|\bor\b") -> list[str]:
+    """The parts of a text between separators outside brackets."""
     parts, depth, start = [], 0, 0
-    for token in re.finditer(r"\\[{}]|\\begin|\\end|[([{\])}]|,|;|\band\b|\bor\b", text):
+    for token in re.finditer(rf"\\[{{}}]|\\begin|\\end|[([{{\])}}]|{separators}", text):
         mark = token.group()
         if mark in ("(", "[", "{", "\\{", "\\begin"):
             depth += 1
@@ -170,10 +180,14 @@ def _signs(part: str) -> Iterator[str]:
 def _same_parts(golds: Sequence[str], answers: Sequence[str]) -> bool:
     """Whether two lists are the same in any order; a set is a list, too."""
     golds, answers = (_elements(parts) for parts in (golds, answers))
+    named = [all(_assignment(part)[0] for part in parts) for parts in (golds, answers)]
+    if len(golds) == 1 and named[1]:
+        golds = _of_tuple(golds[0])
+    elif len(answers) == 1 and named[0]:
+        answers = _of_tuple(answers[0])
     if len(golds) != len(answers):
         return False
-    named = [[_assignment(part)[0] for part in parts] for parts in (golds, answers)]
-    if all(named[0]) and not any(named[1]):
+    if named[0] != named[1]:
         # Values without their names are in the order of the names.
         return all(_same(one, other) for one, other in zip(golds, answers, strict=True))
     left = list(answers)
@@ -197,15 +211,21 @@ def _elements(parts: Sequence[str]) -> list[str]:
     return list(parts)
 
 
+def _of_tuple(text: str) -> list[str]:
+    """The elements of a tuple, which are those of named values in their order."""
+    found = re.fullmatch(r"\((.*)\)", text.strip(), re.S)
+    return _split(found[1]) if found else [text]
+
+
 def _assignment(text: str) -> tuple[str, str]:
     """The name and value of `x = 5` or `x \\in [1, 2]`; the name is empty for any other text."""
     member = re.fullmatch(r"\s*([A-Za-z])\s*\\in\s*(.*)", text, re.S)
     if member:
         return member[1], member[2]
-    name, sign, value = text.partition("=")
-    plain = name.replace("@", "").strip()
-    if sign and "=" not in value and _NAME.fullmatch(plain) and value.strip():
-        return plain, value.strip()
+    sides = _split(text, "=")
+    name = sides[0].replace("@", "").strip() if sides else ""
+    if len(sides) == 2 and _NAME.fullmatch(name):
+        return name, sides[1].strip()
     return "", text
 
 
@@ -234,14 +254,14 @@ def _same(gold: str, answer: str, in_list: bool = False) -> bool:
 
 def _end_of_chain(text: str) -> str | None:
     """The last side of `x = 2 + 2 = 4`; None if its sides differ; other texts as they are."""
-    sides = [side.strip() for side in text.split("=")]
-    if len(sides) == 1 or re.search(r"\\[lgn]e\b|[<>!]", text) or not all(sides):
+    sides = [side.strip() for side in _split(text, "=")]
+    if len(sides) < 2 or re.search(r"\\[lgn]e\b|[<>!]", text):
         return text
     named = bool(_NAME.fullmatch(sides[0].replace("@", "")))
     values = sides[1:] if named else sides
     if named and len(values) == 1:
         return text
-    if any(re.search(r"(?<!\\)\b[a-zA-Z]\b", side) for side in values):
+    if any(re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", side) for side in values):
         return text
     if all(_verified(values[-1], side) for side in values[:-1]):
         return values[-1]
@@ -303,7 +323,10 @@ def _verified(gold: str, answer: str) -> bool:
     kinds = [_bracket(text) for text in (gold, answer)]
     if all(kinds) and kinds[0] != kinds[1]:
         return False
-    verdict: bool = _library().verify(*parsed, float_rounding=15, timeout_seconds=None)
+    # An inequality is the interval that it describes.
+    verdict: bool = _library().verify(
+        *parsed, float_rounding=15, timeout_seconds=None, allow_set_relation_comp=True
+    )
     return verdict
 
 

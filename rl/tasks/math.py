@@ -38,6 +38,7 @@ _RETRACTED = re.compile(
     re.IGNORECASE,
 )
 _FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_VERB = re.compile(r"\b(?:is|are|equals)\b:?")
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?(?![\w])")
 
 
@@ -85,15 +86,17 @@ def _expression(text: str) -> str | None:
 def _without_box(text: str) -> str:
     stated = _STATED.findall(text)
     if stated:
-        formula = _FORMULA.match(stated[-1])
-        return formula.group() if formula else stated[-1]
+        named = _VERB.split(stated[-1])[-1].strip()
+        formula = _FORMULA.match(named)
+        return formula.group() if formula else named
     formulas = _FORMULA.findall(text)
     if formulas:
         return next(filter(None, formulas[-1]))
     numbers = set(_NUMBER.findall(text))
-    if len(numbers) == 1:
+    if len(numbers) == 1 and not re.search(r"\\[a-z]", text):
         return numbers.pop()
-    return ""
+    # A bare expression, without words.
+    return "" if re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}", text) else text
 
 
 def _payload(example: Mapping[str, Any]) -> Mapping[str, Any]:

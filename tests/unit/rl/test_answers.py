@@ -1,0 +1,78 @@
+"""What responses answer, and which answers are the same, by the cases in math_cases.jsonl."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from sparrow_sglang.rl.tasks import math
+from sparrow_sglang.rl.tasks.answers import conclusion, last_program
+from sparrow_sglang.rl.types import Prompt
+
+CASES = [json.loads(line) for line in (Path(__file__).parent / "math_cases.jsonl").open()]
+RULES = sorted({case["rule"] for case in CASES})
+FENCED = "```python\nprint(int(input()) * 2)\n```"
+PROGRAM = "print(int(input()) * 2)\n"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_are_judged_as_the_field_expects(rule: str) -> None:
+    def reward(case: dict[str, str]) -> float:
+        return math.reward(Prompt("p", "math", (1,), {"answer": case["answer"]}), case["response"])
+
+    cases = [case for case in CASES if case["rule"] == rule]
+    assert [case for case in cases if reward(case) != case["reward"]] == []
+
+
+def test_hostile_expressions_take_no_time() -> None:
+    towers = [r"9^{9^{9^9}}", "1000000!", "(x+1)^{100000}", r"\binom{1000000}{500000}"]
+    towers += [r"((((2^{9})^{9})^{9})^{9})^{9}", r"\prod_{k=1}^{1000000} k", "1" + "0" * 5000]
+    math.reward(Prompt("p", "math", (1,), {"answer": "1"}), r"\boxed{2}")
+    before = time.process_time()
+    for tower in towers:
+        prompt = Prompt("p", "math", (1,), {"answer": "1"})
+        assert math.reward(prompt, rf"\boxed{{{tower}}}") == 0
+    assert time.process_time() - before < 20
+
+
+def test_a_prompt_that_opens_the_thinking_needs_its_end() -> None:
+    prompt = Prompt("p", "math", (1,), {"answer": "4", "thinking": True})
+    assert math.reward(prompt, r"so \boxed{4}") == 0
+    assert math.reward(prompt, r"so 5?</think>\boxed{4}") == 1
+    assert conclusion("a</think>b", "length") is None and conclusion("a</think>b") == "b"
+
+
+def reads_input(program: str) -> bool:
+    return "input" in program
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FENCED,
+        FENCED.replace("```", "~~~"),
+        FENCED.replace("python", 'python title="a.py"'),
+        FENCED.replace("python", "py"),
+        FENCED.replace("python", "Python3"),
+        FENCED.replace("python", "pypy3"),
+        FENCED.replace("python", ""),
+        FENCED.replace("python", "python\r"),
+        "1. So:\n" + "".join(f"   {line}\n" for line in FENCED.split("\n")),
+        FENCED.removesuffix("```"),
+        PROGRAM,
+        f"```python\nprint(4)\n```\nBetter:\n{FENCED}",
+        f"{FENCED}\nA check:\n```python\nassert 2 * 2 == 4\n```",
+        f"```text\n2\n```\n{FENCED}\nIt prints\n```\n4\n```",
+        f"```bash\npython main.py\n```\n{FENCED}\n```cpp\nint main() {{ input }}\n```",
+        FENCED.replace("```", "````"),
+    ],
+)
+def test_the_program_of_a_response_is_found(text: str) -> None:
+    program = last_program(text, reads_input)
+    assert program is not None and program.strip() == PROGRAM.strip()
+
+
+@pytest.mark.parametrize("text", ["I do not know.", "", "```cpp\nint main() {}\n```"])
+def test_a_response_without_a_program_has_none(text: str) -> None:
+    assert last_program(text, reads_input) is None
