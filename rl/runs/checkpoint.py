@@ -271,7 +271,9 @@ def _require_space(config: TrainConfig, folder: Path, parameters: int) -> None:
     # Weights, moments and the exported weights, in fp32 at most; one more while one is written.
     each = 16 * parameters
     there = len(list((config.run_dir / "checkpoints").glob("step-*")))
-    kept = config.checkpoint.keep + 1 + bool(config.evaluation.every_steps)
+    every = config.checkpoint.every_steps or config.steps
+    kept = min(config.checkpoint.keep + 1, 1 + config.steps // every)
+    kept += bool(config.evaluation.every_steps)
     needed, free = max(1, kept - there) * each, shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(

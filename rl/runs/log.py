@@ -77,6 +77,7 @@ class RunLog:
         self._rows, dropped = _drop_rows(self._path, first)
         for name in (EVENTS_FILE, RESPONSES_FILE):
             _drop_rows(self._path.with_name(name), first)
+        self._first = first
         # The evaluation of the weights that a run resumes from belongs to step `first`.
         _drop_rows(self._path.with_name(EVALUATIONS_FILE), first + 1 if first else 0)
         self._file = open(self._path, "a", encoding="utf-8")
@@ -116,8 +117,9 @@ class RunLog:
 
     def keep_evaluation(self, steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of an evaluation after `steps` steps to evaluations.jsonl."""
-        # A run that was resumed from these weights has evaluated them before.
-        _drop_rows(self._path.with_name(EVALUATIONS_FILE), steps)
+        if steps == self._first:
+            # A run that resumes from these weights may have evaluated them before.
+            _drop_rows(self._path.with_name(EVALUATIONS_FILE), steps)
         self._append(EVALUATIONS_FILE, [{"step": steps, **row} for row in rows])
 
     def keep_skipped(self, rows: Sequence[Mapping[str, Any]]) -> None:

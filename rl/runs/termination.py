@@ -2,10 +2,15 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+AGAIN_S = 1.0
+"""A SIGINT so soon after another is not a second one: commands that run a process forward theirs,
+which a terminal has sent to the process as well."""
 
 
 class Stopped(SystemExit):
@@ -15,8 +20,9 @@ class Stopped(SystemExit):
 class Termination:
     """Raises `Stopped` in the main thread on SIGTERM and SIGINT while it is open.
 
-    A second signal does not wait for a block that holds `Stopped` back. `at_once` is then set:
-    weights may be in the middle of a change, and nothing is to be saved any more.
+    A second SIGINT does not wait for a block that holds `Stopped` back. `at_once` is then set:
+    weights may be in the middle of a change, and nothing is to be saved any more. Other further
+    signals change nothing, as schedulers send several to end a process.
     `Stopped` is a subclass of SystemExit, because asyncio keeps other exceptions in the task in
     which they are raised.
     """
@@ -25,6 +31,7 @@ class Termination:
         self.at_once = False
         self._held = ""
         self._asked: int | None = None
+        self._asked_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -53,9 +60,15 @@ class Termination:
             raise Stopped(128 + self._asked)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self._asked = self._asked is not None, number
+        now = time.monotonic()
+        again = number == self._asked == signal.SIGINT and now - self._asked_at >= AGAIN_S
+        first, self._asked = self._asked is None, number
+        if first:
+            self._asked_at = now
         if again:
             self.at_once = True
+        elif not first:
+            return
         elif self._held:
             # Written directly, as the signal may have come in the middle of a print.
             line = f"\nstopping after the {self._held}; Ctrl-C again stops at once, without it\n"

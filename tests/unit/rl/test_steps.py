@@ -29,7 +29,7 @@ from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.loss import PolicyLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling, sample_request
-from sparrow_sglang.rl.runs import run
+from sparrow_sglang.rl.runs import run, termination
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
@@ -454,7 +454,9 @@ def test_a_step_is_saved_even_if_its_log_cannot_be_written(
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoints/step-000001"
 
 
-@pytest.mark.parametrize(("signals", "saved"), [(1, "step-000001"), (2, None)])
+@pytest.mark.parametrize(
+    ("signals", "apart_s", "saved"), [(1, 1, "step-000001"), (2, 0, None), (2, 1, "step-000001")]
+)
 def test_a_second_ctrl_c_in_an_update_does_not_wait_for_it(
     model: str,
     tmp_path: Path,
@@ -462,6 +464,7 @@ def test_a_second_ctrl_c_in_an_update_does_not_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     signals: int,
+    apart_s: float,
     saved: str | None,
 ) -> None:
     def interrupted(*args: Any, **more: Any) -> Any:
@@ -471,6 +474,7 @@ def test_a_second_ctrl_c_in_an_update_does_not_wait_for_it(
 
     update = Learner.update
     monkeypatch.setattr(Learner, "update", interrupted)
+    monkeypatch.setattr(termination, "AGAIN_S", apart_s)
     with pytest.raises(SystemExit) as ended:
         trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
     assert ended.value.code == 130
