@@ -270,18 +270,21 @@ class BudgetSchedule(BaseModel):
         Face config, an object or a mapping.
 
         Raises:
-            ScheduleError: the selection rule is for a model of another shape, or no layer would be
-                sparse.
+            ScheduleError: the selection rule or dense_layers are for a model of another shape, or
+                no layer would be sparse.
         """
         self.require_model(hf_config)
-        partial = partial_layers(hf_config)
+        layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
         kind = "linear attention" if linear_layers(hf_config) else "a sliding window"
         dense_layers = tuple(sorted({*self.dense_layers, *partial}))
-        if partial and set(range(num_layers_of(hf_config))) <= set(dense_layers):
+        given = f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}"
+        if any(layer >= layers for layer in self.dense_layers):
+            raise ScheduleError(f"{given}: the model has {layers} layers, 0 to {layers - 1}")
+        if len(dense_layers) == layers:
+            beside = f" beside its {len(partial)} layers with {kind}" if partial else ""
             raise ScheduleError(
-                f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}: with the"
-                f" model's {len(partial)} layers with {kind} no layer would be sparse;"
-                " leave out one that keeps the whole KV"
+                f"{given}: no layer of the model would be sparse{beside}; leave out one that keeps"
+                " the whole KV"
             )
         if set(partial) <= set(self.dense_layers):
             return self

@@ -229,6 +229,16 @@ def has_asymmetric_kv(model_config: "ModelConfig") -> bool:
     return getattr(model_config, "has_asymmetric_kv", differs)
 
 
+def decode_may_become_prefill() -> bool:
+    """Whether DP attention turns decode batches into prefills to replay a prefill's CUDA graph.
+
+    It does from 0.5.20 on, while another rank prefills.
+    """
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    return hasattr(ScheduleBatch, "convert_decode_to_extend")
+
+
 def report_config(manager: Any, **fields: Any) -> None:
     """Have SGLang's `server_info` say `fields`, both the server's and that of `sglang.Engine`."""
     source, record = "sparrow", manager.server_args

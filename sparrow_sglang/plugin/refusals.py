@@ -23,7 +23,11 @@ from sparrow_sglang.plugin.layer_refusals import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES
 from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
 from sparrow_sglang.sglang_install import installed_version, version_problems
-from sparrow_sglang.sglang_versions import has_asymmetric_kv, hybrid_config
+from sparrow_sglang.sglang_versions import (
+    decode_may_become_prefill,
+    has_asymmetric_kv,
+    hybrid_config,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -33,10 +37,14 @@ if TYPE_CHECKING:
 BACKEND = "sparrow"
 
 _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
-_NO_CHECKS = "nobody would check what requests ask for, nor report what was read"
+_NO_CHECKS = "request options would not be validated, nor what was read reported"
 _NO_BACKEND = "one kernel would decode densely, past the attention backend"
 _OTHER_LAYOUT = "the backend reads SGLang's own token pool in NHD layout"
-_NOT_SHOWN = "nobody has shown that right"
+_NOT_SHOWN = "not tested"
+_DECODE_AS_PREFILL = (
+    "SGLang would turn a decode step into a prefill of one token each while another rank prefills,"
+    " which would be dense decode"
+)
 # Supported models with linear attention in some layers, and the SGLang version they need.
 _LINEAR_MODELS = (
     "Qwen3NextForCausalLM",
@@ -117,6 +125,12 @@ _RULES = (
     ),
     _flag("use_ray", "SGLang's Ray schedulers load no plugins"),
     _Rule(
+        "moe_a2a_backend",
+        lambda value: value == "pplx",
+        _DECODE_AS_PREFILL,
+        "pass another --moe-a2a-backend",
+    ),
+    _Rule(
         "tokenizer_worker_num",
         lambda value: value > 1,
         f"SGLang's tokenizer workers load no plugins: {_NO_CHECKS}",
@@ -156,6 +170,7 @@ _RULES = (
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": f"it replaces SGLang's tokenizer manager: {_NO_CHECKS}",
     "SGLANG_USE_HND_KVCACHE": _OTHER_LAYOUT,
+    "SGLANG_DEEPEP_V2_FORCE_MAX_LEN": _DECODE_AS_PREFILL,
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "landmarks are sized before graphs are captured",
 }
 
@@ -177,7 +192,12 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
 
     problems = []
     prefill, decode = attention_backends(server_args)
-    if prefill != decode:
+    if BACKEND not in (prefill, decode):
+        problems.append(
+            f"attention backend {decode!r}: SGLang has put it in the place of {BACKEND!r}, and"
+            f" would decode densely; serve another model, or pass --attention-backend {decode}"
+        )
+    elif prefill != decode:
         problems.append(
             f"prefill attention backend {prefill!r}, decode attention backend {decode!r}: prefill"
             f" writes the landmarks that decode reads, so both must be {BACKEND!r}; pass"
@@ -200,6 +220,16 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     if graphs is not None and graphs.backend == "full":
         problems.append("cuda_graph_config[prefill].backend='full': use breakable or disabled")
+    if (
+        graphs is not None
+        and graphs.backend == "breakable"
+        and server_args.tp_size > attention_tp_size(server_args) * server_args.attn_cp_size
+        and decode_may_become_prefill()
+    ):
+        problems.append(
+            f"CUDA graphs of a prefill with enable_dp_attention: {_DECODE_AS_PREFILL}; pass"
+            " --disable-prefill-cuda-graph"
+        )
     tp_size, dp_size = server_args.tp_size, server_args.dp_size
     if server_args.enable_dp_attention and dp_size > 0 and tp_size % dp_size:
         problems.append(
@@ -243,7 +273,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
             is_linear and installed_version() not in _LINEAR_SGLANG
         ),
         "linear attention on a CPU: SGLang has only GPU kernels for it, which TRITON_INTERPRET=1"
-        " would interpret at a crawl": is_linear and _lacks_triton(),
+        " would interpret far too slowly": is_linear and _lacks_triton(),
         "sliding windows in a KV pool of their own, for other layers or heads than the config"
         " names": model_config.is_hybrid_swa and _has_other_windows(model_config),
         "sliding windows in all layers: none keeps the whole KV": kinds == {WINDOW},

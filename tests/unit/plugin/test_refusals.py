@@ -93,6 +93,32 @@ def test_model(make_args, tmp_path, config, message):
     assert "choose another --attention-backend" in str(error.value)
 
 
+def test_a_model_for_which_sglang_puts_another_backend_in_the_place_of_ours(make_args, tmp_path):
+    """HRM-Text attends to its prompt in both directions, in Triton."""
+    config = {"architectures": ["HrmTextForCausalLM"], "model_type": "hrm_text"}
+    with pytest.raises(ValueError, match="'triton': SGLang has put it in the place of 'sparrow'"):
+        make_args(save_config(tmp_path, **config))
+
+
+@pytest.mark.parametrize("graphs", ["breakable", "disabled"])
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_decode_steps_that_dp_attention_would_turn_into_prefills(make_args, graphs, dp_size):
+    from sparrow_sglang.plugin.refusals import server_problems
+
+    class View:
+        """Arguments on a GPU, where graphs of a prefill are the default."""
+
+        cuda_graph_config = SimpleNamespace(prefill=SimpleNamespace(backend=graphs))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(arguments, name)
+
+    arguments = resolved(make_args(tp_size=3, dp_size=dp_size, enable_dp_attention=dp_size > 1))
+    problems = server_problems(View())
+    assert len(problems) == (graphs == "breakable" and dp_size == 3)
+    assert all("pass --disable-prefill-cuda-graph" in problem for problem in problems)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks", "allowed"),
     [(9, 3, 2, "1, 3, 9"), (12, 4, 6, "1, 2, 4, 12"), (12, 4, 3, "1, 2, 4, 12")],
@@ -198,6 +224,7 @@ def test_linear_attention_is_served_where_its_kernels_run(make_args, tmp_path, m
         ({"enable_flexkv": True}, ["enable_flexkv=True"]),
         ({"enable_two_batch_overlap": True}, ["enable_two_batch_overlap=True"]),
         ({"enable_pdmux": True}, ["enable_pdmux=True"]),
+        ({"moe_a2a_backend": "pplx"}, ["moe_a2a_backend='pplx'"]),
         (
             {"enable_torch_compile": True},
             ["enable_torch_compile=True: it would compile", "remove --enable-torch-compile"],
