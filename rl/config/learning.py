@@ -137,7 +137,7 @@ class LadderConfig(Section):
     """Tail percentile of the acceptance rate that every well-filled bin has to reach (the paper:
     0.86)."""
     patience: PositiveInt = 3
-    """Steps in a row in which the target must be reached before the next schedule becomes
-    active."""
+    """Steps in a row without a bin below the target before the next schedule becomes active; twice
+    as many after each time that it failed."""
     min_tokens: PositiveInt = 2000
-    """Number of measured tokens from which on a bin counts as well filled."""
+    """Measured tokens, of 8 prompts or more, from which on a bin counts as well filled."""
