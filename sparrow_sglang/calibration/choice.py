@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
+from sparrow_sglang.mismatch.tail import MIN_CLUSTERS, TAIL_PERCENTILE, BinTail, TailStatistics
 from sparrow_sglang.mismatch.token_bins import bins_of_lengths
 
 CONFIDENCE = 0.95
@@ -114,7 +114,7 @@ def choose(
         most = max((tail.tokens for bins in tails.values() for tail in bins.values()), default=0)
         raise CalibrationError(
             f"no bin has enough tokens: the fullest has {most} at one budget, expected at least"
-            f" {min_tokens} from two prompts or more; add --samples or prompts, or lower"
+            f" {min_tokens} from {MIN_CLUSTERS} prompts or more; add --samples or prompts, or lower"
             " --min-tokens"
         )
     page = _page(tails, bin_tokens)

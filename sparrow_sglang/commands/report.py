@@ -1,28 +1,31 @@
-"""`sparrow report`: one self-contained HTML page about a folder of results.
+"""`sparrow report`: one self-contained HTML page about training runs and calibrations.
 
-In: a folder, or one file, that other commands have written. Out: the page.
+In: folders, or files, that other commands have written. Out: the page.
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
-from sparrow_sglang.report.benchmark import benchmark_sections
 from sparrow_sglang.report.calibration import check_section, schedule_sections
-from sparrow_sglang.report.learning import arms_section
+from sparrow_sglang.report.comparison import comparison_section, runs_by_arm_and_seed, runs_of
 from sparrow_sglang.report.page import ReportError, Section, render
 from sparrow_sglang.report.sources import Sources, find_sources
-from sparrow_sglang.report.training import training_section
+from sparrow_sglang.report.training_run import training_section
 
 _SUFFIXES = (".html", ".htm")
+# More runs are compared, but have no sections of their own.
+_MOST_RUNS = 6
 _EPILOG = """\
 examples:
   sparrow report runs/math                        a training run
+  sparrow report runs/sparse-0 runs/sparse-1 runs/dense-0 runs/dense-1
+                                                  several runs, compared by their settings, with
+                                                  intervals over the seeds of equal settings
   sparrow report m-0.86.json --out m.html         one schedule with its evidence
-  sparrow report benchmarks/results/h200          everything that was measured there
 
 The page needs no network and no other file, and can be read on a phone.
 """
@@ -32,18 +35,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `report` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
-        help="one HTML page from a calibration, benchmark or training run",
-        description="Write one self-contained HTML page about the results in a folder. Training"
-        " runs, calibrations,\nschedules and their checks, and benchmark results get a section"
-        " each.",
+        help="one HTML page from training runs or a calibration",
+        description="Write one self-contained HTML page about training runs, calibrations,"
+        " schedules and their checks.\nSeveral runs are compared: runs whose settings differ in no"
+        " more than the seed are one arm.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "place",
+        "places",
         type=Path,
+        nargs="+",
         metavar="DIR",
-        help="folder, which is searched with its subfolders, or a file",
+        help="folders, which are searched with their subfolders, or files",
     )
     parser.add_argument(
         "--out",
@@ -60,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     out: Path = args.out
     if out.suffix.lower() not in _SUFFIXES:
         raise ReportError(f"--out {out}: expected a name that ends in {' or '.join(_SUFFIXES)}")
-    page, left_out = make_report(args.place)
+    page, left_out = make_report(args.places)
     for reason in left_out:
         print(f"left out: {reason}")
     _write(out, page)
@@ -68,27 +72,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_report(place: Path) -> tuple[str, list[str]]:
-    """The page about `place`, and reasons why something in it is left out.
+def make_report(places: Sequence[Path]) -> tuple[str, list[str]]:
+    """The page about `places`, and reasons why something in them is left out.
 
-    Raises `ReportError` if there is nothing to report on.
+    Raises `ReportError` if there is nothing to report on, or a package is missing.
     """
-    sources = find_sources(place)
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ReportError(
+            f"{error.name} is not installed: pip install 'sparrow-sglang[report]'"
+        ) from None
+    sources = find_sources(places)
     sections = _sections(sources)
     if not sections:
         raise ReportError(sources.left_out[0])
-    return render(f"Sparrow: {place.resolve().name}", sections, sources.left_out), sources.left_out
+    title = f"Sparrow: {', '.join(place.resolve().name for place in places)}"
+    return render(title, sections, sources.left_out), sources.left_out
 
 
 def _sections(sources: Sources) -> list[Section]:
     """Sections in reading order; reasons why damaged files are missing go to `sources.left_out`."""
-    runs = (partial(training_section, folder) for folder in sources.runs)
-    checks = (partial(check_section, path, content) for path, content in sources.checks.items())
-    arms = (partial(arms_section, folder, files) for folder, files in sources.arms.items())
-    sections = _built(runs, sources) + _built(arms, sources)
+    runs = sources.runs
+    builders: list[Callable[[], Section]] = []
+    compared = runs_of(runs, sources.left_out) if len(runs) > 1 else []
+    if len(compared) > 1:
+        builders.append(partial(comparison_section, compared, f"{len(compared)} runs compared"))
+    for folder, files in sources.arms.items():
+        title = f"Runs in {'/'.join(folder.resolve().parts[-2:])}"
+        builders.append(partial(_compared_files, files, title))
+    if len(runs) <= _MOST_RUNS:
+        builders += [partial(training_section, folder) for folder in runs]
+    sections = _built(builders, sources)
     sections += schedule_sections(sources.schedules, sources.left_out)
-    sections += _built(checks, sources)
-    return sections + benchmark_sections(sources.results, sources.left_out)
+    checks = (partial(check_section, path, content) for path, content in sources.checks.items())
+    return sections + _built(checks, sources)
+
+
+def _compared_files(files: Sequence[Path], title: str) -> Section:
+    return comparison_section(runs_by_arm_and_seed(files), title)
 
 
 def _built(builders: Iterable[Callable[[], Section]], sources: Sources) -> list[Section]:
@@ -97,7 +120,8 @@ def _built(builders: Iterable[Callable[[], Section]], sources: Sources) -> list[
         try:
             sections.append(build())
         except ReportError as error:
-            sources.left_out.append(str(error))
+            if str(error) not in sources.left_out:
+                sources.left_out.append(str(error))
     return sections
 
 

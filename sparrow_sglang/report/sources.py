@@ -6,7 +6,7 @@ In: a folder or one file. Out: paths by kind; JSON files are told apart by conte
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from sparrow_sglang.run_folder import METRICS_FILE
 
 LOOKED_FOR = (
     f"the {METRICS_FILE} of a training run, schedules and checks of `sparrow calibrate` (*.json),"
-    " results of `sparrow bench` (*.json), metrics of runs by arm and seed (ARM-seed0.jsonl, ...)"
+    " metrics of runs by arm and seed (ARM-seed0.jsonl, ...)"
 )
 SEED_FILE = re.compile(r"(.+)-seed(\d+)\.jsonl")
 """Metrics of one run among several: the arm, and the seed."""
@@ -36,30 +36,33 @@ class Sources:
 
     schedules: dict[Path, dict[str, Any]] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
-    results: dict[Path, dict[str, Any]] = field(default_factory=dict)
     runs: list[Path] = field(default_factory=list)
     arms: dict[Path, list[Path]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     measuring: list[Path] = field(default_factory=list)
 
+    @property
+    def count(self) -> int:
+        """How many things there are to report on."""
+        return sum(map(len, (self.schedules, self.checks, self.runs, self.arms)))
 
-def find_sources(place: Path) -> Sources:
-    """Everything in a folder and its subfolders, except hidden ones; or one file.
 
-    Raises `ReportError` if `place` does not exist, or holds nothing to report on.
+def find_sources(places: Sequence[Path]) -> Sources:
+    """Everything in folders and their subfolders, except hidden ones, and in single files.
+
+    Raises `ReportError` if a place does not exist, or holds nothing to report on.
     """
     found = Sources()
-    if not place.exists():
-        raise ReportError(
-            f"{place}: no such file or folder; expected {LOOKED_FOR}, or a folder with some"
-        )
-    if place.name == METRICS_FILE:
-        found.runs.append(place.parent)
-        return found
-    for path in _files(place, found):
-        _classify(path, found)
-    if not (found.schedules or found.checks or found.results or found.runs or found.arms):
-        raise ReportError(_nothing_in(place, found))
+    for place in places:
+        if not place.exists():
+            raise ReportError(
+                f"{place}: no such file or folder; expected {LOOKED_FOR}, or a folder with some"
+            )
+        before = found.count
+        for path in _files(place, found):
+            _classify(path, found)
+        if found.count == before:
+            raise ReportError(_nothing_in(place, found))
     return found
 
 
@@ -77,7 +80,10 @@ def _nothing_in(place: Path, found: Sources) -> str:
 
 def _files(place: Path, found: Sources) -> Iterator[Path]:
     if place.is_file():
-        yield place
+        if place.name == METRICS_FILE:
+            found.runs.append(place.parent)
+        else:
+            yield place
         return
     for folder, folders, names in os.walk(place):
         is_run = METRICS_FILE in names
@@ -107,5 +113,3 @@ def _classify(path: Path, found: Sources) -> None:
         found.schedules[path] = content
     elif "checks" in content:
         found.checks[path] = content
-    elif isinstance(content.get("rows"), list) and "command" in content:
-        found.results[path] = content

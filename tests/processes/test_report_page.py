@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_inputs import write_calibration, write_rollout, write_run
+from report_inputs import write_calibration, write_run
 
 from sparrow_sglang.commands import cli
 
@@ -61,10 +61,6 @@ def page_file(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> Path
     folder = tmp_path_factory.mktemp("results")
     write_run(folder / "run-with-a-long-name-that-has-to-be-broken-somewhere-or-other", 12)
     write_calibration(folder / "calibration", tiny_llama)
-    write_rollout(folder / "rollout.json")
-    results = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
-    shutil.copy(results / "decode_step_qwen3-1.7b.json", folder)
-    shutil.copy(results / "kernels.json", folder)
     out = tmp_path_factory.mktemp("page") / "report.html"
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
     return out
@@ -106,8 +102,8 @@ def test_what_is_drawn(browser: Any, page_file: Path, size: tuple[int, int], sch
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
     charts = page.evaluate(LOOK)
-    # Nine of a run, two of a calibration, two of checks, two of steps, three of a rollout.
-    assert len(charts) == 18
+    # Nine of a run, two of a calibration, two of checks.
+    assert len(charts) == 13
     for chart in charts:
         title = chart["title"]
         assert chart["box"]["width"] > 250 and chart["box"]["height"] > 150, title
@@ -140,6 +136,6 @@ def test_charts_have_names_and_tables_can_be_opened(browser: Any, page_file: Pat
         closed.first.click()
     # Wide tables scroll in their own box.
     assert page.evaluate("document.documentElement.scrollWidth") == PHONE[0]
-    page.get_by_role("link", name="Decode steps").click()
-    assert page.get_by_role("heading", name="Decode steps").is_visible()
+    page.get_by_role("link", name="Calibration of").click()
+    assert page.get_by_role("heading", name="Calibration of").is_visible()
     page.close()

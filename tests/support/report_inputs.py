@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.rollout import Progress
 from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.measure import Sample
 from sparrow_sglang.calibration.work_folder import SampleTokens, WorkFolder
 from sparrow_sglang.commands import cli
-from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.ladder import Move
@@ -145,27 +142,3 @@ def step_metrics(step: int) -> dict[str, float]:
         **{f"timing_s/{stage}": value for stage, value in seconds.items()},
         "timing_s/step": sum(seconds.values()) + 0.5,
     }
-
-
-def write_rollout(path: Path) -> None:
-    """A result of `sparrow bench rollout`: both sides, with their curves."""
-    rows = []
-    for schedule, backend, rate in (("fixed-64", "sparrow", 40), (None, "torch_native", 20)):
-        progress = Progress([0, 0], [None, None])
-        for second in range(1, 5):
-            progress.tokens = [rate * second, 2 * rate * second + second**2]
-            progress.ended_s[0] = 2.5 if second > 2 else None
-            progress.sample(float(second))
-        rows.append(
-            {
-                "model": "tiny",
-                "backend": backend,
-                "schedule": schedule,
-                "sequences": 2,
-                "output_tokens": sum(progress.tokens),
-                "seconds": 4.0,
-                "tokens_per_s": sum(progress.tokens) / 4.0,
-                "curve": progress.curve,
-            }
-        )
-    write_json(path, {**provenance(), "settings": {"seed": 0}, "rows": rows})

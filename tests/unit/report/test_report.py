@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_inputs import BIN, MOVED_AT, TARGETS, write_calibration, write_rollout, write_run
+from report_inputs import BIN, MOVED_AT, TARGETS, write_calibration, write_run
 
 from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule import BudgetSchedule
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "h200"
-STUDY = Path(__file__).parents[3] / "examples" / "stability" / "results"
 RUN_STEPS = 12
 
 
@@ -291,119 +289,70 @@ def test_a_check_shows_each_verdict(calibration: Path, calibration_page: Page) -
         assert f"{check['schedule']} {words}" in page.facts["verdict"]
 
 
-def same_step(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two rows are of the same model, case, dtype of the KV cache and number of GPUs."""
-    defaults = {"model": "", "case": "", "kv_cache_dtype": "auto", "tp": 1, "ep": 1}
-    return all(row.get(key, value) == other.get(key, value) for key, value in defaults.items())
+def write_seeds(folder: Path, values: dict[str, list[float]]) -> None:
+    """Runs of ten steps by learning rate and seed, whose last two rewards have the given mean."""
+    for rate, means in values.items():
+        for seed, mean in enumerate(means):
+            place = folder / f"lr{rate}-{seed}"
+            place.mkdir(parents=True)
+            config = {"run_dir": str(place), "seed": seed, "optimizer": {"lr": rate}}
+            (place / "run.json").write_text(json.dumps({"starts": [{"step": 0, "config": config}]}))
+            rewards = [0.0] * 8 + [mean - 0.1, mean + 0.1]
+            rows = [
+                {
+                    "step": step,
+                    "critic/score/mean": reward,
+                    "timing_s/rollout": 0.5,
+                    "timing_s/step": 1.0,
+                }
+                for step, reward in enumerate(rewards)
+            ]
+            (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def sglang(content: dict[str, Any]) -> str:
-    return str(content["packages"]["sglang"])
+def test_runs_are_compared_over_their_seeds(tmp_path: Path) -> None:
+    write_seeds(tmp_path / "runs", {"1e-6": [0.5, 0.6, 0.7], "3e-6": [0.7, 0.9, 1.1]})
+    page = report(tmp_path / "runs", tmp_path / "r.html")
+    assert page.sections == ["comparison", *["training"] * 6]
+    arms = ("optimizer.lr=1e-6", "optimizer.lr=3e-6")
+    heads, *rows = page.tables["At the end, by arm (runs)"]
+    assert heads == ["", f"{arms[0]} (3)", f"{arms[1]} (3)"]
+    # Student's t for two degrees of freedom is 4.303: 4.303 * 0.1 / sqrt(3) and twice that.
+    assert next(row for row in rows if row[0] == "reward") == ["reward", "0.6 ± 0.25", "0.9 ± 0.5"]
+    # Welch: sqrt(0.01 / 3 + 0.04 / 3) = 0.1291; 0.05^2 / (0.01^2 + 0.04^2) * 2 = 2.94 degrees of
+    # freedom, for which t lies between 3.182 (3) and 4.303 (2).
+    (reward,) = [row for row in page.tables[f"Difference from {arms[0]}"] if row[0] == "reward"]
+    value, _, half = reward[1].partition(" ± ")
+    assert value == "0.3" and 0.1291 * 3.182 < float(half) < 0.1291 * 3.5
+    means = [(step, 0.0) for step in range(8)] + [(8, 0.5), (9, 0.7)]
+    assert is_affine(page.curve("Reward, by arm", 0)[:10], means)
 
 
-def test_benchmarks_say_what_their_rows_say(tmp_path: Path) -> None:
-    page = report(RESULTS, tmp_path / "r.html")
-    assert set(page.sections) == {"benchmark", "calibration", "check"}
-    shown = page.records("Sparse against dense")
-    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    steps = [(i, row) for i, each in enumerate(files) for row in each.get("rows", [])]
-    steps = [(i, row) for i, row in steps if "step_ms" in row]
-    sparse = [(i, row) for i, row in steps if row["backend"] == "sparrow"]
-    assert len(shown) == len(sparse) > 10
-    ratios: list[tuple[float, str]] = []
-    for own, row in sparse:
-        # Of each dense backend the row's own run counts, if it is there; then the fastest.
-        backends: dict[str, tuple[bool, float]] = {}
-        for i, other in steps:
-            comparable = same_step(other, row) and sglang(files[i]) == sglang(files[own])
-            if other["backend"] != "sparrow" and comparable:
-                time = (i != own, other["step_ms"])
-                backends[other["backend"]] = min(backends.get(other["backend"], time), time)
-        case = row["case"].replace("x", " × ")
-        own_cells = [
-            cells
-            for cells in shown
-            if (cells["case"], cells["schedule"]) == (case, row["schedule"])
-            and cells["model"].startswith(row["model"])
-            and value(cells["sparse ms"]) == pytest.approx(row["step_ms"], rel=2e-3)
-        ]
-        if not backends:
-            assert any(cells["dense ms"] == cells["speed-up"] == "–" for cells in own_cells), row
-            continue
-        dense_ms = min(ms for _, ms in backends.values())
-        ratio = dense_ms / row["step_ms"]
-        assert any(
-            cells["speed-up"] == f"{ratio:.2f}×"
-            and value(cells["dense ms"]) == pytest.approx(dense_ms, rel=1e-3)
-            for cells in own_cells
-        ), row
-        ratios.append((ratio, f"largest speed-up: {row['model']}, {row['case']}"))
-    best, name = max(ratios)
-    assert page.facts[name] == f"{best:.2f}×"
-    rows = json.loads((RESULTS / "decode_step_qwen3-4b-8b.json").read_text())["rows"]
-    for series, backend in enumerate(("sparrow", "flashinfer")):
-        data = sorted(
-            (row["cached_tokens"] / row["batch"], row["step_ms"])
-            for row in rows
-            if (row["model"], row["backend"]) == ("qwen3-8b", backend)
-        )
-        drawn = page.curve("qwen3-8b, 16 sequences: step time", series)
-        assert len(drawn) == len(data) and is_affine(drawn, data)
-    kernels = json.loads((RESULTS / "kernels.json").read_text())["rows"]
-    alone = report(RESULTS / "kernels.json", tmp_path / "kernels.html")
-    for cells, row in zip(alone.records("Results"), kernels, strict=True):
-        assert cells["name"] == row["name"]
-        assert value(cells["us"]) == pytest.approx(row["us"], rel=6e-4)
+def test_one_run_of_each_arm_has_no_interval(tmp_path: Path) -> None:
+    write_seeds(tmp_path / "runs", {"1e-6": [0.5], "3e-6": [0.7]})
+    page = report(tmp_path / "runs", tmp_path / "r.html")
+    assert ["reward", "0.5", "0.7"] in page.tables["At the end, by arm (runs)"]
+    assert "NaN" not in page.html
 
 
-def test_learning_curves_are_means_over_the_seeds_of_a_schedule(tmp_path: Path) -> None:
-    page = report(RESULTS / "learning_curves_story.json", tmp_path / "r.html")
-    rows = json.loads((RESULTS / "learning_curves_story.json").read_text())["rows"]
-    for series, schedule in enumerate(dict.fromkeys(row["schedule"] for row in rows)):
-        own = [dict(r["curves"]["eval/pass_rate"]) for r in rows if r["schedule"] == schedule]
-        data = [(step, np.mean([curve[step] for curve in own])) for step in own[0]]
-        assert is_affine(page.curve("Held-out pass rate", series), data)
-        fact = page.facts[f"Held-out pass rate, {Path(schedule).name.removesuffix('.json')}"]
-        assert fact.split()[0] == f"{data[0][1]:.3g}"
+def test_many_runs_are_compared_without_a_section_each(tmp_path: Path) -> None:
+    write_seeds(tmp_path / "runs", {"1e-6": [0.5, 0.6, 0.7, 0.8], "3e-6": [0.7, 0.9, 1.1, 1.2]})
+    (tmp_path / "runs" / "new").mkdir()
+    (tmp_path / "runs" / "new" / "metrics.jsonl").touch()
+    page = report(tmp_path / "runs", tmp_path / "r.html")
+    assert page.sections == ["comparison"] and page.facts["runs"] == "8"
+    assert "new/metrics.jsonl: holds no training step yet" in page.html
 
 
-def test_runs_by_arm_and_seed_have_learning_curves(tmp_path: Path) -> None:
-    page = report(STUDY, tmp_path / "r.html")
-    files = sorted(STUDY.glob("metrics/*.jsonl"))
-    arms = list(dict.fromkeys(path.name.rpartition("-seed")[0] for path in files))
-    assert len(arms) == 12
-    for series, arm in enumerate(arms):
-        curves = []
-        for path in STUDY.glob(f"metrics/{arm}-seed*.jsonl"):
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            curves.append(
-                {row["step"]: row["eval/pass_rate"] for row in rows if "eval/pass_rate" in row}
-            )
-        data = [(step, np.mean([curve[step] for curve in curves])) for step in curves[0]]
-        assert is_affine(page.curve("Held-out pass rate", series), data), arm
-        assert page.facts[f"Held-out pass rate, {arm}"].endswith(f" {data[-1][1]:.3g}")
-
-
-def test_an_adapters_tails_stand_beside_those_without_it(tmp_path: Path) -> None:
-    path = STUDY / "distillation.json"
-    page = report(path, tmp_path / "r.html")
-    content = json.loads(path.read_text())
-    after = content["rows"][0]["tails"]
-    curves = [content["before"]["given"], *(tails["given"] for tails in after)]
-    for series, bins in enumerate(curves):
-        data = [((b["first_position"] + b["end_position"]) / 2, b["tail"]) for b in bins]
-        assert is_affine(page.curve("Tail under walk-0.86", series), data)
-
-
-def test_a_rollout_shows_both_sides_over_time(tmp_path: Path) -> None:
-    write_rollout(tmp_path / "rollout.json")
-    page = report(tmp_path / "rollout.json", tmp_path / "r.html")
-    rows = json.loads((tmp_path / "rollout.json").read_text())["rows"]
-    ratio = rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"]
-    assert page.facts["speed-up of fixed-64"] == f"{ratio:.2f}×"
-    for series, row in enumerate(rows):
-        data = [(point["s"], point["tokens"]) for point in row["curve"]]
-        assert is_affine(page.curve("Tokens generated", series), data)
+def test_runs_by_arm_and_seed_are_compared(tmp_path: Path) -> None:
+    for arm, mean in (("dense", 0.25), ("sparse", 0.5)):
+        for seed in range(2):
+            row = {"step": 0, "critic/score/mean": mean + 0.25 * seed}
+            (tmp_path / f"{arm}-seed{seed}.jsonl").write_text(json.dumps(row) + "\n")
+    page = report(tmp_path, tmp_path / "r.html")
+    heads, row = page.tables["At the end, by arm (runs)"]
+    assert heads == ["", "dense (2)", "sparse (2)"]
+    assert [cell.split()[0] for cell in row] == ["reward", "0.375", "0.625"]
 
 
 def test_several_kinds_have_a_section_each(run: Path, calibration: Path, tmp_path: Path) -> None:
@@ -411,11 +360,9 @@ def test_several_kinds_have_a_section_each(run: Path, calibration: Path, tmp_pat
     shutil.copytree(run, everything / "runs" / "a")
     shutil.copytree(run, everything / "runs" / "b")
     shutil.copytree(calibration, everything / "calibrated")
-    write_rollout(everything / "bench" / "rollout.json")
-    shutil.copy(RESULTS / "kernels.json", everything / "bench")
     (everything / "package.json").write_text('{"name": "of something else"}')
     page = report(everything, tmp_path / "r.html")
-    assert page.sections == ["training", "training", "calibration", "check", *["benchmark"] * 2]
+    assert page.sections == ["comparison", "training", "training", "calibration", "check"]
     assert "Left out" not in page.html
 
 
@@ -464,18 +411,16 @@ def test_what_is_damaged_is_left_out_by_name(run: Path, tmp_path: Path, capsys: 
     shutil.copy(run / "metrics.jsonl", tmp_path)
     (tmp_path / "cut.json").write_text('{"rows": [')
     (tmp_path / "half.json").write_text('{"checks": [{"schedule": "x"}]}')
-    (tmp_path / "odd.json").write_text('{"rows": [{"step_ms": 1}], "command": "decode_step.py"}')
     bins = {"page_size": 16, "bin_tokens": 64, "budget_tokens": [7]}
     (tmp_path / "s.json").write_text(json.dumps({"name": "s"} | bins))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text('{"step": 0}\nnonsense\n')
     page = report(tmp_path, tmp_path / "r.html")
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
-    assert page.sections == ["training"] and len(told) == 5
+    assert page.sections == ["training"] and len(told) == 4
     for name in (
         "cut.json",
         "half.json: lacks 'settings'",
-        "odd.json: lacks commit, device, packages",
         "/s.json: budget_tokens[0]=7",
         ":2: 'nons",
     ):

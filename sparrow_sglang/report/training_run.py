@@ -5,19 +5,32 @@ In: the folder of a run, as `sparrow train` writes it. Out: a `Section`.
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, FALL, WINDOW
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
 from sparrow_sglang.report.charts import PALETTE, Chart, Line, ramp
-from sparrow_sglang.report.page import Figure, Section, Settings, Table, flat, number, provenance
-from sparrow_sglang.report.responses import response_excerpts
-from sparrow_sglang.report.run_files import RunFiles, read_run
+from sparrow_sglang.report.page import (
+    Excerpt,
+    Figure,
+    Section,
+    Settings,
+    Table,
+    flat,
+    number,
+    provenance,
+    reading,
+)
+from sparrow_sglang.report.run_files import RunFiles, json_lines, read_run
+from sparrow_sglang.run_folder import RESPONSES_FILE
 
 _TAIL_OF_BIN = "sparrow/accept_p05_bin"
 _OF_SET = re.compile(r"eval/.+/pass_rate$")
 _SHOWN_STEPS = 40
+_EXCERPT_STEPS = 4
+_HEAD, _END = 4000, 2000
 _STEP_COLUMNS = {
     "reward": "critic/score/mean",
     "pass rate": "eval/pass_rate",
@@ -96,7 +109,7 @@ def training_section(folder: Path) -> Section:
         figures=_figures(run),
         tables=[_step_table(run), *_event_tables(run)],
         settings=_settings(run),
-        excerpts=response_excerpts(folder),
+        excerpts=_excerpts(folder),
     )
 
 
@@ -240,3 +253,45 @@ def _event_tables(run: RunFiles) -> list[Table]:
         text = ", ".join(f"{name} {value}" for name, value in values.items())
         rows.append((str(event["step"]), text))
     return [Table("Events", ("step", "what happened"), rows, words=2)]
+
+
+def _excerpts(folder: Path) -> list[Excerpt]:
+    """Best and worst response of one group in each of at most four steps.
+
+    Raises `ReportError` if the file is damaged.
+    """
+    path = folder / RESPONSES_FILE
+    rows = json_lines(path)
+    steps = sorted({row["step"] for row in rows})
+    shown = (
+        np.unique(np.linspace(0, len(steps) - 1, _EXCERPT_STEPS).round().astype(int))
+        if steps
+        else ()
+    )
+    excerpts = []
+    with reading(path, "sparrow train"):
+        for step in (steps[index] for index in shown):
+            of_step = [row for row in rows if row["step"] == step]
+            first = of_step[0]["task"], of_step[0]["prompt_id"]
+            group = [row for row in of_step if (row["task"], row["prompt_id"]) == first]
+            group.sort(key=lambda row: row["reward"], reverse=True)
+            excerpts += [_excerpt(row) for row in ([group[0], group[-1]] if group[1:] else group)]
+    return excerpts
+
+
+def _excerpt(row: dict[str, Any]) -> Excerpt:
+    facts = [
+        f"Step {row['step']}",
+        f"{row['task']}/{row['prompt_id']}",
+        f"reward {number(row['reward'])}",
+        *(f"{name} {number(value)}" for name, value in row["scores"].items()),
+        f"{row['length']:,} tokens",
+        row["finish_reason"],
+    ]
+    if row["tail"] is not None:
+        facts.append(f"tail {number(row['tail'])}")
+    text = row["text"]
+    left_out = len(text) - _HEAD - _END
+    if left_out > 0:
+        text = f"{text[:_HEAD]}\n[… {left_out:,} characters …]\n{text[-_END:]}"
+    return Excerpt(", ".join(facts), text)

@@ -1,0 +1,190 @@
+"""Section of several runs: each quantity by step and at the end, by arm, over the seeds of an arm.
+
+In: runs with an arm and a seed. Out: a chart and a row of the table per quantity, with 95 %
+intervals that treat seeds as independent (Student's t).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from sparrow_sglang.report.charts import PALETTE, Chart, Line
+from sparrow_sglang.report.page import Figure, ReportError, Section, Settings, Table, flat, number
+from sparrow_sglang.report.run_files import Row, RunFiles, json_lines, read_run
+from sparrow_sglang.report.sources import SEED_FILE
+
+_QUANTITIES = {
+    "eval/pass_rate": "held-out pass rate",
+    "critic/score/mean": "reward",
+    "response_length/mean": "response length, tokens",
+    "actor/entropy": "entropy, nats",
+    "sparrow/accept_p05": "tail of the acceptance rate",
+    "rollout_corr/k3_kl": "KL of the rollout to the dense policy",
+    "sparrow/rollout_tokens_per_s": "rollout, tokens/s",
+    "timing_s/step": "seconds per step",
+}
+# Settings that differ between runs of one arm.
+_OF_A_RUN = ("run_dir", "seed", "logging.", "checkpoint.")
+_END = 0.2
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class SeededRun:
+    """One run: the rows of its metrics, by step."""
+
+    arm: str
+    seed: int
+    rows: Sequence[Row]
+
+    def curve(self, metric: str) -> dict[int, float]:
+        return {int(row["step"]): row[metric] for row in self.rows if metric in row}
+
+    def at_the_end(self, metric: str) -> float | None:
+        """Mean over the last fifth of the steps that have the metric."""
+        values = list(self.curve(metric).values())
+        return mean(values[-max(1, round(len(values) * _END)) :]) if values else None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean or a difference of means, and half the width of its interval, None of one seed."""
+
+    value: float
+    half: float | None
+
+    def __str__(self) -> str:
+        spread = "" if self.half is None else f" ± {number(self.half, 2)}"
+        return f"{number(self.value, 3)}{spread}"
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Mean of independent values with its 95 % interval."""
+    if len(values) < 2:
+        return Interval(values[0], None)
+    error = stdev(values) / sqrt(len(values))
+    return Interval(mean(values), _quantile(len(values) - 1) * error)
+
+
+def difference_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """Difference of two means with its 95 % interval, by Welch's approximation."""
+    value = mean(values) - mean(others)
+    if min(len(values), len(others)) < 2:
+        return Interval(value, None)
+    parts = [(stdev(each) ** 2 / len(each), len(each) - 1) for each in (values, others)]
+    variance = sum(part for part, _ in parts)
+    if not variance:
+        return Interval(value, 0.0)
+    freedom = variance**2 / sum(part**2 / rest for part, rest in parts)
+    return Interval(value, _quantile(freedom) * sqrt(variance))
+
+
+def _quantile(freedom: float) -> float:
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + _CONFIDENCE) / 2, freedom))
+
+
+def runs_of(folders: Sequence[Path], left_out: list[str]) -> list[SeededRun]:
+    """The runs in these folders; an arm is named by the settings in which the runs differ.
+
+    Runs without a step or with a damaged file are noted in `left_out`, with the reason.
+    """
+    found: dict[Path, RunFiles] = {}
+    for folder in folders:
+        try:
+            found[folder] = read_run(folder)
+        except ReportError as error:
+            left_out.append(str(error))
+    settings = {folder: _compared(run.config) for folder, run in found.items()}
+    names = {name for values in settings.values() for name in values}
+    differing = sorted(n for n in names if len({v.get(n) for v in settings.values()}) > 1)
+
+    def arm(folder: Path, run: RunFiles) -> str:
+        if not run.config:
+            return folder.name
+        own = settings[folder]
+        return ", ".join(f"{name}={own.get(name, '–')}" for name in differing) or "all"
+
+    return [
+        SeededRun(arm(folder, run), int(run.config.get("seed", 0)), run.rows)
+        for folder, run in found.items()
+    ]
+
+
+def _compared(config: Mapping[str, Any]) -> dict[str, str]:
+    return {name: v for name, v in flat(config).items() if not name.startswith(_OF_A_RUN)}
+
+
+def runs_by_arm_and_seed(files: Sequence[Path]) -> list[SeededRun]:
+    """Runs of which only the metrics are there, in files named by arm and seed."""
+    runs = []
+    for path in files:
+        named = SEED_FILE.fullmatch(path.name)
+        assert named is not None, "files are chosen by that name"
+        runs.append(SeededRun(named[1], int(named[2]), json_lines(path)))
+    return runs
+
+
+def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:
+    """Curves and final values of the arms, and what each differs from the first one.
+
+    Raises `ReportError` if the runs have no quantity in common that is compared.
+    """
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    by_arm = {arm: [run for run in runs if run.arm == arm] for arm in arms}
+    figures, means, differences = [], [], []
+    for metric, name in _QUANTITIES.items():
+        finals = {arm: _finals(by_arm[arm], metric) for arm in arms}
+        if not any(finals.values()):
+            continue
+        figures.append(_figure(by_arm, metric, name))
+        means.append([name, *(str(mean_interval(v)) if v else "–" for v in finals.values())])
+        first, *others = finals.values()
+        both = [str(difference_interval(v, first)) if v and first else "–" for v in others]
+        differences.append([name, *both])
+    if not figures:
+        raise ReportError(f"{title}: the runs have no metrics in common to compare")
+    heads = [f"{arm} ({len(by_arm[arm])})" for arm in arms]
+    tables = [Table("At the end, by arm (runs)", ("", *heads), means)]
+    if len(arms) > 1:
+        tables.append(Table(f"Difference from {arms[0]}", ("", *heads[1:]), differences))
+    seeds = sorted({run.seed for run in runs})
+    facts = [("runs", str(len(runs))), ("arms", str(len(arms))), ("seeds", str(len(seeds)))]
+    notes = {
+        "at the end": "mean over the last fifth of a run's steps",
+        "±": "half of the 95 % interval over runs (Student's t; Welch's for differences)",
+        "seeds": ", ".join(map(str, seeds)),
+    }
+    return Section("comparison", title, facts, figures, tables, [Settings("How to read", notes)])
+
+
+def _finals(runs: Sequence[SeededRun], metric: str) -> list[float]:
+    return [value for run in runs if (value := run.at_the_end(metric)) is not None]
+
+
+def _figure(by_arm: Mapping[str, Sequence[SeededRun]], metric: str, name: str) -> Figure:
+    """Means over the runs of each arm, at the steps that all of them have, with intervals."""
+    lines = []
+    for index, (arm, runs) in enumerate(by_arm.items()):
+        curves = [run.curve(metric) for run in runs]
+        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+        if not steps:
+            continue
+        at = [mean_interval([curve[step] for curve in curves]) for step in steps]
+        band = None if at[0].half is None else [(each.half or 0.0) for each in at]
+        lines.append(
+            Line(
+                arm,
+                steps,
+                [each.value for each in at],
+                PALETTE[index % len(PALETTE)],
+                low=band and [each.value - half for each, half in zip(at, band, strict=True)],
+                high=band and [each.value + half for each, half in zip(at, band, strict=True)],
+            )
+        )
+    note = "Mean over the runs of an arm, with its 95 % interval where there are several."
+    return Figure(Chart(f"{name[0].upper()}{name[1:]}, by arm", "step", "", lines), note)
