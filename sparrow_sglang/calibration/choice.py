@@ -73,9 +73,16 @@ def bin_tails(
     return {tail.bin: tail for tail in statistics.bins(percentile, CONFIDENCE)}
 
 
+def shortage(tail: BinTail | None, min_tokens: int) -> str:
+    """Why a bin cannot be judged, in a few words; empty if it can."""
+    if tail is None or tail.tokens < min_tokens:
+        return "too few tokens"
+    return "too few prompts" if tail.tail_low is None else ""
+
+
 def is_filled(tail: BinTail | None, min_tokens: int) -> bool:
-    """Whether a bin has enough tokens, of enough prompts, to be judged."""
-    return tail is not None and tail.tokens >= min_tokens and tail.tail_low is not None
+    """Whether a bin has enough tokens, from enough prompts for an interval, to be judged."""
+    return not shortage(tail, min_tokens)
 
 
 def holds(tail: BinTail, target: float) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from sparrow_sglang.calibration.choice import (
     closest,
     holds,
-    is_filled,
+    shortage,
     whole_budget,
 )
 from sparrow_sglang.mismatch.tail import BinTail
@@ -46,7 +46,7 @@ def describe_tails(tails: Tails, targets: Sequence[float], bin_tokens: int, min_
             if tail is None:
                 continue
             held = " ".join(f"{target:g}" for target in sorted(targets) if holds(tail, target))
-            verdict = (held or "-") if is_filled(tail, min_tokens) else "too few tokens"
+            verdict = shortage(tail, min_tokens) or held or "-"
             lines.append(_table_line(span, budget, interval(tail), verdict))
             span = ""
     return "\n".join(lines)

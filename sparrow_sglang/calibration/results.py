@@ -15,7 +15,7 @@ from sparrow_sglang.calibration.choice import (
     Tokens,
     bin_tails,
     choose,
-    is_filled,
+    shortage,
 )
 from sparrow_sglang.calibration.describe import (
     Tails,
@@ -165,8 +165,8 @@ def check_schedule(
     """Tail per bin of generations under the schedule, against the target, as JSON values.
 
     A bin's verdict is "holds" unless its whole confidence interval lies below the target
-    ("fails"); "too few tokens" where it cannot be judged, "dense" where every layer reads the whole
-    bin. `holds` is true if no bin fails and at least one holds or is dense.
+    ("fails"); "too few tokens" or "too few prompts" where it cannot be judged, "dense" where every
+    layer reads the whole bin. `holds` is true if no bin fails and at least one holds or is dense.
     """
     tails = bin_tails(generations, schedule.bin_tokens, schedule.page_size)
     least_read = schedule.layer_budgets(min(schedule.sparse_weights))
@@ -180,8 +180,8 @@ def check_schedule(
             row |= interval(tail)
         if least_read[min(index, len(least_read) - 1)] >= (index + 1) * schedule.bin_pages:
             verdict = "dense"
-        elif tail is None or tail.tail_high is None or not is_filled(tail, min_tokens):
-            verdict = "too few tokens"
+        elif tail is None or tail.tail_high is None or tail.tokens < min_tokens:
+            verdict = shortage(tail, min_tokens)
         else:
             verdict = "holds" if tail.tail_high >= target else "fails"
         rows.append(row | {"verdict": verdict})

@@ -213,7 +213,7 @@ def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredS
             " rows of tp 1 and ep 1, whose KV cache is that of --kv-cache-dtype"
         )
     rows = like
-    return tuple(MeasuredStep.from_row(row, shape) for row in rows)
+    return tuple(MeasuredStep.from_row(row) for row in rows)
 
 
 def _is_planned(row: Mapping[str, Any], shape: ModelShape) -> bool:

@@ -22,40 +22,29 @@ def read_lengths(path: Path) -> list[int]:
     except UnicodeDecodeError:
         raise _problem(path, "not UTF-8 text") from None
     if text.lstrip().startswith("["):
-        lengths = [
-            _length(value, json.dumps(value), f"{path}, item {number}")
-            for number, value in enumerate(_items(path, text), 1)
-        ]
+        try:
+            items = [(f", item {i}", item) for i, item in enumerate(json.loads(text), 1)]
+        except json.JSONDecodeError as error:
+            raise _problem(path, f"begins as a JSON list, but is none ({error})") from None
     else:
-        lengths = [
-            _length(_parsed(line), repr(line.strip()), f"{path}:{number}")
-            for number, line in enumerate(text.splitlines(), 1)
-            if line.strip()
-        ]
-    if not lengths:
+        lines = [(f":{i}", line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        items = [(place, _parsed(line)) for place, line in lines]
+    if not items:
         raise _problem(path, "holds no lengths")
-    return lengths
-
-
-def _items(path: Path, text: str) -> list[Any]:
-    try:
-        items: list[Any] = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _problem(path, f"begins as a JSON list, but is none ({error})") from None
-    return items
+    return [_length(item, f"{path}{place}") for place, item in items]
 
 
 def _parsed(line: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError:
-        return None
+        return line.strip()
 
 
-def _length(value: Any, shown: str, place: str) -> int:
-    length = value.get("length") if isinstance(value, dict) else value
+def _length(item: Any, place: str) -> int:
+    length = item.get("length") if isinstance(item, dict) else item
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise ValueError(f"{place}: {shown[:60]} is no length; expected {_EXPECTED}")
+        raise ValueError(f"{place}: {json.dumps(item)[:60]} is no length; expected {_EXPECTED}")
     return length
 
 

@@ -1,7 +1,7 @@
 """The tables of `sparrow plan`, as text.
 
-In: a `Plan`. Out: where the time of a decode step goes, the expected speed-up by length, what page
-sizes cost, and measured steps beside their fit. Imports neither torch nor SGLang.
+In: a `Plan`. Out: where the time of a decode step goes, the expected speed-up by length, and
+measured steps beside their fit. Imports neither torch nor SGLang.
 """
 
 import math
@@ -14,9 +14,7 @@ from sparrow_sglang.planning.cost_model import (
     Hardware,
     StepCosts,
     Workload,
-    equal_cost_budget,
     mean_tokens_read,
-    page_cost,
     paper_dense,
     paper_scoring,
     paper_sparse,
@@ -25,7 +23,7 @@ from sparrow_sglang.planning.cost_model import (
 )
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import MeasuredStep, StepTimeFit, fit_step_time
-from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.schedule import BudgetSchedule
 
 DEFAULT_LENGTHS = (2048, 4096, 8192, 16384, 32768)
 
@@ -69,7 +67,6 @@ def render(plan: Plan) -> str:
         _header(plan),
         _step_table(plan),
         _rollout_table(plan, fits),
-        _page_table(plan),
     ]
     if fits is not None:
         parts.append(_measured_table(plan, fits))
@@ -118,11 +115,12 @@ def _header(plan: Plan) -> str:
 
 
 def _parameters(shape: ModelShape) -> str:
-    words = f"{shape.parameters / 1e9:.2f} billion parameters"
+    # Neither the rows of an input embedding nor norms, so fewer than the model's name says.
+    words = f"{shape.parameters / 1e9:.2f} billion weights read by a step"
     if shape.experts is None:
         return words
     return (
-        f"{words} a token of {shape.weights_read(math.inf) / 1e9:.2f} billion"
+        f"{words} of one token, of {shape.weights_read(math.inf) / 1e9:.2f} billion"
         f" ({shape.experts.per_token} of {shape.experts.number} experts)"
     )
 
@@ -223,37 +221,6 @@ def _step_model_speedup(plan: Plan, lengths: Sequence[int]) -> float:
         cost.eflops(plan.hardware.intensity) for cost in _step_model_costs(plan, lengths)
     )
     return float(dense / sparse)
-
-
-def _page_table(plan: Plan) -> str:
-    cached = plan.prompt_tokens + plan.shown[-1]
-    schedule, intensity = plan.schedule, plan.hardware.intensity
-    budget = schedule.kv_budget_tokens(cached)
-    # With layer weights a layer may leave pages out though the mean budget holds everything.
-    if schedule.tokens_read(cached) == cached:
-        return (
-            f"Page size at {cached:,} cached tokens and a budget of {budget:,}: every page is"
-            " read, whatever its size"
-        )
-    kept = (schedule.sink_pages, schedule.recent_pages)
-    present = page_cost(plan.shape, cached, schedule.page_size, budget, *kept).eflops(intensity)
-    rows = []
-    for page in PAGE_SIZES:
-        cost = page_cost(plan.shape, cached, page, budget, *kept)
-        rows.append(
-            [
-                str(page),
-                f"{cost.eflops(intensity) / present:.2f}",
-                f"{max(0.0, cost.chosen_tokens):,.0f}",
-                f"{equal_cost_budget(budget, schedule.page_size, page, cached):,.0f}",
-            ]
-        )
-    heads = ["page", "cost", "chosen by score", "budget at equal cost"]
-    return (
-        f"Page size at {cached:,} cached tokens and a budget of {budget:,}\n{_table(heads, rows)}\n"
-        "A larger page is cheaper at the same budget and chooses worse: it pays only if it holds"
-        " the\ntail within the last column, which has to be measured."
-    )
 
 
 def _measured_table(plan: Plan, fits: tuple[StepTimeFit, StepTimeFit]) -> str:

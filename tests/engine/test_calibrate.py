@@ -21,6 +21,7 @@ from oracle import ContractModel
 
 from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.engine import stop_waiting_when_it_dies
+from sparrow_sglang.calibration.measure_rule import PROMPTS
 from sparrow_sglang.calibration.work_folder import WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule import BudgetSchedule
@@ -45,7 +46,7 @@ def fast_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "running_engine", forked_engine)
 
 
-def write_prompts(path: Path, seed: int, count: int = 10) -> Path:
+def write_prompts(path: Path, seed: int, count: int = 24) -> Path:
     draw = random.Random(seed)
     rows = [
         {"input_ids": [draw.randrange(3, 32) for _ in range(40 + i * 150 // count)]}
@@ -57,7 +58,7 @@ def write_prompts(path: Path, seed: int, count: int = 10) -> Path:
 
 def command(model: str, prompts: Path, *more: str) -> list[str]:
     return ["calibrate", "--model-path", model, "--prompts", str(prompts), "--new-tokens", "100",
-            "--samples", "2", "--min-tokens", "200", *more]  # fmt: skip
+            "--min-tokens", "200", *more]  # fmt: skip
 
 
 BUDGETS = ["--bin-tokens", "64", "--budgets", "64", "96", "128", "160"]
@@ -86,7 +87,7 @@ def test_budgets_grow_with_the_target_and_carry_their_evidence(calibrated: Path)
     assert sum(found[0].budget_tokens) < sum(found[-1].budget_tokens)
     for schedule, target in zip(found, TARGETS, strict=True):
         assert (schedule.calibrated, schedule.tail_target) == (True, float(target))
-        assert schedule.provenance["settings"]["num_prompts"] == 10
+        assert schedule.provenance["settings"]["num_prompts"] == 24
         for row in schedule.provenance["bins"]:
             if row["basis"] == "measured" and row["budget_tokens"] == row["needed_tokens"]:
                 assert row["tail_low"] >= float(target) and row["tokens"] >= 200
@@ -117,13 +118,15 @@ def test_every_measured_tail_is_printed(
     expected = []
     for budget, row in [(budget, row) for budget, rows in stored.items() for row in rows]:
         words = [budget, f"{row['tail']:.3f}"]
-        if row["low"] is None:
-            assert row["tokens"] < 200
-        else:
+        if row["low"] is not None:
             words.append(f"{row['low']:.3f}-{row['high']:.3f}")
         words.append(f"{row['tokens']}")
         held = [target for target in ("0.75", "0.86") if (row["low"] or 0) >= float(target)]
-        words += ["too", "few", "tokens"] if row["tokens"] < 200 else held or ["-"]
+        if row["tokens"] < 200:
+            held = ["too", "few", "tokens"]
+        elif row["low"] is None:
+            held = ["too", "few", "prompts"]
+        words += held or ["-"]
         expected.append((row["bin"], int(budget), words))
     found, span = [], ""
     for line in table:
@@ -151,7 +154,8 @@ def test_a_target_that_no_budget_holds_is_no_schedule(
     hints = [line for line in out.splitlines() if "no budget holds 0.99999" in line]
     bins = {int(line.split("-")[0].removeprefix("positions ")) // 64 for line in hints}
     stored = BudgetSchedule.from_json(calibrated / "m-0.75.json").provenance["tails"]
-    filled = {row["bin"] for rows in stored.values() for row in rows if row["tokens"] >= 200}
+    rows = [row for of_budget in stored.values() for row in of_budget]
+    filled = {row["bin"] for row in rows if row["tokens"] >= 200 and row["low"] is not None}
     assert bins == filled and all("came closest" in line and "; try " in line for line in hints)
     # A target that is held is still written.
     both = ["--target", "0.75", "0.99999", "--out", str(calibrated / "both.json")]
@@ -324,7 +328,8 @@ def test_a_rule_is_measured_with_its_schedule(
 ) -> None:
     shape = {"vocab_size": 32, "max_position_embeddings": 320, "head_dim": 32}
     model = save_tiny_model(tmp_path / "wide", spread=0.12, **shape)
-    prompts = write_prompts(tmp_path / "p.jsonl", 0)
+    # As many as a choice of rotary pairs takes.
+    prompts = write_prompts(tmp_path / "p.jsonl", 0, count=PROMPTS)
     words = command(model, prompts, *FEWER_TOKENS)
     words += ["--rule", "calibrated", "--target", "0.75", "--out", str(tmp_path / "m.json")]
     assert cli.main(words) == 0

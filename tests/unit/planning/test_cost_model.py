@@ -2,25 +2,20 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from contract import budget_pages, choose_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import GROUPED, MODELS, qwen
 
-from sparrow_sglang.attention_backends.reference import select_pages
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.cost_model import (
     GPUS,
     Workload,
-    equal_cost_budget,
     mean_tokens_read,
-    page_cost,
     paper_dense,
     paper_scoring,
     paper_sparse,
@@ -286,60 +281,3 @@ class TestStepModel:
             rollout_costs(PLAIN, 10, [5, 0], batch=1)
         with pytest.raises(InputError, match="batch=0"):
             step_costs(PLAIN, [1], batch=0)
-
-
-class TestPageSize:
-    """Pages of 16 win by what they read, not by the formula: both halves are shown here."""
-
-    def test_at_equal_budget_the_formula_alone_favours_large_pages(self) -> None:
-        shape, intensity = qwen("1.7b"), GPUS["h200"].intensity
-        costs = [page_cost(shape, 32768, page, 4096) for page in (16, 32, 64, 128)]
-        assert len({cost.reading for cost in costs}) == 1
-        totals = [cost.eflops(intensity) for cost in costs]
-        assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
-        assert [cost.chosen_tokens for cost in costs] == [4048, 4000, 3904, 3712]
-
-    def test_terms_of_one_step_by_hand(self) -> None:
-        # r = 2, D = 32: reading 2 * 2 * 32 * 48 FLOPs and 2 * 32 * 48 bytes; scoring 64 landmarks
-        # of 1,024 tokens with 2 * 32 * 64 FLOPs and 32 * 64 bytes.
-        cost = page_cost(GROUPED, 1024, 16, 48)
-        assert (cost.reading.flops, cost.reading.bytes) == (6144, 3072)
-        assert (cost.scoring.flops, cost.scoring.bytes) == (4096, 2048)
-
-    @pytest.mark.parametrize("other", [32, 64, 128])
-    @pytest.mark.parametrize("gpu", sorted(GPUS))
-    @pytest.mark.parametrize("size", SIZES)
-    def test_equal_cost_budget_is_the_break_even(self, other: int, gpu: str, size: str) -> None:
-        shape, intensity = qwen(size), GPUS[gpu].intensity
-        own = page_cost(shape, 32768, 16, 4096).eflops(intensity)
-        even = equal_cost_budget(4096, 16, other, 32768)
-        assert page_cost(shape, 32768, other, even).eflops(intensity) == pytest.approx(own)
-        # A larger page that needs a larger budget than that for the same tail costs more.
-        assert page_cost(shape, 32768, other, even + 16).eflops(intensity) > own
-
-    def test_break_even_by_hand(self) -> None:
-        # 32,768 / 2 * (1/16 - 1/32) = 512, (1/16 - 1/64) = 768, (1/16 - 1/128) = 896 more tokens.
-        got = [equal_cost_budget(4096, 16, page, 32768) for page in (16, 32, 64, 128)]
-        assert got == [4096, 4608, 4864, 4992]
-
-    @settings(max_examples=40, deadline=None)
-    @given(st.integers(0, 2**32), st.integers(4, 24), st.floats(0.3, 3.0))
-    def test_at_equal_tokens_smaller_pages_cover_more_attention(
-        self, seed: int, coarse_pages: int, spread: float
-    ) -> None:
-        """With ideal scores: each choice of pages of 128 is also one of pages of 64, 32 and 16."""
-        random = np.random.default_rng(seed)
-        length, budget = 128 * coarse_pages, 128 * int(random.integers(4, coarse_pages + 1))
-        mass = np.exp(spread * random.normal(size=length))
-        covered = []
-        for page in (16, 32, 64, 128):
-            per_page = torch.tensor(mass.reshape(-1, page).sum(axis=1))
-            pages = select_pages(
-                per_page.float()[None, None],
-                torch.tensor([length // page]),
-                torch.tensor([budget // page]),
-                sink_pages=1,
-                recent_pages=2,
-            )[0, 0, : budget // page]
-            covered.append(per_page[pages].sum().item())
-        assert all(fine >= coarse * (1 - 1e-6) for fine, coarse in pairwise(covered))

@@ -74,7 +74,7 @@ def test_speedups_are_those_of_the_cost_model(plan: Plan) -> None:
 
 def test_a_mixture_of_experts_says_what_a_token_takes(plan: Plan) -> None:
     text = plan("--schedule", "fixed-1024", model=str(MODELS / "qwen3-30b-a3b"))
-    words = "3.04 billion parameters a token of 30.22 billion (8 of 128 experts)"
+    words = "3.04 billion weights read by a step of one token, of 30.22 billion (8 of 128 experts)"
     assert words in text and "experts" not in plan()
     # At batch 16: 39.8 GB at 4.8 TB/s.
     assert section(text, "Where a decode step")[0][2] == "8.29"
@@ -157,17 +157,6 @@ def test_intensity_alone_counts_flops(plan: Plan) -> None:
     assert section(text, "Expected rollout") == same
 
 
-def test_page_sizes_at_equal_cost(plan: Plan) -> None:
-    # 32,768 cached tokens, budget 4,096: 512 and 768 more tokens at the same cost.
-    rows = section(plan("--length", "32256"), "Page size at 32,768 cached tokens")
-    assert [row[0] for row in rows] == ["16", "32", "64"]
-    assert [row[2] for row in rows] == ["4,048", "4,000", "3,904"]
-    assert [row[3] for row in rows] == ["4,096", "4,608", "4,864"]
-    assert [float(row[1]) for row in rows] == sorted((float(row[1]) for row in rows), reverse=True)
-    short = plan("--schedule", "fixed-4096", "--length", "1024")
-    assert "cached tokens and a budget of 4,096: every page is read, whatever its size" in short
-
-
 def measured_rows(sparse: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {
@@ -175,7 +164,7 @@ def measured_rows(sparse: bool) -> list[dict[str, Any]]:
             "backend": "flashinfer",
             "case": f"16x{length}",
             "batch": 16,
-            "cached_tokens": 16 * length,
+            "bytes": 16 * float(step_costs(shape_of(), [length], 16).bytes[0]),
             "step_ms": ms,
         }
         for length, ms in DENSE
@@ -279,12 +268,12 @@ def test_refuses_options_that_make_no_sense(plan: Plan, options: list[str], mess
 @pytest.mark.parametrize(
     ("option", "text", "message"),
     [
-        ("--lengths-file", "12\nabc\n", r":2: 'abc' is no length"),
+        ("--lengths-file", "12\nabc\n", r':2: "abc" is no length'),
         ("--measured", "{", "not JSON"),
         ("--measured", "{}", "holds no rows"),
         ("--measured", "[]", "holds no rows"),
         ("--measured", '[{"model": "other", "step_ms": 3}]', "it measures other"),
-        ("--measured", '[{"step_ms": 3}]', "batch=None"),
+        ("--measured", '[{"step_ms": 3}]', "bytes=None"),
         ("--measured", '[{"bytes": 1e9, "step_ms": 3}]', "1 different sizes"),
     ],
 )

@@ -10,7 +10,6 @@ from shapes import GROUPED, qwen
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.cost_model import rollout_costs, step_costs
 from sparrow_sglang.planning.step_time import MeasuredStep, StepTimeFit, fit_step_time
-from sparrow_sglang.schedule_names import load_schedule
 
 
 def test_recovers_bandwidth_and_constant() -> None:
@@ -39,7 +38,10 @@ def test_stock_dense_steps_on_an_h200() -> None:
     rows = [(2048, 3.13), (8192, 5.65), (16384, 9.06), (32768, 16.2)]
     steps = [
         MeasuredStep.from_row(
-            {"batch": 16, "cached_tokens": 16 * length, "step_ms": ms}, qwen("1.7b")
+            {
+                "bytes": 16 * float(step_costs(qwen("1.7b"), [length], 16).bytes[0]),
+                "step_ms": ms,
+            }
         )
         for length, ms in rows
     ]
@@ -47,22 +49,6 @@ def test_stock_dense_steps_on_an_h200() -> None:
     assert fit.bytes_per_s == pytest.approx(4.3e12, rel=0.01)
     assert fit.constant_ms == pytest.approx(1.35, abs=0.1)
     assert max(map(abs, fit.residuals_ms)) < 0.15
-
-
-def test_bytes_of_a_sparse_row_are_those_of_the_step_model() -> None:
-    shape, length, batch = qwen("4b"), 32768, 16
-    schedule = load_schedule("qwen3-4b-0.86", 16)
-    budget = schedule.kv_budget_tokens(length)
-    row = {
-        "batch": batch,
-        "cached_tokens": batch * length,
-        "budget_tokens": batch * budget,
-        "step_ms": 7.0,
-    }
-    step = MeasuredStep.from_row(row, shape)
-    cost = step_costs(shape, [length], batch, schedule)
-    assert step.sparse
-    assert step.bytes == pytest.approx(float(cost.bytes[0]) * batch)
 
 
 def test_rollout_time_adds_the_constant_once_per_step_of_the_batch() -> None:
@@ -77,14 +63,13 @@ def test_rollout_time_adds_the_constant_once_per_step_of_the_batch() -> None:
     [
         ({"bytes": 5e9}, "step_ms=None"),
         ({"bytes": -1, "step_ms": 3}, "bytes=-1"),
-        ({"batch": 4, "step_ms": 3}, "cached_tokens=None"),
+        ({"step_ms": 3}, "bytes=None"),
         ({"bytes": math.nan, "step_ms": 3}, "bytes=nan"),
-        ({"schedule": "x", "batch": 1, "cached_tokens": 9, "step_ms": 3}, "budget_tokens"),
     ],
 )
 def test_refuses_rows_that_lack_something(row: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        MeasuredStep.from_row(row, GROUPED)
+        MeasuredStep.from_row(row)
 
 
 def test_refuses_what_cannot_be_fitted() -> None:
