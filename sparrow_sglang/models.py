@@ -6,6 +6,7 @@ exists it is complete, because it is filled under another name and then renamed.
 """
 
 import fcntl
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ _EXPECTED_MODEL = (
 TEMPERATURE = 0.2
 """Of requests to the embedded model that name none, as its authors recommend: at 1 so small a model
 writes nonsense. Their top-p of 0.9 is left out, as it would cut off what audits compare."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -112,6 +115,28 @@ def path_problem(model: str) -> str | None:
     else:
         return None
     return f"{what}{relative_note(model)}{_EXPECTED_MODEL}"
+
+
+def missing_weights(folder: Path) -> str | None:
+    """What the weights in a checkpoint's folder lack, in one line; None if nothing."""
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            return f"{index} cannot be read ({error}); expected an index with a weight_map"
+        if missing := sorted(name for name in names if not (folder / name).exists()):
+            return f"{folder} lacks {len(missing)} of {len(names)} files of weights: {missing[0]}"
+        return None
+    if not any(found for kind in _WEIGHTS for found in folder.glob(kind)):
+        return f"{folder} has no weights: expected {', '.join(_WEIGHTS)}"
+    return None
+
+
+def missing_tokenizer(folder: Path) -> str | None:
+    """Says that a checkpoint's folder has no tokenizer, in one line; None if it has one."""
+    if any(found for kind in _TOKENIZERS for found in folder.glob(kind)):
+        return None
+    return f"{folder} has no tokenizer: expected {', '.join(_TOKENIZERS)}"
 
 
 def model_problem(path: str, error: Exception) -> str:

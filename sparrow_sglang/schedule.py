@@ -6,6 +6,7 @@ on the host only. `schedule_names` finds schedules by name. Imports neither torc
 
 import os
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +52,8 @@ PAGE_SIZE = 16
 """Tokens per page where nothing else is chosen."""
 _MEAN_WEIGHT_TOLERANCE = 1e-3
 # Tables on the device hold whole numbers of 32 bits.
+ENOUGH_TOKENS = 1000
+"""Tokens of a bin from which on its tail counts as measured."""
 MAX_TOKENS = 2**30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -306,7 +309,19 @@ class BudgetSchedule(BaseModel):
             return "NOT calibrated"
         if self.is_foreign(hf_config):
             return f"calibrated for {cut(self.model or 'another model', 80)}, not for this model"
-        return "calibrated"
+        return ", ".join(["calibrated", *self._weak_evidence()])
+
+    def _weak_evidence(self) -> Iterator[str]:
+        """In what the evidence of a calibration falls short, as far as the schedule has any."""
+        bins = self.provenance.get("bins")
+        rows = [row for row in bins if isinstance(row, dict)] if isinstance(bins, list) else []
+        measured = [row.get("tokens") for row in rows if row.get("basis") == "measured"]
+        fewest = min((n for n in measured if isinstance(n, int) and n > 0), default=ENOUGH_TOKENS)
+        if fewest < ENOUGH_TOKENS:
+            yield f"thin: a bin of {fewest} tokens"
+        extrapolated = sum(row.get("basis") == "extrapolated" for row in rows)
+        if extrapolated:
+            yield f"{extrapolated} of {len(rows)} bins extrapolated"
 
     def is_foreign(self, hf_config: Any) -> bool:
         """Whether the budgets were calibrated, but for another model than that of `hf_config`."""

@@ -52,11 +52,13 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
     )
 
 
-def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
+def schedule_for_model(
+    hf_config: Any, page_size: int, setting: str = "--sparrow-schedule"
+) -> BudgetSchedule:
     """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
 
     Prefers the tail target 0.86, then the published selection rule. Raises `ScheduleError` if none
-    fits.
+    fits, which says to name one with `setting`.
     """
     shipped = [shipped_schedule(name) for name in known_schedules()]
     fitting = [schedule for schedule in shipped if schedule.matches(hf_config)]
@@ -64,9 +66,9 @@ def schedule_for_model(hf_config: Any, page_size: int) -> BudgetSchedule:
         fields = ("architectures", "hidden_size", "num_hidden_layers")
         got = ", ".join(f"{key}={quoted(model_value(hf_config, key))}" for key in fields)
         raise ScheduleError(
-            f"no shipped schedule fits this model ({got}): choose one with --sparrow-schedule, a"
-            f" path to a .json file, fixed-<tokens> (not calibrated), or one of"
-            f" {', '.join(known_schedules())}"
+            f"no schedule is shipped for this model ({got}): make one with `sparrow calibrate"
+            f" --model-path MODEL` and name its file with {setting}, or try {setting} fixed-4096,"
+            " which is not calibrated; `sparrow schedules` lists the models that have one"
         )
     published = SelectionRule()
     best = min(

@@ -194,7 +194,7 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
         return ()
     page_size = engine.server_args.get("page_size", PAGE_SIZE)
     if engine.schedule == AUTO:
-        first = schedule_for_model(model_config, page_size)
+        first = schedule_for_model(model_config, page_size, "engine.schedule")
     else:
         first = _load("engine.schedule", engine.schedule, page_size)
     rest = [_load("ladder.schedules", name, page_size) for name in ladder.schedules]

@@ -42,7 +42,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `calibrate` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "calibrate",
-        help="measure the cheapest schedule of a model that holds a tail target",
         description="Generate responses under several fixed KV budgets, score them densely, and"
         " choose for each bin\nof positions the cheapest budget whose tail percentile of the"
         " acceptance rate reaches the target.",

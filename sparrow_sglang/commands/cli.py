@@ -3,14 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 
 from sparrow_sglang import noise
 from sparrow_sglang.command_line import OneLineParser
-from sparrow_sglang.commands import calibrate, doctor, plan, serve, train
-from sparrow_sglang.commands import report as report
-from sparrow_sglang.errors import InputError
-from sparrow_sglang.models import ModelError
+from sparrow_sglang.errors import InputError, SparrowError
 
 DESCRIPTION = """\
 Sparse decode for stock SGLang: each generated token reads a budget of KV pages instead of all of
@@ -72,9 +70,18 @@ options of step; the other benchmarks have a --help, too.
 """
 
 BENCHMARKS = ("step", "kernels", "rollout", "serving", "train")
+# Each is a module of this folder, which is imported only when the command is used.
+COMMANDS = {
+    "plan": "predict from the model's shapes what a schedule saves (no GPU needed)",
+    "schedules": "list the schedules that are shipped, and the models that have one",
+    "calibrate": "measure the cheapest schedule of a model that holds a tail target",
+    "train": "train with GRPO from sparse rollouts",
+    "report": "one HTML page from training runs or a calibration",
+}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(named: str | None) -> argparse.ArgumentParser:
+    """The parser of `sparrow`, with the options of the command that is named."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="sparrow", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw
@@ -90,10 +97,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=DOCTOR_EPILOG,
         formatter_class=raw,
     )
-    plan.add_parser(commands)
-    calibrate.add_parser(commands)
-    train.add_parser(commands)
-    report.add_parser(commands)
+    for command, what in COMMANDS.items():
+        if command == named:
+            import_module(f"sparrow_sglang.commands.{command}").add_parser(commands)
+        else:
+            commands.add_parser(command, help=what)
     bench = commands.add_parser(
         "bench",
         help="measure steps, kernels, rollouts and servers on this GPU",
@@ -117,14 +125,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _doctor(words[1:])
     if words[:1] == ["bench"] and words[1:2] and words[1] in BENCHMARKS:
         return _bench(words[1], words[2:])
-    parser = _parser()
+    parser = _parser(words[0] if words else None)
     args = parser.parse_args(words)
-    if args.command not in ("plan", "calibrate", "train", "report"):
+    if args.command not in COMMANDS:
         parser.error(f"{' '.join(words)}: expected the same without --")
     return _run(args)
 
 
 def _serve(argv: Sequence[str]) -> int:
+    from sparrow_sglang.commands import serve
+
     if {"-h", "--help"} & set(argv):
         print(serve.HELP, end="")
         return 0
@@ -143,6 +153,8 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
+    from sparrow_sglang.commands import doctor
+
     statuses: set[str] = set()
     for check in doctor.examine(argv):
         print(f"{check.status:<5} {check.name:<12} {check.detail}", flush=True)
@@ -157,7 +169,7 @@ def _doctor(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         code: int = args.run(args)
-    except (ValueError, ModelError) as error:
+    except (ValueError, SparrowError) as error:
         print(f"sparrow {args.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -18,8 +18,14 @@ from sparrow_sglang.attention_backends.kernel_limits import (
     kernel_problems,
     rule_problems,
 )
-from sparrow_sglang.commands.serve import model_argument, parse_server_args
+from sparrow_sglang.commands.serve import (
+    check_port,
+    missing_files,
+    model_argument,
+    parse_server_args,
+)
 from sparrow_sglang.config import SCHEDULE_VARIABLE, ConfigError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
@@ -69,6 +75,7 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
         yield Check("note", "model", "not checked, because the plugin did not load")
         return
     yield from _check_model(argv)
+    yield _check_port(argv)
 
 
 def _check_sglang() -> Check:
@@ -175,6 +182,8 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     hf_config = model_config.hf_config
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
+    for problem in missing_files(server_args):
+        yield Check("FAIL", "files", problem)
     loaded, source = resolve_schedules(server_args, hf_config)
     yield _check_kernels(server_args, model_config, loaded.active)
     detail = start_up_line(loaded, source, hf_config)
@@ -182,6 +191,14 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:
         yield Check("ok", "schedule", detail)
+
+
+def _check_port(argv: Sequence[str]) -> Check:
+    try:
+        check_port(argv)
+    except InputError as error:
+        return Check("FAIL", "port", str(error))
+    return Check("ok", "port", "free")
 
 
 def _check_kernels(

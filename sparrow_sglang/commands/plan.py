@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `plan` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        help="predict from the model's shapes what a schedule saves (no GPU needed)",
         description="Predict from a model's shapes where the time of a decode step goes and how"
         " much faster rollouts become under a schedule. Answers at once and needs no GPU.",
     )
@@ -151,11 +151,17 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
     elif path.exists():
         name = path.resolve().parent.name
     else:
-        name, path = path.name, _hub_config(model_path)
+        name, path = path.name, _shipped_config(path.name) or _hub_config(model_path)
     config = _read_json(path, "--model-path")
     if not isinstance(config, dict):
         raise InputError(f"{path}: holds a {type(config).__name__}; expected a JSON object")
     return name, config
+
+
+def _shipped_config(name: str) -> Path | None:
+    """config.json of a model of that name, if its shape is shipped for the benchmarks."""
+    path = Path(str(files("sparrow_sglang.benchmarks"))) / "models" / name.lower() / "config.json"
+    return path if path.exists() else None
 
 
 def _hub_config(model: str) -> Path:
@@ -177,7 +183,7 @@ def _hub_config(model: str) -> Path:
 
 def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:
     if spec == AUTO:
-        return schedule_for_model(config, page_size)
+        return schedule_for_model(config, page_size, "--schedule")
     # A file has its own page size, and there is no server yet whose page size could differ.
     if spec.endswith(".json"):
         return BudgetSchedule.from_json(spec)

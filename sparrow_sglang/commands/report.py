@@ -35,7 +35,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `report` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
-        help="one HTML page from training runs or a calibration",
         description="Write one self-contained HTML page about training runs, calibrations,"
         " schedules and their checks.\nSeveral runs are compared: runs whose settings differ in no"
         " more than the seed are one arm.",

@@ -20,6 +20,8 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     ModelError,
+    missing_tokenizer,
+    missing_weights,
     model_folder,
     model_problem,
     path_problem,
@@ -77,8 +79,10 @@ _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", "30000"
 def serve(argv: Sequence[str]) -> None:
     """Run a server until it is stopped. Raises `InputError` before it starts, if it cannot."""
     try:
-        _check_port(argv)
+        check_port(argv)
         server_args = parse_server_args(argv)
+        for problem in missing_files(server_args):
+            raise InputError(f"{_MODEL_FLAGS[0]}: {problem}")
     except (ValueError, RuntimeError, OSError) as error:
         raise InputError(str(error)) from error
     from sglang.launch_server import run_server
@@ -188,6 +192,19 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
         raise InputError(f"{_MODEL_FLAGS[0]} {model_path}: {problem}") from error
 
 
+def missing_files(server_args: "ServerArgs") -> list[str]:
+    """What a model's folder lacks that a server would load, a line each; names of a hub are not
+    looked into."""
+    folder = Path(server_args.model_path)
+    if not folder.is_dir():
+        return []
+    weights = None if server_args.load_format == "dummy" else missing_weights(folder)
+    own_tokenizer = server_args.tokenizer_path in (None, server_args.model_path)
+    skipped = server_args.skip_tokenizer_init or not own_tokenizer
+    tokenizer = None if skipped else missing_tokenizer(folder)
+    return [problem for problem in (weights, tokenizer) if problem]
+
+
 def with_defaults(argv: Sequence[str]) -> list[str]:
     """`argv` with our defaults in front, where the user's flags override them.
 
@@ -225,7 +242,7 @@ def _resolve_name(argv: Sequence[str], i: int) -> str:
         raise InputError(str(error)) from error
 
 
-def _check_port(argv: Sequence[str]) -> None:
+def check_port(argv: Sequence[str]) -> None:
     """Raise `InputError` if another process listens where the server would, which SGLang notices
     only once the model is loaded."""
     host = _value(argv, "--host") or _DEFAULT_HOST

@@ -35,7 +35,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `train` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "train",
-        help="train with GRPO from sparse rollouts",
         description="Train a model with GRPO: sparse rollouts, dense log-probs, truncated"
         " importance sampling.",
         epilog=_EPILOG,

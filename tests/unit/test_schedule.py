@@ -242,9 +242,12 @@ def test_the_schedule_is_found_from_the_model(change: dict[str, Any], expected: 
     assert schedule_for_model(SimpleNamespace(**config), 16).name == expected
 
 
-def test_a_model_without_a_schedule_is_refused_with_the_names() -> None:
-    with pytest.raises(ScheduleError, match=r"hidden_size=1024.*qwen3-14b-0\.86"):
-        schedule_for_model(QWEN3_4B | {"hidden_size": 1024}, 16)
+def test_a_model_without_a_schedule_is_told_how_to_get_one() -> None:
+    expected = (
+        r"hidden_size=1024.*sparrow calibrate.*file with --schedule, or try --schedule fixed-"
+    )
+    with pytest.raises(ScheduleError, match=expected):
+        schedule_for_model(QWEN3_4B | {"hidden_size": 1024}, 16, "--schedule")
 
 
 def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
@@ -265,6 +268,18 @@ def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
     ]:
         assert BudgetSchedule(**(fields | change)).calibration(QWEN3_4B) == expected
     assert BudgetSchedule.fixed(512).calibration(QWEN3_4B) == "NOT calibrated"
+    measured = {"basis": "measured", "tokens": 46}
+    for bins, expected in [
+        ([measured], "calibrated, thin: a bin of 46 tokens"),
+        ([measured | {"tokens": 1000}, {"basis": "dense", "tokens": 0}], "calibrated"),
+        (
+            [measured, {"basis": "extrapolated"}],
+            "calibrated, thin: a bin of 46 tokens, 1 of 2 bins extrapolated",
+        ),
+        (["?"], "calibrated"),
+    ]:
+        schedule = BudgetSchedule(**(fields | {"model_match": None, "provenance": {"bins": bins}}))
+        assert schedule.calibration(QWEN3_4B) == expected
 
 
 def test_a_model_whose_schedule_has_another_page_size_is_refused() -> None:

@@ -1,15 +1,22 @@
 """What `sparrow doctor` finds."""
 
+import json
 import re
+import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from engines import RULE, RULED
+from ports import free_port
 
 from sparrow_sglang import models, sglang_install
 from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.commands.doctor import Check
+
+# The tiny model has no tokenizer.
+BARE = ["--skip-tokenizer-init", "--port", str(free_port())]
 
 
 def report(argv: Sequence[str]) -> dict[str, Check]:
@@ -18,7 +25,7 @@ def report(argv: Sequence[str]) -> dict[str, Check]:
 
 def test_doctor_finds_nothing_wrong(tiny_llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512"]
-    assert cli.main(["doctor", *argv]) == 0
+    assert cli.main(["doctor", *argv, *BARE]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "All good."
     (kernels,) = [line for line in lines[:-1] if not line.startswith("ok ")]
@@ -34,7 +41,7 @@ def test_doctor_names_a_model_without_a_schedule(
 ) -> None:
     assert cli.main(["doctor", "--model-path", tiny_llama]) == 1
     out = capsys.readouterr().out
-    assert "FAIL  schedule     no shipped schedule fits this model" in out
+    assert "FAIL  schedule     no schedule is shipped for this model" in out
     assert "ok    model" in out
 
 
@@ -43,7 +50,7 @@ def test_doctor_says_when_a_schedule_was_calibrated_for_another_model(
 ) -> None:
     def lines(schedule: str) -> list[str]:
         argv = ["--model-path", tiny_llama, "--sparrow-schedule", schedule]
-        assert cli.main(["doctor", *argv]) == 0
+        assert cli.main(["doctor", *argv, *BARE]) == 0
         return capsys.readouterr().out.splitlines()
 
     foreign = "qwen3-8b-0.86 (calibrated for Qwen3-8B, not for this model)"
@@ -165,3 +172,31 @@ def test_doctor_checks_the_selection_rule(tiny_llama: str, tmp_path: Path) -> No
         RULED.model_copy(update={"selection": other}).save(tmp_path / "ruled.json")
         detail = f"schedule ruled: selection.{field} has {problem}"
         assert report(arguments)["schedule"] == Check("FAIL", "schedule", detail)
+
+
+def test_doctor_and_serve_find_missing_files_and_a_taken_port(
+    tiny_llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(Path(tiny_llama) / "config.json", folder)
+    argv = ["--model-path", str(folder), "--sparrow-schedule", "fixed-512"]
+
+    def files(*more: str) -> list[str]:
+        return [check.detail for check in doctor.examine([*argv, *more]) if check.name == "files"]
+
+    weights, tokenizer = files()
+    assert "has no weights" in weights and "has no tokenizer" in tokenizer
+    assert files("--load-format", "dummy", "--skip-tokenizer-init") == []
+    (folder / "tokenizer.json").touch()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-1.safetensors").touch()
+    (missing,) = files()
+    assert "lacks 1 of 2 files of weights: model-2.safetensors" in missing
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        taken = report([*argv, "--port", port])["port"]
+        assert taken.status == "FAIL" and f"listens on 127.0.0.1:{port}" in taken.detail
+    assert cli.main(["serve", *argv, "--port", port]) == 2
+    assert "lacks 1 of 2 files of weights" in capsys.readouterr().err

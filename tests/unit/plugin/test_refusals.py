@@ -289,7 +289,7 @@ def test_full_prefill_graph_given_as_json(make_args):
 def test_schedule_is_checked_before_anything_is_loaded(make_args):
     with pytest.raises(ValueError, match="schedule 'qwen3-4b-0.87' is not known.* qwen3-4b-0.86"):
         make_args(sparrow_schedule="qwen3-4b-0.87")
-    with pytest.raises(ValueError, match="no shipped schedule fits this model"):
+    with pytest.raises(ValueError, match="no schedule is shipped for this model"):
         make_args(sparrow_schedule=None)
     with pytest.raises(ValueError, match="pass --page-size 16"):
         make_args(sparrow_schedule="qwen3-4b-0.86", page_size=32)

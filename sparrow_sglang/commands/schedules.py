@@ -1,0 +1,53 @@
+"""`sparrow schedules`: the schedules that are shipped, and the models that have one.
+
+Out: a line for each schedule. Imports neither torch nor SGLang.
+"""
+
+import argparse
+from typing import Any
+
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule_names import known_schedules, shipped_schedule
+
+_EPILOG = """\
+A server takes the schedule of its model whose tail target is nearest to 0.86, unless
+--sparrow-schedule names another. For a model that has none: sparrow calibrate --model-path MODEL,
+or fixed-4096, a budget of 4,096 tokens at every length, which is not calibrated.
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add `schedules` to the subparsers of `sparrow`; `run` handles what it parses."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "schedules",
+        description="List the schedules that are shipped, and the models that have one.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table."""
+    rows = [("name", "model", "tail target", "KV budget, tokens", "up to", "evidence")]
+    rows += [_row(shipped_schedule(name)) for name in known_schedules()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    print(f"\n{_EPILOG}", end="")
+    return 0
+
+
+def _row(schedule: BudgetSchedule) -> tuple[str, ...]:
+    budgets = schedule.budget_tokens
+    evidence = "measured" if "tails" in schedule.provenance or "bins" in schedule.provenance else ""
+    return (
+        schedule.name,
+        schedule.model or "",
+        "" if schedule.tail_target is None else f"{schedule.tail_target:g}",
+        f"{budgets[0]:,} to {budgets[-1]:,}",
+        f"{len(budgets) * schedule.bin_tokens:,}",
+        evidence or "as published",
+    )
