@@ -80,7 +80,7 @@ COMMANDS = {
 }
 
 
-def _parser(named: str | None) -> argparse.ArgumentParser:
+def parser_for(named: str | None) -> argparse.ArgumentParser:
     """The parser of `sparrow`, with the options of the command that is named."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _doctor(words[1:])
     if words[:1] == ["bench"] and words[1:2] and words[1] in BENCHMARKS:
         return _bench(words[1], words[2:])
-    parser = _parser(words[0] if words else None)
+    parser = parser_for(words[0] if words else None)
     args = parser.parse_args(words)
     if args.command not in COMMANDS:
         parser.error(f"{' '.join(words)}: expected the same without --")

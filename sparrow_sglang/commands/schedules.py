@@ -9,6 +9,7 @@ from typing import Any
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.schedule_names import known_schedules, shipped_schedule
 
+_HEADS = ("name", "model", "tail target", "KV budget, tokens", "up to", "evidence")
 _EPILOG = """\
 A server takes the schedule of its model whose tail target is nearest to 0.86, unless
 --sparrow-schedule names another. For a model that has none: sparrow calibrate --model-path MODEL,
@@ -30,8 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
-    rows = [("name", "model", "tail target", "KV budget, tokens", "up to", "evidence")]
-    rows += [_row(shipped_schedule(name)) for name in known_schedules()]
+    rows = [_HEADS, *(_row(shipped_schedule(name)) for name in known_schedules())]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(schedule: BudgetSchedule) -> tuple[str, ...]:
+def _row(schedule: BudgetSchedule) -> tuple[str, str, str, str, str, str]:
     budgets = schedule.budget_tokens
     evidence = "measured" if "tails" in schedule.provenance or "bins" in schedule.provenance else ""
     return (

@@ -108,17 +108,6 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a result's row that are no lists, nested ones under dotted names."""
-    named: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            named |= scalars(value, f"{prefix}{key}.")
-        elif not isinstance(value, list):
-            named[prefix + key] = value
-    return named
-
-
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested settings under dotted names."""
     named: dict[str, str] = {}

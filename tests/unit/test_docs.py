@@ -167,7 +167,7 @@ def test_our_commands_parse(words: list[str]) -> None:
     if benchmark:
         benchmark().parse_args(words[3:])
     known = words[1:3] if benchmark else words[1:]
-    assert cli._parser().parse_args(known).command == words[1]
+    assert cli.parser_for(words[1]).parse_args(known).command == words[1]
 
 
 def test_servers_and_doctors_parse() -> None:

@@ -30,7 +30,6 @@ LAYERS = [
         "noise",
         "progress",
         "provenance",
-        "renamed",
         "run_folder",
         "schedule",
         "schedule_names",
