@@ -41,7 +41,7 @@ def test_help_and_version_need_no_sglang(argv: list[str], words: list[str]) -> N
         (["plan"], "required: --model-path"),
         (["plan", "--model-path", "/no/such/model"], "/no/such/model: no such folder"),
         (["bench"], "required: benchmark"),
-        (["bench", "stp"], "'stp' (choose from 'step', 'kernels', 'rollout', 'serving')"),
+        (["bench", "stp"], "'stp' (choose from 'step', 'kernels', 'rollout', 'serving', 'train')"),
         (["bench", "step", "--models", "qwen3"], "--models 'qwen3': expected some of gemma3-12b"),
         (["bench", "--", "step"], "without --"),
     ],
