@@ -62,15 +62,29 @@ def test_every_metric_and_label_is_exported(sharp_llama: str) -> None:
         while "sparrow:acceptance_tail" not in (found := exported(url)):
             assert time.monotonic() < deadline
             time.sleep(0.3)
-    names = {name for query in queries() for name in re.findall(r"\b(?:sparrow|sglang):\w+", query)}
+    selectors = [
+        (f"{prefix}:{name}", labels)
+        for query in queries()
+        for prefix, name, labels in re.findall(
+            r'{__name__=~"(sparrow|sglang)\[:_](\w+)"([^}]*)}', query
+        )
+    ]
+    names = {name for name, _ in selectors}
     # All our metrics are on the dashboard, and it asks for no metric that is not exported.
     assert {name for name in found if name.startswith("sparrow:")} <= names
     assert names <= found.keys()
+    for name, labels in selectors:
+        for label, value in re.findall(r'(\w+)=~?"([^"]*)"', labels):
+            if label not in SCRAPED_LABELS:
+                assert value in found[name][label], (name, label)
     for query in queries():
-        for name, selectors in re.findall(r"((?:sparrow|sglang):\w+)\{([^}]*)\}", query):
-            for label, value in re.findall(r'(\w+)=~?"([^"]*)"', selectors):
-                if label not in SCRAPED_LABELS:
-                    assert value in found[name][label], (query, label)
-        for labels, inner in re.findall(r"by \((\w+)\) \(([^{]*)", query):
-            name = inner.rpartition("(")[2]
-            assert labels in found[name], query
+        for label, name in re.findall(r'by \((\w+)\) \([^{]*{__name__=~"(\w+\[:_]\w+)"', query):
+            assert label in found[name.replace("[:_]", ":")], query
+
+
+def test_the_load_is_exported_without_an_audit(sharp_llama: str) -> None:
+    arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-64"}
+    with start_server(sharp_llama, enable_metrics=True, **arguments) as url:
+        found = exported(url)
+        assert {"sparrow:kv_tokens_cached", "sparrow:kv_tokens_read"} <= found.keys()
+        assert "audited" not in found["sparrow:audit_requests"]["outcome"]

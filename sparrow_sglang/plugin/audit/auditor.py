@@ -96,6 +96,9 @@ class Auditor:
         self._score: asyncio.Task[bool] | None = None
         self._sent: str | None = None
         self._ending = False
+        if rate:
+            self.report.publish_requests()
+            self.report.publish()
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
         """Audit under `schedule` from now on; statistics start anew if the schedule changed."""
@@ -231,9 +234,10 @@ class Auditor:
             )
             if self._log is not None and self._log.is_due():
                 await self._write(self._log.flush)
-            self.report.publish_requests()
+            if self.rate or self._has_scored:
+                self.report.publish_requests()
             # Publish tails rarely, as they take CPU time of the process that serves users.
-            if time.monotonic() - self._published > _PUBLISH_S:
+            if self._has_scored and time.monotonic() - self._published > _PUBLISH_S:
                 self.report.publish()
                 self._published = time.monotonic()
             if self._may_start():
