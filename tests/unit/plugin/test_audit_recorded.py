@@ -1,12 +1,20 @@
-"""What an audit keeps of a request, in bytes."""
+"""Which requests an audit takes, and what it keeps of them until they are scored."""
 
+import asyncio
 import sys
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
+
 from sparrow_sglang.mismatch.scores import TOP_K
-from sparrow_sglang.plugin.audit.recorded import MAX_TOKENS, RecordedRequest
+from sparrow_sglang.plugin.audit.auditor import Auditor
+from sparrow_sglang.plugin.audit.recorded import MAX_TOKENS, RecordedRequest, skip_reason
+from sparrow_sglang.plugin.audit.statistics import SKIPPED
+from sparrow_sglang.request_options import RequestOption
+from sparrow_sglang.schedule import BudgetSchedule
 
 
 def test_a_kept_token_takes_as_much_memory_as_is_said() -> None:
@@ -22,3 +30,88 @@ def test_a_kept_token_takes_as_much_memory_as_is_said() -> None:
     assert request.held_tokens == 5000
     arrays = (request.tokens, request.logprobs, request.top_ids, request.top_logprobs)
     assert sum(map(sys.getsizeof, arrays)) / 5000 * MAX_TOKENS < 200e6
+
+
+ACTIVE = BudgetSchedule.fixed(64)
+
+
+def tokenized(**changes: Any) -> Any:
+    """A request with the sampling defaults of Qwen3, and with `changes`."""
+    parameters = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
+    request = SimpleNamespace(
+        sampling_params=parameters,
+        input_ids=[1, 2],
+        return_logprob=False,
+        logprob_start_len=-1,
+        custom_logit_processor=None,
+        input_embeds=None,
+        mm_inputs=None,
+        session_params=None,
+        positional_embed_overrides=None,
+    )
+    for name, value in changes.items():
+        setattr(parameters if hasattr(parameters, name) else request, name, value)
+    return request
+
+
+def test_whatever_a_request_samples_with_it_is_audited() -> None:
+    option = RequestOption(ACTIVE)
+    for changes in ({}, {"temperature": 1.3}, {"min_p": 0.2}, {"top_k": 1, "temperature": 1.0}):
+        assert skip_reason(tokenized(**changes), option, ACTIVE, False) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"logit_bias": {"5": 1.0}}, "masked_logits"),
+        ({"regex": "a+"}, "masked_logits"),
+        ({"min_new_tokens": 3}, "masked_logits"),
+        ({"repetition_penalty": 1.1}, "masked_logits"),
+        ({"custom_logit_processor": "{}"}, "masked_logits"),
+        ({"temperature": 0.1}, "low_temperature"),
+        ({"return_logprob": True, "logprob_start_len": 0}, "prompt_logprobs"),
+        ({"input_ids": None}, "input"),
+        ({"session_params": {}}, "input"),
+    ],
+)
+def test_a_request_that_cannot_be_audited_is_counted_by_the_reason(changes, reason) -> None:
+    assert skip_reason(tokenized(**changes), RequestOption(ACTIVE), ACTIVE, False) == reason
+    assert reason in SKIPPED
+
+
+def test_a_server_that_masks_logits_itself_audits_nothing() -> None:
+    """With --enable-strict-thinking the recorded log-probs are those of masked logits."""
+    assert skip_reason(tokenized(), RequestOption(ACTIVE), ACTIVE, True) == "masked_logits"
+
+
+def test_only_responses_under_the_active_schedule_are_audited() -> None:
+    others = (None, RequestOption(None), RequestOption(ACTIVE, 32))
+    for option in (*others, RequestOption(BudgetSchedule.fixed(96))):
+        assert skip_reason(tokenized(), option, ACTIVE, False) == "own_schedule"
+
+
+def test_responses_of_old_weights_are_forgotten_before_and_after_an_update() -> None:
+    manager: Any = SimpleNamespace(
+        server_args=SimpleNamespace(enable_metrics=False),
+        model_config=SimpleNamespace(vocab_size=50),
+        is_pause=False,
+    )
+    auditor = Auditor(manager, 1.0, ACTIVE, None)
+    queue = auditor._queue
+
+    def answered(name: str) -> None:
+        queue.start(RecordedRequest(name, array("i", [1]), None, None, 0, 4))
+        queue._recording[name].tokens.append(1)
+        queue.finish(name, complete=True)
+        assert not queue.is_empty
+
+    async def update() -> None:
+        answered("before")
+        async with auditor.held_back_for_new_weights():
+            assert queue.is_empty
+            # By the old weights, while the update waits for the request to end.
+            answered("meanwhile")
+        assert queue.is_empty
+
+    asyncio.run(update())
+    assert auditor.report.requests["dropped"] == 2

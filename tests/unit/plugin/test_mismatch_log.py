@@ -5,9 +5,11 @@ import os
 import resource
 import signal
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
@@ -41,6 +43,28 @@ def test_rows_come_back_as_they_were_logged(tmp_path):
         np.testing.assert_allclose(table[name].to_numpy(), expected, rtol=1e-6)
     [file] = tmp_path.iterdir()
     assert read_mismatch_log(file).equals(table)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_that_come_while_a_file_is_written_are_kept(tmp_path, monkeypatch, fails):
+    """The file is written in a thread; the server goes on scoring."""
+    log = MismatchLog(tmp_path)
+    write = pyarrow.parquet.write_table
+
+    def write_while_a_row_comes(*args, **kwargs):
+        log.append(rows("late", 4))
+        if fails:
+            raise OSError("no space left")
+        write(*args, **kwargs)
+
+    log.append(rows("early", 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(pyarrow.parquet, "write_table", write_while_a_row_comes)
+        with pytest.raises(OSError, match="no space") if fails else nullcontext():
+            log.flush()
+    log.flush()
+    found = read_mismatch_log(tmp_path)["request_id"].to_pylist()
+    assert found == ["early"] * 3 + ["late"] * 4
 
 
 def test_a_flush_is_due_by_rows_or_by_time(tmp_path, monkeypatch):
