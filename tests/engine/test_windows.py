@@ -170,7 +170,7 @@ def test_the_active_schedule_counts_layers_with_a_window_as_dense(engine):
     previous = set_schedule(engine, "fixed-64")
     assert set_schedule(engine, previous).name == "fixed-64"
     assert get_schedule(engine) == previous
-    with pytest.raises(EndpointError, match="no layer would be sparse"):
+    with pytest.raises(EndpointError, match="no layer of the model would be sparse"):
         set_schedule(engine, BudgetSchedule(**SCHEDULE.model_dump() | {"dense_layers": (1, 3, 5)}))
 
 
