@@ -173,6 +173,15 @@ def prefilled_tokens(req: Any) -> int:
     return end
 
 
+def evicted_tokens(req: Any) -> int:
+    """How many of a request's first tokens have lost their KV in a pool for sliding windows."""
+    kv = kv_of(req)
+    # From 0.5.22 on each kind of pool has a count of its own.
+    name = "max_evicted_seqlen" if hasattr(kv, "max_evicted_seqlen") else "swa_evicted_seqlen"
+    tokens: int = getattr(kv, name)
+    return tokens
+
+
 def cacheable_tokens(req: Any) -> int:
     """How many tokens of a request its release may put into the prefix tree."""
     names = ("owned_kv_len", "effective_kv_committed_len", "_cache_commit_len")

@@ -100,7 +100,7 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     if getattr(sglang_versions.kv_of(req), "mamba_pool_idx", None) is not None:
         # Together with the prompt, the tree would take the linear-attention state after decode.
         return
-    if getattr(sglang_versions.kv_of(req), "swa_evicted_seqlen", 0):
+    if sglang_versions.evicted_tokens(req):
         # The tree would treat sliding-window KV that decode has freed as cached.
         return
     # What `strip_thinking_cache` frees beyond the committed length must not be in the tree.

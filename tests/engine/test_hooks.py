@@ -81,7 +81,7 @@ class TestLandmarkMemory:
     @pytest.fixture
     def reserved(self, configurator):
         def per_token(backend: str, start: int, end: int, page_size: int) -> int | None:
-            kvc = configurator(backend, start, end, page_size)
+            kvc = configurator(backend, start, end, page_size, {"num_hidden_layers": 20})
             return hooks.reserve_landmarks(100_000, None, kvc, end - start)
 
         return per_token

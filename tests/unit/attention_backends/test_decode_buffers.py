@@ -14,6 +14,7 @@ from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.decode import decode_launch
 from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin import scheduler_hooks as hooks
 
@@ -63,6 +64,17 @@ def backend(step) -> SparrowAttnBackend:
     backend.decode_guard = DecodeGuard()
     backend.decode_guard.served()
     return backend
+
+
+def test_a_graph_that_was_captured_without_the_backend_is_not_replayed(backend, planned):
+    """SGLang would have captured layers that decode densely."""
+    backend.decode_guard = DecodeGuard()
+    backend.init_cuda_graph_state(2, 2)
+    backend.init_forward_metadata_out_graph(batch_of(2), in_capture=True)
+    with pytest.raises(SparrowError, match="without having the attention backend 'sparrow' comp"):
+        backend.init_forward_metadata_out_graph(batch_of(2))
+    backend.decode_guard.served()
+    backend.init_forward_metadata_out_graph(batch_of(2))
 
 
 @pytest.mark.parametrize("stock_decode", [False, True])
@@ -190,7 +202,7 @@ class TestMemory:
                 kv_cache_dtype=kv_dtype,
                 server_args=SimpleNamespace(**(arguments | fields)),
                 model_config=SimpleNamespace(
-                    hf_config=None,
+                    hf_config={"num_hidden_layers": 64},
                     head_dim=128,
                     num_attention_heads=64,
                     context_len=262_144,
