@@ -5,7 +5,10 @@ In: requests as dicts of SGLang's `GenerateReqInput` fields. Out: SGLang's outpu
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 import httpx
@@ -226,18 +229,33 @@ class HttpEndpoint:
     ) -> list[Answer]:
         if not requests:
             return []
-        pool = ThreadPoolExecutor(min(len(requests), _CONNECTIONS))
+        answers: list[Future[Answer]] = [Future() for _ in requests]
+        todo: SimpleQueue[tuple[Future[Answer], Request]] = SimpleQueue()
+        for item, request in zip(answers, requests, strict=True):
+            item.add_done_callback(lambda _: finished())
+            todo.put((item, request))
+        # Not a pool of Python's own, which would keep a process that ends by an error of one
+        # request alive until the slowest of the others is answered.
+        for _ in range(min(len(requests), _CONNECTIONS)):
+            Thread(target=self._answer_all, args=(todo,), daemon=True).start()
         try:
-            answers: list[Future[Answer]] = [pool.submit(self._one, item) for item in requests]
-            for item in answers:
-                item.add_done_callback(lambda _: finished())
             wait(answers, return_when=FIRST_EXCEPTION)
             failed = [item for item in answers if item.done() and item.exception() is not None]
-            for item in failed:
-                item.result()
-            return [item.result() for item in answers]
+            return [item.result() for item in failed or answers]
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for item in answers:
+                item.cancel()
+
+    def _answer_all(self, todo: "SimpleQueue[tuple[Future[Answer], Request]]") -> None:
+        with suppress(Empty):
+            while True:
+                item, request = todo.get_nowait()
+                if not item.set_running_or_notify_cancel():
+                    continue
+                try:
+                    item.set_result(self._one(request))
+                except BaseException as error:
+                    item.set_exception(error)
 
     def server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = self._send("GET", "/server_info").json()

@@ -1,0 +1,69 @@
+"""Requests over HTTP: answers in order, and an error of one of them ends the call at once."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from sparrow_sglang.client.endpoint import EndpointError, connect
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers each request after `wait_s`, with status 400 if it asks for that."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(body["wait_s"])
+        answer = json.dumps({"text": body["wait_s"], "error": "no"}).encode()
+        self.send_response(400 if body.get("fails") else 200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_answers_come_in_the_order_of_the_requests(url: str) -> None:
+    waits = [0.2, 0.0, 0.1]
+    finished: list[int] = []
+    answers = connect(url).generate(
+        [{"wait_s": wait} for wait in waits], finished=lambda: finished.append(1)
+    )
+    assert [answer["text"] for answer in answers] == waits
+    assert len(finished) == 3
+
+
+def test_an_error_does_not_wait_for_the_other_requests(url: str) -> None:
+    requests = [{"wait_s": 60}, {"wait_s": 0, "fails": True}]
+    start = time.monotonic()
+    with pytest.raises(EndpointError, match="answered with 400: no"):
+        connect(url).generate(requests)
+    assert time.monotonic() - start < 20
+
+
+def test_a_process_that_fails_ends_while_other_requests_run(url: str) -> None:
+    program = (
+        "from sparrow_sglang.client.endpoint import connect\n"
+        f"connect({url!r}).generate([{{'wait_s': 60}}, {{'wait_s': 0, 'fails': True}}])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], timeout=40, capture_output=True, text=True
+    )
+    assert ended.returncode == 1 and "answered with 400: no" in ended.stderr
