@@ -2,8 +2,9 @@
 
 import json
 import textwrap
+import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -20,11 +21,11 @@ def commented_defaults() -> str:
 
 
 def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
-    tables: list[tuple[str, type[BaseModel]]] = []
+    tables: list[tuple[str, type[BaseModel], bool]] = []
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            tables.append((name, kind))
+        kinds = get_args(field.annotation) or (field.annotation,)
+        if isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel):
+            tables.append((name, kinds[0], types.NoneType in kinds))
             continue
         value = (
             EXAMPLES.get(name)
@@ -33,11 +34,12 @@ def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
         )
         yield from _comment(field.description)
         yield f"# {name} = ..." if value is None else f"{name} = {_toml(value)}"
-    for name, kind in tables:
+    for name, kind, optional in tables:
         yield ""
         yield from _comment(kind.__doc__)
-        yield f"[{path}{name}]"
-        yield from _section(f"{path}{name}.", kind)
+        # A section that changes what a run does by being there is commented out.
+        for line in (f"[{path}{name}]", *_section(f"{path}{name}.", kind)):
+            yield f"# {line}" if optional and not line.startswith("#") else line
 
 
 def _comment(text: str | None) -> list[str]:

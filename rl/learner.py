@@ -5,21 +5,23 @@ for the engines. The algorithm calls one `Learner`: an object of its own process
 for all trainer workers.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch, sampled_tokens
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
-from sparrow_sglang.rl.engines.buckets import NamedTensors, Weights
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
+from sparrow_sglang.rl.engines.buckets import NamedTensors
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine, open_engine
 from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, token_shares
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.stored import load_state, save_model, save_state
@@ -28,6 +30,10 @@ from sparrow_sglang.rl.reference_policy import ReferencePolicy
 from sparrow_sglang.schedule import BudgetSchedule
 
 _ADAPTER_STATE = "adapter.pt"
+
+
+class TrainersLost(SparrowError, RuntimeError):
+    """Processes of the learner are gone; the run must go on from its newest checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +91,15 @@ class Learner:
     def compute_dtype(self) -> torch.dtype:
         """The dtype that weights are served and exported in."""
         return self.policy.compute_dtype
+
+    def open_engine(
+        self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
+    ) -> RolloutEngine:
+        """The engine for this learner's weights; see `rollout_engine.open_engine`."""
+        return open_engine(config, model_path, defaults)
+
+    def close(self) -> None:
+        """End the processes of the learner, if it has any."""
 
     def score(self, batch: Batch) -> Scored:
         """Log-probs and entropies of the batch under the current policy.
@@ -197,16 +212,16 @@ class Learner:
         # An engine on the same device cannot use memory that PyTorch's allocator keeps cached.
         torch.cuda.empty_cache()
         engine.resume()
-        engine.update_weights(Weights(self.weights(adapted)), version)
+        engine.update_weights(self.weights(adapted), version)
         if not adapted or (adapter := self.unmerged_adapter) is None:
             return None
         engine.set_adapter(ADAPTER, adapter.tensors(), adapter.lora_config())
         return ADAPTER
 
-    def weights(self, adapted: bool) -> Callable[[], NamedTensors]:
-        """A function that reads the weights for an engine; all ranks must read all of them."""
+    def weights(self, adapted: bool) -> NamedTensors:
+        """The weights for an engine; all ranks must iterate over all of them."""
         merged = self.adapter if self._config.distill.delivery == "merged" else None
-        return merged.merged_weights if merged and adapted else self.policy.named_weights
+        return merged.merged_weights() if merged and adapted else self.policy.named_weights()
 
     @property
     def unmerged_adapter(self) -> SparseAdapter | None:

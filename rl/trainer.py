@@ -5,6 +5,8 @@ corrected and clipped loss, optimizer step, metrics. Each stage is documented in
 implements it.
 """
 
+import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,14 +17,16 @@ from sparrow_sglang.rl.collect.base import Collected, Collector
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import Correction, correct
 from sparrow_sglang.rl.evaluation import evaluate
-from sparrow_sglang.rl.learner import Scored
+from sparrow_sglang.rl.learner import Scored, TrainersLost
 from sparrow_sglang.rl.metrics import kv_metrics, prefill_metrics, rollout_metrics
 from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.runs.log import Clock
 from sparrow_sglang.rl.runs.response_rows import evaluation_rows, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
-from sparrow_sglang.rl.runs.setup import prepare
+from sparrow_sglang.rl.runs.setup import Setup, prepare
 from sparrow_sglang.rl.tasks.rewards import part_metrics
+
+logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_STEPS = 5
 """The run ends once the gradients of this many optimizer steps in a row were not finite."""
@@ -40,17 +44,44 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
         InputError, ScheduleError, ModelError: something asked for is not there,
             wrong, or at odds with the run in `run_dir`; nothing has been lost then.
         EngineDied, RolloutError: the rollouts of a step cannot be completed.
+        TrainersLost: trainer workers died more than `cluster.max_restarts` times.
         FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not
             finite. A single such step is skipped.
     """
-    with open_run(config, prepare(config), resume) as run:
+    setup = prepare(config)
+    with _connected(config):
+        failures, newest = 0, newest_checkpoint(config.run_dir)
+        while True:
+            try:
+                _train(config, setup, resume)
+                return newest_checkpoint(config.run_dir)
+            except TrainersLost as error:
+                before, newest = newest, newest_checkpoint(config.run_dir)
+                failures = failures + 1 if newest == before else 1
+                if config.cluster is None or failures > config.cluster.max_restarts:
+                    raise
+                start = newest or "the beginning"
+                logger.warning("%s; the trainer workers start again from %s", error, start)
+                resume = True
+
+
+def _connected(config: TrainConfig) -> AbstractContextManager[None]:
+    if config.cluster is None:
+        return nullcontext()
+    # Imported here, as only these runs need Ray.
+    from sparrow_sglang.rl.cluster.ray_session import connected
+
+    return connected(config.cluster)
+
+
+def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
+    with open_run(config, setup, resume) as run:
         for step in range(run.progress.steps_taken, config.steps):
             train_step(run, step)
             if _is_due(run.progress.steps_taken, config.checkpoint.every_steps):
                 run.save()
         if config.evaluation.every_steps:
             run.log.write(run.progress.steps_taken, _evaluate(run))
-    return newest_checkpoint(config.run_dir)
 
 
 def train_step(run: Run, step: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import (
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
@@ -33,6 +34,7 @@ from sparrow_sglang.validation import first_problem
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "DistillConfig",
     "EngineConfig",
     "EvaluationConfig",
@@ -77,16 +79,9 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     """Where responses are sampled."""
 
-    kind: Literal["local", "ray"] = "local"
-    """One SGLang engine in this process ("local"), or Ray actors with one engine each ("ray")."""
-    num_engines: PositiveInt = 1
-    """Number of Ray actors; 1 with "local"."""
     schedule: str = "auto"
     """KV budget schedule: shipped name, path to a .json file, fixed-<tokens>, "auto" for the
     model's own, or "dense" for rollouts without sparsity."""
-    transfer: Literal["object_store", "broadcast"] = "object_store"
-    """How weights reach Ray actors: through Ray's object store ("object_store"), or by one
-    broadcast from the trainer ("broadcast"), which uses NCCL between GPUs."""
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `sglang.Engine`, passed unchanged."""
 
@@ -100,27 +95,49 @@ class EngineConfig(Section):
             raise ValueError(
                 "server_args.skip_tokenizer_init=true: rewards are given for texts; expected false"
             )
-        stages = arguments.get("pp_size", 1)
-        if stages != 1 and self.kind == "ray" and self.transfer == "broadcast":
-            raise ValueError(
-                f"server_args.pp_size={stages} with transfer='broadcast': SGLang gives all pipeline"
-                " stages of an engine the same rank, so they cannot receive weights; expected 1, or"
-                ' transfer = "object_store"'
-            )
         dp_size = arguments.get("dp_size", 1)
         if dp_size != 1 and not arguments.get("enable_dp_attention"):
             raise ValueError(
                 f"server_args.dp_size={dp_size}: SGLang loads a trainer's weights into the first"
-                f' replica only; set kind = "ray" and num_engines = {dp_size} instead'
+                f" replica only; set cluster.engines = {dp_size} instead"
             )
         return self
 
+
+class ClusterConfig(Section):
+    """Trainer workers and engines as Ray actors, on one host or many. Without this section, one
+    process has both."""
+
+    trainers: PositiveInt = 1
+    """Trainer workers of one GPU each, among which the policy is sharded (FSDP2)."""
+    engines: PositiveInt = 1
+    """Engines; each response is sampled by one of them."""
+    gpus_per_engine: PositiveInt = 1
+    """GPUs of an engine, all of one host, among which it is split by tensor parallelism."""
+    colocate: bool = False
+    """Engines share the trainers' GPUs, and sleep during the update. Otherwise they have GPUs of
+    their own, and get the weights by a broadcast."""
+    max_restarts: NonNegativeInt = 3
+    """How often trainer workers that died start again from the newest checkpoint, without a new
+    checkpoint in between, before the run ends with the reason."""
+    collective_timeout_s: PositiveFloat = 1800.0
+    """Seconds that a trainer worker waits for the others before it gives them up."""
+    rollout_timeout_s: PositiveFloat = 7200.0
+    """Seconds without a complete group after which an engine is replaced: more than the longest
+    response takes."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the run."""
+        return self.trainers + (0 if self.colocate else self.engines * self.gpus_per_engine)
+
     @model_validator(mode="after")
-    def _one_local_engine(self) -> Self:
-        if self.kind == "local" and self.num_engines != 1:
+    def _engines_cover_trainers(self) -> Self:
+        shared = self.engines * self.gpus_per_engine
+        if self.colocate and shared != self.trainers:
             raise ValueError(
-                f"num_engines={self.num_engines} with kind='local': expected 1, the engine of this"
-                ' process; set kind = "ray" for more'
+                f"engines={self.engines} of {self.gpus_per_engine} GPUs with colocate=true and"
+                f" trainers={self.trainers}: expected as many GPUs of engines as trainers"
             )
         return self
 
@@ -159,6 +176,7 @@ class TrainConfig(Section):
     task: TaskConfig
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -182,6 +200,17 @@ class TrainConfig(Section):
                 f"algorithm.old_logprobs='update' with mini_batches={parts}: later steps need"
                 " log-probs from before the first; expected 'scored', or mini_batches = 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_are_split_by_cluster(self) -> Self:
+        sizes = {"tp_size": self.cluster.gpus_per_engine, "pp_size": 1} if self.cluster else {}
+        for name, expected in sizes.items():
+            if (size := self.engine.server_args.get(name, expected)) != expected:
+                raise ValueError(
+                    f"engine.server_args.{name}={size} with [cluster]: expected {expected}, as an"
+                    " engine is split by tensor parallelism among cluster.gpus_per_engine GPUs"
+                )
         return self
 
     @model_validator(mode="after")

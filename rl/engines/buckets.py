@@ -5,7 +5,7 @@ or broadcast and loads as it loads a checkpoint.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,16 +15,6 @@ BUCKET_BYTES = 512 * 2**20
 """Largest size of a bucket; a tensor that is larger has a bucket to itself."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Named tensors that can be read more than once: each iteration calls `read` again."""
-
-    read: Callable[[], NamedTensors]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.read())
 
 
 @dataclass(frozen=True, eq=False)

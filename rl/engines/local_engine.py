@@ -126,22 +126,27 @@ class LocalEngine:
                 the latter case the engine holds a mixture of old and new weights, and generates
                 nothing until all are loaded again.
         """
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         self.prepare_load()
         for bucket in buckets:
             payload = bucket.flattened()
-            request = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[
-                    MultiprocessingSerializer.serialize(payload) for _ in range(self._tp_size)
-                ],
-                load_format="flattened_bucket",
-                flush_cache=False,
-                weight_version=version,
-            )
-            self._require(self._run(self._manager.update_weights_from_tensor(request, None)))
+            parts = [MultiprocessingSerializer.serialize(payload) for _ in range(self._tp_size)]
+            self.load_parts(parts, version)
         self.finish_load(version)
+
+    def load_parts(self, parts: Sequence[bytes], version: str) -> None:
+        """Load a bucket between `prepare_load` and `finish_load`; `parts` are handles of its memory
+        for each rank of the engine, by SGLang's `MultiprocessingSerializer`."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=list(parts),
+            load_format="flattened_bucket",
+            flush_cache=False,
+            weight_version=version,
+        )
+        self._require(self._run(self._manager.update_weights_from_tensor(request, None)))
 
     def join(self, address: str, port: int, rank: int, world: int, group: str) -> None:
         """Enter a process group for `receive` with ranks `rank`, `rank` + 1, ... of `world`."""
@@ -222,7 +227,7 @@ class LocalEngine:
 
     def release(self) -> None:
         """See `RolloutEngine`; does nothing without SGLang's memory saver."""
-        if self._saves_memory:
+        if self._saves_memory and not self._released:
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Release
 
             self.prepare_load()

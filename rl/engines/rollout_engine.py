@@ -1,4 +1,4 @@
-"""The interface of rollout engines, and the engine that a configuration asks for.
+"""The interface of rollout engines, and the engine of a run in one process.
 
 In: prompts, and weights with a version. Out: groups.
 """
@@ -80,9 +80,4 @@ def open_engine(
     `defaults` are arguments of SGLang; those of `config` take precedence over them.
     """
     arguments = {**defaults, **config.server_args}
-    if config.kind == "local":
-        return LocalEngine(model_path, config.schedule, **arguments)
-    # Imported here, as only these engines need Ray.
-    from sparrow_sglang.rl.engines.ray_engines import RayEngines
-
-    return RayEngines(config.num_engines, model_path, config.schedule, config.transfer, **arguments)
+    return LocalEngine(model_path, config.schedule, **arguments)

@@ -46,6 +46,7 @@ _FREE = (
     "run_dir",
     "steps",
     "engine",
+    "cluster",
     "mismatch",
     "checkpoint",
     "logging",

@@ -15,8 +15,8 @@ _GIB = 2**30
 _BF16 = 2
 
 
-def estimate(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[TrainingMemory, int]:
-    """Memory of the trainer on each of `ranks` GPUs, and bytes that an engine there needs at least.
+def estimate(config: TrainConfig, model_config: Any) -> tuple[TrainingMemory, int]:
+    """Memory of the trainer on each of its GPUs, and bytes that an engine there needs at least.
 
     The engine's bytes are its weights and the KV of one sequence of full length, in rollouts or
     evaluation; `mem_fraction_static` decides how much more it takes. They are 0 for engines on GPUs
@@ -34,19 +34,20 @@ def estimate(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[Tr
         4 if config.model.dtype == "float32" else _BF16,
         gradient_checkpointing=config.model.gradient_checkpointing,
         offload=config.optimizer.offload,
-        ranks=ranks,
+        ranks=config.cluster.trainers if config.cluster else 1,
     )
-    if config.engine.kind == "ray":
+    if config.cluster and not config.cluster.colocate:
         return memory, 0
     if config.evaluation.every_steps:
         new_tokens = max(new_tokens, config.evaluation_tokens)
     kv = shape.num_layers * shape.layer_kv_width * (prompt + new_tokens) * _BF16
-    return memory, parameters * _BF16 + kv
+    gpus = config.cluster.gpus_per_engine if config.cluster else 1
+    return memory, -(-(parameters * _BF16 + kv) // gpus)
 
 
-def memory_report(config: TrainConfig, model_config: Any, ranks: int = 1) -> tuple[list[str], bool]:
+def memory_report(config: TrainConfig, model_config: Any) -> tuple[list[str], bool]:
     """The estimate as lines, and whether it fits; True if this machine has no GPU to compare."""
-    memory, engine = estimate(config, model_config, ranks)
+    memory, engine = estimate(config, model_config)
     phases = {"update, peak": memory.update_peak}
     if config.distill.enabled:
         phases["adapter step, peak"] = memory.adapter_peak
@@ -59,10 +60,11 @@ def memory_report(config: TrainConfig, model_config: Any, ranks: int = 1) -> tup
         "inputs of layers, kept for the backward pass": memory.saved,
         "one layer computed again": memory.working,
     }
-    if ranks > 1:
-        rows["gathered from all ranks"] = memory.gathered
+    if memory.gathered:
+        rows["gathered from all trainers"] = memory.gathered
     rows |= phases
-    where = "the trainer's GPU" if ranks == 1 else f"each of the trainer's {ranks} GPUs"
+    trainers = config.cluster.trainers if config.cluster else 1
+    where = "the trainer's GPU" if trainers == 1 else f"each of the trainer's {trainers} GPUs"
     lines = [f"memory of {where}, estimated:"]
     lines += [f"  {name:44} {size / _GIB:7.1f} GiB" for name, size in rows.items()]
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """A training run while it lasts: the objects that the loop uses, and their opening and closing."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,9 @@ from typing import Any
 from sparrow_sglang.rl.collect.base import Collected
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
-from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine, open_engine
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.ladder import Ladder
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import Learner, TrainersLost
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.record import record_start
@@ -22,7 +21,7 @@ from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 
 EngineOpener = Callable[[EngineConfig, str, Mapping[str, Any]], RolloutEngine]
-"""A function with the signature of `open_engine`."""
+"""A function with the signature of `Learner.open_engine`."""
 
 
 class Progress:
@@ -116,17 +115,15 @@ def open_run(
 ) -> Iterator[Run]:
     """Opens a run where its newest checkpoint left it; saves it at the end, also if it ends early.
 
-    `engines` opens the engine instead of `open_engine`.
+    `engines` opens the engine instead of the learner.
 
     Raises `InputError` if `config.run_dir` is in use, holds a run that is not to be resumed,
-    or one that was trained with other settings.
+    or one that was trained with other settings. A run that raises `TrainersLost` is not saved.
     """
-    with owned(config.run_dir), Termination() as termination:
+    with owned(config.run_dir), Termination() as termination, ExitStack() as opened:
         checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
         newest = checkpoints.begin(config, resume, setup.fingerprint)
-        if config.engine.transfer == "broadcast":
-            share_nccl_settings(config.engine.server_args)
-        learner = Learner.load(config)
+        learner = opened.enter_context(closing(_open_learner(config)))
         ladder = Ladder(setup.schedules, config.ladder)
         state = checkpoints.restore(newest, learner) if newest else State()
         if state.ladder:
@@ -152,7 +149,7 @@ def open_run(
                 "random_seed": config.seed + taken,
                 "dtype": str(learner.compute_dtype).removeprefix("torch."),
             } | lora_arguments(config.distill)
-            engine = (engines or open_engine)(setup.engine, setup.model_path, arguments)
+            engine = (engines or learner.open_engine)(setup.engine, setup.model_path, arguments)
             with closing(engine):
                 actor = SparseActor(config, engine, learner, ladder, setup.environment)
                 run = Run(
@@ -168,8 +165,25 @@ def open_run(
                 )
                 try:
                     yield run
-                finally:
-                    run.save()
+                except TrainersLost:
+                    # There is nothing left to save.
+                    raise
+                except BaseException as error:
+                    try:
+                        run.save()
+                    except TrainersLost as lost:
+                        raise error from lost
+                    raise
+                run.save()
+
+
+def _open_learner(config: TrainConfig) -> Learner:
+    if config.cluster is None:
+        return Learner.load(config)
+    # Imported here, as only these runs need Ray.
+    from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
+
+    return RemoteLearner(config)
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

@@ -109,6 +109,7 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from sparrow_sglang.rl.engines.processes import EngineDied
+    from sparrow_sglang.rl.learner import TrainersLost
     from sparrow_sglang.rl.rollout import RolloutError
     from sparrow_sglang.rl.runs.termination import Stopped
     from sparrow_sglang.rl.trainer import train
@@ -117,7 +118,7 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     try:
         folder = train(config, args.resume)
-    except (EngineDied, RolloutError, FloatingPointError) as error:
+    except (EngineDied, RolloutError, TrainersLost, FloatingPointError) as error:
         return _say_where_it_stands(config, f"error: {error}", 1)
     except Stopped as stop:
         return _say_where_it_stands(config, "stopped", int(stop.code or 0))

@@ -1,4 +1,4 @@
-"""A policy sharded over two GPUs with NCCL, and whole runs with an engine on each GPU."""
+"""A policy sharded over two GPUs with NCCL, and whole runs of `[cluster]` on two GPUs."""
 
 import json
 import os
@@ -14,15 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.rl.ranks import ALONE
-from sparrow_sglang.rl.runs.launch import launch
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "story_smollm2.toml"
 SETTINGS = {
-    "distributed.ranks": 2,
     "checkpoint.every_steps": 1,
     "mismatch.sequences": 4,
     "optimizer.lr": 1e-4,
@@ -35,8 +34,7 @@ SETTINGS = {
 
 
 def test_two_gpus_take_the_steps_of_one(tmp_path: Path) -> None:
-    program = [sys.executable, sharded_steps.__file__, str(tmp_path)]
-    assert launch(program, 2) == (0, "")
+    subprocess.run([*TORCHRUN, sharded_steps.__file__, str(tmp_path)], check=True, timeout=400)
     both = [torch.load(tmp_path / f"rank-{rank}") for rank in range(2)]
     alone = sharded_steps.steps(ALONE)
     start = AutoModelForCausalLM.from_pretrained(embedded_model(), dtype=torch.float32)
@@ -75,10 +73,16 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_of_two_gpus_trains_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [{"trainers": 2, "engines": 2, "colocate": "true"}, {"trainers": 1, "engines": 1}],
+    ids=["colocated", "apart"],
+)
+def test_a_run_of_two_gpus_trains_and_goes_on(tmp_path: Path, parts: dict[str, Any]) -> None:
     run_dir = tmp_path / "run"
-    sparrow_train(run_dir, steps=2)
-    sparrow_train(run_dir, "--resume", steps=3)
+    cluster = {f"cluster.{name}": value for name, value in parts.items()}
+    sparrow_train(run_dir, steps=2, **cluster)
+    sparrow_train(run_dir, "--resume", steps=3, **cluster)
     steps = rows(run_dir)
     assert [row["step"] for row in steps] == [0, 1, 2]
     for row in steps:

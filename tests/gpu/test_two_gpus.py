@@ -5,7 +5,6 @@ the engine's own samples; requests are routed to each replica by its rank.
 """
 
 import asyncio
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +20,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
-from sparrow_sglang.rl.engines import weight_broadcast
-from sparrow_sglang.rl.engines.buckets import pack
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.engines.nccl_settings import share_nccl_settings
 from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = [
@@ -278,31 +274,5 @@ def test_a_mixture_of_experts_decodes_as_the_contract_says(
     engine = start(model, **split)
     try:
         assert_decoded_under(64, sample(engine, None), oracles)
-    finally:
-        engine.close()
-
-
-def test_weights_are_broadcast_from_one_gpu_to_the_other(model: str, other_model: str) -> None:
-    """Weights are sent as by a trainer on the first GPU to an engine on the second."""
-    share_nccl_settings({})
-    engine = start(model, **({"base_gpu_id": 1} if ON_GPU else {}))
-    try:
-        store, name = weight_broadcast._listen("127.0.0.1"), f"two-gpus-{os.getpid()}"
-        ours = weight_broadcast._in_background(lambda: weight_broadcast._join(store, 2, name))
-        engine.join("127.0.0.1", store.port, 1, 2, name)
-        group = ours.result(60)
-        trained = AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.float32)
-        trained = trained.to("cuda:0" if ON_GPU else "cpu")
-        engine.prepare_load()
-        for bucket in pack(trained.named_parameters(), engine.dtype):
-            sent = weight_broadcast._in_background(
-                lambda data=bucket.data: weight_broadcast._send(data, group)
-            )
-            engine.receive(bucket.layout(), name, "1")
-            sent.result(60)
-        engine.finish_load("1")
-        assert error(ContractModel(other_model, SCHEDULES[64]), sample(engine, None)) < NOISE
-        assert error(ContractModel(model, SCHEDULES[64]), sample(engine, None)) > 3 * NOISE
-        engine.leave(name)
     finally:
         engine.close()

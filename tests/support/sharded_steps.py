@@ -1,14 +1,13 @@
 """Steps of a policy with the embedded model on this process's GPU.
 
-Each of two ranks runs this file as a program; a single rank calls `steps`.
+torchrun runs this file as a program on two ranks; a single rank calls `steps`.
 """
 
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
-
-from sparrow_sglang.rl.ranks import joined, see_own_gpu
 
 SETTINGS = {
     "float32": ({"dtype": "float32"}, {}),
@@ -66,8 +65,13 @@ def steps(ranks: Any) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    see_own_gpu()
     import torch
+    import torch.distributed as dist
 
-    with joined() as ranks:
-        torch.save(steps(ranks), Path(sys.argv[1]) / f"rank-{ranks.rank}")
+    from sparrow_sglang.rl.ranks import Ranks
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    torch.save(steps(ranks), Path(sys.argv[1]) / f"rank-{ranks.rank}")
+    dist.destroy_process_group()

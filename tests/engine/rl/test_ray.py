@@ -5,8 +5,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any
@@ -19,21 +19,20 @@ import ray
 import torch
 from ascii_task import rows
 from engines import kill, unused_model_files
-from ports import free_port
 from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings, turns_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.rl import train
-from sparrow_sglang.rl.config import EngineConfig, TaskConfig
-from sparrow_sglang.rl.engines import ray_engines, weight_broadcast
-from sparrow_sglang.rl.engines.buckets import Weights, pack
+from sparrow_sglang.rl.cluster import ray_engines, trainer_actor, weight_broadcast
+from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
+from sparrow_sglang.rl.cluster.weight_broadcast import WeightBroadcast
+from sparrow_sglang.rl.config import ClusterConfig, EngineConfig, TaskConfig
+from sparrow_sglang.rl.engines.buckets import pack
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.engines.ray_engines import RayEngines
-from sparrow_sglang.rl.engines.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS, chat_render
 from sparrow_sglang.rl.turns import Environment
-from sparrow_sglang.rl.types import ABORTED
+from sparrow_sglang.rl.types import ABORTED, Group
 
 MARK = "SPARROW_TEST_CLUSTER"
 ENVIRONMENT = {
@@ -55,17 +54,7 @@ def cluster() -> Iterator[None]:
     disabled = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
     # The fork server stays for the tests after these, so it must not carry the mark.
     forkserver.ensure_running()
-    start = RayEngines._start
-
-    def start_at_a_port_of_its_own(engines: RayEngines, slot: int) -> Any:
-        *others, arguments = engines._start_args
-        engines._start_args = *others, arguments | {"nccl_port": free_port()}
-        return start(engines, slot)
-
-    with (
-        mock.patch.dict(os.environ, ENVIRONMENT | disabled),
-        mock.patch.object(RayEngines, "_start", start_at_a_port_of_its_own),
-    ):
+    with mock.patch.dict(os.environ, ENVIRONMENT | disabled):
         try:
             _start_ray()
             yield
@@ -83,7 +72,7 @@ def _start_ray() -> None:
             # Ray starts one worker per CPU in advance; the engines need no CPUs.
             num_cpus=1,
             # The GPUs need not exist, Ray only counts them: a replacement needs the dead engine's.
-            num_gpus=2,
+            num_gpus=4,
             object_store_memory=100 * 2**20,
             include_dashboard=False,
             log_to_driver=False,
@@ -114,23 +103,46 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
     return True
 
 
-def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, monkeypatch):
+def started(count: int, path: str, **arguments: Any) -> RayEngines:
+    cluster = ClusterConfig(engines=count)
+    return RayEngines(cluster, EngineConfig(schedule=ALL), path, arguments)
+
+
+class Sender:
+    """Sends a model's weights as the first trainer does."""
+
+    def __init__(self) -> None:
+        self.broadcast = WeightBroadcast(1)
+
+    def send(self, tensors: Callable[[], Any], version: str, actors: Actors) -> None:
+        for bucket in pack(tensors()):
+            failure = trainer_actor._failure_of(
+                partial(self.broadcast.send, actors, bucket, version)
+            )
+            if failure is not None:
+                self.broadcast.stop()
+                raise failure
+
+    def load(self, engines: RayEngines, model: Any, version: str) -> None:
+        engines.load(partial(self.send, model.state_dict().items, version), version)
+
+
+def test_training_on_colocated_engines_survives_the_death_of_one(cluster, tmp_path, monkeypatch):
     """As with the engine in this process: each step samples from the weights of the last one."""
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     model = ascii_task.save_model_of_bytes(tmp_path / "model")
-    base = settings(model, tmp_path / "run", "dense", steps=3, evaluation={"every_steps": 0})
+    base = settings(model, tmp_path / "run", "dense", steps=2, evaluation={"every_steps": 0})
     arguments = base.engine.server_args | {"sleep_on_idle": True}
     config = base.model_copy(
         update={
-            "engine": EngineConfig(
-                kind="ray", num_engines=2, schedule="dense", server_args=arguments
-            )
+            "engine": EngineConfig(schedule="dense", server_args=arguments),
+            "cluster": ClusterConfig(trainers=2, engines=2, colocate=True),
         }
     )
     stream, killed = RayEngines.stream, []
 
     def doomed(engines, asked, *request):
-        if killed or engines._weights.version != "1":
+        if killed or engines._version != "1":
             yield from stream(engines, asked, *request)
             return
         before = engines.pids
@@ -154,7 +166,7 @@ def test_training_on_two_engines_survives_the_death_of_one(cluster, tmp_path, mo
     train(config)
     assert killed
     written = rows(config.run_dir)
-    assert [row["step"] for row in written] == [0, 1, 2]
+    assert [row["step"] for row in written] == [0, 1]
     assert max(row["training/rollout_probs_diff_max"] for row in written) < FP32
     assert all(row["response_length/mean"] == 60 for row in written)
     assert written[0]["actor/grad_norm"] > 0
@@ -169,16 +181,17 @@ def test_responses_of_several_turns_stop_and_go_on(cluster, tmp_path):
     prompts = ascii_task.load(TaskConfig(name=ascii_task.NAME), chat_render(tokenizer)).train
     arguments = SERVER_ARGS | {"skip_tokenizer_init": False, "grammar_backend": "none"}
     environment = Environment(ascii_task.say_more)
-    engines = RayEngines(1, path, ALL, **arguments)
+    engines = started(1, path, **arguments)
     try:
+        Sender().load(engines, model, "0")
         done, groups = [], {}
         sampling = Sampling(max_new_tokens=200, environment=environment)
-        stream = engines.stream(begun(prompts, 1), sampling, should_stop=lambda: bool(done))
+        stream = engines.stream(begun(prompts, 1), sampling, should_stop=lambda: len(done) > 2)
         for position, group in stream:
             groups[position] = group
             done += [position] if group.finished else []
         left = {at: group for at, group in groups.items() if not group.finished}
-        assert len(groups) == len(prompts) and len(left) > 8
+        assert len(groups) == len(prompts) and len(left) > 4
         gone_on = dict(engines.stream(list(left.values()), sampling))
     finally:
         engines.close()
@@ -196,10 +209,15 @@ def test_responses_of_several_turns_stop_and_go_on(cluster, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def engines(cluster, sharp_llama) -> Iterator[RayEngines]:
+def sender() -> Sender:
+    return Sender()
+
+
+@pytest.fixture(scope="module")
+def engines(cluster, sharp_llama, model, sender) -> Iterator[RayEngines]:
     # Idle schedulers would take the cores from the engine that is starting.
-    arguments = SERVER_ARGS | {"sleep_on_idle": True}
-    engines = RayEngines(2, sharp_llama, ALL, transfer="broadcast", **arguments)
+    engines = started(2, sharp_llama, **SERVER_ARGS, sleep_on_idle=True)
+    sender.load(engines, model, "0")
     yield engines
     engines.close()
 
@@ -260,8 +278,6 @@ def require_from_both(engines, model, version: str) -> None:
         groups = engines.stream(begun(prompts, 2), SAMPLING)
         first = [next(groups) for _ in range(3)]
     rest = list(groups)
-    assert sorted(position for position, _ in first) == [0, 2, 4]
-    assert sorted(position for position, _ in rest) == [1, 3, 5]
     groups = dict(first + rest)
     ordered = [groups[position] for position in range(6)]
     require_complete(ordered, prompts, 2, SAMPLING, version)
@@ -273,6 +289,7 @@ def require_from_both(engines, model, version: str) -> None:
 def test_engines_with_one_seed_sample_independently(engines) -> None:
     """Runs first, while both engines have drawn equally often."""
     groups = engines.generate(PROMPTS[:1] * 2, 1, SAMPLING)
+    assert engines.pids.keys() == {0, 1}
     assert groups[0].rollouts[0].response_ids != groups[1].rollouts[0].response_ids
 
 
@@ -311,24 +328,34 @@ def test_both_engines_stop_and_go_on(engines, model) -> None:
     assert error(model, gone_on.values()) < FP32
 
 
-def test_each_engine_samples_its_share_of_the_checkpoint(engines, model) -> None:
-    require_from_both(engines, model, "default")
-    greedy = Sampling(max_new_tokens=20, temperature=0)
-    groups = engines.generate(PROMPTS, 1, greedy)
-    require_complete(groups, PROMPTS, 1, greedy, "default")
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        ids = torch.tensor([prompt.input_ids])
-        expected = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
-        assert group.rollouts[0].response_ids == tuple(expected.tolist())
+def test_a_group_that_comes_later_goes_to_the_engine_with_less_to_do(engines) -> None:
+    """While another engine still has the groups of the start."""
+    asked, done = begun(PROMPTS[:2], 1), []
+    slow = family(engines.pids[0])
+    more = [begun(PROMPTS[2:], 1), begun(PROMPTS[:1], 1)]
+
+    def more_groups(idle: bool) -> list[Group]:
+        return more.pop() if more and len(done) == 3 - len(more) else []
+
+    with stopped(slow):
+        for position, _ in engines.stream(asked, SAMPLING, None, more_groups):
+            done.append(position)
+            if len(done) == 3:
+                for process in slow:
+                    process.resume()
+    assert done == [1, 2, 3, 0]
 
 
-def test_after_an_update_both_engines_sample_from_the_new_weights(engines, model, changed) -> None:
-    engines.update_weights(changed.state_dict().items(), "1")
+def test_after_an_update_both_engines_sample_from_the_new_weights(
+    engines, sender, model, changed
+) -> None:
+    require_from_both(engines, model, "0")
+    sender.load(engines, changed, "1")
     require_from_both(engines, changed, "1")
     assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) > 100 * FP32
 
 
-def test_an_engine_that_dies_during_an_update_is_replaced(engines, model) -> None:
+def test_an_engine_that_dies_during_an_update_is_replaced(engines, sender, model) -> None:
     before = engines.pids
     scheduler = family(before[1])[0]
 
@@ -337,64 +364,46 @@ def test_an_engine_that_dies_during_an_update_is_replaced(engines, model) -> Non
         if scheduler.is_running():
             scheduler.kill()
 
-    engines.update_weights(Weights(tensors), "2")
+    engines.load(partial(sender.send, tensors, "2"), "2")
     assert engines.pids[0] == before[0] and engines.pids[1] != before[1]
     require_from_both(engines, model, "2")
 
 
-def test_replaced_engines_take_part_in_the_next_update(engines, changed) -> None:
+def test_an_engine_that_dies_in_a_rollout_is_replaced_with_the_weights(engines, model) -> None:
     before = engines.pids
-    engines.update_weights(changed.state_dict().items(), "3")
-    assert engines.pids == before
-    require_from_both(engines, changed, "3")
-
-
-def test_a_broadcast_leaves_nothing_in_the_object_store(engines, model, monkeypatch) -> None:
-    """Only an engine that is replaced later gets the weights through the store."""
-    stored = []
-    put = ray.put
-    monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
-    engines.update_weights(Weights(lambda: model.state_dict().items()), "4")
-    assert not stored
-    before = engines.pids
-    victim = family(before[0])[0]
     stream = engines.stream(begun(MANY, 2), SAMPLING)
     first = next(stream)
-    victim.kill()
+    family(before[0])[0].kill()
     groups = dict([first, *stream])
     assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
-    require_complete([groups[i] for i in range(len(MANY))], MANY, 2, SAMPLING, "4")
-    assert len(stored) == 1
-    require_from_both(engines, model, "4")
-
-
-def test_weights_travel_in_the_dtype_that_engines_compute_in(engines, changed, monkeypatch) -> None:
-    assert engines._dtype is torch.float32
-    monkeypatch.setattr(engines, "_dtype", torch.bfloat16)
-    sent = []
-    send = WeightBroadcast.send
-    monkeypatch.setattr(
-        WeightBroadcast, "send", lambda *args: sent.append(args[2].dtype) or send(*args)
-    )
-    engines.update_weights(changed.state_dict().items(), "5")
-    assert set(sent) == {torch.bfloat16}
-    rounded = deepcopy(changed)
-    with torch.no_grad():
-        for weight in rounded.parameters():
-            weight.copy_(weight.bfloat16())
-    require_from_both(engines, rounded, "5")
+    require_complete([groups[i] for i in range(len(MANY))], MANY, 2, SAMPLING, "2")
+    require_from_both(engines, model, "2")
 
 
 def test_an_engine_that_does_not_receive_ends_the_run_with_what_to_check(
-    engines, model, monkeypatch
+    engines, sender, model, monkeypatch
 ) -> None:
+    sender.load(engines, model, "5")
     monkeypatch.setattr(weight_broadcast, "LIMIT_S", 5.0)
     engines._call_all("prepare_load")
     with stopped(family(engines.pids[1])[:1]):
-        with pytest.raises(EngineDied, match="engines 1 of 2.*NCCL_SOCKET_IFNAME.*object_store"):
-            engines._broadcast.send(engines._actors, bucket_of(model), "6")
-    engines.update_weights(model.state_dict().items(), "6")
+        with pytest.raises(EngineDied, match="engines 1 of 2.*NCCL_SOCKET_IFNAME"):
+            sender.send(model.state_dict().items, "6", engines._actors)
+    monkeypatch.undo()
+    sender.load(engines, model, "6")
     require_from_both(engines, model, "6")
+
+
+def test_an_engine_that_returns_nothing_in_time_is_replaced(engines, model, monkeypatch) -> None:
+    before = engines.pids
+    monkeypatch.setattr(engines, "_timeout_s", 5.0)
+    silent = family(before[1])
+    for process in silent:
+        process.suspend()
+    groups = engines.generate(PROMPTS * 2, 1, SAMPLING)
+    assert engines.pids[0] == before[0] and engines.pids[1] != before[1]
+    require_complete(groups, PROMPTS * 2, 1, SAMPLING, "6")
+    assert wait_until(lambda: not any(process.is_running() for process in silent))
 
 
 def test_engines_that_do_not_join_end_the_run_with_what_to_check(cluster, monkeypatch) -> None:
@@ -406,16 +415,17 @@ def test_engines_that_do_not_join_end_the_run_with_what_to_check(cluster, monkey
 
     actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *_: never.remote()))
     with pytest.raises(EngineDied, match="joining .* within 1 s, engines 0 of 1 did not"):
-        WeightBroadcast(1).start([actor])
+        WeightBroadcast(1).send({0: actor}, bucket_of(torch.nn.Linear(2, 2)), "1")
 
 
-def test_after_a_failed_update_nothing_is_sampled_until_a_good_one(engines, model) -> None:
+def test_after_a_failed_update_nothing_is_sampled_until_a_good_one(engines, sender, model) -> None:
     name, weight = next(iter(model.state_dict().items()))
     with pytest.raises(ZeroDivisionError):
-        engines.update_weights(((name, weight * (1 / i)) for i in (1, 0)), "bad")
-    with pytest.raises(RuntimeError, match="call update_weights first"):
+        wrong = partial(sender.send, lambda: ((name, weight * (1 / i)) for i in (1, 0)), "bad")
+        engines.load(wrong, "bad")
+    with pytest.raises(RuntimeError, match="call `load` first"):
         engines.generate(PROMPTS, 1, SAMPLING)
-    engines.update_weights(model.state_dict().items(), "7")
+    sender.load(engines, model, "7")
     assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) < FP32
 
 
@@ -430,10 +440,3 @@ def test_too_many_deaths_stop_the_run_with_the_reason(engines, monkeypatch) -> N
     with pytest.raises(EngineDied, match=reason):
         list(stream)
     assert wait_until(lambda: not any(process.is_running() for process in victims))
-
-
-def test_more_gpus_than_ray_has_are_refused(cluster) -> None:
-    with pytest.raises(ValueError, match="num_engines=3 with 1 GPUs each: Ray has 2 GPUs"):
-        RayEngines(3, "unused")
-    # The engines did not start Ray, so they must not shut it down.
-    assert ray.is_initialized()

@@ -36,6 +36,8 @@ steps=0: Input should be greater than 0
 run_dir='': expected a path, not an empty string
 seed=-1: Input should be greater than or equal to 0
 model.dtype='fp16': Input should be 'float32' or 'bfloat16'
+cluster.trainers=0: Input should be greater than 0
+cluster=2: Input should be a valid table
 engine.server_args=3: Input should be a valid table
 checkpoint.every_steps=-1: Input should be greater than or equal to 0
 logging.wandb_project='': String should have at least 1 character
@@ -68,12 +70,13 @@ def test_a_value_outside_its_bounds_is_named_with_them(line: str) -> None:
 def test_values_of_the_file_arrive(tmp_path: Path) -> None:
     text = (
         LEAST + "[task.options]\ndigits = 3\n[algorithm]\ncorrection = 'mask'\n"
-        "[engine]\nkind = 'ray'\nnum_engines = 2\nserver_args = {tp_size = 2}\n"
+        "[engine]\nserver_args = {tp_size = 2}\n[cluster]\nengines = 3\n"
     )
     config = load(tmp_path, text)
     assert config.task.options == {"digits": 3}
     assert config.algorithm.correction == "mask"
     assert config.engine.server_args == {"tp_size": 2}
+    assert config.cluster is not None and config.cluster.gpus == 4
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,11 @@ def test_values_of_the_file_arrive(tmp_path: Path) -> None:
             "[rollout]\nmax_new_tokens = 8\noverlong_tokens = 9",
             "overlong_tokens=9 with max_new_tokens=8: expected at most as many",
         ),
-        ("[engine]\nnum_engines = 2", "num_engines=2 with kind='local': expected 1"),
+        (
+            "[cluster]\ntrainers = 4\ncolocate = true",
+            "engines=1 of 1 GPUs with colocate=true and trainers=4: expected as many GPUs of eng",
+        ),
+        ("[cluster]\ntrainer = 4", r"\[cluster\] unknown key 'trainer': did you mean 'trainers'"),
         ("steps = 3 3", "not TOML"),
         ("[mismatch]\nsequences = true", "mismatch.sequences=True is not allowed: .* integer"),
         ("[mismatch]\nsequences = '16'", "mismatch.sequences='16' is not allowed: .* integer"),
@@ -114,7 +121,7 @@ def test_values_of_the_file_arrive(tmp_path: Path) -> None:
             r"optimizer.betas=\(?\[?0.9.* is not allowed: expected 2 val",
         ),
         ("[model]\ndtype = {a = 1}", r"model.dtype=\{'a': 1\} is not allowed: .* 'float32' or"),
-        ("[engine]\nkind = '" + "x" * 9000 + "'", r"engine.kind='xxx.{,300}$"),
+        ("[model]\ndtype = '" + "x" * 9000 + "'", r"model.dtype='xxx.{,300}$"),
         ('[task.a]\n"\\u0000\\n" = 1', r"\[task\] unknown key 'a'"),
         ('[optimizer]\n"a\\nb" = 1', r"unknown key 'a\\nb': did you mean"),
         ("[task.options]\na = " + "[" * 5000, r"not TOML \(maximum recursion"),

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, Qwen3MoeCo
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import model_folder
-from sparrow_sglang.rl import trainer
+from sparrow_sglang.rl import learner, trainer
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.runs import memory_check, run
+from sparrow_sglang.rl.runs import memory_check
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS, load_task
 
@@ -64,9 +64,13 @@ from sparrow_sglang.rl.tasks import TASKS, load_task
             "ladder.schedules: names are fixed-64, fixed-48, fixed-48, that of engine.schedule",
         ),
         (
-            'engine = { kind = "ray", schedule = "fixed-48", transfer = "broadcast",'
-            " server_args = { pp_size = 2 } }",
-            "[engine] server_args.pp_size=2 with transfer='broadcast': SGLang gives all",
+            'engine = { schedule = "fixed-48", server_args = { tp_size = 2 } }\n'
+            "cluster = { gpus_per_engine = 4 }",
+            "engine.server_args.tp_size=2 with [cluster]: expected 4, as an engine is split by",
+        ),
+        (
+            'engine = { schedule = "fixed-48", server_args = { pp_size = 2 } }\ncluster = {}',
+            "engine.server_args.pp_size=2 with [cluster]: expected 1, as an engine is split by",
         ),
         ('logging = { wandb_project = "x" }', "logging.wandb_project='x': the package wandb"),
         (
@@ -141,7 +145,7 @@ def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
     def no_engine(*args):
         raise EngineDied("not started")
 
-    monkeypatch.setattr(run, "open_engine", no_engine)
+    monkeypatch.setattr(learner, "open_engine", no_engine)
     for schedule, said in [
         ("qwen3-8b-0.86", "schedule qwen3-8b-0.86: calibrated for Qwen3-8B, not for this model"),
         ("fixed-48", ""),
@@ -191,7 +195,7 @@ def test_models_that_cannot_be_trained_are_named_before_they_are_loaded(tmp_path
 
 
 def test_a_check_estimates_the_memory_and_starts_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run, "open_engine", None)
+    monkeypatch.setattr(learner, "open_engine", None)
     path = tmp_path / "run.toml"
     path.write_text(
         f'run_dir = "{tmp_path}/run"\n[task]\nname = "story"\n[distill]\nenabled = true\n'

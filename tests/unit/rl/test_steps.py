@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.report.run_files import json_lines
-from sparrow_sglang.rl import evaluation, ladder, loss, reference_policy, trainer
+from sparrow_sglang.rl import evaluation, ladder, learner, loss, reference_policy, trainer
 from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
@@ -29,7 +29,7 @@ from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.loss import PolicyLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling, sample_request
-from sparrow_sglang.rl.runs import run, termination
+from sparrow_sglang.rl.runs import termination
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
@@ -50,7 +50,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sampler]:
         opened.append(Sampler(*args))
         return opened[-1]
 
-    monkeypatch.setattr(run, "open_engine", open_engine)
+    monkeypatch.setattr(learner, "open_engine", open_engine)
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     return opened
 
@@ -152,7 +152,7 @@ def test_a_run_of_such_gradients_ends_with_one_error_and_a_checkpoint(
     assert [row["actor/skipped_steps"] for row in written] == [0, 2, 2, 2]
     # The run goes on from that checkpoint once the cause is gone.
     monkeypatch.undo()
-    monkeypatch.setattr(run, "open_engine", Sampler)
+    monkeypatch.setattr(learner, "open_engine", Sampler)
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     trainer.train(TrainConfig.parse(config | {"steps": 5}), resume=True)
     assert rows(tmp_path / "run")[-1]["actor/skipped_steps"] == 0

@@ -1,0 +1,1 @@
+"""Trainer workers and engines as Ray actors, on one host or many: the section `[cluster]`."""

@@ -1,0 +1,70 @@
+"""The Ray cluster of a run, and what its actors have in common."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.rl.config import ClusterConfig
+
+_NCCL_ARGUMENTS = {
+    "NCCL_CUMEM_ENABLE": ("enable_symm_mem",),
+    "NCCL_NVLS_ENABLE": ("enable_symm_mem", "enable_nccl_nvls"),
+}
+"""Variables that SGLang sets in its processes, 0 unless one of these arguments is true
+(`_set_envs_and_config` in 0.5.17)."""
+
+
+@contextmanager
+def connected(config: ClusterConfig) -> Iterator[None]:
+    """This process as a driver of Ray: of the cluster that `RAY_ADDRESS` names or that runs on this
+    machine, else of one that is started here and ended with the block.
+
+    Raises `InputError` if the cluster has GPUs, but fewer than `config` needs.
+    """
+    started = not ray.is_initialized()
+    if started:
+        # Ray's processes have half a minute to start, which is too short if cores are busy.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+        # Ray's workers have a low priority, at which engines starve beside trainers on the CPU.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        ray.init(include_dashboard=False, log_to_driver=False)
+    try:
+        gpus, needed = ray_gpus(), config.gpus
+        if 0 < gpus < needed:
+            raise InputError(
+                f"cluster.trainers={config.trainers}, engines={config.engines} of"
+                f" {config.gpus_per_engine} GPUs, colocate={str(config.colocate).lower()}: they"
+                f" need {needed} GPUs, and Ray has {gpus}; lower them, or add hosts by `ray start`"
+            )
+        yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def ray_gpus() -> int:
+    """GPUs of all hosts of the Ray cluster."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def actor_options(server_args: Mapping[str, Any], **variables: str) -> dict[str, Any]:
+    """Ray's options of an actor that needs no CPU of its own.
+
+    It imports from the same folders as this process, for tasks and rewards of the user, and has the
+    environment `variables` and NCCL's settings. Trainers must have those of SGLang's processes,
+    which depend on `server_args`: otherwise two GPUs of one host would exchange memory handles of
+    different kinds, and wait for each other for ever. A value that the user has exported stays.
+    """
+    for name, arguments in _NCCL_ARGUMENTS.items():
+        wanted = any(server_args.get(argument) for argument in arguments)
+        variables[name] = "1" if wanted else os.environ.get(name, "0")
+    installed = (sys.prefix, sys.base_prefix)
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    own = [folder for folder in folders if not folder.startswith(installed)]
+    variables["PYTHONPATH"] = os.pathsep.join(own)
+    return {"num_cpus": 0, "runtime_env": {"env_vars": variables}}

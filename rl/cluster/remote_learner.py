@@ -1,0 +1,198 @@
+"""The learner of a run with `[cluster]`: the same calls as `Learner`, on all trainer workers.
+
+In: a step's responses, once for all workers of a host. Out: what the first worker returns. Weights
+never pass through this process.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.rl.acceptance import Acceptance
+from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
+from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus
+from sparrow_sglang.rl.cluster.trainer_actor import SharedBatch, TrainerActor
+from sparrow_sglang.rl.config import EngineConfig, TrainConfig
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
+from sparrow_sglang.rl.learner import Learner, Scored, TrainersLost, Updated
+from sparrow_sglang.rl.ranks import Ranks
+from sparrow_sglang.schedule import BudgetSchedule
+
+PLACEMENT_TIMEOUT_S = 600.0
+"""Time for Ray to find GPUs for all trainer workers, as after a host has disappeared."""
+
+_GRACE_S = 30.0
+"""Time for other workers to fail or end once one has failed; they may wait for it for ever."""
+
+
+class RemoteLearner(Learner):
+    """A learner that stands for the workers of `config.cluster`."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Start the workers and load the model.
+
+        Raises:
+            TrainersLost: a worker died, or Ray has no GPUs for all.
+            InputError: the GPUs that colocated engines would share are on different hosts.
+        """
+        assert config.cluster is not None, "a run without [cluster] has a learner of its own"
+        self._cluster = cluster = config.cluster
+        self._config = config
+        self._held: tuple[Batch, SharedBatch] | None = None
+        self._workers: list[Any] = []
+        world, limit = cluster.trainers, cluster.collective_timeout_s
+        unit = {"GPU": 1.0} if ray_gpus() else {"CPU": 0.01}
+        self._group: PlacementGroup = placement_group([unit] * world, strategy="PACK")
+        try:
+            if not self._group.wait(PLACEMENT_TIMEOUT_S):
+                raise TrainersLost(
+                    f"cluster.trainers={world}: Ray has not found their GPUs within"
+                    f" {PLACEMENT_TIMEOUT_S:.0f} s; see `ray status`"
+                )
+            options = actor_options(config.engine.server_args) | {"num_gpus": unit.get("GPU", 0)}
+            self._workers = [self._start(options, bundle) for bundle in range(world)]
+            found = self._all("place")
+            # Neighbours in rank are on the same host, where NCCL is fastest.
+            order = sorted(range(world), key=lambda index: found[index])
+            self._workers = [self._workers[index] for index in order]
+            self._places = [found[index] for index in order]
+            address = self._get([self._workers[0].listen.remote(limit)])[0]
+            self._get(
+                [
+                    worker.join.remote(address, Ranks(rank, world), limit)
+                    for rank, worker in enumerate(self._workers)
+                ]
+            )
+            self._dtype: torch.dtype = self._all("load", config)[0]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def open_engine(
+        self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
+    ) -> RayEngines:
+        """All engines of `[cluster]`."""
+        places = self._engine_places() if self._cluster.colocate else []
+        return RayEngines(self._cluster, config, model_path, defaults, places)
+
+    def score(self, batch: Batch) -> Scored:
+        result: Scored = self._call("score", self._shared(batch))
+        return result
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        result: torch.Tensor | None = self._call("reference_logprobs", self._shared(batch))
+        return result
+
+    def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
+        result: Acceptance | None = self._call("acceptance", self._shared(batch), schedule)
+        return result
+
+    def update(
+        self,
+        batch: Batch,
+        scored: Scored,
+        weights: torch.Tensor | None,
+        reference: torch.Tensor | None,
+        lr: float,
+    ) -> Updated:
+        shared = self._shared(batch)
+        result: Updated = self._call("update", shared, scored, weights, reference, lr)
+        return result
+
+    def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
+        result: dict[str, float] = self._call("distill", self._shared(batch), schedule)
+        return result
+
+    def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
+        assert isinstance(engine, RayEngines), "trainers on Ray send weights to engines on Ray"
+        engine.resume()
+
+        def send(actors: Actors) -> str | None:
+            cluster = self._cluster
+            about = (cluster.gpus_per_engine, cluster.colocate, engine.dtype, version, adapted)
+            sent: str | None = self._call("send", dict(actors), *about)
+            return sent
+
+        return engine.load(send, version)
+
+    def save(self, folder: Path) -> None:
+        self._call("save", folder)
+
+    def restore(self, folder: Path) -> None:
+        self._call("restore", folder)
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers:
+            ray.kill(worker)
+        remove_placement_group(self._group)
+
+    def _start(self, options: Mapping[str, Any], bundle: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
+        # Any: Ray's handles are typed as if calls through them were plain attributes.
+        kind: Any = ray.remote(**options, scheduling_strategy=strategy)(TrainerActor)
+        return kind.remote()
+
+    def _engine_places(self) -> list[tuple[str, str]]:
+        """For each engine the node and the CUDA devices of the trainers whose GPUs it shares."""
+        size, places = self._cluster.gpus_per_engine, []
+        for first in range(0, len(self._places), size):
+            nodes, devices = zip(*self._places[first : first + size], strict=True)
+            if len(set(nodes)) > 1:
+                raise InputError(
+                    f"cluster.gpus_per_engine={size} with colocate=true: the trainers' GPUs are on"
+                    " several hosts, of which one has no multiple of that; expected a divisor of"
+                    " the GPUs of each host"
+                )
+            places.append((nodes[0], ",".join(devices)))
+        return places
+
+    def _shared(self, batch: Batch) -> SharedBatch:
+        """The batch in Ray's object store, where it stays as long as calls are about it."""
+        if self._held is None or self._held[0] is not batch:
+            self._held = batch, SharedBatch(ray.put(batch))
+        return self._held[1]
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """What `method` of the learner returns on the first worker, once all are done."""
+        # Stored once, instead of once for each worker.
+        stored = ray.put(arguments)
+        return self._get([worker.call.remote(method, stored) for worker in self._workers])[0]
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._get([getattr(worker, method).remote(*arguments) for worker in self._workers])
+
+    def _get(self, calls: list[Any]) -> list[Any]:
+        """The workers' results; raises what they raise, or `TrainersLost` if one is gone."""
+        waiting, deadline = list(calls), float("inf")
+        error: RayTaskError | None = None
+        while waiting:
+            left = None if error is None else max(0.0, deadline - time.monotonic())
+            done, waiting = ray.wait(waiting, timeout=left)
+            if not done:
+                ranks = [str(rank) for rank, call in enumerate(calls) if call in waiting]
+                raise TrainersLost(
+                    f"a trainer worker failed, and rank {', '.join(ranks)} waits for it: {error}"
+                )
+            try:
+                ray.get(done)
+            except RayActorError as lost:
+                raise TrainersLost(f"a trainer worker died: {lost}") from error or lost
+            except RayTaskError as failed:
+                error, deadline = error or failed, time.monotonic() + _GRACE_S
+        if error is not None:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        return ray.get(calls)

@@ -1,0 +1,172 @@
+"""Weights from the first trainer worker to engines: NCCL between GPUs, gloo between CPUs.
+
+In: packed weights on the worker's device. Out: the same bucket, loaded by every engine.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from sparrow_sglang.rl.engines.buckets import Bucket
+from sparrow_sglang.rl.engines.processes import EngineDied
+
+LIMIT_S = 180.0
+"""Time limit for all engines to join, and for one bucket to be sent and loaded; the first bucket's
+time includes the set-up of NCCL's connections."""
+
+_END_S = 10.0
+
+
+class BroadcastTimeout(EngineDied):
+    """The trainer and the engines did not reach each other in time; they may wait for ever."""
+
+
+class WeightBroadcast:
+    """The process group of this process, which is rank 0, and the ranks of engines.
+
+    If `send` raises, call `stop`: an engine is gone, or machines cannot reach each other.
+    """
+
+    def __init__(self, ranks_per_engine: int) -> None:
+        self._ranks = ranks_per_engine
+        self._actors: Mapping[int, Any] = {}
+        self._name = ""
+        self._group: Any = None
+
+    def send(self, actors: Mapping[int, Any], bucket: Bucket, version: str) -> None:
+        """Broadcast one bucket to `actors`, by their numbers, and wait until all have loaded it.
+
+        The process group is made again if the actors are others than before.
+
+        Raises:
+            BroadcastTimeout: not all have joined, or loaded the bucket, within `LIMIT_S`.
+        """
+        if self._actors != actors:
+            self.stop()
+            self._start(actors)
+        deadline = time.monotonic() + LIMIT_S
+        received = {
+            slot: actor.call.remote("receive", bucket.layout(), self._name, version)
+            for slot, actor in actors.items()
+        }
+        data = bucket.data.to("cuda" if torch.cuda.is_available() else "cpu")
+        group = self._group
+        # In a thread, because NCCL connects within this call, and would wait for a dead engine.
+        sent = _in_background(lambda: _send(data, group))
+        what = f"sending {data.nbytes / 2**20:.0f} MiB of weights by broadcast"
+        _require_all(received, deadline, what)
+        _require(sent, deadline, what)
+
+    def stop(self) -> None:
+        """Leave the group; the next `send` makes a new one."""
+        if not self._name:
+            return
+        for actor in self._actors.values():
+            actor.leave.remote(self._name)
+        group = self._group
+        self._name, self._group, self._actors = "", None, {}
+        if group is not None:
+            # The wait is limited, as ending NCCL waits for any call that is stuck in it.
+            wait([_in_background(lambda: _destroy(group))], _END_S)
+
+    def _start(self, actors: Mapping[int, Any]) -> None:
+        self._name, self._actors = f"sparrow-weights-{uuid.uuid4().hex[:8]}", dict(actors)
+        name, address = self._name, ray.util.get_node_ip_address()
+        store = listen(address, LIMIT_S)
+        port, world = store.port, 1 + len(actors) * self._ranks
+        deadline = time.monotonic() + LIMIT_S
+        joined = {
+            slot: actor.call.remote("join", address, port, 1 + index * self._ranks, world, name)
+            for index, (slot, actor) in enumerate(actors.items())
+        }
+        # In a thread, because the call would wait up to the limit for an engine that has died.
+        ours = _in_background(lambda: _join(store, world, name))
+        what = f"joining the weight broadcast at {address}:{port}"
+        _require_all(joined, deadline, what)
+        self._group = _require(ours, deadline, what)
+
+
+def listen(address: str, limit_s: float) -> dist.TCPStore:
+    """The store where the ranks of a group find each other; it holds its port from now on."""
+    limit = timedelta(seconds=limit_s)
+    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+
+def _join(store: dist.TCPStore, world: int, name: str) -> Any:
+    from sglang.srt.utils import init_custom_process_group
+
+    return init_custom_process_group(
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        # The same prefix as SGLang's ranks use, which get an address instead of a store.
+        store=dist.PrefixStore(name, store),
+        timeout=timedelta(seconds=LIMIT_S),
+        world_size=world,
+        rank=0,
+        group_name=name,
+    )
+
+
+def _send(data: torch.Tensor, group: Any) -> None:
+    dist.broadcast(data, group=group, group_src=0)
+    if data.is_cuda:
+        # The caller may reuse the memory once this returns.
+        torch.cuda.current_stream(data.device).synchronize()
+
+
+def _destroy(group: Any) -> None:
+    if torch.cuda.is_available():
+        # Destroying an NCCL group the regular way may wait for ranks that are gone.
+        dist.distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
+def _in_background(call: Callable[[], Any]) -> "Future[Any]":
+    """Run `call` in a thread that does not keep the process from ending; returns its future."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="sparrow-weights", daemon=True).start()
+    return future
+
+
+def _require_all(answers: Mapping[int, Any], deadline: float, what: str) -> None:
+    """Wait for engines' answers; raises the first error among them as soon as it arrives."""
+    waiting = list(answers.values())
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            missing = [str(slot) for slot, answer in answers.items() if answer in waiting]
+            raise _too_late(what, f"engines {', '.join(missing)} of {len(answers)}")
+        ray.get(done)
+
+
+def _require(future: "Future[Any]", deadline: float, what: str) -> Any:
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        if future.done():
+            raise
+        raise _too_late(what, "the trainer") from None
+
+
+def _too_late(what: str, who: str) -> BroadcastTimeout:
+    return BroadcastTimeout(
+        f"{what} was not done within {LIMIT_S:.0f} s, {who} did not get through: check that the"
+        " hosts reach each other on all ports, that NCCL_SOCKET_IFNAME names the right network and"
+        " every NCCL_* variable is the same on all of them (NCCL_DEBUG=INFO says what NCCL waits"
+        " for)"
+    )

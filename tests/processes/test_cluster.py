@@ -1,0 +1,202 @@
+"""Runs of several trainer workers and engines write what a run in one process writes.
+
+Two raylets on this machine stand for two hosts. Engines are stand-ins that draw the same samples in
+whatever process.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ascii_task
+import pytest
+import ray
+import torch
+from ascii_task import rows
+from cluster_engine import Repeatable, start_repeatable
+from ray.cluster_utils import Cluster
+from reward_groups import scores_of
+from sampler import TOKENS
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.rl import learner, trainer
+from sparrow_sglang.rl.cluster import ray_engines
+from sparrow_sglang.rl.cluster.ray_engines import RayEngines
+from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.runs.termination import Stopped
+from sparrow_sglang.rl.tasks import TASKS
+from sparrow_sglang.rl.tasks.rewards import RewardPool
+
+DISTILL = {
+    "distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3, "policy_loss": 0.5},
+}
+# From a schedule that reads everything to one that does not, after the first step.
+LADDER = {
+    "engine": {"schedule": "fixed-64"},
+    "ladder": {"schedules": ["fixed-48"], "target": 0.01, "patience": 1, "min_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    # Under a fixed schedule the first sparse layer is the third one.
+    sizes = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 3}
+    return ascii_task.save_model_of_bytes(
+        tmp_path_factory.mktemp("bytes"), **sizes, intermediate_size=64, num_key_value_heads=1
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    variables = {
+        "RAY_raylet_start_wait_time_s": "120",
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        # Ray counts the GPUs, which need not exist.
+        node = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 100 * 2**20}
+        hosts = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        try:
+            hosts.add_node(**node)
+            ray.init(hosts.address, log_to_driver=False)
+            yield hosts
+        finally:
+            ray.shutdown()
+            hosts.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner, "open_engine", Repeatable)
+    monkeypatch.setattr(ray_engines, "START", start_repeatable)
+    monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
+    score = partial(scores_of, reward=ascii_task.reward)
+    monkeypatch.setattr(RewardPool, "score", lambda pool, groups: score(groups))
+
+
+def settings(model: str, run_dir: Path, **sections: Any) -> TrainConfig:
+    fields = {
+        "run_dir": run_dir,
+        "steps": 2,
+        "task": {"name": ascii_task.NAME},
+        "model": {"path": model, "gradient_checkpointing": False, "micro_batch_tokens": 200},
+        "engine": {"schedule": "fixed-48"},
+        "rollout": {
+            "prompts_per_step": 2,
+            "samples_per_prompt": 3,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": TOKENS,
+        },
+        "mismatch": {"sequences": 3},
+        "optimizer": {"lr": 1e-4},
+        "evaluation": {"every_steps": 0, "prompts": 3},
+        "logging": {"tensorboard": False},
+        "checkpoint": {"every_steps": 1},
+    }
+    return TrainConfig.parse(fields | sections)
+
+
+def untimed(run_dir: Path) -> list[dict[str, float]]:
+    timed = ("timing_s/", "sparrow/rollout_tokens_per_s")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(timed)}
+        for row in rows(run_dir)
+    ]
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step-{step:06d}" / "model"
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def require_same(one: TrainConfig, other: TrainConfig) -> None:
+    for alone, both in zip(untimed(one.run_dir), untimed(other.run_dir), strict=True):
+        assert both == pytest.approx(alone, rel=1e-5, abs=1e-5)
+    for name, weight in weights(one.run_dir, one.steps).items():
+        found = weights(other.run_dir, other.steps)[name]
+        torch.testing.assert_close(found, weight, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sections"),
+    [
+        (
+            {"trainers": 2, "engines": 1},
+            {"algorithm": {"mini_batches": 2}, "evaluation": {"every_steps": 2, "prompts": 3}}
+            | DISTILL,
+        ),
+        (
+            {"trainers": 2, "engines": 2, "colocate": True},
+            {"algorithm": {"old_logprobs": "update", "kl_coefficient": 0.1}} | LADDER,
+        ),
+    ],
+    ids=["2x1 apart", "2x2 colocated"],
+)
+def test_a_cluster_reports_and_saves_what_one_process_does(
+    cluster: Cluster, model: str, tmp_path: Path, parts: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    one, many = (settings(model, tmp_path / name, **sections) for name in ("one", "many"))
+    trainer.train(one)
+    many = TrainConfig.parse(many.model_dump() | {"cluster": parts})
+    folder = trainer.train(many)
+    assert folder == many.run_dir / "checkpoints" / "step-000002"
+    require_same(one, many)
+
+
+def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
+    cluster: Cluster, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = settings(model, tmp_path / "whole", **DISTILL, steps=4)
+    trainer.train(whole)
+    parts = {"cluster": {"trainers": 2, "engines": 2}}
+    config = settings(model, tmp_path / "parts", **DISTILL, **parts, steps=3)
+    call, stream = RemoteLearner._call, RayEngines.stream
+    engines_of_the_run: list[RayEngines] = []
+    left = ["engine in rollout", "engine in send", "trainer in update", "driver in rollout"]
+
+    def doomed(learner: RemoteLearner, method: str, *arguments: Any) -> Any:
+        if method == "send" and left[0] == "engine in send":
+            left.pop(0)
+            os.kill(engines_of_the_run[-1].pids[1], signal.SIGKILL)
+        if method == "update" and left[0] == "trainer in update":
+            left.pop(0)
+            getpid = learner._workers[1].__ray_call__.remote(lambda _: os.getpid())
+            os.kill(ray.get(getpid), signal.SIGKILL)
+        return call(learner, method, *arguments)
+
+    def interrupted(engines: RayEngines, *arguments: Any) -> Iterator[Any]:
+        engines_of_the_run.append(engines)
+        for number, answer in enumerate(stream(engines, *arguments)):
+            if number == 0 and left[0] == "engine in rollout":
+                left.pop(0)
+                os.kill(engines.pids[0], signal.SIGKILL)
+            elif number == 0 and left == ["driver in rollout"] and engines._version == "2":
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteLearner, "_call", doomed)
+        patch.setattr(RayEngines, "stream", interrupted)
+        with pytest.raises(Stopped) as stopped:
+            trainer.train(config)
+    assert stopped.value.code == 128 + signal.SIGTERM and left == ["driver in rollout"]
+    # The trainer that died had not finished step 1, which was then taken once.
+    assert [row["step"] for row in rows(config.run_dir)] == [0, 1]
+    trainer.train(config, resume=True)
+    alone = TrainConfig.parse(config.model_dump() | {"cluster": None, "steps": 4})
+    trainer.train(alone, resume=True)
+    require_same(whole, alone)
+
+
+def test_fewer_gpus_than_needed_are_refused(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    parts = {"cluster": {"trainers": 3, "engines": 1, "gpus_per_engine": 2}}
+    with pytest.raises(InputError, match="they need 5 GPUs, and Ray has 4; lower them, or add"):
+        trainer.train(settings(model, tmp_path / "run", **parts))
