@@ -70,13 +70,13 @@ def test_a_value_outside_its_bounds_is_named_with_them(line: str) -> None:
 def test_values_of_the_file_arrive(tmp_path: Path) -> None:
     text = (
         LEAST + "[task.options]\ndigits = 3\n[algorithm]\ncorrection = 'mask'\n"
-        "[engine]\nserver_args = {tp_size = 2}\n[cluster]\nengines = 3\n"
+        "[engine]\nserver_args = {tp_size = 2}\n[cluster]\nengines = 3\ngpus_per_engine = 2\n"
     )
     config = load(tmp_path, text)
     assert config.task.options == {"digits": 3}
     assert config.algorithm.correction == "mask"
     assert config.engine.server_args == {"tp_size": 2}
-    assert config.cluster is not None and config.cluster.gpus == 4
+    assert config.cluster is not None and config.cluster.gpus == 7
 
 
 @pytest.mark.parametrize(
