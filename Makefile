@@ -3,6 +3,7 @@
 # make unit    the tests that need neither engine nor server, in a minute or two
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
+# make mutants break the code in known ways, and see that tests notice; WORD=audit chooses some
 # make lint    ruff and mypy
 # make test-frameworks   what we rely on in verl, and in the slime checkout that SLIME=... names, each
 #              in an environment of its own
@@ -25,7 +26,7 @@ TRAINING := tests/unit/rl
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-unit test-gpu test-processes test-frameworks test-sglang test-versions soak fuzz lint setup clean
+.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-unit test-gpu test-processes test-frameworks test-sglang test-versions soak fuzz mutants lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -94,6 +95,9 @@ soak: $(STAMP)
 fuzz: $(STAMP)
 	SPARROW_FUZZ_CASES=$${CASES:-100000} SPARROW_FUZZ_SEED=$${SEED:-0} $(BIN)/python -m pytest -s \
 		--timeout 0 tests/server/test_fuzz.py
+
+mutants: $(STAMP)
+	$(BIN)/python tools/mutants.py $(WORD)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
