@@ -16,6 +16,8 @@ REST = {
     "response_length/mean": 100.0,
     "sparrow/rollout_tokens_per_s": 1.0,
     "timing_s/step": 1.0,
+    "sparrow/kv_tokens_read": 1.0,
+    "sparrow/kv_tokens_cached": 2.0,
 }
 
 
