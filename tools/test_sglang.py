@@ -47,7 +47,7 @@ def environment(version: str) -> Path:
     left_out = [f"{name}; sys_platform == 'none'" for name in LEFT_OUT.get(version, ())]
     overrides.write_text("\n".join([f"sglang=={version}", *left_out]))
     install = [uv, "pip", "install", "-q", "--python", python]
-    subprocess.run([*install, "-e", f"{ROOT}[dev,rl]", "--override", overrides], check=True)
+    subprocess.run([*install, "-e", f"{ROOT}[dev,report,rl]", "--override", overrides], check=True)
     subprocess.run([*install, "--no-deps", EMBEDDED_MODEL], check=True)
     return python
 

@@ -1,7 +1,10 @@
 """Counts that are too small are one line with the option, its value and what is allowed."""
 
+from importlib.metadata import version
+
 import pytest
 
+import sparrow_sglang
 from sparrow_sglang.commands import cli
 
 
@@ -20,3 +23,8 @@ def test_counts_that_are_too_small(
         cli.main(["calibrate", "--model-path", "m", *words])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"sparrow calibrate: error: {message}")
+
+
+def test_the_package_shows_its_names_and_its_version() -> None:
+    assert set(dir(sparrow_sglang)) == {*sparrow_sglang.__all__, "__version__"}
+    assert sparrow_sglang.__version__ == version("sparrow-sglang")

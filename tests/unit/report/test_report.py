@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
@@ -479,3 +480,12 @@ def test_wrong_input_is_one_line_and_writes_nothing(
     assert error.startswith("sparrow report: error: ") and error.count("\n") == 1
     assert message in error
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_package_is_one_line_with_the_command_that_installs_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "r.html")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'sparrow-sglang[report]'" in line
