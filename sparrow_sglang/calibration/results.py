@@ -134,6 +134,7 @@ def make_schedule(
             " of the exact acceptance rate over sparsely decoded tokens",
             "percentile": TAIL_PERCENTILE,
             "confidence": CONFIDENCE,
+            "interval": "jackknife over prompts, Student's t",
             "min_tokens": min_tokens,
             "bins": [_bin_evidence(choice) for choice in choices],
             **rest,
