@@ -1,11 +1,11 @@
 """Training configurations: what they default to, and what they refuse in one line."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.config.overrides import with_overrides
@@ -173,19 +173,6 @@ def test_the_examples_are_valid(path: str, task: str) -> None:
     assert TrainConfig.load(EXAMPLES / path).task.name == task
 
 
-def sections(config: type[BaseModel]) -> list[type[BaseModel]]:
-    kinds: list[Any] = [field.annotation for field in config.model_fields.values()]
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-
-
-def test_every_field_is_documented() -> None:
-    kinds = sections(TrainConfig)
-    assert len(kinds) == 12
-    for section in kinds:
-        for name, field in section.model_fields.items():
-            assert field.description, f"{section.__name__}.{name}"
-
-
 def test_settings_of_the_command_line_replace_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text(LEAST + "[optimizer]\nlr = 1.0\ngrad_clip = 2.0\n")
@@ -236,3 +223,23 @@ def test_a_wrong_setting_of_the_command_line_is_one_line(
     with pytest.raises(InputError, match=message) as refused:
         TrainConfig.load(path, [setting])
     assert "\n" not in str(refused.value)
+
+
+def test_the_printed_defaults_are_those_of_the_least_file_and_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--defaults"]) == 0
+    text = capsys.readouterr().out
+    loaded = load(tmp_path, text)
+    assert loaded == TrainConfig.parse({"run_dir": "runs/my-run", "task": {"name": "story"}})
+    explained = " ".join(line.removeprefix("# ") for line in text.splitlines())
+    sections = [field.annotation for field in TrainConfig.model_fields.values()]
+    kinds = [kind for kind in sections if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    assert len(kinds) >= 12
+    for section in (TrainConfig, *kinds):
+        for name, field in section.model_fields.items():
+            if field.annotation not in kinds:
+                assert name in text
+                assert " ".join((field.description or "missing").split()) in explained, name
+    assert main(["train"]) == 2
+    assert "sparrow train --defaults prints one" in capsys.readouterr().err

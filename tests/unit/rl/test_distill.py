@@ -221,24 +221,6 @@ def test_the_policy_loss_takes_the_ratios_of_a_response_of_several_parts_togethe
     assert found == pytest.approx((-weights * advantages).mean(), abs=1e-4)
 
 
-def test_the_policy_loss_makes_rewarded_responses_likelier(sharp_llama):
-    policy = new_policy(sharp_llama)
-    adapter = SparseAdapter(policy, settings(policy_loss=10.0))
-
-    def means() -> list[float]:
-        with adapter.enabled():
-            return [float(x.mean()) for x in policy.score(SEQUENCES, schedule=SCHEDULE)]
-
-    before = means()
-    for _ in range(5):
-        actor = torch.cat(policy.score(SEQUENCES, schedule=SCHEDULE))
-        advantages = torch.tensor([1.0] * 150 + [-1.0] * 60)
-        term = PolicyTerm(actor, advantages, [150, 60], AlgorithmConfig())
-        adapter.step(SEQUENCES, SCHEDULE, term)
-    after = means()
-    assert after[0] > before[0] + 0.05 and after[1] < before[1] - 0.05
-
-
 def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
     lengths = [3, 1, 4, 2, 5]
     groups = []
