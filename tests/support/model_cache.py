@@ -11,7 +11,7 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-def write_files(gguf: Path, folder: Path) -> None:
+def write_files(gguf: Path, folder: Path, **_: object) -> None:
     """A fake conversion that writes all files at once."""
     folder.mkdir()
     for name in models.FILES:
