@@ -87,7 +87,7 @@ def test_gemma_is_nobodys_by_default_and_kept_apart(
     monkeypatch.setattr(gemma, "is_installed", lambda: True)
     monkeypatch.setattr(gemma, "assembled", lambda folder: folder / "parts.gguf")
     monkeypatch.setattr(models, "version", lambda package: "1.0.0")
-    monkeypatch.setattr(models, "_convert", lambda gguf, folder, *_, **__: write_files(gguf, folder))
+    monkeypatch.setattr(models, "_convert", lambda gguf, folder, _: write_files(gguf, folder))
     assert models.model_folder("gemma3-270m") == str(own_cache / "gemma3-270m-1.0.0")
     assert visible(own_cache) == ["gemma3-270m-1.0.0"]
 
