@@ -213,7 +213,7 @@ def _convert(
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_unpacked()
     )
     # transformers calls a model from GGUF quantized, and does not save those.
