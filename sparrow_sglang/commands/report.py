@@ -11,7 +11,7 @@ from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.report.calibration import check_section, schedule_sections
-from sparrow_sglang.report.comparison import comparison_section, runs_by_arm_and_seed, runs_of
+from sparrow_sglang.report.comparison import comparison_section, runs_of
 from sparrow_sglang.report.page import ReportError, Section, render
 from sparrow_sglang.report.sources import Sources, find_sources
 from sparrow_sglang.report.training_run import training_section
@@ -98,19 +98,12 @@ def _sections(sources: Sources) -> list[Section]:
     compared = runs_of(runs, sources.left_out) if len(runs) > 1 else []
     if len(compared) > 1:
         builders.append(partial(comparison_section, compared, f"{len(compared)} runs compared"))
-    for folder, files in sources.arms.items():
-        title = f"Runs in {'/'.join(folder.resolve().parts[-2:])}"
-        builders.append(partial(_compared_files, files, title))
     if len(runs) <= _MOST_RUNS:
         builders += [partial(training_section, folder) for folder in runs]
     sections = _built(builders, sources)
     sections += schedule_sections(sources.schedules, sources.left_out)
     checks = (partial(check_section, path, content) for path, content in sources.checks.items())
     return sections + _built(checks, sources)
-
-
-def _compared_files(files: Sequence[Path], title: str) -> Section:
-    return comparison_section(runs_by_arm_and_seed(files), title)
 
 
 def _built(builders: Iterable[Callable[[], Section]], sources: Sources) -> list[Section]:

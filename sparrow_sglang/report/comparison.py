@@ -13,8 +13,7 @@ from typing import Any
 
 from sparrow_sglang.report.charts import PALETTE, Chart, Line
 from sparrow_sglang.report.page import Figure, ReportError, Section, Settings, Table, flat, number
-from sparrow_sglang.report.run_files import Row, RunFiles, json_lines, read_run
-from sparrow_sglang.report.sources import SEED_FILE
+from sparrow_sglang.report.run_files import Row, RunFiles, read_run
 
 _QUANTITIES = {
     "eval/pass_rate": "held-out pass rate",
@@ -117,16 +116,6 @@ def runs_of(folders: Sequence[Path], left_out: list[str]) -> list[SeededRun]:
 
 def _compared(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: v for name, v in flat(config).items() if not name.startswith(_OF_A_RUN)}
-
-
-def runs_by_arm_and_seed(files: Sequence[Path]) -> list[SeededRun]:
-    """Runs of which only the metrics are there, in files named by arm and seed."""
-    runs = []
-    for path in files:
-        named = SEED_FILE.fullmatch(path.name)
-        assert named is not None, "files are chosen by that name"
-        runs.append(SeededRun(named[1], int(named[2]), json_lines(path)))
-    return runs
 
 
 def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:

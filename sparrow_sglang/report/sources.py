@@ -5,7 +5,6 @@ In: a folder or one file. Out: paths by kind; JSON files are told apart by conte
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,8 @@ from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.run_folder import METRICS_FILE
 
 LOOKED_FOR = (
-    f"the {METRICS_FILE} of a training run, schedules and checks of `sparrow calibrate` (*.json),"
-    " metrics of runs by arm and seed (ARM-seed0.jsonl, ...)"
+    f"the {METRICS_FILE} of a training run, schedules and checks of `sparrow calibrate` (*.json)"
 )
-SEED_FILE = re.compile(r"(.+)-seed(\d+)\.jsonl")
-"""Metrics of one run among several: the arm, and the seed."""
 
 # Folders of a run that are large, are meant for other tools, and hold nothing to report.
 _CLOSED_FOLDERS = ("checkpoints", "tensorboard", "wandb")
@@ -30,21 +26,20 @@ _CLOSED_FOLDERS = ("checkpoints", "tensorboard", "wandb")
 class Sources:
     """JSON contents by path, and folders of training runs.
 
-    `arms` are files of `SEED_FILE` by folder, `left_out` reasons why a file cannot be used, and
-    `measuring` folders of calibrations that have not written their schedule there.
+    `left_out` are reasons why a file cannot be used, `measuring` folders of calibrations that have
+    not written their schedule there.
     """
 
     schedules: dict[Path, dict[str, Any]] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
     runs: list[Path] = field(default_factory=list)
-    arms: dict[Path, list[Path]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     measuring: list[Path] = field(default_factory=list)
 
     @property
     def count(self) -> int:
         """How many things there are to report on."""
-        return sum(map(len, (self.schedules, self.checks, self.runs, self.arms)))
+        return sum(map(len, (self.schedules, self.checks, self.runs)))
 
 
 def find_sources(places: Sequence[Path]) -> Sources:
@@ -95,9 +90,6 @@ def _files(place: Path, found: Sources) -> Iterator[Path]:
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and name not in closed
         )
-        arms = [Path(folder, name) for name in sorted(names) if SEED_FILE.fullmatch(name)]
-        if arms:
-            found.arms[Path(folder)] = arms
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".json"))
 
 

@@ -345,17 +345,6 @@ def test_many_runs_are_compared_without_a_section_each(tmp_path: Path) -> None:
     assert "new/metrics.jsonl: holds no training step yet" in page.html
 
 
-def test_runs_by_arm_and_seed_are_compared(tmp_path: Path) -> None:
-    for arm, mean in (("dense", 0.25), ("sparse", 0.5)):
-        for seed in range(2):
-            row = {"step": 0, "critic/score/mean": mean + 0.25 * seed}
-            (tmp_path / f"{arm}-seed{seed}.jsonl").write_text(json.dumps(row) + "\n")
-    page = report(tmp_path, tmp_path / "r.html")
-    heads, row = page.tables["At the end, by arm (runs)"]
-    assert heads == ["", "dense (2)", "sparse (2)"]
-    assert [cell.split()[0] for cell in row] == ["reward", "0.375", "0.625"]
-
-
 def test_several_kinds_have_a_section_each(run: Path, calibration: Path, tmp_path: Path) -> None:
     everything = tmp_path / "all"
     shutil.copytree(run, everything / "runs" / "a")
