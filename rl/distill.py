@@ -30,7 +30,7 @@ from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of,
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
 from sparrow_sglang.rl.policy.packing import Packed
-from sparrow_sglang.rl.policy.shards import like, local, own_rows, whole
+from sparrow_sglang.rl.policy.shards import as_dtensor_like, full_tensor, local, local_chunk
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -225,10 +225,10 @@ class SparseAdapter:
         for name, parameter, master in self._policy.named_parameters():
             layer = self._layers.get(name.removesuffix(".weight"))
             if layer is None or self.scale == 0:
-                yield name, whole(parameter.detach())
+                yield name, full_tensor(parameter.detach())
             else:
                 rows = self._merged_rows(layer, parameter, master, self.scale)
-                yield name, whole(like(rows, parameter))
+                yield name, full_tensor(as_dtensor_like(rows, parameter))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`scale` times the adapter, under PEFT's names, which SGLang's LoRA manager takes too."""
@@ -274,7 +274,7 @@ class SparseAdapter:
     ) -> torch.Tensor:
         """This rank's rows of the weight of `layer` plus `scale` times the adapter, in fp32."""
         delta = layer.get_delta_weight(ADAPTER).detach().float()
-        return master.to(delta.device) + scale * own_rows(delta, parameter)
+        return master.to(delta.device) + scale * local_chunk(delta, parameter)
 
     def _switch(self, on: bool) -> None:
         for layer in self._layers.values():

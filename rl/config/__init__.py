@@ -247,7 +247,7 @@ class TrainConfig(Section):
             InputError: the file cannot be read, is no TOML, or holds an unknown key or a value
                 that is not allowed; one line names file, key, value and what is allowed.
         """
-        values = with_overrides(read_toml(path), settings, cls)
+        values = with_overrides(read_toml(path), settings)
         return cls.parse(values, " ".join([str(path), *(f"--set {text}" for text in settings)]))
 
     @classmethod

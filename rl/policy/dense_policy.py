@@ -28,7 +28,7 @@ from sparrow_sglang.rl.policy.chunked_logprobs import (
 )
 from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, adamw, add_gradient
 from sparrow_sglang.rl.policy.packing import Packed, assign_to_ranks, build_micro_batch, idle, pack
-from sparrow_sglang.rl.policy.shards import Sharded, like, local, whole
+from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tensor, local
 from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule
 from sparrow_sglang.rl.policy.supported_models import check_supported
 from sparrow_sglang.rl.ranks import ALONE, Ranks
@@ -279,7 +279,7 @@ class DensePolicy:
         ranks each weight is gathered into a copy, and all ranks must iterate.
         """
         for name, parameter in self._named:
-            yield name, whole(parameter.detach())
+            yield name, full_tensor(parameter.detach())
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The fp32 weights that the optimizer updates, on their own device; this rank's rows."""
@@ -305,7 +305,7 @@ class DensePolicy:
         ):
             state[f"{name}.step"] = moments.pop("step").cpu()
             for kind, rows in {"master": master.detach(), **moments}.items():
-                state[f"{name}.{kind}"] = like(rows.to("cpu", copy=True), parameter)
+                state[f"{name}.{kind}"] = as_dtensor_like(rows.to("cpu", copy=True), parameter)
         return state
 
     @torch.no_grad()

@@ -51,12 +51,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All rows, a collective call on all ranks; the tensor itself if it is not sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_rows(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def local_chunk(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The rows of `full` that this rank holds of `tensor`, which has the same shape."""
     if not isinstance(tensor, DTensor):
         return full
@@ -64,7 +64,7 @@ def own_rows(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return parts[rank] if rank < len(parts) else full[:0]
 
 
-def like(rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def as_dtensor_like(rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's `rows` as a tensor that is sharded as `tensor`, if that is sharded.
 
     The rows may be on another device than `tensor`.

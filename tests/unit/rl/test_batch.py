@@ -1,8 +1,6 @@
 """Order of prompts, batches as flat tensors, and the rows that a run writes."""
 
-import json
 from collections import Counter
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +11,9 @@ from hypothesis import strategies as st
 
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.config import DENSE, TrainConfig
+from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.metrics import kv_metrics
 from sparrow_sglang.rl.rollout import prompts_from
-from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -127,14 +124,3 @@ def test_each_segment_has_a_dense_prefill_of_its_own():
     assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(
         np.mean([*range(61, 90), *range(91, 100)])
     )
-
-
-def test_rows_of_steps_that_are_taken_again_are_dropped(tmp_path):
-    config = TrainConfig(run_dir=tmp_path, task={"name": "story"})
-    path = tmp_path / "metrics.jsonl"
-    rows = [json.dumps({"step": step, "a": step / 2}) + "\n" for step in range(4)]
-    path.write_text("".join(rows) + '{"step": 4, "a"')
-    with closing(RunLog(config, first=2)) as log:
-        log.write(2, {"a": 7.0})
-    kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert kept == [{"step": 0, "a": 0.0}, {"step": 1, "a": 0.5}, {"step": 2, "a": 7.0}]

@@ -217,18 +217,6 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
     assert found.tokens == 2 * walked
 
 
-def test_no_prompt_is_used_by_two_steps() -> None:
-    def reward(group: Group) -> list[float]:
-        return [0.0, float(int(group.prompt.id) % 2)]
-
-    replaced, sampled = 0, []
-    for step in range(3):
-        run = collector(reward, dynamic_sampling=9)
-        replaced += dynamic_sampling.collect(run, 4 * step + replaced).replaced
-        sampled += sorted(run.actor.sampled, key=order_of_data().index)
-    assert sampled == order_of_data()[: len(sampled)] and len(sampled) == 12 + replaced
-
-
 def test_groups_under_way_are_those_of_the_number_as_it_is_written() -> None:
     for count, hundredths in itertools.product(range(1, 130), range(100, 201)):
         # Whole numbers give the exact ceiling; ceil(50 * 1.1) of floats is 56.
