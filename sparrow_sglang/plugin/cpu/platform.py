@@ -11,6 +11,9 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sparrow_sglang.plugin.refusals import uses_sparrow
+from sparrow_sglang.plugin.server_log import announce
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -26,6 +29,11 @@ class SparrowCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args: "ServerArgs") -> None:
+        if not uses_sparrow(server_args):
+            announce(
+                "no accelerator found, so SGLang runs on sparrow-sglang's CPU platform, in plain"
+                " torch; SGLANG_USE_CPU_ENGINE=1 chooses SGLang's own CPU engine"
+            )
         # SGLang fills in intel_amx on every CPU before it asks the platform.
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = self.get_default_attention_backend()

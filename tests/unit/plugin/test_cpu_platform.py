@@ -106,3 +106,16 @@ def test_sglang_uses_the_platform():
     from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
 
     assert isinstance(current_platform, SparrowCpuPlatform)
+
+
+def test_those_who_use_another_backend_are_told_of_the_platform(tiny_llama, capfd):
+    from sglang.srt.server_args import ServerArgs
+
+    from sparrow_sglang.sglang_arguments import resolve
+
+    said = []
+    for backend in ("torch_native", "sparrow"):
+        schedule = {"sparrow_schedule": "fixed-64"} if backend == "sparrow" else {}
+        resolve(ServerArgs(model_path=tiny_llama, attention_backend=backend, **schedule))
+        said.append("sparrow-sglang's CPU platform" in capfd.readouterr().err)
+    assert said == [True, False]
