@@ -199,7 +199,12 @@ def _warn_of_old_prefixes(state: ServerState, request: Any) -> None:
 def _tags(request: Any) -> set[str]:
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
-    return set(request.tags or GPU_MEMORY_ALL_TYPES)
+    tags = set(request.tags or GPU_MEMORY_ALL_TYPES)
+    if unknown := tags - set(GPU_MEMORY_ALL_TYPES):
+        raise ControlError(
+            f"tags={sorted(unknown)}: expected some of {_listed(set(GPU_MEMORY_ALL_TYPES))}"
+        )
+    return tags
 
 
 def _listed(tags: set[str]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.plugin.request_checks import (
     UNREADABLE,
     require_samples,
@@ -76,6 +77,11 @@ def check_request(
         raise RequestError(
             f"memory is released ({', '.join(sorted(state.released))}): expected requests after"
             " /resume_memory_occupation only"
+        )
+    if getattr(request, "lora_id", None) is not None and not given.lora_path:
+        raise RequestError(
+            f"lora_id={quoted(request.lora_id)}: SGLang sets it; expected the name of an adapter in"
+            " lora_path"
         )
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):

@@ -60,6 +60,7 @@ def refused(client: httpx.Client, route: str, body: dict[str, Any]) -> str:
         ({"routed_experts_start_len": -5}, "routed_experts_start_len=-5: expected a position"),
         ({"positional_embed_overrides": 5}, "positional_embed_overrides=5: expected"),
         ({"extra_key": ["a"]}, "extra_key"),
+        ({"lora_id": "a"}, "lora_id='a': SGLang sets it; expected the name of an adapter in lora"),
         ({"priority": 2**40}, "priority=1099511627776: expected a whole number from -2147483648"),
     ],
     ids=str,

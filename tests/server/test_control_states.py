@@ -114,6 +114,9 @@ def refused(client: httpx.Client, route: str, body: dict[str, Any]) -> str:
 def test_memory_that_is_not_released_or_in_use(client: httpx.Client) -> None:
     said = refused(client, "/resume_memory_occupation", {})
     assert "kv_cache, weights is not released; expected tags of what is: nothing" in said
+    unknown = {"tags": ["nothing"]}
+    said = refused(client, "/release_memory_occupation", unknown)
+    assert "tags=['nothing']: expected some of cuda_graph, kv_cache, weights" in said
     with in_flight(client):
         assert "requests are running" in refused(client, "/release_memory_occupation", {})
     tags = {"tags": ["kv_cache"]}
