@@ -217,7 +217,7 @@ def _convert(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_unpacked()
     )
     # transformers calls a model from GGUF quantized, and does not save those.
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     model.config.__dict__.pop("quantization_config", None)
     if temperature is not None:
         model.generation_config.update(do_sample=True, temperature=temperature)
