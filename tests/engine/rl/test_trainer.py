@@ -71,18 +71,6 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
     assert state["metrics"]["critic/score/mean"] == steps[-1]["critic/score/mean"]
 
 
-def test_a_finished_run_goes_on_and_keeps_its_last_evaluation(byte_model, tmp_path):
-    config = settings(byte_model, tmp_path / "run", "dense", steps=1)
-    trainer.train(config)
-    *_, last = rows(config.run_dir)
-    assert last.keys() >= {"eval/pass_rate"} and "critic/score/mean" not in last
-    trainer.train(config.model_copy(update={"steps": 2}), resume=True)
-    _, step, ended = rows(config.run_dir)
-    assert [row["step"] for row in (step, ended)] == [1, 2]
-    assert "critic/score/mean" in step and step.items() >= last.items()
-    assert "eval/pass_rate" in ended
-
-
 def test_shorter_steps_learn_as_much(byte_model, tmp_path):
     """Rewards are scored while rolling out, groups replaced, old log-probs from the update."""
     base = settings(byte_model, tmp_path / "run", "dense", algorithm={"old_logprobs": "update"})
@@ -100,21 +88,6 @@ def test_shorter_steps_learn_as_much(byte_model, tmp_path):
     assert all(row["actor/optimizer_steps"] == 1 for row in steps)
     passed = [row["eval/pass_rate"] for row in written if "eval/pass_rate" in row]
     assert passed[-1] > passed[0] + 0.15
-
-
-@pytest.mark.parametrize("truncated", ["mask", "penalty"])
-def test_truncated_responses_are_masked_or_lose_their_reward(byte_model, tmp_path, truncated):
-    # The model of bytes never stops, so that every response is cut.
-    config = settings(byte_model, tmp_path / "run", "dense", steps=1, evaluation={"every_steps": 0})
-    rollout = config.rollout.model_copy(update={"truncated": truncated})
-    trainer.train(config.model_copy(update={"rollout": rollout}))
-    (row,) = rows(config.run_dir)
-    assert row["response_length/clip_ratio"] == 1.0
-    assert row["actor/optimizer_steps"] == 0.0
-    if truncated == "penalty":
-        assert row["critic/score/max"] == 0.0 and row["sparrow/zero_std_fraction"] == 1.0
-    else:
-        assert row["critic/score/max"] > 0.0 and row["sparrow/zero_std_fraction"] < 1.0
 
 
 @pytest.mark.parametrize(
@@ -398,26 +371,6 @@ def test_an_environment_speaks_between_turns(tmp_path, monkeypatch, schedule):
     assert difference < FP32 if schedule == ALL else difference > 10 * FP32
     scores = [ascii_task.reward(group.prompt, one.text) for group in kept for one in group.rollouts]
     assert row["critic/score/mean"] == pytest.approx(np.mean(scores))
-
-
-def ask_during_the_update(monkeypatch) -> None:
-    step = torch.optim.AdamW.step
-
-    def asked(optimizer, *args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return step(optimizer, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", asked)
-
-
-def test_sigterm_lets_the_update_end_and_its_row_be_written(byte_model, tmp_path):
-    config = settings(
-        byte_model, tmp_path / "run", "fixed-48", steps=3, evaluation={"every_steps": 0}
-    )
-
-    assert end_of_run(config, ask_during_the_update) == 128 + signal.SIGTERM
-    assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["step-000001"]
-    assert [row["step"] for row in rows(config.run_dir)] == [0]
 
 
 def test_sigterm_writes_a_checkpoint_and_ends_the_run(byte_model, tmp_path):

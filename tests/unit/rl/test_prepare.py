@@ -139,6 +139,21 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
     assert setup.engine.schedule == setup.schedules[0].name == "smollm2-135m-0.86"
 
 
+def test_a_budget_that_holds_everything_is_said_before_the_run(tmp_path):
+    """Prompts of the task have fewer than 400 tokens."""
+    for tokens, said in ((4000, True), (8000, False)):
+        setup = prepare(
+            TrainConfig(
+                run_dir=tmp_path,
+                task={"name": "story"},
+                rollout={"max_prompt_tokens": 400, "max_new_tokens": tokens},
+                engine={"schedule": "fixed-4608", "server_args": {"context_length": 10_000}},
+            )
+        )
+        notes = [note for note in setup.notes if "nothing will be decoded sparsely" in note]
+        assert len(notes) == said and all("up to 4,608 tokens" in note for note in notes)
+
+
 def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
     byte_model, tmp_path, monkeypatch, capsys
 ):

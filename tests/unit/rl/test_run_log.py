@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.runs.log import RunLog
+from sparrow_sglang.rl.runs.log import RunLog, step_line
 from sparrow_sglang.rl.runs.response_rows import response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE
@@ -148,3 +148,25 @@ def test_a_row_of_a_step_that_weights_and_biases_has_got_before_reaches_it(
         {"step": 1, "loss": 0.4, "eval/pass_rate": 0.7},
     ]
     assert axes["*"] == "step"
+
+
+def test_the_line_of_a_step_says_where_nothing_was_sparse_or_learnt() -> None:
+    metrics = {
+        "critic/score/mean": 0.5,
+        "response_length/mean": 40.0,
+        "sparrow/kv_tokens_read": 57.0,
+        "sparrow/kv_tokens_cached": 57.0,
+        "sparrow/rollout_tokens_per_s": 10.0,
+        "actor/optimizer_steps": 0.0,
+        "actor/skipped_steps": 0.0,
+        "timing_s/step": 1.0,
+    }
+    line = step_line(6, 8, metrics)
+    assert line.startswith("step 6 (7/8), reward 0.500")
+    for words in ("p05 acceptance –,", "nothing sparse: all lengths are within the budget"):
+        assert words in line
+    assert "no gradient: all groups equal" in line
+    sparse = {"sparrow/kv_tokens_cached": 90.0, "sparrow/accept_p05": 0.9}
+    line = step_line(6, 8, metrics | sparse | {"actor/optimizer_steps": 1.0})
+    assert "p05 acceptance 0.900, KV read 57 of 90 tokens" in line
+    assert "nothing sparse" not in line and "no gradient" not in line

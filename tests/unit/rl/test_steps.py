@@ -409,6 +409,22 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     assert kept == {"step-000002", "step-000004"}
 
 
+@pytest.mark.parametrize("truncated", ["mask", "penalty"])
+def test_truncated_responses_are_masked_or_lose_their_reward(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], truncated: str
+) -> None:
+    """The stand-in for the engine cuts every response."""
+    config = settings(model, tmp_path / "run", steps=1)
+    config["rollout"] |= {"truncated": truncated}
+    trainer.train(TrainConfig.parse(config))
+    (row,) = rows(tmp_path / "run")
+    assert row["response_length/clip_ratio"] == 1.0 and row["actor/optimizer_steps"] == 0.0
+    if truncated == "penalty":
+        assert row["critic/score/max"] == 0.0 and row["sparrow/zero_std_fraction"] == 1.0
+    else:
+        assert row["critic/score/max"] > 0.0 and row["sparrow/zero_std_fraction"] < 1.0
+
+
 @pytest.fixture
 def sparse_stand_ins(stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stand-in engines that note their schedules; a ladder that goes on after every step."""
@@ -480,6 +496,7 @@ def test_a_second_ctrl_c_in_an_update_does_not_wait_for_it(
     assert ended.value.code == 130
     newest = newest_checkpoint(tmp_path / "run")
     assert (newest and newest.name) == saved
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0] * bool(saved)
     said = capfd.readouterr().err
     assert "stopping after the update of step 0; Ctrl-C again stops at once, without it" in said
     assert "Traceback" not in said
