@@ -162,9 +162,9 @@ def engine_settings(
 
 
 def backend_of(engine: Any) -> str:
-    """The attention backend that an engine decodes with, as SGLang reports it."""
+    """The attention backend that an engine decodes with, as SGLang reports it, else `STOCK`."""
     info = engine.get_server_info()
-    return str(info.get("decode_attention_backend") or info["attention_backend"])
+    return str(info.get("decode_attention_backend") or info.get("attention_backend") or STOCK)
 
 
 def require_context(context: int, prompt_tokens: int, new_tokens: int) -> None:
