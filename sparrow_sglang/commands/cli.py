@@ -21,18 +21,19 @@ examples:
   sparrow serve                                    a server with the small embedded model
   sparrow serve --model-path Qwen/Qwen3-4B         a server with your model
   sparrow plan --model-path Qwen/Qwen3-4B          what would it save? (no GPU needed)
+  sparrow schedules                                which models have a schedule?
   sparrow bench step                               what does it save, measured on this GPU?
   sparrow calibrate --model-path M --target 0.86   which budget does your model need?
   sparrow train examples/story_smollm2.toml        GRPO from sparse rollouts
-  sparrow report runs/story                        one HTML page about the results of a run
+  sparrow report runs/story                        one HTML page about a run, or several
 
 sparrow COMMAND --help explains a command and its options.
 """
 
 DOCTOR_HELP = """\
 Check whether sparse decode works here, in the order in which a server would fail: versions, entry
-points, environment, plugin, platform, model, schedule. Prints one line per check, and ends with
-exit code 1 if one failed. Takes the flags of `sparrow serve`, and loads no weights.
+points, environment, plugin, platform, model, its files, schedule, port. Prints one line per check,
+and ends with exit code 1 if one failed. Takes the flags of `sparrow serve`; loads no weights.
 """
 
 DOCTOR_EPILOG = """\

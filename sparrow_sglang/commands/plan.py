@@ -6,7 +6,6 @@ any. Out: a few tables as text. Needs no GPU and imports neither torch nor SGLan
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +15,7 @@ from sparrow_sglang.command_line import count
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
+from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import model_folder, model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
@@ -26,8 +26,8 @@ from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 _HUB_TIMEOUT_S = 10.0
-# Keys of a measured row that say on how many GPUs, and over which KV cache.
-_LAYOUT = ("tp", "ep", "kv_cache_dtype")
+# Keys of a measured row that say of which model, on how many GPUs and over which KV cache.
+_LAYOUT = ("model", "tp", "ep", "kv_cache_dtype")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -152,10 +152,7 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
         name = path.resolve().parent.name
     else:
         name, path = path.name, _shipped_config(path.name) or _hub_config(model_path)
-    config = _read_json(path, "--model-path")
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: holds a {type(config).__name__}; expected a JSON object")
-    return name, config
+    return name, read_object(path, "a model's config.json for --model-path")
 
 
 def _shipped_config(name: str) -> Path | None:
@@ -191,57 +188,29 @@ def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> Budg
 
 
 def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredStep, ...]:
-    """Rows of this model on one GPU, over the plan's KV cache; a row that names no model counts.
+    """Rows of this model on one GPU, over the plan's KV cache: bytes of others are not the plan's.
 
-    Raises `InputError` if there is none: bytes of other steps are not those of the plan.
+    A row that does not name its model or its layout counts. Raises `InputError` if none is left.
     """
-    content = _read_json(path, "--measured")
-    rows = content.get("rows") if isinstance(content, dict) else content
+    rows = read_object(path, "a result of `sparrow bench step` for --measured").get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
-        raise InputError(
-            f'{path}: holds no rows; expected {{"rows": [...]}} as `sparrow bench` writes, or a'
-            " JSON list of rows"
-        )
-    models = sorted({str(row["model"]) for row in rows if "model" in row})
-    if models:
-        rows = [row for row in rows if str(row.get("model", "")).lower() == model.lower()]
-    if not rows:
-        raise InputError(
-            f"{path}: no row is of the model {model!r}; it measures {', '.join(models)}; expected"
-            " rows of the model of --model-path"
-        )
-    like = [row for row in rows if _is_planned(row, shape)]
-    if not like:
+        raise InputError(f"{path}: holds no rows; expected a result of `sparrow bench step`")
+    planned = [row for row in rows if _is_planned(row, model, shape)]
+    if not planned:
         seen = {key: sorted({str(row[key]) for row in rows if key in row}) for key in _LAYOUT}
         told = "; ".join(f"{key} {', '.join(values)}" for key, values in seen.items() if values)
         raise InputError(
-            f"{path}: its rows of {model!r} are of other steps than this plan's ({told}); expected"
-            " rows of tp 1 and ep 1, whose KV cache is that of --kv-cache-dtype"
+            f"{path}: no row is of {model!r} and of steps like this plan's; it measures {told};"
+            " expected rows of the model of --model-path, of tp 1 and ep 1, whose KV cache is that"
+            " of --kv-cache-dtype"
         )
-    rows = like
-    return tuple(MeasuredStep.from_row(row) for row in rows)
+    return tuple(MeasuredStep.from_row(row) for row in planned)
 
 
-def _is_planned(row: Mapping[str, Any], shape: ModelShape) -> bool:
-    """Whether a row was measured on one GPU, with the KV cache of the plan, as far as it says."""
+def _is_planned(row: Mapping[str, Any], model: str, shape: ModelShape) -> bool:
     dtype = row.get("kv_cache_dtype")
-    like = dtype is None or KV_ITEMSIZES.get(str(dtype)) == shape.kv_itemsize
-    return like and row.get("tp", 1) == row.get("ep", 1) == 1
-
-
-def _read_json(path: Path, option: str) -> Any:
-    try:
-        return json.loads(_read_text(path, option))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not JSON ({error}); expected a JSON file for {option}") from None
-
-
-def _read_text(path: Path, option: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8 text; expected a text file for {option}") from None
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({error.strerror}); expected a file for {option}"
-        ) from None
+    return (
+        str(row.get("model", model)).lower() == model.lower()
+        and (dtype is None or KV_ITEMSIZES.get(str(dtype)) == shape.kv_itemsize)
+        and row.get("tp", 1) == row.get("ep", 1) == 1
+    )
