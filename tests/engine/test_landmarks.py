@@ -146,3 +146,23 @@ def test_the_check_finds_a_landmark_that_nobody_wrote(model, adapter, monkeypatc
         engine.generate(input_ids=[5] * 40, sampling_params={"max_new_tokens": 2})
         with pytest.raises(EndpointError, match="stale landmark in layer 2"):
             connect(engine).call_sparrow("landmarks")
+
+
+def test_the_check_covers_the_pages_of_a_running_request(model, adapter):
+    """Only its prompt is in the prefix tree; what it has decoded is its own."""
+
+    async def pages_while_running(engine) -> int:
+        manager = engine.tokenizer_manager
+        sampling = {"max_new_tokens": 200, "ignore_eos": True}
+        request = GenerateReqInput(input_ids=[5] * 40, sampling_params=sampling, stream=True)
+        async for answer in manager.generate_request(request, None):
+            if answer["meta_info"]["completion_tokens"] == 60:
+                await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+                pages = (await manager.sparrow.calls["landmarks"]())["pages"]
+                await manager.continue_generation(ContinueGenerationReqInput())
+        return pages
+
+    with start_engine(model, **engine_arguments("cpu", adapter)) as engine:
+        pages = engine.loop.run_until_complete(pages_while_running(engine))
+        assert pages >= (40 + 60 - 1) // 16
+        assert connect(engine).call_sparrow("landmarks")["pages"] == 40 // 16

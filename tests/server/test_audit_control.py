@@ -150,6 +150,18 @@ def test_a_request_outlives_the_pause_and_is_not_audited(server: Server, mode: s
     assert name not in server.wait_until_done()
 
 
+def test_a_flush_succeeds_while_requests_are_scored(server: Server) -> None:
+    names, _ = server.generate(400, count=4)
+    deadline = time.monotonic() + SECONDS
+    while not names & server.audited():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    # The next one is being scored now. A flush fails at once while anything runs.
+    server.post("flush_cache")
+    assert not names <= server.audited()
+    server.wait_for(names)
+
+
 def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
     # Enough requests that some are not yet scored when the memory is released, however late.
     names, _ = server.generate(300, count=8)

@@ -240,42 +240,37 @@ class Auditor:
             if self._has_scored and time.monotonic() - self._published > _PUBLISH_S:
                 self.report.publish()
                 self._published = time.monotonic()
-            if self._may_start():
-                await self._audit(self._queue.take())
+            first = self._queue.first
+            if first is not None and self._may_start(first):
+                await self._audit(first)
             else:
                 await asyncio.sleep(_POLL_S)
 
-    def _may_start(self) -> bool:
+    def _may_start(self, recorded: RecordedRequest) -> bool:
         if not self.rate or self._holds or self.released or self._manager.is_pause:
             return False
-        return self._queue.first is not None and self._has_room(self._queue.first)
-
-    async def _audit(self, recorded: RecordedRequest) -> None:
-        """Score one request that was taken from the queue, and count what became of it."""
-        self._ending, self._sent, self._has_scored = False, None, True
-        score = self._score = asyncio.create_task(self._enter_score(recorded))
-        await asyncio.wait({score})
-        self._score = None
-        outcomes = self.report.requests
-        error = None if score.cancelled() else score.exception()
-        if not score.cancelled() and error is None and score.result():
-            outcomes["audited"] += 1
-        elif recorded.lost:
-            outcomes["dropped"] += 1
-        elif self._ending:
-            self._queue.put_back()
-        else:
-            # An error in one request must affect neither users nor the next audited request.
-            outcomes["failed"] += 1
-            logger.warning("audit of request %s failed: %s", recorded.request_id, error)
-        self._queue.done()
-
-    def _has_room(self, recorded: RecordedRequest) -> bool:
         tokens = recorded.held_tokens
         if self._prompt_tokens and tokens > self._allowance:
             return False
         self._allowance = max(0.0, self._allowance - tokens)
         return True
+
+    async def _audit(self, recorded: RecordedRequest) -> None:
+        """Score the first request of the queue, and count what became of it."""
+        self._ending, self._sent, self._has_scored = False, None, True
+        score = self._score = asyncio.create_task(self._enter_score(recorded))
+        recorded.scoring = True
+        await asyncio.wait({score})
+        self._score, recorded.scoring = None, False
+        error = None if score.cancelled() else score.exception()
+        if not score.cancelled() and error is None and score.result():
+            self._queue.done("audited")
+        elif recorded.lost:
+            self._queue.done("dropped")
+        elif not self._ending:
+            # An error in one request must affect neither users nor the next audited request.
+            self._queue.done("failed")
+            logger.warning("audit of request %s failed: %s", recorded.request_id, error)
 
     def _forget_vanished(self) -> None:
         """Forget requests that were aborted before any output, as no answer arrives for them."""
@@ -306,8 +301,9 @@ class Auditor:
             # Aborted by `_end_score`, or by a user who aborts all requests.
             self._ending = True
             return False
-        if request.lora_id != recorded.lora_id:
-            recorded.lost = True
+        recorded.lost |= request.lora_id != recorded.lora_id
+        if recorded.lost:
+            return False
         schedule, prompt = self.report.schedule, blake2b(recorded.prompt).hexdigest()
         rows = await asyncio.to_thread(self._measured, recorded, response, schedule, answers[-1])
         if recorded.lost:

@@ -57,6 +57,7 @@ class RecordedRequest:
     user_top_k: int
     top_k: int
     temperature: float = 1.0
+    scoring: bool = False
     lost: bool = False
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -92,8 +93,9 @@ class RecordedRequest:
     def lose(self) -> None:
         """Free what was recorded and record no more."""
         self.lost = True
-        for held in (self.prompt, self.tokens, self.logprobs, self.top_ids, self.top_logprobs):
-            del held[:]
+        # New arrays, as a thread may be reading the old ones.
+        self.prompt, self.tokens, self.top_ids = array("i"), array("i"), array("i")
+        self.logprobs, self.top_logprobs = array("f"), array("f")
 
     def scores(self, tokens: int) -> SparseScores:
         """The sampler's log-probs and top-k lists of the first `tokens` response tokens."""
@@ -117,18 +119,17 @@ class AuditQueue:
         self._outcomes = outcomes
         self._recording: dict[str, RecordedRequest] = {}
         self._waiting: deque[RecordedRequest] = deque()
-        self._scoring: RecordedRequest | None = None
         self._tokens = 0
 
     @property
     def first(self) -> RecordedRequest | None:
-        """The request that is to be scored next."""
+        """The request that is to be scored next, or is being scored."""
         return self._waiting[0] if self._waiting else None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is recorded, waits or is scored."""
-        return not (self._recording or self._waiting or self._scoring)
+        return not (self._recording or self._waiting)
 
     def start(self, request: RecordedRequest) -> bool:
         """Record `request` from now on, if there is room; returns whether there is."""
@@ -167,44 +168,32 @@ class AuditQueue:
             return
         full = len(self._waiting) == MAX_REQUESTS
         if request.lost or full or not complete or not request.tokens:
-            self._drop(request)
+            self._outcomes["dropped"] += 1
+            self._lose(request)
         else:
             self._waiting.append(request)
 
-    def take(self) -> RecordedRequest:
-        """Remove and return `first`, which counts as being scored until `done` or `put_back`."""
-        self._scoring = self._waiting.popleft()
-        return self._scoring
-
-    def put_back(self) -> None:
-        """Put the request that was taken, and not scored, back at the front of the queue."""
-        if self._scoring is not None:
-            self._waiting.appendleft(self._scoring)
-        self._scoring = None
-
-    def done(self) -> None:
-        """Forget the request that was taken, and free its share of MAX_TOKENS."""
-        if self._scoring is not None:
-            self._tokens -= self._scoring.held_tokens
-        self._scoring = None
+    def done(self, outcome: str) -> None:
+        """Remove the first request, and count what became of it."""
+        self._outcomes[outcome] += 1
+        self._lose(self._waiting.popleft())
 
     def clear(self) -> None:
-        """Drop all requests that have begun so far, as the weights or the schedule change."""
+        """Drop all requests that have begun so far, as the weights or the schedule change.
+
+        One that is being scored is `lost` until it is `done`.
+        """
         for request in self._recording.values():
             self._lose(request)
-        while self._waiting:
-            self._drop(self._waiting.popleft())
-        if self._scoring is not None:
-            # Do not free its arrays, which another thread may be using.
-            self._scoring.lost = True
+        scoring = [request for request in self._waiting if request.scoring]
+        for request in self._waiting:
+            self._lose(request)
+        self._outcomes["dropped"] += len(self._waiting) - len(scoring)
+        self._waiting = deque(scoring)
 
     def _lose(self, request: RecordedRequest) -> None:
         self._tokens -= request.held_tokens
         request.lose()
-
-    def _drop(self, request: RecordedRequest) -> None:
-        self._outcomes["dropped"] += 1
-        self._lose(request)
 
 
 def skip_reason(

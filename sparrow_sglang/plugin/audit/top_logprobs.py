@@ -29,9 +29,10 @@ def remember_temperatures(
     state = PROCESS.scheduler
     if state is None or not state.audited or not batch.return_logprob:
         return
-    from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
+    from sglang.srt.utils import get_bool_env_var
 
-    untempered = SGLANG_RETURN_ORIGINAL_LOGPROB or forward_batch.sampling_info.is_all_greedy
+    original = get_bool_env_var("SGLANG_RETURN_ORIGINAL_LOGPROB")
+    untempered = original or forward_batch.sampling_info.is_all_greedy
     state.temperatures = {
         row: parameters[TEMPERATURE]
         for row, req in enumerate(() if untempered else batch.reqs)
