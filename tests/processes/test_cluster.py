@@ -57,6 +57,8 @@ def cluster() -> Iterator[Cluster]:
         "RAY_raylet_start_wait_time_s": "120",
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray would kill actors while other tests need most of the memory.
+        "RAY_memory_monitor_refresh_ms": "0",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():

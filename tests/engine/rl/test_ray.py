@@ -42,6 +42,8 @@ ENVIRONMENT = {
     # At the low priority of Ray's workers, engines would not start before other tests are done.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would kill actors while other tests need most of the memory.
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 SAMPLING = Sampling(max_new_tokens=20)
 # Long enough to be interrupted: each engine samples 12 groups in turns of 8 sequences.
