@@ -428,12 +428,6 @@ def test_a_file_for_another_page_size_is_refused(tmp_path: Path) -> None:
         load_schedule(path, 32)
 
 
-def test_a_schedule_does_not_change_after_construction() -> None:
-    schedule = BudgetSchedule(**VALID)
-    with pytest.raises(ValueError, match="frozen"):
-        schedule.page_size = 32  # type: ignore[misc]
-
-
 def test_save_leaves_the_old_file_when_writing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
