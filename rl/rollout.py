@@ -41,15 +41,11 @@ class Sampling:
     top_k: int = -1
     environment: Environment | None = None
 
-    def limit(self, rollout: Rollout) -> int:
-        """Response tokens at which `rollout` is cut."""
-        return self.max_new_tokens
-
     def parameters(self, rollout: Rollout) -> dict[str, Any]:
         """SGLang's sampling parameters for the remaining tokens of `rollout`."""
         # All parameters are given, because a checkpoint's own generation defaults would truncate.
         return {
-            "max_new_tokens": self.limit(rollout) - len(rollout.response_ids),
+            "max_new_tokens": self.max_new_tokens - len(rollout.response_ids),
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -127,7 +123,7 @@ def continued(
     finish = meta["finish_reason"] or {"type": "none"}
     before = len(rollout.response_ids)
     if not stopped or finish["type"] != ABORTED:
-        problem = _problem(meta, len(recorded), sampling.limit(rollout) - before)
+        problem = _problem(meta, len(recorded), sampling.max_new_tokens - before)
     else:
         # An abort hides whether the last token ends the response, so that token is dropped and
         # sampled once more.

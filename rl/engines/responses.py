@@ -98,7 +98,7 @@ class Responses:
 
     async def _finished(self, position: int, rollout: Rollout) -> tuple[int, Rollout]:
         """The finished response, or the unfinished one if the rollout was stopped."""
-        environment, limit = self.sampling.environment, self.sampling.limit(rollout)
+        environment, limit = self.sampling.environment, self.sampling.max_new_tokens
         while not rollout.finished and not self._stopped:
             rollout = await self._continued(rollout)
             if environment is not None:

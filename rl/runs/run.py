@@ -1,15 +1,13 @@
 """A training run while it lasts: the objects that the loop uses, and their opening and closing."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from sparrow_sglang.rl.collect.base import Collected
-from sparrow_sglang.rl.config import EngineConfig, TrainConfig
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.learner import Learner, TrainersLost
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
@@ -19,9 +17,6 @@ from sparrow_sglang.rl.runs.setup import Setup
 from sparrow_sglang.rl.runs.termination import Termination
 from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool
-
-EngineOpener = Callable[[EngineConfig, str, Mapping[str, Any]], RolloutEngine]
-"""A function with the signature of `Learner.open_engine`."""
 
 
 class Progress:
@@ -107,15 +102,8 @@ class Run:
 
 
 @contextmanager
-def open_run(
-    config: TrainConfig,
-    setup: Setup,
-    resume: bool,
-    engines: EngineOpener | None = None,
-) -> Iterator[Run]:
+def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
     """Opens a run where its newest checkpoint left it; saves it at the end, also if it ends early.
-
-    `engines` opens the engine instead of the learner.
 
     Raises `InputError` if `config.run_dir` is in use, holds a run that is not to be resumed,
     or one that was trained with other settings. A run that raises `TrainersLost` is not saved.
@@ -149,7 +137,7 @@ def open_run(
                 "random_seed": config.seed + taken,
                 "dtype": str(learner.compute_dtype).removeprefix("torch."),
             } | lora_arguments(config.distill)
-            engine = (engines or learner.open_engine)(setup.engine, setup.model_path, arguments)
+            engine = learner.open_engine(setup.engine, setup.model_path, arguments)
             with closing(engine):
                 actor = SparseActor(config, engine, learner, ladder, setup.environment)
                 run = Run(
