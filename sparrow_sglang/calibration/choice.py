@@ -7,7 +7,7 @@ intervals, and one budget per position bin with the reason for it. Pure arithmet
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, gcd
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,123 +93,108 @@ def holds(tail: BinTail, target: float) -> bool:
     return tail.tail_low is not None and tail.tail_low >= target
 
 
-def choose(
-    tails: Mapping[int, Mapping[int, BinTail]],
-    target: float,
-    num_bins: int,
-    bin_tokens: int,
-    min_tokens: int,
-    least_weight: float = 1.0,
-) -> list[Choice]:
+@dataclass(frozen=True)
+class MeasuredTails:
+    """What fixed budgets gave, and how it is judged.
+
+    Attributes:
+        by_budget: KV budget in tokens -> bin of positions -> tail.
+        bin_tokens: positions per bin.
+        min_tokens: tokens that a bin needs to be judged.
+        least_weight: smallest share of the budget that a sparse layer reads.
+    """
+
+    by_budget: Mapping[int, Mapping[int, BinTail]]
+    bin_tokens: int
+    min_tokens: int
+    least_weight: float = 1.0
+
+    @property
+    def bins(self) -> list[int]:
+        """Bins in which anything was measured."""
+        return sorted({index for bins in self.by_budget.values() for index in bins})
+
+    @property
+    def page(self) -> int:
+        """Tokens that bins and all budgets are multiples of."""
+        return gcd(self.bin_tokens, *self.by_budget)
+
+    def whole_budget(self, index: int) -> int:
+        """Budget in tokens with which every layer reads all that is cached in bin `index`."""
+        end = (index + 1) * self.bin_tokens
+        return ceil(end / (self.least_weight * self.page)) * self.page
+
+    def judged(self, index: int) -> dict[int, BinTail]:
+        """Tails of bin `index` that can be judged, by budget, below the one that is dense."""
+        return {
+            budget: bins[index]
+            for budget, bins in self.by_budget.items()
+            if is_filled(bins.get(index), self.min_tokens) and budget < self.whole_budget(index)
+        }
+
+    def need(self, index: int, target: float) -> int | None:
+        """Cheapest budget that holds in this bin, as do all larger ones; the dense one if none
+        does; None if no budget can be judged.
+
+        The larger ones must hold too, because with far too small a budget a model repeats itself,
+        and both distributions agree on the repetition.
+        """
+        if not any(is_filled(bins.get(index), self.min_tokens) for bins in self.by_budget.values()):
+            return None
+        need = self.whole_budget(index)
+        for budget, tail in sorted(self.judged(index).items(), reverse=True):
+            if not holds(tail, target):
+                break
+            need = budget
+        return need
+
+    def closest(self, index: int, target: float) -> tuple[int, BinTail] | None:
+        """The budget that came closest to the target in bin `index`, with its tail there.
+
+        None where a measured budget holds or none can be judged. Budgets that hold although a
+        larger one does not are not considered.
+        """
+        if self.need(index, target) != self.whole_budget(index):
+            return None
+        missed = [pair for pair in self.judged(index).items() if not holds(pair[1], target)]
+        return max(missed, key=lambda pair: (pair[1].tail_low, pair[0]), default=None)
+
+
+def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[Choice]:
     """Choose per bin the cheapest budget that holds as do all larger ones, made monotone.
 
-    `tails` is budget -> bin -> tail. In a bin where budgets were measured and none holds, the
-    budget is one with which every step in the bin is dense: the end of the bin, or more where the
-    layer of `least_weight` reads less than the budget. A bin without enough tokens
-    takes the need of the next filled one, as needs grow with length. Beyond the last filled bin,
-    the need of that bin is scaled in proportion to the length. Raises `CalibrationError` if no bin
-    is filled, and on a target outside (0, 1).
+    In a bin where budgets were measured and none holds, the budget is one with which every step in
+    the bin is dense: the end of the bin, or more where a layer reads less than the budget. A bin
+    without enough tokens takes the need of the next filled one, as needs grow with length. Beyond
+    the last filled bin, the need of that bin is scaled in proportion to the length. Raises
+    `CalibrationError` if no bin is filled, and on a target outside (0, 1).
     """
     if not 0 < target < 1:
         raise CalibrationError(f"target={target}: expected a tail between 0 and 1, e.g. 0.86")
-    needed = {
-        index: need
-        for index in range(num_bins)
-        if (need := _need(tails, index, target, bin_tokens, min_tokens, least_weight)) is not None
-    }
+    needs = {index: tails.need(index, target) for index in range(num_bins)}
+    needed = {index: need for index, need in needs.items() if need is not None}
     if not needed:
-        most = max((tail.tokens for bins in tails.values() for tail in bins.values()), default=0)
+        counts = [tail.tokens for bins in tails.by_budget.values() for tail in bins.values()]
         raise CalibrationError(
-            f"no bin has enough tokens: the fullest has {most} at one budget, expected at least"
-            f" {min_tokens} from {MIN_CLUSTERS} prompts or more; add --samples or prompts, or lower"
-            " --min-tokens"
+            f"no bin has enough tokens: the fullest has {max(counts, default=0)} at one budget,"
+            f" expected at least {tails.min_tokens} from {MIN_CLUSTERS} prompts or more; add"
+            " --samples or prompts, or lower --min-tokens"
         )
-    page = _page(tails, bin_tokens)
     choices: list[Choice] = []
     budget = 0
     for index in range(num_bins):
         own = needed.get(index)
         if own is None:
-            own = _extrapolate(needed, index, page)
+            own = _extrapolate(needed, index, tails.page)
         budget = max(budget, own)
-        evidence = tails.get(budget, {}).get(index)
+        evidence = tails.by_budget.get(budget, {}).get(index)
         basis: Literal["measured", "dense", "extrapolated"] = "measured"
         if index not in needed:
             basis = "extrapolated"
-        elif budget >= whole_budget(tails, index, bin_tokens, least_weight):
+        elif budget >= tails.whole_budget(index):
             basis = "dense"
         choices.append(Choice(index, budget, own, basis, evidence))
     return choices
-
-
-def closest(
-    tails: Mapping[int, Mapping[int, BinTail]],
-    index: int,
-    target: float,
-    bin_tokens: int,
-    min_tokens: int,
-    least_weight: float = 1.0,
-) -> tuple[int, BinTail] | None:
-    """The budget that came closest to the target in bin `index`, with its tail there.
-
-    Returns None where a measured budget holds or none can be judged. `tails` is budget -> bin ->
-    tail, as for `choose`. Budgets that hold although a larger one does not are not considered.
-    """
-    end = whole_budget(tails, index, bin_tokens, least_weight)
-    if _need(tails, index, target, bin_tokens, min_tokens, least_weight) != end:
-        return None
-    missed = [
-        (budget, bins[index])
-        for budget, bins in tails.items()
-        if budget < end
-        and is_filled(bins.get(index), min_tokens)
-        and not holds(bins[index], target)
-    ]
-    return max(missed, key=lambda pair: (pair[1].tail_low, pair[0]), default=None)
-
-
-def whole_budget(
-    tails: Mapping[int, Any], index: int, bin_tokens: int, least_weight: float = 1.0
-) -> int:
-    """Budget in tokens with which every layer reads all that is cached in bin `index`.
-
-    A layer reads the budget times its weight, `least_weight` or more.
-    """
-    page = _page(tails, bin_tokens)
-    return ceil((index + 1) * bin_tokens / (least_weight * page)) * page
-
-
-def _page(tails: Mapping[int, Any], bin_tokens: int) -> int:
-    """Tokens that bins and all budgets, the keys of `tails`, are multiples of."""
-    return gcd(bin_tokens, *tails)
-
-
-def _need(
-    tails: Mapping[int, Mapping[int, BinTail]],
-    index: int,
-    target: float,
-    bin_tokens: int,
-    min_tokens: int,
-    least_weight: float,
-) -> int | None:
-    """Cheapest budget that holds in this bin, as do all larger ones; None if no budget is filled.
-
-    The larger ones must hold too, because with far too small a budget a model repeats itself, and
-    both distributions agree on the repetition.
-    """
-    filled = {
-        budget: bins[index]
-        for budget, bins in tails.items()
-        if is_filled(bins.get(index), min_tokens)
-    }
-    if not filled:
-        return None
-    need = whole_budget(tails, index, bin_tokens, least_weight)
-    for budget in sorted((each for each in filled if each < need), reverse=True):
-        if not holds(filled[budget], target):
-            break
-        need = min(need, budget)
-    return need
 
 
 def _extrapolate(needed: Mapping[int, int], index: int, page: int) -> int:

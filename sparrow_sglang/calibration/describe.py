@@ -8,17 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sparrow_sglang.calibration.choice import (
-    closest,
-    holds,
-    shortage,
-    whole_budget,
-)
+from sparrow_sglang.calibration.choice import MeasuredTails, holds, shortage
 from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedule import BudgetSchedule
-
-Tails = Mapping[int, Mapping[int, BinTail]]
-"""KV budget in tokens -> bin of positions -> tail."""
 
 
 def interval(tail: BinTail) -> dict[str, Any]:
@@ -36,36 +28,33 @@ def describe(schedule: BudgetSchedule) -> str:
     return "\n".join(lines)
 
 
-def describe_tails(tails: Tails, targets: Sequence[float], bin_tokens: int, min_tokens: int) -> str:
+def describe_tails(tails: MeasuredTails, targets: Sequence[float]) -> str:
     """Tail, interval and tokens of each bin and budget, and the targets that the budget holds."""
     lines = [_table_head("holds")]
-    for index in sorted({index for bins in tails.values() for index in bins}):
-        span = _positions(index, bin_tokens)
-        for budget in sorted(tails):
-            tail = tails[budget].get(index)
+    for index in tails.bins:
+        span = _positions(index, tails.bin_tokens)
+        for budget in sorted(tails.by_budget):
+            tail = tails.by_budget[budget].get(index)
             if tail is None:
                 continue
             held = " ".join(f"{target:g}" for target in sorted(targets) if holds(tail, target))
-            verdict = shortage(tail, min_tokens) or held or "-"
+            verdict = shortage(tail, tails.min_tokens) or held or "-"
             lines.append(_table_line(span, budget, interval(tail), verdict))
             span = ""
     return "\n".join(lines)
 
 
-def describe_misses(
-    tails: Tails, target: float, bin_tokens: int, min_tokens: int, least_weight: float = 1.0
-) -> list[str]:
+def describe_misses(tails: MeasuredTails, target: float) -> list[str]:
     """A line on each bin where no measured budget holds: which came closest, and what to try."""
-    page = math.gcd(bin_tokens, *tails)
     lines = []
-    for index in sorted({index for bins in tails.values() for index in bins}):
-        found = closest(tails, index, target, bin_tokens, min_tokens, least_weight)
+    for index in tails.bins:
+        found = tails.closest(index, target)
         if found is None:
             continue
         budget, tail = found
-        end = whole_budget(tails, index, bin_tokens, least_weight)
-        largest = max(each for each, bins in tails.items() if index in bins and each < end)
-        between = (largest + end) // (2 * page) * page
+        end = tails.whole_budget(index)
+        largest = max(b for b, bins in tails.by_budget.items() if index in bins and b < end)
+        between = (largest + end) // (2 * tails.page) * tails.page
         hints = []
         if (tail.tail_high or 0) >= target:
             hints.append("more prompts or --samples")
@@ -74,30 +63,21 @@ def describe_misses(
         if tail.tail_low:
             hints.append(f"a --target of at most {_floor(tail.tail_low)}")
         lines.append(
-            f"positions {_positions(index, bin_tokens)}: no budget holds {target:g};"
+            f"positions {_positions(index, tails.bin_tokens)}: no budget holds {target:g};"
             f" {_closest_words(budget, tail)}; try {', or '.join(hints) or 'longer prompts'}"
         )
     return lines
 
 
-def nothing_holds(
-    tails: Tails,
-    target: float,
-    num_bins: int,
-    bin_tokens: int,
-    min_tokens: int,
-    least_weight: float = 1.0,
-) -> str:
-    missed = [
-        (index, *found)
-        for index in range(num_bins)
-        if (found := closest(tails, index, target, bin_tokens, min_tokens, least_weight))
-        is not None
-    ]
+def nothing_holds(tails: MeasuredTails, target: float) -> str:
+    """Why no schedule is written, and what to try."""
+    missed = [(index, tails.closest(index, target)) for index in tails.bins]
+    found = [(index, *each) for index, each in missed if each is not None]
     words = "the budgets hold every measured position whole"
-    if missed:
-        index, budget, tail = max(missed, key=lambda each: each[2].tail_low or 0)
-        words = f"{_closest_words(budget, tail)}, at positions {_positions(index, bin_tokens)}"
+    if found:
+        index, budget, tail = max(found, key=lambda each: each[2].tail_low or 0)
+        where = _positions(index, tails.bin_tokens)
+        words = f"{_closest_words(budget, tail)}, at positions {where}"
     return (
         f"target {target:g}: no measured budget holds it in any bin, so there is nothing to"
         f" calibrate by and no schedule is written; {words}: expected larger --budgets, more"

@@ -12,13 +12,13 @@ from sparrow_sglang.calibration.choice import (
     CONFIDENCE,
     CalibrationError,
     Choice,
+    MeasuredTails,
     Tokens,
     bin_tails,
     choose,
     shortage,
 )
 from sparrow_sglang.calibration.describe import (
-    Tails,
     describe,
     describe_misses,
     describe_tails,
@@ -40,29 +40,22 @@ def write_schedules(job: Job) -> Iterator[str]:
     """
     measured = tokens_by_schedule(job.samples, job.work)
     schedules = {sample.variant.schedule.name: sample.variant.schedule for sample in job.samples}
-    tails = {
+    by_budget = {
         schedule.budget_tokens[0]: bin_tails(measured[name], job.bin_tokens, job.page_size)
         for name, schedule in schedules.items()
     }
-    min_tokens = job.options.min_tokens
+    rule = job.rule
+    least = 1.0 if rule is None else min(rule.selection.sparse_weights(rule.dense_layers))
+    tails = MeasuredTails(by_budget, job.bin_tokens, job.options.min_tokens, least)
     evidence = origin(job.model) | {"settings": job.settings, "tails": _all_tails(tails)}
     yield f"measured: {TAIL_PERCENTILE:g}th percentile of the acceptance rate per bin and budget"
-    yield f"{describe_tails(tails, job.targets, job.bin_tokens, min_tokens)}\n"
+    yield f"{describe_tails(tails, job.targets)}\n"
     failures = []
     for path, target in job.files.items():
-        least_weight = _least_weight(job.rule)
-        yield from describe_misses(tails, target, job.bin_tokens, min_tokens, least_weight)
+        yield from describe_misses(tails, target)
         try:
             schedule = make_schedule(
-                path.stem,
-                target,
-                tails,
-                page_size=job.page_size,
-                bin_tokens=job.bin_tokens,
-                context=job.model.context,
-                min_tokens=min_tokens,
-                origin=evidence,
-                rule=job.rule,
+                path.stem, target, tails, job.page_size, job.model.context, evidence, rule
             )
         except CalibrationError as error:
             failures.append(str(error))
@@ -91,28 +84,21 @@ def write_check(job: Job) -> list[dict[str, Any]]:
 def make_schedule(
     name: str,
     target: float,
-    tails: Tails,
+    tails: MeasuredTails,
     page_size: int,
-    bin_tokens: int,
     context: int,
-    min_tokens: int,
     origin: Mapping[str, Any],
     rule: RuleChoice | None = None,
 ) -> BudgetSchedule:
     """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
 
-    `tails` are budget -> bin -> tail. `origin` says how they were measured ("model", "model_match"
-    and further entries of the provenance). Raises `CalibrationError` as `choose` does, and if no
-    measured budget holds the target in any bin, because such a schedule would be calibrated in name
-    only.
+    `origin` says how the tails were measured ("model", "model_match" and further entries of the
+    provenance). Raises `CalibrationError` as `choose` does, and if no measured budget holds the
+    target in any bin, because such a schedule would be calibrated in name only.
     """
-    num_bins = -(-context // bin_tokens)
-    least = _least_weight(rule)
-    choices = choose(tails, target, num_bins, bin_tokens, min_tokens, least)
+    choices = choose(tails, target, -(-context // tails.bin_tokens))
     if not any(choice.basis == "measured" for choice in choices):
-        raise CalibrationError(
-            nothing_holds(tails, target, num_bins, bin_tokens, min_tokens, least)
-        )
+        raise CalibrationError(nothing_holds(tails, target))
     rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
     fields: dict[str, Any] = {}
     if rule is not None:
@@ -122,7 +108,7 @@ def make_schedule(
         **fields,
         name=name,
         page_size=page_size,
-        bin_tokens=bin_tokens,
+        bin_tokens=tails.bin_tokens,
         budget_tokens=tuple(choice.budget for choice in choices),
         calibrated=True,
         model=origin["model"],
@@ -135,16 +121,11 @@ def make_schedule(
             "percentile": TAIL_PERCENTILE,
             "confidence": CONFIDENCE,
             "interval": "jackknife over prompts, Student's t",
-            "min_tokens": min_tokens,
+            "min_tokens": tails.min_tokens,
             "bins": [_bin_evidence(choice) for choice in choices],
             **rest,
         },
     )
-
-
-def _least_weight(rule: RuleChoice | None) -> float:
-    """Smallest share of the budget that a sparse layer reads."""
-    return 1.0 if rule is None else min(rule.selection.sparse_weights(rule.dense_layers))
 
 
 def _bin_evidence(choice: Choice) -> dict[str, Any]:
@@ -198,7 +179,7 @@ def check_schedule(
     }
 
 
-def _all_tails(tails: Tails) -> dict[str, Any]:
+def _all_tails(tails: MeasuredTails) -> dict[str, Any]:
     """All that was measured: budget -> bins with tail, interval and token count."""
     names = {name: name for name in ("bin", "tokens", "tail")}
     names |= {"low": "tail_low", "high": "tail_high"}
@@ -206,7 +187,7 @@ def _all_tails(tails: Tails) -> dict[str, Any]:
         str(budget): [
             {name: getattr(tail, field) for name, field in names.items()} for tail in bins.values()
         ]
-        for budget, bins in sorted(tails.items())
+        for budget, bins in sorted(tails.by_budget.items())
     }
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from sparrow_sglang.calibration.choice import (
     CalibrationError,
+    MeasuredTails,
     Tokens,
     bin_tails,
     choose,
-    closest,
 )
 from sparrow_sglang.calibration.describe import describe_misses
 from sparrow_sglang.calibration.results import check_schedule, make_schedule
@@ -33,7 +33,7 @@ def test_the_choice_is_the_cheapest_that_holds_with_all_above_it_and_never_falls
     budgets, bins, target = [64, 96, 128, 192], 6, 0.8
     lows = {b: [draw.random() for _ in range(bins)] for b in budgets}
     tails = {b: {i: tail(i, lows[b][i]) for i in range(bins)} for b in budgets}
-    chosen = choose(tails, target, bins, BIN, min_tokens=500)
+    chosen = choose(MeasuredTails(tails, BIN, 500), target, bins)
     highest = 0
     for i, choice in enumerate(chosen):
         end = (i + 1) * BIN
@@ -46,7 +46,7 @@ def test_the_choice_is_the_cheapest_that_holds_with_all_above_it_and_never_falls
 def test_a_budget_below_one_that_fails_is_not_taken() -> None:
     """With far too small a budget a model repeats itself; both distributions agree on repeats."""
     tails = {b: {4: tail(4, low)} for b, low in ((64, 0.99), (96, 0.3), (128, 0.7), (192, 0.85))}
-    (choice,) = [each for each in choose(tails, 0.8, 5, BIN, min_tokens=500) if each.bin == 4]
+    (choice,) = [each for each in choose(MeasuredTails(tails, BIN, 500), 0.8, 5) if each.bin == 4]
     assert (choice.budget, choice.basis) == (192, "measured")
 
 
@@ -55,7 +55,7 @@ def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:
         64: {1: tail(1, 0.9, tokens=10), 2: tail(2, 0.9), 3: tail(3, 0.2), 4: tail(4, 0.9, 10)},
         128: {2: tail(2, 0.95), 3: tail(3, 0.9)},
     }
-    chosen = choose(tails, 0.8, 6, BIN, min_tokens=500)
+    chosen = choose(MeasuredTails(tails, BIN, 500), 0.8, 6)
     assert [c.basis for c in chosen] == [*["extrapolated"] * 2, *["measured"] * 2,
                                          *["extrapolated"] * 2]  # fmt: skip
     # Bins before a measured one get its budget; those after the last one, in proportion to
@@ -70,11 +70,12 @@ def test_the_closest_budget_is_the_best_of_those_that_miss() -> None:
         128: {3: tail(3, 0.4), 4: tail(4, 0.7, tokens=10)},
         192: {3: tail(3, 0.3), 4: tail(4, 0.9)},
     }
+    measured = MeasuredTails(tails, BIN, 500)
     # 64 holds in bin 3, but a larger budget does not: the model repeats itself.
-    assert closest(tails, 3, 0.8, BIN, 500) == (96, tails[96][3])
-    assert closest(tails, 4, 0.95, BIN, 500) == (192, tails[192][4])
-    assert closest(tails, 4, 0.8, BIN, 500) is None and closest(tails, 9, 0.8, BIN, 500) is None
-    (miss,) = describe_misses(tails, 0.8, BIN, 500)
+    assert measured.closest(3, 0.8) == (96, tails[96][3])
+    assert measured.closest(4, 0.95) == (192, tails[192][4])
+    assert measured.closest(4, 0.8) is None and measured.closest(9, 0.8) is None
+    (miss,) = describe_misses(measured, 0.8)
     assert miss == (
         "positions 192-255: no budget holds 0.8; 96 came closest, with a tail of 0.600 (interval"
         " 0.500-1.000); try more prompts or --samples, or --budgets with 224, and a --work of its"
@@ -86,16 +87,16 @@ def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:
     origin = {"model": "m", "model_match": {}}
     tails = {64: {3: tail(3, 0.5)}, 96: {3: tail(3, 0.6), 4: tail(4, 0.1)}}
     with pytest.raises(CalibrationError, match="96 came closest.* at positions 192-255") as error:
-        make_schedule("m", 0.8, tails, 16, BIN, 320, 500, origin)
+        make_schedule("m", 0.8, MeasuredTails(tails, BIN, 500), 16, 320, origin)
     assert "\n" not in str(error.value)
-    assert make_schedule("m", 0.55, tails, 16, BIN, 320, 500, origin).calibrated
+    assert make_schedule("m", 0.55, MeasuredTails(tails, BIN, 500), 16, 320, origin).calibrated
 
 
 def test_a_dense_bin_is_dense_in_the_layers_that_read_least() -> None:
     rule = RuleChoice(SelectionRule(layer_weights=(9.0, 0.4, 1.6)), (0,), {})
     tails = {64: {3: tail(3, 0.9), 4: tail(4, 0.1)}, 448: {4: tail(4, 0.2)}}
     origin = {"model": "m", "model_match": {}}
-    schedule = make_schedule("m", 0.8, tails, 16, BIN, 320, 500, origin, rule)
+    schedule = make_schedule("m", 0.8, MeasuredTails(tails, BIN, 500, 0.4), 16, 320, origin, rule)
     # 448 tokens are more than the bin's end, but were measured with layers that read 0.4 of them.
     assert schedule.provenance["bins"][4]["basis"] == "dense"
     for cached in range(4 * BIN, 5 * BIN):
@@ -108,10 +109,10 @@ def test_a_dense_bin_is_dense_in_the_layers_that_read_least() -> None:
 
 def test_no_filled_bin_and_wrong_targets_are_refused() -> None:
     with pytest.raises(CalibrationError, match="the fullest has 10 at one budget"):
-        choose({64: {1: tail(1, 0.9, tokens=10)}}, 0.8, 2, BIN, 500)
+        choose(MeasuredTails({64: {1: tail(1, 0.9, tokens=10)}}, BIN, 500), 0.8, 2)
     for target in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(CalibrationError, match="between 0 and 1"):
-            choose({64: {1: tail(1, 0.9)}}, target, 2, BIN, 500)
+            choose(MeasuredTails({64: {1: tail(1, 0.9)}}, BIN, 500), target, 2)
 
 
 def test_tokens_fall_into_the_bin_whose_budget_their_step_has() -> None:
