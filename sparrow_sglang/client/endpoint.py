@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -25,50 +25,16 @@ _CONNECTIONS = 256
 _Result = TypeVar("_Result")
 
 
-def _unwatched() -> None:
-    """The default progress callback, which does nothing."""
-
-
 class EndpointError(SparrowError, RuntimeError):
     """A request failed or the server is gone; the message says which and why, in one line."""
 
 
-class Endpoint(Protocol):
-    """The calls that this package's tools make to a server.
-
-    The methods block. Each raises `EndpointError` if the server refuses the request or is gone.
-    """
-
-    def generate(
-        self, requests: Sequence[Request], finished: Callable[[], object] = _unwatched
-    ) -> list[Answer]:
-        """Answers to requests that run at the same time, in the order of the requests.
-
-        `finished` is called after each of them, from any thread.
-        """
-        ...
-
-    def server_info(self) -> dict[str, Any]:
-        """The server's arguments and state, as its route /server_info gives them."""
-        ...
-
-    def flush_cache(self, timeout_s: float = 10.0) -> None:
-        """Empty the prefix cache, after waiting at most `timeout_s` for the server to be idle."""
-        ...
-
-    def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        """One of this package's own calls; over HTTP, the server's route /sparrow/`method`.
-
-        Not every call has a route, see `plugin.routes`.
-        """
-        ...
-
-
-def connect(target: Any, api_key: str | None = None) -> Endpoint:
+def connect(target: Any, api_key: str | None = None) -> "EngineEndpoint | HttpEndpoint":
     """The endpoint behind `target`, an `sglang.Engine` or a server's base URL.
 
     `api_key` is the server's --api-key or --admin-api-key; an engine asks for none. Raises
-    `ValueError` for any other target; does not contact the server yet.
+    `ValueError` for any other target; does not contact the server yet. The endpoint's methods
+    block, and raise `EndpointError` if the server refuses the request or is gone.
     """
     if isinstance(target, str):
         if not target.startswith(("http://", "https://")):
@@ -96,10 +62,9 @@ class EngineEndpoint:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def generate(
-        self, requests: Sequence[Request], finished: Callable[[], object] = _unwatched
-    ) -> list[Answer]:
-        return self._run(self._generate(requests, finished))
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answers to requests that run at the same time, in the order of the requests."""
+        return self._run(_all(self._one(request) for request in requests))
 
     def generate_pairs(
         self,
@@ -119,15 +84,8 @@ class EngineEndpoint:
 
         self._run(_all(pair(number, request) for number, request in enumerate(requests)))
 
-    def server_info(self) -> dict[str, Any]:
-        if not self._engine.loop.is_running():
-            info: dict[str, Any] = self._engine.get_server_info()
-            return info
-        states = self._run(self._engine.tokenizer_manager.get_internal_state())
-        fields = dict(vars(self._engine.tokenizer_manager.server_args))
-        return fields | {"internal_states": states}
-
     def flush_cache(self, timeout_s: float = 10.0) -> None:
+        """Empty the prefix cache, after waiting at most `timeout_s` for the server to be idle."""
         result = self._run(self._engine.tokenizer_manager.flush_cache(timeout_s=timeout_s))
         if not result.success:
             raise EndpointError(
@@ -136,18 +94,14 @@ class EngineEndpoint:
             )
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
+        """One of this package's own calls; over HTTP, the server's route /sparrow/`method`.
+
+        Not every call has a route, see `plugin.routes`.
+        """
         try:
             return self._run(sparrow_call(self._engine, method)(**fields))
         except InputError as error:
             raise EndpointError(f"the engine refused a call: {error}") from error
-
-    async def _generate(
-        self, requests: Sequence[Request], finished: Callable[[], object]
-    ) -> list[Answer]:
-        tasks = [asyncio.ensure_future(self._one(request)) for request in requests]
-        for task in tasks:
-            task.add_done_callback(lambda _: finished())
-        return await _all(tasks)
 
     async def _one(self, request: Request) -> Answer:
         # `Engine.generate` lacks some fields, extra_key among them.
@@ -213,7 +167,7 @@ def sparrow_call(engine: Any, method: str) -> Callable[..., Coroutine[Any, Any, 
 
 
 class HttpEndpoint:
-    """A server behind a URL. Thread-safe."""
+    """A server behind a URL, with the same methods. Thread-safe."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self._url = url.rstrip("/")
@@ -224,15 +178,11 @@ class HttpEndpoint:
             limits=httpx.Limits(max_connections=_CONNECTIONS),
         )
 
-    def generate(
-        self, requests: Sequence[Request], finished: Callable[[], object] = _unwatched
-    ) -> list[Answer]:
-        if not requests:
-            return []
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """As `EngineEndpoint.generate`."""
         answers: list[Future[Answer]] = [Future() for _ in requests]
         todo: SimpleQueue[tuple[Future[Answer], Request]] = SimpleQueue()
         for item, request in zip(answers, requests, strict=True):
-            item.add_done_callback(lambda _: finished())
             todo.put((item, request))
         # Not a pool of Python's own, which would keep a process that ends by an error of one
         # request alive until the slowest of the others is answered.
@@ -256,10 +206,6 @@ class HttpEndpoint:
                     item.set_result(self._one(request))
                 except BaseException as error:
                     item.set_exception(error)
-
-    def server_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self._send("GET", "/server_info").json()
-        return info
 
     def flush_cache(self, timeout_s: float = 10.0) -> None:
         self._send("POST", f"/flush_cache?timeout={timeout_s}")

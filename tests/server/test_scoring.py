@@ -181,9 +181,7 @@ def test_over_http_as_over_the_engine(sharp_llama, arguments, log_probs):
     with start_server(sharp_llama, **arguments) as url:
         responses = [answer["output_ids"] for answer in sample(url, ids, 100)]
         scores = score_dense(url, list(zip(ids, responses, strict=True)), top_k=5)
-        endpoint = connect(url)
-        assert endpoint.server_info()["sparrow_schedule"] == arguments["sparrow_schedule"]
-        endpoint.flush_cache()
+        connect(url).flush_cache()
         with pytest.raises(EndpointError, match=r"answered with 400: .*longer than the model's"):
             score_dense(url, [(random_prompt(9, 5000), [5])])
     for index, response in enumerate(responses):
