@@ -36,8 +36,8 @@ MIN_TEMPERATURE = 0.25
 Probabilities below the smallest fp32 number are lost: at this temperature tokens that are less
 likely than the most likely one by a factor of e^-22.
 """
-TEMPERATURE = "sparrow_audit_temperature"
-"""Name in `custom_params` of an audited request, of the temperature at which it is sampled."""
+AUDITED = "sparrow_audited"
+"""Name in `custom_params` of an audited request whose temperature is not 1; its value is True."""
 
 
 @dataclass
@@ -233,6 +233,7 @@ def skip_reason(
         return "prompt_logprobs"
     if (
         not request.input_ids
+        or not isinstance(parameters.custom_params, dict | None)
         or request.input_embeds is not None
         or request.mm_inputs is not None
         or request.session_params is not None
@@ -257,5 +258,4 @@ def ask_for_logprobs(request: "TokenizedGenerateReqInput", top_k: int) -> None:
     if request.sampling_params.temperature != 1.0:
         # A copy, as the samples of one request share their parameters.
         parameters = request.sampling_params = copy(request.sampling_params)
-        given = parameters.custom_params or {}
-        parameters.custom_params = {**given, TEMPERATURE: parameters.temperature}
+        parameters.custom_params = {**(parameters.custom_params or {}), AUDITED: True}

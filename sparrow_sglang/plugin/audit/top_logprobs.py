@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparrow_sglang.plugin.audit.recorded import TEMPERATURE
+from sparrow_sglang.plugin.audit.recorded import AUDITED
 from sparrow_sglang.plugin.state import PROCESS
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ def remember_temperatures(
     original = get_bool_env_var("SGLANG_RETURN_ORIGINAL_LOGPROB")
     untempered = original or forward_batch.sampling_info.is_all_greedy
     state.temperatures = {
-        row: parameters[TEMPERATURE]
+        row: req.sampling_params.temperature
         for row, req in enumerate(() if untempered else batch.reqs)
-        if TEMPERATURE in (parameters := req.sampling_params.custom_params or {})
+        if isinstance(parameters := req.sampling_params.custom_params, dict)
+        and parameters.get(AUDITED) is True
     }
 
 

@@ -72,6 +72,7 @@ def test_whatever_a_request_samples_with_it_is_audited() -> None:
         ({"return_logprob": True, "logprob_start_len": 0}, "prompt_logprobs"),
         ({"input_ids": None}, "input"),
         ({"session_params": {}}, "input"),
+        ({"custom_params": [1]}, "input"),
     ],
 )
 def test_a_request_that_cannot_be_audited_is_counted_by_the_reason(changes, reason) -> None:
