@@ -175,10 +175,11 @@ def prefilled_tokens(req: Any) -> int:
 
 def evicted_tokens(req: Any) -> int:
     """How many of a request's first tokens have lost their KV in a pool for sliding windows."""
-    kv = kv_of(req)
-    # From 0.5.22 on each kind of pool has a count of its own.
-    name = "max_evicted_seqlen" if hasattr(kv, "max_evicted_seqlen") else "swa_evicted_seqlen"
-    tokens: int = getattr(kv, name)
+    # From 0.5.22 on each kind of pool has a count of its own. Until 0.5.17 the count lies in `kv`,
+    # and the lengths that `kv_of` is for in the request.
+    names = ("max_evicted_seqlen", "swa_evicted_seqlen")
+    holders = (getattr(req, "kv", None), req)
+    tokens: int = next(getattr(h, name) for h in holders for name in names if hasattr(h, name))
     return tokens
 
 
