@@ -21,7 +21,8 @@ from sparrow_sglang.rl.batch import Batch, sampled_tokens
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
 from sparrow_sglang.rl.engines.buckets import NamedTensors
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine, open_engine
+from sparrow_sglang.rl.engines.local_engine import open_engine
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, token_shares
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.stored import load_state, save_model, save_state
@@ -95,7 +96,7 @@ class Learner:
     def open_engine(
         self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
     ) -> RolloutEngine:
-        """The engine for this learner's weights; see `rollout_engine.open_engine`."""
+        """The engine for this learner's weights; see `local_engine.open_engine`."""
         return open_engine(config, model_path, defaults)
 
     def close(self) -> None:

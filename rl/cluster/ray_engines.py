@@ -26,8 +26,9 @@ from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
 from sparrow_sglang.rl.engines.buckets import NamedTensors
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.responses import POLL_S, MoreGroups, OnFinished, ShouldStop
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.types import Group
 from sparrow_sglang.schedule import BudgetSchedule
 
 START = start_engine
@@ -60,7 +61,7 @@ that was sent with them, if there is one."""
 logger = logging.getLogger(__name__)
 
 
-class RayEngines:
+class RayEngines(RolloutEngine):
     """Any number of engines behind the interface of one.
 
     An engine has GPUs of its own, as many as `cluster.gpus_per_engine`, on one host, or those of
@@ -116,18 +117,6 @@ class RayEngines:
     def dtype(self) -> torch.dtype:
         """The dtype that the engines compute in; weights are rounded to it."""
         return self._dtype
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finished: OnFinished | None = None,
-    ) -> list[Group]:
-        """See `RolloutEngine`; raises what `stream` raises."""
-        begun = [Group.begun(prompt, n) for prompt in prompts]
-        groups = dict(self.stream(begun, sampling, on_finished))
-        return [groups[position] for position in range(len(prompts))]
 
     def stream(
         self,

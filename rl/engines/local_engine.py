@@ -16,7 +16,7 @@ from sparrow_sglang.client.endpoint import EndpointError, sparrow_call
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
-from sparrow_sglang.rl.config import DENSE
+from sparrow_sglang.rl.config import DENSE, EngineConfig
 from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
 from sparrow_sglang.rl.engines.responses import (
@@ -26,15 +26,16 @@ from sparrow_sglang.rl.engines.responses import (
     Responses,
     ShouldStop,
 )
+from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.types import Group
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_versions import weight_update_session
 
 IDLE_TIMEOUT_S = 60.0
 
 
-class LocalEngine:
+class LocalEngine(RolloutEngine):
     """An `sglang.Engine` of this process, on the trainer's GPU or on the CPU.
 
     Must be built and used in one thread. On CUDA, SGLang's memory saver is on unless `server_args`
@@ -76,18 +77,6 @@ class LocalEngine:
         """The dtype that the engine computes in; weights are rounded to it."""
         dtype: torch.dtype = self._manager.model_config.dtype
         return dtype
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finished: OnFinished | None = None,
-    ) -> list[Group]:
-        """See `RolloutEngine`; raises `RolloutError` on an answer that cannot be trained on."""
-        begun = [Group.begun(prompt, n) for prompt in prompts]
-        groups = dict(self.stream(begun, sampling, on_finished))
-        return [groups[position] for position in range(len(prompts))]
 
     def stream(
         self,
@@ -291,6 +280,17 @@ class LocalEngine:
         success, message = answer
         if not success:
             raise RuntimeError(f"SGLang did not take the weights: {message}")
+
+
+def open_engine(
+    config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
+) -> RolloutEngine:
+    """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
+
+    `defaults` are arguments of SGLang; those of `config` take precedence over them.
+    """
+    arguments = {**defaults, **config.server_args}
+    return LocalEngine(model_path, config.schedule, **arguments)
 
 
 def _engine_args(model_path: str, schedule: str) -> dict[str, Any]:

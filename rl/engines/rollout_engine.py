@@ -1,4 +1,4 @@
-"""The interface of rollout engines, and the engine of a run in one process.
+"""The interface of rollout engines.
 
 In: prompts, and weights with a version. Out: groups.
 """
@@ -8,9 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.engines.buckets import NamedTensors
-from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
@@ -28,7 +26,9 @@ class RolloutEngine(Protocol):
         on_finished: OnFinished | None = None,
     ) -> list[Group]:
         """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
-        ...
+        begun = [Group.begun(prompt, n) for prompt in prompts]
+        groups = dict(self.stream(begun, sampling, on_finished))
+        return [groups[position] for position in range(len(prompts))]
 
     def stream(
         self,
@@ -70,14 +70,3 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """End the engine's processes."""
         ...
-
-
-def open_engine(
-    config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
-) -> RolloutEngine:
-    """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
-
-    `defaults` are arguments of SGLang; those of `config` take precedence over them.
-    """
-    arguments = {**defaults, **config.server_args}
-    return LocalEngine(model_path, config.schedule, **arguments)
