@@ -70,7 +70,7 @@ test-frameworks: $(STAMP)
 	"$$uv" venv --quiet --allow-existing --python $(BIN)/python $(FRAMEWORKS) && \
 	"$$uv" pip install --quiet --python $(FRAMEWORKS)/bin/python -e . \
 		-r examples/verl/requirements.txt --override examples/verl/overrides.txt \
-		--constraints constraints.txt pytest pytest-timeout psutil
+		pytest pytest-timeout psutil
 	$(FRAMEWORKS)/bin/python -m pytest tests/processes/test_verl.py $(PYTEST_FLAGS)
 ifdef SLIME
 	@uv="$$(cat $(VENV)/.uv)" && \
