@@ -23,6 +23,8 @@ def prompt_of(
     folder: Path, tests: Any, fields: dict[str, Any] | None = None, **options: Any
 ) -> Prompt:
     row = {"prompt": "Solve it.", "tests": tests} | (fields or {})
+    # A busy machine takes seconds to start a program.
+    options = {"wall_clock_s": 60.0, "response_s": 200.0} | options
     return load("code", jsonl(folder / "a.jsonl", [row]), options=options).train[0]
 
 

@@ -13,7 +13,7 @@ from sparrow_sglang.atomic_write import DRAFT_PREFIX
 
 
 def _convert_slowly_in_this_process(calls: Path, seconds: float) -> None:
-    def convert(gguf: Path, folder: Path) -> None:
+    def convert(gguf: Path, folder: Path, **_: object) -> None:
         with open(calls, "a") as log:
             log.write("called\n")
         write_files(gguf, folder)
