@@ -1,6 +1,7 @@
 """An engine for actors that samples by transformers: the same responses in whatever process."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class Repeatable(Sampler):
             world_size=world,
             rank=rank,
             group_name=group,
+            # An engine that waits for one that has died answers no other call meanwhile.
+            timeout=timedelta(seconds=60),
         )
 
     def leave(self, group: str) -> None:
