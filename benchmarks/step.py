@@ -172,6 +172,20 @@ def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
     return (2 * part.weights_read(math.inf) + kv_bytes) / 1e9
 
 
+def require_one_batch(latencies: Sequence[float], seconds: float) -> None:
+    """Raise `RuntimeError` unless sequences of one length, sent together, ended together.
+
+    Otherwise some waited for others to end, and the timed steps were of smaller batches. They may
+    arrive up to a fifth of the `seconds` apart.
+    """
+    if max(latencies) - min(latencies) > seconds / 5:
+        raise RuntimeError(
+            f"{len(latencies)} sequences did not decode together: they took {min(latencies):.2f}"
+            f" to {max(latencies):.2f} s; expected about the same, see whether SGLang's log says"
+            " that some were queued"
+        )
+
+
 def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -> dict[str, Any]:
     """Milliseconds of a decode step at about `lengths` cached tokens, and seconds of a prefill.
 
@@ -186,11 +200,14 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
 
     def generate(new_tokens: int) -> float:
         start = time.perf_counter()
-        engine.generate(
+        answers = engine.generate(
             input_ids=prompts,
             sampling_params={"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 1.0},
         )
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        if new_tokens == LONG:
+            require_one_batch([answer["meta_info"]["e2e_latency"] for answer in answers], seconds)
+        return seconds
 
     def prefill() -> float:
         connect(engine).flush_cache(60.0)

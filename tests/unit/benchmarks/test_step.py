@@ -140,19 +140,35 @@ def test_nonsense_cases_are_refused(case: str, message: str) -> None:
 
 
 class Engine:
-    """A clock in place of an engine: prefill takes 100 s, cached or not 1 s, a step 2 s."""
+    """A clock in place of an engine: prefill takes 100 s, cached or not 1 s, a step 2 s.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.cached = 0.0, False
+    `waves` are the batches in which it decodes the sequences that are sent together.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, waves: int = 1) -> None:
+        self.now, self.cached, self.waves = 0.0, False, waves
         monkeypatch.setattr(step.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(step, "connect", lambda engine: engine)
 
-    def generate(self, input_ids: Any, sampling_params: dict[str, Any]) -> None:
-        self.now += (1 if self.cached else 100) + 2 * sampling_params["max_new_tokens"]
+    def generate(self, input_ids: Any, sampling_params: dict[str, Any]) -> list[Any]:
+        start = self.now
+        self.now += 1 if self.cached else 100
         self.cached = True
+        ended = []
+        for wave in range(self.waves):
+            self.now += 2 * sampling_params["max_new_tokens"]
+            ended += [self.now - start] * len(input_ids[wave :: self.waves])
+        return [{"meta_info": {"e2e_latency": seconds}} for seconds in ended]
 
     def flush_cache(self, timeout_s: float) -> None:
         self.cached = False
+
+
+def test_steps_of_sequences_that_waited_for_each_other_are_not_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RuntimeError, match="3 sequences did not decode together"):
+        time_steps(Engine(monkeypatch, waves=2), [1000] * 3, 50_000, repeats=1)
 
 
 def test_a_step_is_timed_without_prefill_and_prefill_with_an_empty_cache(
