@@ -25,6 +25,7 @@ from sparrow_sglang.rl.runs.response_rows import evaluation_rows, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import Setup, prepare
 from sparrow_sglang.rl.tasks.rewards import part_metrics
+from sparrow_sglang.run_folder import RESPONSES_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +77,12 @@ def _connected(config: TrainConfig) -> AbstractContextManager[None]:
 
 def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
     with open_run(config, setup, resume) as run:
-        for step in range(run.progress.steps_taken, config.steps):
+        for step in range(run.state.step, config.steps):
             train_step(run, step)
-            if _is_due(run.progress.steps_taken, config.checkpoint.every_steps):
+            if _is_due(run.state.step, config.checkpoint.every_steps):
                 run.save()
         if config.evaluation.every_steps:
-            run.log.write(run.progress.steps_taken, _evaluate(run))
+            run.log.write(run.state.step, _evaluate(run))
 
 
 def train_step(run: Run, step: int) -> None:
@@ -94,7 +95,7 @@ def train_step(run: Run, step: int) -> None:
         with clock("evaluation"):
             evaluated = _evaluate(run)
     with clock("sync"):
-        actor.load(str(run.progress.steps_taken))
+        actor.load(str(run.state.step))
     collected = _collect(run, step, clock)
     groups, rewards = collected.groups, collected.rewards
     advantages = group_advantages(rewards, config.algorithm.std_normalisation)
@@ -117,7 +118,7 @@ def train_step(run: Run, step: int) -> None:
     measured = acceptance.metrics() if acceptance else {}
     read = kv_metrics(batch.rollouts, actor.ladder.schedules) | prefill_metrics(batch.rollouts)
     with held_back(f"update of step {step}"):
-        with run.progress.updating(collected):
+        with run.updating(collected):
             with clock("update"):
                 weights = None if correction is None else correction.weights
                 updated = learner.update(batch, scored, weights, reference, lr)
@@ -149,16 +150,20 @@ def train_step(run: Run, step: int) -> None:
             | clock.metrics(collected.tokens),
         )
     # After the step, so that the checkpoint that is written on an error matches the metrics.
-    _require_finite_gradients(updated.skipped_in_a_row)
+    if updated.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        raise FloatingPointError(
+            f"the gradients of {updated.skipped_in_a_row} optimizer steps in a row were not finite:"
+            " none of these steps was taken; look for rewards that are not finite, or lower"
+            " optimizer.lr"
+        )
 
 
 def _collect(run: Run, step: int, clock: Clock) -> Collected:
     """The step's groups; afterwards the engine has released the device's memory."""
-    config, progress, setup = run.config, run.progress, run.setup
-    settings = config.rollout
+    config, settings = run.config, run.config.rollout
     collector = Collector(
         settings,
-        setup.train,
+        run.setup.train,
         config.seed,
         run.actor,
         run.reward_workers,
@@ -166,9 +171,9 @@ def _collect(run: Run, step: int, clock: Clock) -> Collected:
         run.log.responses,
     )
     # How many prompts the steps before this one have used.
-    first = step * settings.prompts_per_step + progress.replaced
+    first = step * settings.prompts_per_step + run.state.replaced
     if settings.oversubscribe > 1:
-        return partial.collect(collector, first, step, progress.carried)
+        return partial.collect(collector, first, step, run.state.carried)
     if config.task.overlap_rewards or settings.dynamic_sampling > 1:
         return dynamic_sampling.collect(collector, first)
     return whole.collect(collector, first)
@@ -176,13 +181,13 @@ def _collect(run: Run, step: int, clock: Clock) -> Collected:
 
 def _evaluate(run: Run) -> dict[str, float]:
     """Evaluate the policy as it is; its checkpoint is kept if it is the best one so far."""
-    steps = run.progress.steps_taken
+    steps = run.state.step
     run.actor.load_policy(str(steps))
     found = evaluate(
         run.setup.heldout, run.config.evaluation, run.actor, run.reward_workers, run.log.responses
     )
     for line in found.lines():
-        run.log.say(f"after {steps} steps: {line}")
+        run.log.progress.say(f"after {steps} steps: {line}")
     run.log.keep_evaluation(steps, evaluation_rows(found, run.setup.tokenizer.decode))
     run.keep_if_best(found.pass_rate)
     return found.metrics
@@ -199,30 +204,20 @@ def _keep_responses(
         run.setup.tokenizer.decode,
         tails,
     )
-    run.log.keep_responses(step, rows)
+    run.log.keep(RESPONSES_FILE, step, rows)
 
 
 def _progress_metrics(run: Run) -> dict[str, float]:
     """What the run has seen up to now: response tokens, and the data in epochs."""
-    progress = run.progress
-    used = progress.steps_taken * run.config.rollout.prompts_per_step + progress.replaced
+    used = run.state.step * run.config.rollout.prompts_per_step + run.state.replaced
     return {
-        "sparrow/response_tokens_seen": float(progress.tokens),
+        "sparrow/response_tokens_seen": float(run.state.tokens),
         "sparrow/epochs": used / len(run.setup.train),
     }
 
 
 def _correct(batch: Batch, scored: Scored, config: TrainConfig) -> Correction:
     return correct(scored.logprobs, batch.rollout_logprobs, batch.lengths, config.algorithm)
-
-
-def _require_finite_gradients(skipped: int) -> None:
-    if skipped >= MAX_SKIPPED_STEPS:
-        raise FloatingPointError(
-            f"the gradients of {skipped} optimizer steps in a row were not finite:"
-            " none of these steps was taken; look for rewards that are not finite, or lower"
-            " optimizer.lr"
-        )
 
 
 def _is_due(step: int, every: int) -> bool:

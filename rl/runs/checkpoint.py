@@ -39,6 +39,7 @@ from sparrow_sglang.run_folder import METRICS_FILE
 _BEST = "best.json"
 _CARRIED = "carried.pt"
 _RANDOM = "random.pt"
+_STATE = "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
 # Sections and single keys that may differ between a checkpoint and the run that resumes it: neither
 # the content of the checkpoint nor the order of the data depends on them.
@@ -67,9 +68,9 @@ _FREE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class State:
-    """The content of a checkpoint besides weights.
+    """Where a run stands, besides its weights.
 
     Steps taken, active schedule, metrics of the last step, state of the ladder of schedules, number
     of prompts used to replace groups, response tokens sampled, fingerprint of the training prompts,
@@ -78,8 +79,8 @@ class State:
 
     step: int = 0
     schedule: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    ladder: Mapping[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    ladder: dict[str, Any] = field(default_factory=dict)
     replaced: int = 0
     tokens: int = 0
     prompts: str = ""
@@ -176,20 +177,13 @@ class Checkpoints:
         with replacing(target) as draft:
             learner.save(draft)
             tokenizer.save_pretrained(draft / "model")
-            torch.save(_random_states(), draft / _RANDOM)
+            random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            torch.save(random_states, draft / _RANDOM)
             if state.carried:
                 torch.save(state.carried, draft / _CARRIED)
-            fields = {
-                "step": state.step,
-                "schedule": state.schedule,
-                "metrics": dict(state.metrics),
-                "ladder": dict(state.ladder),
-                "replaced": state.replaced,
-                "tokens": state.tokens,
-                "prompts": state.prompts,
-                "config": config.model_dump(mode="json"),
-            }
-            write_json(draft / "state.json", fields)
+            fields = vars(state) | {"config": config.model_dump(mode="json")}
+            del fields["carried"]
+            write_json(draft / _STATE, fields)
             _follow_umask(draft)
         best = self._best() or {}
         for old in self._complete()[: -self._keep]:
@@ -200,24 +194,20 @@ class Checkpoints:
     def restore(self, folder: Path, learner: Learner) -> State:
         """Restore weights, optimizers and the random states as they were saved."""
         with _readable(folder):
-            fields = json.loads((folder / "state.json").read_text("utf-8"))
+            fields = json.loads((folder / _STATE).read_text("utf-8"))
+            del fields["config"]
             # `weights_only=False`, as these include pickled Python objects; the files were written
             # by `save`.
-            random_states = torch.load(folder / _RANDOM, weights_only=False)
+            python, numpy, own = torch.load(folder / _RANDOM, weights_only=False)
             carried = folder / _CARRIED
-            groups = torch.load(carried, weights_only=False) if carried.exists() else ()
+            if carried.exists():
+                fields["carried"] = torch.load(carried, weights_only=False)
+            state = State(**fields)
             learner.restore(folder)
-        _set_random_states(random_states)
-        return State(
-            fields["step"],
-            fields["schedule"],
-            fields["metrics"],
-            fields["ladder"],
-            fields["replaced"],
-            fields["tokens"],
-            fields["prompts"],
-            groups,
-        )
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(own)
+        return state
 
     def _complete(self) -> list[Path]:
         folders = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
@@ -298,7 +288,7 @@ def _readable(folder: Path) -> Iterator[None]:
 
 def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
     with _readable(folder):
-        state = json.loads((folder / "state.json").read_text("utf-8"))
+        state = json.loads((folder / _STATE).read_text("utf-8"))
         saved, trained_on = state["config"], state["prompts"]
     for key, before, now in _differences(saved, config.model_dump(mode="json")):
         if key not in _FREE and key.split(".")[0] not in _FREE:
@@ -323,14 +313,3 @@ def _differences(
             yield from _differences(old, new, f"{prefix}{key}.")
         elif old != new:
             yield prefix + key, old, new
-
-
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state()}
-    return states | {"torch": torch.get_rng_state()}
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])

@@ -26,29 +26,21 @@ WANDB_ID_FILE = "wandb_id"
 
 _Rows = list[Mapping[str, float]]
 
-_STAGES = {
-    "rollout": "rollout",
-    "reward": "reward",
-    "logprobs": "log-probs",
-    "reference": "reference",
-    "mismatch": "mismatch",
-    "update": "update",
-    "distill": "distill",
-    "sync": "sync",
-}
+# In the order in which the line of a step gives their seconds.
+_STAGES = ("rollout", "reward", "logprobs", "reference", "mismatch", "update", "distill", "sync")
 
 
 class Clock:
     """Seconds spent in each stage of a step."""
 
-    def __init__(self, log: "RunLog") -> None:
-        self._log = log
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._began = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        self._log.show(stage)
+        self._progress.show(_title(stage))
         began = time.perf_counter()
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
@@ -82,56 +74,50 @@ class RunLog:
         _drop_rows(self._path.with_name(EVALUATIONS_FILE), first + 1 if first else 0)
         self._file = open(self._path, "a", encoding="utf-8")
         self._size = self._path.stat().st_size
-        self._evaluated = _evaluation(first, dropped)
+        # Not for step 0: without a checkpoint, a run may start again with another model.
+        self._evaluated = {
+            name: value
+            for row in dropped
+            for name, value in row.items()
+            if row["step"] == first > 0 and name.startswith("eval/")
+        }
         if self._evaluated:
             self._write_row(first, self._evaluated)
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
         self._wandb = _wandb(config, first) if config.logging.wandb_project else None
-        self._progress = Progress(config.steps, "step", first)
+        self.progress = Progress(config.steps, "step", first)
 
     def clock(self, step: int) -> Clock:
         """Begin `step`; returns its clock."""
-        self._progress.where = f"{_step_name(step, self._steps)} "
-        return Clock(self)
-
-    def show(self, stage: str) -> None:
-        """Show on the terminal which stage is running."""
-        self._progress.show(_STAGES.get(stage, stage))
+        self.progress.where = f"{_step_name(step, self._steps)} "
+        return Clock(self.progress)
 
     def responses(self, stage: str, total: int) -> Callable[[int], None]:
         """A function to call with the number of newly completed ones of `total` responses."""
-        return self._progress.counter(stage, total, "responses")
-
-    def say(self, line: str) -> None:
-        """Print a line of results."""
-        self._progress.say(line)
+        return self.progress.counter(stage, total, "responses")
 
     def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
         """Report an event: a line on the terminal and a row of events.jsonl."""
-        self._append(EVENTS_FILE, [{"step": step, **fields}])
-        self.say(f"step {step}: {line}")
+        self.keep(EVENTS_FILE, step, [fields])
+        self.progress.say(f"step {step}: {line}")
 
-    def keep_responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows to responses.jsonl."""
-        self._append(RESPONSES_FILE, [{"step": step, **row} for row in rows])
+    def keep(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows to the file `name` of the run's folder, each with its step."""
+        if rows:
+            with open(self._path.with_name(name), "a", encoding="utf-8") as file:
+                file.write(_json_lines([{"step": step, **row} for row in rows]))
 
     def keep_evaluation(self, steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of an evaluation after `steps` steps to evaluations.jsonl."""
         if steps == self._first:
             # A run that resumes from these weights may have evaluated them before.
             _drop_rows(self._path.with_name(EVALUATIONS_FILE), steps)
-        self._append(EVALUATIONS_FILE, [{"step": steps, **row} for row in rows])
+        self.keep(EVALUATIONS_FILE, steps, rows)
 
     def keep_skipped(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of the data that cannot be used, with the reason of each."""
         if rows:
-            path = self._path.with_name("skipped_rows.jsonl")
-            write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if rows:
-            with open(self._path.with_name(name), "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            write_text(self._path.with_name("skipped_rows.jsonl"), _json_lines(rows))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the row of a step, with the collapse alarm; it is on the disk when this returns."""
@@ -153,18 +139,18 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log({"step": step, **metrics})
         if "timing_s/step" in metrics:
-            self.say(step_line(step, self._steps, metrics))
-            self._progress.advance()
-            self._progress.where = ""
+            self.progress.say(step_line(step, self._steps, metrics))
+            self.progress.advance()
+            self.progress.where = ""
 
     def _write_row(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.write(_json_lines([{"step": step, **metrics}]))
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the terminal display and all files."""
-        self._progress.close()
+        self.progress.close()
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -199,11 +185,15 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     if metrics.get("actor/skipped_steps"):
         words.append(f"{metrics['actor/skipped_steps']:.0f} optimizer steps skipped")
     split = [
-        f"{title} {metrics[f'timing_s/{stage}']:.1f}"
-        for stage, title in _STAGES.items()
+        f"{_title(stage)} {metrics[f'timing_s/{stage}']:.1f}"
+        for stage in _STAGES
         if f"timing_s/{stage}" in metrics
     ]
     return ", ".join(words) + f" | {metrics['timing_s/step']:.1f} s: " + ", ".join(split)
+
+
+def _title(stage: str) -> str:
+    return stage.replace("logprobs", "log-probs")
 
 
 def _step_name(step: int, steps: int) -> str:
@@ -225,32 +215,20 @@ def check_logging(logging: LoggingConfig) -> None:
         )
 
 
+def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def _drop_rows(path: Path, first: int) -> tuple[_Rows, _Rows]:
     """Keep only the file's rows of steps before `first`; returns the kept and the dropped rows."""
-    kept: list[str] = []
-    rows: _Rows = []
-    dropped: _Rows = []
     if not path.exists():
-        return rows, dropped
-    for line in path.read_text("utf-8").splitlines(keepends=True):
-        # The last row of a killed run may be incomplete.
-        row = json.loads(line) if line.endswith("\n") else None
-        if row is not None and row["step"] < first:
-            kept.append(line)
-            rows.append(row)
-        elif row is not None:
-            dropped.append(row)
-    write_text(path, "".join(kept))
-    return rows, dropped
-
-
-def _evaluation(step: int, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of an evaluation after `step` steps, if there is one in these rows.
-
-    Empty for step 0: without a checkpoint, a run may start again with another model.
-    """
-    found = [row for row in rows if row["step"] == step > 0]
-    return {k: value for row in found for k, value in row.items() if k.startswith("eval/")}
+        return [], []
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    # The last row of a killed run may be incomplete.
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    kept = [row for row in rows if row["step"] < first]
+    write_text(path, _json_lines(kept))
+    return kept, [row for row in rows if row["step"] >= first]
 
 
 def _tensorboard(config: TrainConfig, first: int) -> Any:

@@ -14,26 +14,26 @@ from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.record import record_start
 from sparrow_sglang.rl.runs.setup import Setup
-from sparrow_sglang.rl.runs.termination import Termination
+from sparrow_sglang.rl.runs.termination import Termination, termination_signals
 from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 
 
-class Progress:
-    """How many steps the policy has taken, and how many of them are in a checkpoint.
+@dataclass
+class Run:
+    """The parts of a run, its `state`, and how many of the state's steps are in a checkpoint."""
 
-    `replaced` counts the additional prompts that these steps used to replace groups, `tokens` the
-    response tokens that they sampled. `carried` are groups that these steps began and did not train
-    on.
-    """
-
-    def __init__(self, state: State) -> None:
-        self.steps_taken = self.saved = state.step
-        self.replaced = state.replaced
-        self.tokens = state.tokens
-        self.carried = state.carried
-        self.metrics: dict[str, float] = {}
-        self._updating = False
+    config: TrainConfig
+    setup: Setup
+    learner: Learner
+    actor: SparseActor
+    reward_workers: RewardPool
+    log: RunLog
+    termination: Termination
+    checkpoints: Checkpoints
+    state: State
+    saved: int
+    _updating: bool = False
 
     @contextmanager
     def updating(self, collected: Collected) -> Iterator[None]:
@@ -44,61 +44,33 @@ class Progress:
         self._updating = True
         yield
         self._updating = False
-        self.steps_taken += 1
-        self.replaced += collected.replaced
-        self.tokens += collected.tokens
-        self.carried = collected.carried
-
-    @property
-    def unsaved(self) -> bool:
-        """Whether a checkpoint would hold something new."""
-        return not self._updating and self.steps_taken != self.saved
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run."""
-
-    config: TrainConfig
-    setup: Setup
-    learner: Learner
-    actor: SparseActor
-    reward_workers: RewardPool
-    log: RunLog
-    progress: Progress
-    termination: Termination
-    checkpoints: Checkpoints
+        self.state.step += 1
+        self.state.replaced += collected.replaced
+        self.state.tokens += collected.tokens
+        self.state.carried = collected.carried
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step, and keep them for the checkpoint."""
-        self.progress.metrics = metrics
+        self.state.metrics = metrics
         self.log.write(step, metrics)
 
     def save(self) -> None:
         """Write a checkpoint of the steps taken, unless there is nothing new."""
-        progress = self.progress
-        if not progress.unsaved or self.termination.at_once:
+        state = self.state
+        if self._updating or state.step == self.saved or self.termination.at_once:
             return
-        self.log.show("checkpoint")
+        self.log.progress.show("checkpoint")
         with self.termination.held_back("checkpoint"):
-            state = State(
-                progress.steps_taken,
-                self.actor.schedule_name,
-                progress.metrics,
-                self.actor.ladder.state_dict(),
-                progress.replaced,
-                progress.tokens,
-                self.setup.fingerprint,
-                progress.carried,
-            )
+            state.schedule = self.actor.schedule_name
+            state.ladder = self.actor.ladder.state_dict()
             self.checkpoints.save(self.learner, self.setup.tokenizer, self.config, state)
-            progress.saved = progress.steps_taken
+            self.saved = state.step
 
     def keep_if_best(self, pass_rate: float) -> None:
         """Keep a checkpoint of the policy, if no earlier evaluation was as good as this one."""
         if self.checkpoints.is_best(pass_rate):
             self.save()
-            self.checkpoints.set_best(self.progress.steps_taken, pass_rate)
+            self.checkpoints.set_best(self.state.step, pass_rate)
 
 
 @contextmanager
@@ -108,13 +80,14 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
     Raises `InputError` if `config.run_dir` is in use, holds a run that is not to be resumed,
     or one that was trained with other settings. A run that raises `TrainersLost` is not saved.
     """
-    with owned(config.run_dir), Termination() as termination, ExitStack() as opened:
+    with owned(config.run_dir), termination_signals() as termination, ExitStack() as opened:
         checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
         newest = checkpoints.begin(config, resume, setup.fingerprint)
         learner = opened.enter_context(closing(_open_learner(config)))
         ladder = Ladder(setup.schedules, config.ladder)
-        state = checkpoints.restore(newest, learner) if newest else State()
-        if state.ladder:
+        state = State(prompts=setup.fingerprint)
+        if newest:
+            state = checkpoints.restore(newest, learner)
             ladder.load_state_dict(state.ladder)
         taken = state.step
         record_start(config, setup.engine, taken, ladder.first)
@@ -124,45 +97,34 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             config.task.reward_timeout_s,
             config.task.rewards_timeout_s,
         )
-        with reward_workers, closing(RunLog(config, taken)) as log:
-            if setup.left_out:
-                limit = config.rollout.max_prompt_tokens
-                log.say(f"{setup.left_out} prompts are longer than {limit} tokens and left out")
-            for note in setup.notes:
-                log.say(note)
-            log.keep_skipped([asdict(row) for row in setup.task.skipped])
-            log.show("starting the engine")
-            # The seed differs after each resume, or engines would draw the same random numbers.
-            arguments = {
-                "random_seed": config.seed + taken,
-                "dtype": str(learner.compute_dtype).removeprefix("torch."),
-            } | lora_arguments(config.distill)
-            engine = learner.open_engine(setup.engine, setup.model_path, arguments)
-            with closing(engine):
-                actor = SparseActor(config, engine, learner, ladder, setup.environment)
-                run = Run(
-                    config,
-                    setup,
-                    learner,
-                    actor,
-                    reward_workers,
-                    log,
-                    Progress(state),
-                    termination,
-                    checkpoints,
-                )
-                try:
-                    yield run
-                except TrainersLost:
-                    # There is nothing left to save.
-                    raise
-                except BaseException as error:
-                    try:
-                        run.save()
-                    except TrainersLost as lost:
-                        raise error from lost
-                    raise
+        opened.enter_context(reward_workers)
+        log = opened.enter_context(closing(RunLog(config, taken)))
+        for note in setup.notes:
+            log.progress.say(note)
+        log.keep_skipped([asdict(row) for row in setup.task.skipped])
+        log.progress.show("starting the engine")
+        # The seed differs after each resume, or engines would draw the same random numbers.
+        arguments = {
+            "random_seed": config.seed + taken,
+            "dtype": str(learner.compute_dtype).removeprefix("torch."),
+        } | lora_arguments(config.distill)
+        engine = learner.open_engine(setup.engine, setup.model_path, arguments)
+        opened.enter_context(closing(engine))
+        actor = SparseActor(config, engine, learner, ladder, setup.environment)
+        parts = config, setup, learner, actor, reward_workers, log, termination, checkpoints
+        run = Run(*parts, state, saved=taken)
+        try:
+            yield run
+        except TrainersLost:
+            # There is nothing left to save.
+            raise
+        except BaseException as error:
+            try:
                 run.save()
+            except TrainersLost as lost:
+                raise error from lost
+            raise
+        run.save()
 
 
 def _open_learner(config: TrainConfig) -> Learner:

@@ -32,12 +32,11 @@ from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 class Setup:
     """The result of `prepare`.
 
-    `train` and `heldout` hold no prompts that are too long; `left_out` counts those. `heldout` is
-    keyed by the names of sets: a single set has an empty name, and without evaluation there are no
-    sets. `schedules` is the ladder, starting with `engine.schedule`, and empty for dense rollouts.
-    `engine` is the configured engine with "auto" replaced by the name of the schedule. `notes` are
-    lines to print when the run starts. `fingerprint` is that of the training prompts, in
-    order.
+    `train` and `heldout` hold no prompts that are too long. `heldout` is keyed by the names of
+    sets: a single set has an empty name, and without evaluation there are no sets. `schedules` is
+    the ladder, starting with `engine.schedule`, and empty for dense rollouts. `engine` is the
+    configured engine with "auto" replaced by the name of the schedule. `notes` are lines to print
+    when the run starts. `fingerprint` is that of the training prompts, in order.
     """
 
     model_path: str
@@ -45,7 +44,6 @@ class Setup:
     task: Task
     train: tuple[Prompt, ...]
     heldout: Mapping[str, tuple[Prompt, ...]]
-    left_out: int
     schedules: tuple[BudgetSchedule, ...]
     engine: EngineConfig
     notes: tuple[str, ...]
@@ -79,7 +77,14 @@ def _check_settings(config: TrainConfig) -> None:
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
     if problem := unknown_argument(config.engine.server_args):
         raise InputError(f"engine.server_args.{problem}")
-    _check_temperature(config.rollout.temperature)
+    # The variable is read as SGLang reads it, whose processes inherit it.
+    untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
+    if untempered and config.rollout.temperature != 1:
+        raise InputError(
+            f"rollout.temperature={config.rollout.temperature:g} with"
+            " SGLANG_RETURN_ORIGINAL_LOGPROB set: SGLang records log-probs at temperature 1 then;"
+            " expected that variable unset, or temperature 1"
+        )
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -104,14 +109,19 @@ def prepare(config: TrainConfig) -> Setup:
     }
     _check_context(config, model_config)
     _check_model(config, model_path, model_config, tokenizer)
-    left_out = len(task.train) - len(train)
-    left_out += sum(len(sets[name]) - len(kept) for name, kept in heldout.items())
     engine = config.engine
     if engine.schedule == AUTO:
         # The engine gets the schedule's name, as SPARROW_SCHEDULE in the environment could turn
         # "auto" into another schedule.
         engine = engine.model_copy(update={"schedule": schedules[0].name})
-    notes = [
+    notes = []
+    left_out = len(task.train) - len(train)
+    left_out += sum(len(sets[name]) - len(kept) for name, kept in heldout.items())
+    if left_out:
+        limit = config.rollout.max_prompt_tokens
+        notes.append(f"{left_out} prompts are longer than {limit} tokens and left out")
+    notes += task.notes
+    notes += [
         f"schedule {schedule.name}: {schedule.calibration(model_config)}"
         for schedule in schedules
         if schedule.is_foreign(model_config)
@@ -129,10 +139,9 @@ def prepare(config: TrainConfig) -> Setup:
         task,
         train,
         heldout,
-        left_out,
         schedules,
         engine,
-        (*task.notes, *notes),
+        tuple(notes),
         environment,
         _fingerprint(train),
     )
@@ -189,68 +198,38 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
-    engine, ladder = config.engine, config.ladder
+    engine, page_size = config.engine, config.engine.server_args.get("page_size", PAGE_SIZE)
     if engine.schedule == DENSE:
         return ()
-    page_size = engine.server_args.get("page_size", PAGE_SIZE)
-    if engine.schedule == AUTO:
-        first = schedule_for_model(model_config, page_size, "engine.schedule")
-    else:
-        first = _load("engine.schedule", engine.schedule, page_size)
-    rest = [_load("ladder.schedules", name, page_size) for name in ladder.schedules]
-    _require_fit("engine.schedule", first, first, model_config)
-    for schedule in rest:
-        _require_fit("ladder.schedules", schedule, first, model_config)
-    schedules = (first, *rest)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    for above, below in pairwise(schedules):
-        _require_rung(above, below, longest)
+    schedules: list[BudgetSchedule] = []
+    for name in (engine.schedule, *config.ladder.schedules):
+        key = "ladder.schedules" if schedules else "engine.schedule"
+        if name == AUTO:
+            schedules.append(schedule_for_model(model_config, page_size, key))
+            continue
+        try:
+            schedules.append(load_schedule(name, page_size))
+            schedules[-1].require_model(model_config)
+            LoadedSchedules.of(schedules[:1]).require_fit(schedules[-1])
+        except ScheduleError as error:
+            raise ScheduleError(f"{key}: {error}") from None
+    lengths = np.arange(1, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens + 1)
+    read = [float(schedule.tokens_read(lengths).mean()) for schedule in schedules]
+    for above, below in pairwise(range(len(schedules))):
+        if read[below] > read[above]:
+            raise InputError(
+                f"ladder.schedules: up to {lengths[-1]:,} tokens {schedules[below].name} reads"
+                f" {read[below]:.0f} on average, {schedules[above].name} before it"
+                f" {read[above]:.0f}: expected each to read at most as much as the one before,"
+                " engine.schedule being the first"
+            )
     names = [schedule.name for schedule in schedules]
     if len(set(names)) < len(names):
         raise InputError(
             f"ladder.schedules: names are {', '.join(names)}, that of engine.schedule included:"
             " expected distinct names, by which rollouts say what they were decoded with"
         )
-    return schedules
-
-
-def _require_rung(above: BudgetSchedule, below: BudgetSchedule, longest: int) -> None:
-    """Raises `InputError` if `below` reads more than `above`, on average over all lengths."""
-    lengths = np.arange(1, longest + 1)
-    first, second = (float(each.tokens_read(lengths).mean()) for each in (above, below))
-    if second > first:
-        raise InputError(
-            f"ladder.schedules: up to {longest:,} tokens {below.name} reads {second:.0f} on"
-            f" average, {above.name} before it {first:.0f}: expected each to read at most as much"
-            " as the one before, engine.schedule being the first"
-        )
-
-
-def _require_fit(key: str, schedule: BudgetSchedule, first: BudgetSchedule, model: Any) -> None:
-    """Raises `InputError` unless `schedule` fits the model and an engine started with `first`."""
-    try:
-        schedule.require_model(model)
-        LoadedSchedules.of([first]).require_fit(schedule)
-    except ScheduleError as error:
-        raise InputError(f"{key}: {error}") from None
-
-
-def _load(key: str, name: str, page_size: int) -> BudgetSchedule:
-    try:
-        return load_schedule(name, page_size)
-    except ScheduleError as error:
-        raise ScheduleError(f"{key}: {error}") from None
-
-
-def _check_temperature(temperature: float) -> None:
-    # The variable is read as SGLang reads it, whose processes inherit it.
-    untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
-    if untempered and temperature != 1:
-        raise InputError(
-            f"rollout.temperature={temperature:g} with SGLANG_RETURN_ORIGINAL_LOGPROB set: SGLang"
-            " records log-probs at temperature 1 then; expected that variable unset, or temperature"
-            " 1"
-        )
+    return tuple(schedules)
 
 
 def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokenizer: Any) -> None:

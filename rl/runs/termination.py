@@ -5,8 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
 
 AGAIN_S = 1.0
 """A SIGINT so soon after another is not a second one: commands that run a process forward theirs,
@@ -18,7 +17,7 @@ class Stopped(SystemExit):
 
 
 class Termination:
-    """Raises `Stopped` in the main thread on SIGTERM and SIGINT while it is open.
+    """How `Stopped` is raised in the main thread on SIGTERM and SIGINT.
 
     A second SIGINT does not wait for a block that holds `Stopped` back. `at_once` is then set:
     weights may be in the middle of a change, and nothing is to be saved any more. Other further
@@ -32,21 +31,6 @@ class Termination:
         self._held = ""
         self._asked: int | None = None
         self._asked_at = 0.0
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     @contextmanager
     def held_back(self, doing: str) -> Iterator[None]:
@@ -59,7 +43,8 @@ class Termination:
         if self._asked is not None and not self._held:
             raise Stopped(128 + self._asked)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of both signals."""
         now = time.monotonic()
         again = number == self._asked == signal.SIGINT and now - self._asked_at >= AGAIN_S
         first, self._asked = self._asked is None, number
@@ -75,3 +60,16 @@ class Termination:
             os.write(2, line.encode())
             return
         raise Stopped(128 + number)
+
+
+@contextmanager
+def termination_signals() -> Iterator[Termination]:
+    """Handle SIGTERM and SIGINT by a `Termination` within the block."""
+    termination = Termination()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, termination.handle) for number in signals}
+    try:
+        yield termination
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -22,6 +22,7 @@ from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.record import record_start
+from sparrow_sglang.run_folder import RESPONSES_FILE
 
 BIN = 64
 TARGETS = ("0.75", "0.86")
@@ -90,7 +91,7 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
         row = step_metrics(step)
         if step % 4 == 0:
             row |= {"eval/pass_rate": 0.3 + 0.02 * step}
-        log.keep_responses(step, responses(step))
+        log.keep(RESPONSES_FILE, step, responses(step))
         log.write(step, row)
         if step == MOVED_AT:
             log.event(

@@ -461,10 +461,10 @@ def test_a_resumed_run_is_on_the_rung_where_it_was_and_draws_other_numbers(
 def test_a_step_is_saved_even_if_its_log_cannot_be_written(
     model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Any, step: int, rows: Any) -> None:
+    def full(self: Any, *rows: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(RunLog, "keep_responses", full)
+    monkeypatch.setattr(RunLog, "keep", full)
     with pytest.raises(OSError, match="No space left"):
         trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoints/step-000001"
