@@ -29,7 +29,7 @@ from sparrow_sglang.rl.policy.chunked_logprobs import (
 from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, adamw, add_gradient
 from sparrow_sglang.rl.policy.packing import Packed, assign_to_ranks, build_micro_batch, idle, pack
 from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tensor, local
-from sparrow_sglang.rl.policy.sparse_policy import Selections, SparseRule
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.policy.supported_models import check_supported
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
@@ -104,11 +104,10 @@ class DensePolicy:
         if copies or several:
             shards = [local(p.detach()) for p in self._params]
             self._masters = [nn.Parameter(p.to(home, torch.float32, copy=copies)) for p in shards]
-        inner = adamw(self._masters, optimizer, home)
-        self.optimizer = ClippedAdamW("policy", self._masters, inner, optimizer.grad_clip, ranks)
-        if self._masters is not self._params:
             for master, parameter in zip(self._masters, self._params, strict=True):
                 parameter.register_post_accumulate_grad_hook(partial(add_gradient, master))
+        inner = adamw(self._masters, optimizer, home)
+        self.optimizer = ClippedAdamW("policy", self._masters, inner, optimizer.grad_clip, ranks)
 
     @classmethod
     def load(
@@ -268,7 +267,8 @@ class DensePolicy:
         return StepResult(float(total), norm, count)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-        """Each parameter: checkpoint name, parameter (maybe sharded), fp32 master (own rows)."""
+        """Each parameter: checkpoint name, parameter (maybe sharded), and the fp32 weights that the
+        optimizer updates, on their own device (own rows)."""
         for (name, parameter), master in zip(self._named, self._masters, strict=True):
             yield name, parameter, master.detach()
 
@@ -280,10 +280,6 @@ class DensePolicy:
         """
         for name, parameter in self._named:
             yield name, full_tensor(parameter.detach())
-
-    def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The fp32 weights that the optimizer updates, on their own device; this rank's rows."""
-        return ((name, master) for name, _, master in self.named_parameters())
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -328,6 +324,7 @@ class DensePolicy:
         """Last hidden states that predict the targets: [n, H]; by full attention or by `rule`."""
         on_gpu = self.device.type == "cuda"
         cache = self._sharded is None  # Else autocast would cache a copy of each gathered layer.
+        runs_twice = self.model.is_gradient_checkpointing and self.model.training
         with torch.autocast(self.device.type, torch.bfloat16, on_gpu, cache_enabled=cache):
             hidden = self.model.base_model(
                 input_ids=packed.tokens[None],
@@ -335,15 +332,10 @@ class DensePolicy:
                 use_cache=False,
                 sequence_lengths=packed.lengths,
                 sparse_rule=rule,
-                selections=Selections() if self._runs_twice() else None,
+                runs_twice=runs_twice and torch.is_grad_enabled(),
             ).last_hidden_state[0]
         hidden = hidden[packed.predictors]
         return hidden.bfloat16() if on_gpu else hidden
-
-    def _runs_twice(self) -> bool:
-        """Whether gradient checkpointing will repeat a forward pass that begins now."""
-        checkpointing: bool = self.model.is_gradient_checkpointing
-        return checkpointing and self.model.training and torch.is_grad_enabled()
 
     def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
         for index, sequence in enumerate(sequences):

@@ -77,21 +77,11 @@ def causal_attention(
     """
     if len(spans) == 1:
         ((first, end),) = spans
-        query, key, value = (tensor[:, :, first:end] for tensor in (query, key, value))
-        return _causal(query, key, value, scaling)
-    # The padding follows a span's tokens, so causal attention hides it from them.
-    rows = padding(tuple(spans), query.device)
-    return rows.unpad(_causal(rows.pad(query), rows.pad(key), rows.pad(value), scaling))
-
-
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        inputs = [tensor[:, :, first:end] for tensor in (query, key, value)]
+    else:
+        # The padding follows a span's tokens, so causal attention hides it from them.
+        rows = padding(tuple(spans), query.device)
+        inputs = [rows.pad(tensor) for tensor in (query, key, value)]
+    gqa = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scaling, enable_gqa=gqa)
+    return out if len(spans) == 1 else rows.unpad(out)

@@ -52,6 +52,9 @@ class SparseRule:
     _read: dict[tuple[torch.device, float], torch.Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _chosen: dict[Hashable, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def pages_read(self, cached: int, layer: int, device: torch.device) -> torch.Tensor:
         """Pages that a sparse layer reads, int64, indexed by the number of pages cached.
@@ -92,19 +95,22 @@ class SparseRule:
             scores = page_scores(query[:, :, first:last], scored, schedule.selection, pairs)
             # A partial page has no score; it is the last page, which is always kept.
             scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
-            yield best_pages(scores, positions[:, first:last], read, schedule, layer)
-
-
-class Selections:
-    """Remembers the pages chosen in a forward pass that gradient checkpointing runs twice."""
-
-    def __init__(self) -> None:
-        self._chosen: dict[Hashable, Any] = {}
+            pages = (positions[:, first:last] // schedule.page_size + 1).flatten()
+            kept = kept_pages(
+                scores.transpose(1, 2).flatten(0, 1),
+                pages,
+                read[pages],
+                int(schedule.pages_read(scores.shape[-1], schedule.layer_weight(layer))),
+                schedule.sink_pages,
+                schedule.recent_pages,
+            )
+            yield kept.unflatten(0, (len(scores), -1)).transpose(1, 2)
 
     def once(self, place: Hashable, choose: Callable[[], Any]) -> Any:
         """The result of `choose` at this place of the model; the second call repeats the first.
 
-        It is forgotten after the second call, as there is no third.
+        For a forward pass that gradient checkpointing runs twice. The result is forgotten after
+        the second call, as there is no third.
         """
         if place in self._chosen:
             return self._chosen.pop(place)
@@ -121,7 +127,7 @@ def sparse_attention(
     rule: SparseRule,
     layer: int,
     scaling: float | None,
-    once: Callable[[Callable[[], Any]], Any] = lambda choose: choose(),
+    runs_twice: bool = False,
 ) -> torch.Tensor:
     """Attention of S sequences, the `spans` (first, end) of a pack, as the server computes it.
 
@@ -165,7 +171,7 @@ def sparse_attention(
 
     # Scores are fp32 products, which autocast would round.
     with torch.autocast(device.type, enabled=False):
-        chosen = once(choose)
+        chosen = rule.once((layer, spans[0]), choose) if runs_twice else choose()
         if by_rows:
             out = attend_by_rows(rows, keys, values, chosen, positions, page_size, scaling)
         else:
@@ -227,30 +233,6 @@ def page_scores(
     products = queries @ landmarks.flatten(2, 3).transpose(2, 3)[:, :, None]
     products = products.unflatten(-1, (-1, landmarks.shape[3]))
     return best_product(products.permute(0, 1, 3, 4, 2, 5))
-
-
-def best_pages(
-    scores: torch.Tensor,
-    positions: torch.Tensor,
-    read: torch.Tensor,
-    schedule: BudgetSchedule,
-    layer: int,
-) -> torch.Tensor:
-    """Which pages `positions` [S, R] keep by `scores` [S, Hkv, R, pages]: bool, same shape.
-
-    `read` is as of `SparseRule.pages_read`. The last of the pages contains the last of the
-    positions.
-    """
-    pages = (positions // schedule.page_size + 1).flatten()
-    kept = kept_pages(
-        scores.transpose(1, 2).flatten(0, 1),
-        pages,
-        read[pages],
-        int(schedule.pages_read(scores.shape[-1], schedule.layer_weight(layer))),
-        schedule.sink_pages,
-        schedule.recent_pages,
-    )
-    return kept.unflatten(0, (len(scores), -1)).transpose(1, 2)
 
 
 def _by_rows(query: torch.Tensor) -> bool:

@@ -69,13 +69,20 @@ def sequences(*lengths: tuple[int, int]) -> list[tuple[list[int], list[int]]]:
 BATCH = sequences((5, 9), (1, 1), (12, 3), (2, 30), (7, 7))
 
 
-def stock_logprobs(
+def stock_log_softmax(
     stock: Any, prompt: list[int], response: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-probs by the stock forward pass of one sequence and a log-softmax over all logits."""
-    ids = torch.tensor([[*prompt, *response]])
-    logits = stock(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return torch.log_softmax(logits, dim=1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+    """[T, V] by the stock forward pass of one sequence and a log-softmax over all logits."""
+    logits = stock(input_ids=torch.tensor([[*prompt, *response]])).logits[0]
+    return torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=1)
+
+
+def at(log_softmax: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    return log_softmax.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+
+
+def masters(trained: DensePolicy) -> dict[str, torch.Tensor]:
+    return {name: master for name, _, master in trained.named_parameters()}
 
 
 def sum_of_losses(scale: torch.Tensor) -> Any:
@@ -83,29 +90,17 @@ def sum_of_losses(scale: torch.Tensor) -> Any:
 
 
 class TestScore:
-    @pytest.mark.parametrize("kind", MODELS)
-    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize(("kind", "temperature"), [("llama", 1.0), ("qwen3", 0.7)])
     def test_equals_a_stock_forward_of_each_sequence(self, kind: str, temperature: float) -> None:
-        scores = policy(kind).score(BATCH, temperature)
+        logprobs, entropies = policy(kind).score_with_entropy(BATCH, temperature)
         stock = model(kind).eval()
-        for score, (prompt, response) in zip(scores, BATCH, strict=True):
+        for score, measured, (prompt, response) in zip(logprobs, entropies, BATCH, strict=True):
             assert score.dtype == torch.float32
             with torch.no_grad():
-                expected = stock_logprobs(stock, prompt, response, temperature)
-            torch.testing.assert_close(score, expected, atol=3e-5, rtol=0)
-
-    @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    def test_entropies_are_those_of_a_stock_forward(self, temperature: float) -> None:
-        logprobs, entropies = policy().score_with_entropy(BATCH, temperature)
-        stock = model().eval()
-        for measured, (prompt, response) in zip(entropies, BATCH, strict=True):
-            ids = torch.tensor([[*prompt, *response]])
-            with torch.no_grad():
-                logits = stock(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
-            expected = [entropy(p) for p in torch.softmax(logits.double(), 1).numpy()]
+                full = stock_log_softmax(stock, prompt, response, temperature)
+            torch.testing.assert_close(score, at(full, response), atol=3e-5, rtol=0)
+            expected = [entropy(p) for p in full.double().exp().numpy()]
             np.testing.assert_allclose(measured, expected, atol=3e-5)
-        for left, right in zip(logprobs, policy().score(BATCH, temperature), strict=True):
-            assert torch.equal(left, right)
 
     @pytest.mark.parametrize("tokens", [1, 20, 33, 10_000])
     def test_does_not_depend_on_the_packing(self, tokens: int) -> None:
@@ -113,11 +108,6 @@ class TestScore:
         packed = policy(micro_batch_tokens=tokens).score(BATCH)
         for left, right in zip(alone, packed, strict=True):
             torch.testing.assert_close(left, right, atol=2e-5, rtol=0)
-
-    def test_bf16_weights_stay_near_their_fp32_model(self) -> None:
-        scores = torch.cat(policy(dtype="bfloat16").score(BATCH))
-        exact = torch.cat(policy().score(BATCH))
-        assert 0 < (scores - exact).abs().mean() < 0.2
 
     def test_scores_the_sampled_tokens_of_each_turn(self) -> None:
         (prompt, response), *others = BATCH
@@ -134,8 +124,7 @@ class TestScore:
 
 
 class TestGradient:
-    @pytest.mark.parametrize("kind", MODELS)
-    @pytest.mark.parametrize("checkpointing", [True, False])
+    @pytest.mark.parametrize(("kind", "checkpointing"), [("llama", True), ("qwen3", False)])
     def test_first_step_equals_stock_autograd_and_adamw(
         self, kind: str, checkpointing: bool
     ) -> None:
@@ -145,7 +134,8 @@ class TestGradient:
         result = dense.loss_step(BATCH, sum_of_losses(scale))
 
         stock = model(kind)
-        logprobs = torch.cat([stock_logprobs(stock, *sequence) for sequence in BATCH])
+        parts = [at(stock_log_softmax(stock, *one), one[1]) for one in BATCH]
+        logprobs = torch.cat(parts)
         loss = (logprobs * scale).sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
@@ -168,27 +158,19 @@ class TestGradient:
             close = (weight - expected[name]).abs() < 2e-5
             assert close.float().mean() > 0.995, name
 
-    def test_gradients_of_micro_batches_add_up(self) -> None:
-        scale = torch.ones(sum(len(response) for _, response in BATCH))
-        norms = [
-            policy(micro_batch_tokens=tokens).loss_step(BATCH, sum_of_losses(scale)).grad_norm
-            for tokens in (1, 10_000)
-        ]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
     def test_bf16_weights_follow_an_fp32_copy(self) -> None:
         """A step far below bf16's resolution is kept, and shows once enough of them add up."""
         dense = policy(dtype="bfloat16", optimizer=OptimizerConfig(lr=2e-6, weight_decay=0))
         start = {name: weight.clone() for name, weight in dense.named_weights()}
-        masters = [master for _, master in dense.named_masters()]
-        assert {master.dtype for master in masters} == {torch.float32}
-        before = [master.clone() for master in masters]
+        copies = masters(dense).values()
+        assert {master.dtype for master in copies} == {torch.float32}
+        before = [master.clone() for master in copies]
         dense.loss_step(BATCH, lambda logprobs, _: logprobs.sum())
-        moved = [(a - b).abs().max() for a, b in zip(before, masters, strict=True)]
+        moved = [(a - b).abs().max() for a, b in zip(before, copies, strict=True)]
         assert all(1e-6 < step < 3e-6 for step in moved)
         unchanged = [torch.equal(start[name], weight) for name, weight in dense.named_weights()]
         assert sum(unchanged) > 0
-        for master, (_, weight) in zip(masters, dense.named_weights(), strict=True):
+        for master, (_, weight) in zip(copies, dense.named_weights(), strict=True):
             assert torch.equal(weight, master.bfloat16())
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -208,8 +190,8 @@ class TestGradient:
         for trained in (dense, untouched):
             assert trained.loss_step(BATCH, lambda logprobs, _: logprobs.sum()).taken
         assert dense.optimizer.skipped_in_a_row == 0
-        for left, right in zip(dense.named_masters(), untouched.named_masters(), strict=True):
-            assert torch.equal(left[1], right[1])
+        for name, master in masters(dense).items():
+            assert torch.equal(master, masters(untouched)[name])
 
     def test_bf16_gradients_of_many_micro_batches_add_up_as_in_float64(self) -> None:
         """A bf16 sum of 64 micro-batches is 0.8 % off, and 1.2 % in its worst tensor."""
@@ -245,53 +227,21 @@ class TestGradient:
         for step in range(3):
             for dense in (kept, offloaded):
                 assert dense.loss_step(BATCH[step:], lambda logprobs, _: -logprobs.sum()).taken
-        for (_, left), (_, right) in zip(
-            kept.named_masters(), offloaded.named_masters(), strict=True
-        ):
-            torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+        weights = dict(offloaded.named_weights())
+        for name, master in masters(offloaded).items():
+            torch.testing.assert_close(master, masters(kept)[name], atol=1e-6, rtol=1e-5)
             # The offloaded copy is separate from the weights, which are rounded from it.
-            assert right.device.type == "cpu" and right.dtype == torch.float32
-        for (_, weight), (_, master) in zip(
-            offloaded.named_weights(), offloaded.named_masters(), strict=True
-        ):
-            assert weight.data_ptr() != master.data_ptr()
-            assert torch.equal(weight, master.to(weight.dtype))
+            assert master.device.type == "cpu" and master.dtype == torch.float32
+            assert weights[name].data_ptr() != master.data_ptr()
+            assert torch.equal(weights[name], master.to(weights[name].dtype))
         # A run may be resumed without offloading.
         torch.save(offloaded.state_dict(), tmp_path / "state.pt")
         kept.load_state_dict(torch.load(tmp_path / "state.pt"))
         for left, right in zip(kept.score(BATCH), offloaded.score(BATCH), strict=True):
             assert torch.equal(left, right)
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_a_restored_state_takes_the_same_next_step(self, dtype: str, tmp_path: Path) -> None:
-        first, second = policy(dtype=dtype), policy(dtype=dtype)
-        first.loss_step(BATCH, lambda logprobs, _: logprobs.sum())
-        torch.save(first.state_dict(), tmp_path / "state.pt")
-        second.load_state_dict(torch.load(tmp_path / "state.pt"))
-        for dense in (first, second):
-            dense.loss_step(BATCH[:2], lambda logprobs, _: -logprobs.sum())
-        for (_, left), (_, right) in zip(
-            first.named_weights(), second.named_weights(), strict=True
-        ):
-            assert torch.equal(left, right)
-
 
 class TestChunkedLogprobs:
-    @pytest.mark.parametrize("chunk", [1, 3 * VOCAB, 10**9])
-    @pytest.mark.parametrize("temperature", [0.01, 1.0, 1.6])
-    def test_entropies_equal_those_of_whole_distributions(
-        self, chunk: int, temperature: float
-    ) -> None:
-        torch.manual_seed(1)
-        hidden = torch.randn(10, 16, dtype=torch.float64)
-        weight = torch.randn(VOCAB, 16, dtype=torch.float64)
-        tokens = torch.randint(0, VOCAB, (10,))
-        got = token_logprobs_and_entropies(hidden, weight, tokens, temperature, chunk)
-        logits = hidden @ weight.t() / temperature
-        expected = [entropy(p) for p in torch.softmax(logits, 1).numpy()]
-        np.testing.assert_allclose(got[1], expected, atol=1e-12)
-        assert torch.equal(got[0], token_logprobs(hidden, weight, tokens, temperature, chunk))
-
     def test_logits_at_a_temperature_equal_autograd(self) -> None:
         torch.manual_seed(4)
         hidden = torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
@@ -303,35 +253,26 @@ class TestChunkedLogprobs:
         torch.testing.assert_close(left, right)
 
     @pytest.mark.parametrize("chunk", [1, 3 * VOCAB, 10**9])
-    @pytest.mark.parametrize("temperature", [1.0, 1.6])
+    @pytest.mark.parametrize("temperature", [0.01, 1.0, 1.6])
     def test_equals_autograd_through_all_logits(self, chunk: int, temperature: float) -> None:
         torch.manual_seed(1)
         hidden = torch.randn(10, 16, dtype=torch.float64, requires_grad=True)
         weight = torch.randn(VOCAB, 16, dtype=torch.float64, requires_grad=True)
         tokens = torch.randint(0, VOCAB, (10,))
         slope = torch.randn(10, dtype=torch.float64)
-        got = token_logprobs(hidden, weight, tokens, temperature, chunk)
         full = torch.log_softmax(hidden @ weight.t() / temperature, 1)
-        expected = full.gather(1, tokens[:, None]).squeeze(1)
-        torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
-        with_entropies, entropies = token_logprobs_and_entropies(
-            hidden, weight, tokens, temperature, chunk
-        )
-        assert not entropies.requires_grad
-        correct = torch.autograd.grad(expected, [hidden, weight], slope)
-        for values in (got, with_entropies):
+        expected = at(full, tokens.tolist())
+        correct = torch.autograd.grad(expected, [hidden, weight], slope, retain_graph=True)
+        arguments = (hidden, weight, tokens, temperature, chunk)
+        with_entropies, entropies = token_logprobs_and_entropies(*arguments)
+        for values in (token_logprobs(*arguments), with_entropies):
+            torch.testing.assert_close(values, expected, atol=1e-11, rtol=0)
             found = torch.autograd.grad(values, [hidden, weight], slope)
             for left, right in zip(found, correct, strict=True):
-                torch.testing.assert_close(left, right, atol=1e-12, rtol=1e-10)
-
-    def test_gradient_equals_finite_differences(self) -> None:
-        torch.manual_seed(2)
-        hidden = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-        weight = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
-        tokens = torch.tensor([0, 6, 3, 3])
-        assert torch.autograd.gradcheck(
-            lambda h, w: token_logprobs(h, w, tokens, 0.8, 14), (hidden, weight)
-        )
+                torch.testing.assert_close(left, right, atol=1e-11, rtol=1e-10)
+        assert not entropies.requires_grad
+        probabilities = full.detach().exp().numpy()
+        np.testing.assert_allclose(entropies, [entropy(p) for p in probabilities], atol=1e-12)
 
     def test_bf16_products_are_not_rounded_to_bf16(self) -> None:
         torch.manual_seed(3)
@@ -339,7 +280,7 @@ class TestChunkedLogprobs:
         weight, tokens = torch.randn(VOCAB, 64).bfloat16(), torch.randint(0, VOCAB, (50,))
         exact = torch.log_softmax(hidden.double() @ weight.double().t(), 1)
         got = token_logprobs(hidden, weight, tokens)
-        expected = exact.gather(1, tokens[:, None]).squeeze(1).float()
+        expected = at(exact, tokens.tolist()).float()
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-5)
 
 
