@@ -77,11 +77,13 @@ def causal_attention(
     """
     if len(spans) == 1:
         ((first, end),) = spans
-        inputs = [tensor[:, :, first:end] for tensor in (query, key, value)]
+        query, key, value = (tensor[:, :, first:end] for tensor in (query, key, value))
     else:
         # The padding follows a span's tokens, so causal attention hides it from them.
         rows = padding(tuple(spans), query.device)
-        inputs = [rows.pad(tensor) for tensor in (query, key, value)]
+        query, key, value = (rows.pad(tensor) for tensor in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scaling, enable_gqa=gqa)
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
+    )
     return out if len(spans) == 1 else rows.unpad(out)
