@@ -86,24 +86,20 @@ class Batch:
         Retracted rollouts are left out, as the distribution that the sparse actor sampled them from
         cannot be computed.
         """
-        return self._only(self._sampled(count))
+        return self._only(self._divided(count)[0])
 
     def holdout_of(self, count: int) -> "Batch":
         """The rollouts that `sample_evenly(count)` leaves out, or all if it leaves out none.
 
         Retracted rollouts are left out in either case.
         """
-        taken = set(self._sampled(count))
-        left = [index for index in self._computable if index not in taken]
-        return self._only(left or self._computable)
+        sampled, left = self._divided(count)
+        return self._only(left or sampled)
 
-    def _sampled(self, count: int) -> list[int]:
-        computable = self._computable
-        return [computable[place] for place in evenly(len(computable), count)]
-
-    @property
-    def _computable(self) -> list[int]:
-        return [index for index, rollout in enumerate(self.rollouts) if not rollout.retracted]
+    def _divided(self, count: int) -> tuple[list[int], list[int]]:
+        computable = [index for index, one in enumerate(self.rollouts) if not one.retracted]
+        sampled = [computable[place] for place in evenly(len(computable), count)]
+        return sampled, [index for index in computable if index not in sampled]
 
     def _only(self, chosen: list[int]) -> "Batch":
         tokens = torch.arange(len(self.advantages)).split(self.lengths)

@@ -10,26 +10,14 @@ from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.metrics import LOG_RATIO_BOUND
 
 
-@dataclass(frozen=True, eq=False)
-class PolicyLoss:
-    """`loss` is a scalar with gradient; `metrics` are divided by the tokens of the global batch, so
-    that, like the losses, those of its micro-batches add up to those of the batch."""
-
-    loss: torch.Tensor
-    metrics: dict[str, float]
-
-
 def policy_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     weights: torch.Tensor,
-    *,
     batch_tokens: int,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float = 3.0,
-) -> PolicyLoss:
+    settings: AlgorithmConfig,
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Sum over tokens of weight x clipped loss, divided by the tokens of the global batch.
 
     All tensors are [n], for the response tokens of one micro-batch: log-probs under the policy that
@@ -38,7 +26,9 @@ def policy_loss(
     is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and at most -A dual_clip where A < 0 (PPO
     with the decoupled range of DAPO and the dual clip of arXiv:1912.09729). `batch_tokens` counts
     the response tokens of all micro-batches of one optimizer step, so every token weighs the same
-    however the batch is split. Raises `ValueError` on shapes that differ or too few `batch_tokens`.
+    however the batch is split. Returns the loss, with gradient, and metrics; both are divided by
+    `batch_tokens`, so that those of micro-batches add up. Raises `ValueError` on shapes that differ
+    or too few `batch_tokens`.
     """
     shapes = {tuple(t.shape) for t in (logprobs, old_logprobs, advantages, weights)}
     if len(shapes) != 1 or logprobs.ndim != 1 or batch_tokens < logprobs.numel():
@@ -52,9 +42,9 @@ def policy_loss(
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     upper = torch.maximum(plain, clipped)
-    ceiling = -advantages * dual_clip
+    ceiling = -advantages * settings.dual_clip
     at_ceiling = (advantages < 0) & (upper > ceiling)
     tokens = torch.where(at_ceiling, ceiling, upper)
     with torch.no_grad():
@@ -65,7 +55,7 @@ def policy_loss(
         }
     loss = (tokens * weights).sum() / batch_tokens
     metrics["actor/pg_loss"] = float(loss.detach())
-    return PolicyLoss(loss, metrics)
+    return loss, metrics
 
 
 def token_shares(aggregation: str, lengths: Sequence[int], most_tokens: int) -> torch.Tensor:
@@ -116,17 +106,14 @@ class MiniBatchLoss:
         with gradient."""
         where, device, settings = where.cpu(), logprobs.device, self.settings
         shares = self.shares[where].to(device)
-        result = policy_loss(
+        loss, metrics = policy_loss(
             logprobs,
             self.dense_logprobs[where].to(device),
             self.advantages[where].to(device),
             self.weights[where].to(device) * shares,
-            batch_tokens=len(self.advantages),
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
+            len(self.advantages),
+            settings,
         )
-        loss, metrics = result.loss, result.metrics
         if self.reference_logprobs is not None:
             divergence = kl_to_reference(logprobs, self.reference_logprobs[where].to(device))
             kl = (divergence * shares).sum() / len(self.advantages)

@@ -41,20 +41,6 @@ class Sampling:
     top_k: int = -1
     environment: Environment | None = None
 
-    def parameters(self, rollout: Rollout) -> dict[str, Any]:
-        """SGLang's sampling parameters for the remaining tokens of `rollout`."""
-        # All parameters are given, because a checkpoint's own generation defaults would truncate.
-        return {
-            "max_new_tokens": self.max_new_tokens - len(rollout.response_ids),
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-        }
-
 
 def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
     """`count` prompts of a run, from the run's prompt number `first` on.
@@ -89,7 +75,17 @@ def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True
     An engine without the sparrow backend is not `switchable`: it always decodes densely, and gets
     no request to do so.
     """
-    parameters = sampling.parameters(rollout)
+    # All parameters are given, because a checkpoint's own generation defaults would truncate.
+    parameters: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens - len(rollout.response_ids),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
     if sampling.dense and switchable:
         parameters["custom_params"] = {"sparrow": {"dense": True}}
     request = {

@@ -135,7 +135,7 @@ def sparse_attention(
     prompt attend to everything before them; a later position t attends to the pages that the
     schedule's budget allows this layer at sequence length t + 1. Returns [1, Hq, n, D], the spans'
     tokens, concatenated. Under autocast, all inputs are rounded first, and with them the landmarks,
-    as on the server. The selection is computed through `once`, which may remember it.
+    as on the server. The selection of a forward pass that `runs_twice` is computed once.
     """
     device = query.device
     if torch.is_autocast_enabled(device.type):
