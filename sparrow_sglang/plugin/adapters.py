@@ -2,8 +2,6 @@
 
 In: the factors and the config of a LoRA adapter, as PEFT names them. Out: the adapter, loaded by
 SGLang under that name; the prefix cache holds no KV of the former adapter.
-
-SGLang's own ways to load an adapter are checked here, too, by `problem_of_load`.
 """
 
 import asyncio
@@ -18,8 +16,6 @@ from sparrow_sglang.plugin.adapter_checks import (
     FUSED,
     check_config,
     check_factors,
-    check_folders,
-    check_targets,
     module_shapes,
 )
 from sparrow_sglang.plugin.scheduler_calls import ControlError, call_schedulers, idle, scheduler_rpc
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-_LIMITS = "adapter_limits"
+_ROOM = "adapter_room"
 _LOADED = "adapter_loaded"
 _DROP = "adapter_drop"
 # The characters of schedule names, and the slash of Hugging Face Hub names.
@@ -97,33 +93,20 @@ async def load_adapter(
             f"name={quoted(name)}: expected a string of 1 to 64 letters, digits, '.', '_', '/' and"
             " '-', such as 'math'"
         )
-    # The limits are the same on every rank, as all are started with the same arguments.
-    limits = next(iter((await call_schedulers(manager, _LIMITS, {})).values()))
-    rank = check_config(config, limits["max_rank"])
-    shapes = await asyncio.to_thread(_module_shapes, manager)
+    rank, state = check_config(config), require_server_state(manager)
+    if state.module_shapes is None:
+        hf_config = manager.model_config.hf_config
+        state.module_shapes = await asyncio.to_thread(module_shapes, hf_config)
+    shapes = state.module_shapes
     modules = await asyncio.to_thread(check_factors, tensors, rank, shapes)
-    check_targets(modules, config, limits["modules"])
+    targets = config["target_modules"]
+    needed = modules if isinstance(targets, str) else modules.union(targets)
+    room = {"r": rank, "lora_alpha": config["lora_alpha"], "target_modules": sorted(needed)}
+    await call_schedulers(manager, _ROOM, room)
     async with idle(manager, f"loading adapter {name!r}"):
         # SGLang fails without the type, which PEFT always writes.
         fields = {"peft_type": "LORA", **config}
         await _replace(manager, name, fields, _completed(tensors, shapes))
-
-
-async def problem_of_load(manager: "TokenizerManager", request: Any) -> str | None:
-    """What is wrong with the adapter that SGLang's own route shall load, None if nothing is.
-
-    Of tensors in shared memory only the config is checked, as they can be received only once.
-    """
-    try:
-        if hasattr(request, "lora_path"):
-            paths = [request.lora_path]
-            hf_config = manager.model_config.hf_config
-            await asyncio.to_thread(check_folders, paths, hf_config)
-        else:
-            check_config(request.config_dict)
-    except ControlError as error:
-        return str(error)
-    return None
 
 
 async def _replace(
@@ -183,11 +166,20 @@ def _lora_manager(scheduler: "Scheduler") -> Any:
     return scheduler.tp_worker.model_runner.lora_manager
 
 
-@scheduler_rpc(_LIMITS)
-def _limits(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    """In a scheduler: largest rank and modules that memory is reserved for, fixed at start-up."""
+@scheduler_rpc(_ROOM)
+def _require_room(scheduler: "Scheduler", config: dict[str, Any]) -> dict[str, Any]:
+    """In a scheduler: refuse what SGLang would refuse, before the former adapter is unloaded."""
+    from sglang.srt.lora.lora_config import LoRAConfig
+
     pool = _lora_manager(scheduler).memory_pool
-    return {"max_rank": pool.max_lora_rank, "modules": sorted(pool.target_modules)}
+    if not pool.can_support(LoRAConfig.from_dict(config)):
+        raise ControlError(
+            f"config: r={config['r']}, target_modules={quoted(config['target_modules'])}: the"
+            f" server has room for rank {pool.max_lora_rank} and"
+            f" {', '.join(sorted(pool.target_modules))}; see --max-lora-rank and"
+            " --lora-target-modules"
+        )
+    return {}
 
 
 def _completed(
@@ -206,10 +198,3 @@ def _completed(
                 rows = tensor.shape[0] if named[2] == "A" else shapes[module][0]
                 whole[sibling] = tensor.new_zeros(rows, tensor.shape[1])
     return whole
-
-
-def _module_shapes(manager: Any) -> dict[str, tuple[int, int]]:
-    state = require_server_state(manager)
-    if state.module_shapes is None:
-        state.module_shapes = module_shapes(manager.model_config.hf_config)
-    return state.module_shapes

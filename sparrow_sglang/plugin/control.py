@@ -70,9 +70,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
     if rate or server_args.enable_metrics:
         log = MismatchLog(Path(folder)) if folder else None
-        state.auditor = Auditor(manager, rate, loaded.active, log)
-        state.auditor.released = state.released
-        state.calls["audit"] = state.auditor.finish
+        state.auditor = Auditor(manager, rate, loaded.active, log, state.released)
     setattr(manager, ATTRIBUTE, state)
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is not None:

@@ -8,7 +8,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparrow_sglang.attention_backends.kernel_limits import fp8_problems
+from sparrow_sglang.attention_backends.dense_side import DENSE_FIELD, dense_problems
+from sparrow_sglang.attention_backends.kernel_limits import (
+    fp8_problems,
+    kernel_problems,
+    rule_problems,
+)
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import (
     FULL,
@@ -20,7 +25,7 @@ from sparrow_sglang.hf_config import (
     window_layers,
 )
 from sparrow_sglang.plugin.layer_refusals import layer_problems
-from sparrow_sglang.schedule import PAGE_SIZES
+from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
 from sparrow_sglang.sglang_install import installed_version, version_problems
 from sparrow_sglang.sglang_versions import (
@@ -155,12 +160,6 @@ _RULES = (
         "attn_cp_size", lambda value: value > 1, "KV is split by position", "pass --attn-cp-size 1"
     ),
     _Rule(
-        "cuda_graph_backend_prefill",
-        lambda value: value == "full",
-        "landmarks of a prefill are written outside the graph",
-        "pass --cuda-graph-backend-prefill breakable, or leave it out",
-    ),
-    _Rule(
         "kv_cache_dtype",
         lambda value: value not in ("auto", "bf16", "bfloat16", "fp8_e4m3"),
         "the kernels read KV in 16 bits or in FP8 e4m3 with one scale per layer",
@@ -218,11 +217,14 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
         )
     # A string or a mapping until SGLang has parsed it; neither has the attribute.
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
-    if graphs is not None and graphs.backend == "full":
-        problems.append("cuda_graph_config[prefill].backend='full': use breakable or disabled")
+    backend = getattr(graphs, "backend", None)
+    if backend == "full":
+        problems.append(
+            "cuda_graph_config[prefill].backend='full': landmarks of a prefill are written outside"
+            " the graph; pass --cuda-graph-backend-prefill breakable, or leave it out"
+        )
     if (
-        graphs is not None
-        and graphs.backend == "breakable"
+        backend == "breakable"
         and server_args.tp_size > attention_tp_size(server_args) * server_args.attn_cp_size
         and decode_may_become_prefill()
     ):
@@ -371,6 +373,18 @@ def _has_other_windows(model_config: "ModelConfig") -> bool:
     )
 
 
+def device_problems(
+    view: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
+) -> list[str]:
+    """What the kernels and the dense side cannot compute, of resolved arguments."""
+    if view.device == "cuda":
+        kernels = kernel_problems(view, model_config) + rule_problems(schedule)
+        return kernels + dense_problems(view, model_config)
+    if (asked := getattr(view, DENSE_FIELD)) is None:
+        return []
+    return [f"{DENSE_FIELD}={asked!r}: it is for a GPU; on {view.device} leave it out"]
+
+
 def runner_problems(runner: "ModelRunner") -> list[str]:
     """Properties that show only once the model is loaded and its KV pool allocated."""
     import torch
@@ -378,8 +392,6 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     problems = []
-    if runner.is_draft_worker:
-        problems.append("this is the draft model of speculative decoding")
     pool = runner.token_to_kv_pool
     mixed = type(pool) in (SWAKVPool, HybridLinearKVPool)
     if mixed:
@@ -398,18 +410,9 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
             "FP8 KV cache with linear attention or sliding windows in a pool of their own:"
             f" {_NOT_SHOWN}; pass --kv-cache-dtype bf16"
         )
-    if linear_layers(runner.model_config.hf_config) and runner.device == "cuda":
-        problems += _blackwell_problems()
     if fp8 and runner.device == "cuda":
         problems += fp8_problems(torch.cuda.get_device_capability())
     return problems + layer_problems(runner)
-
-
-def _blackwell_problems() -> list[str]:
-    from sglang.srt.utils import is_blackwell
-
-    what = "linear attention on a Blackwell GPU: SGLang 0.5.17 asserts another backend beside it"
-    return [f"{what}; choose another --attention-backend"] if is_blackwell() else []
 
 
 def not_registered(error: Exception) -> RuntimeError:

@@ -8,8 +8,7 @@ must call, checks for such errors and refuses to start.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparrow_sglang.attention_backends.dense_side import dense_backend, dense_problems
-from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
+from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.plugin import server_args
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
@@ -21,6 +20,7 @@ from sparrow_sglang.plugin.hooks import (
 from sparrow_sglang.plugin.layer_refusals import unknown_attributes
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
+    device_problems,
     model_problems,
     not_registered,
     refuse,
@@ -68,17 +68,12 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     """
     refuse(version_problems())
     require_registration()
-    refuse(server_problems(resolved(runner.server_args)))
-    refuse(model_problems(runner.model_config))
-    if runner.device == "cuda":
-        refuse(kernel_problems(resolved(runner.server_args), runner.model_config))
-        refuse(dense_problems(runner.server_args, runner.model_config))
+    view, model_config = resolved(runner.server_args), runner.model_config
+    refuse(server_problems(view))
+    refuse(model_problems(model_config))
+    loaded, source = server_args.resolve_schedules(runner.server_args, model_config.hf_config)
+    refuse(device_problems(view, model_config, loaded.active))
     refuse(runner_problems(runner))
-    loaded, source = server_args.resolve_schedules(
-        runner.server_args, runner.model_config.hf_config
-    )
-    if runner.device == "cuda":
-        refuse(rule_problems(loaded.active))
     place = ranks(runner)
     if place.tp_rank == place.pp_rank == 0 and not place.dp_rank:
         if installed_version() not in SUPPORTED:
@@ -86,9 +81,9 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
                 f"SGLang {installed_version()} has not been tested with; all"
                 f" {len(PROCESS.hooks)} hooks fit into it"
             )
-        line = start_up_line(loaded, source, runner.model_config.hf_config)
+        line = start_up_line(loaded, source, model_config.hf_config)
         if runner.device == "cuda":
-            line += f"; prefill by {dense_backend(runner.server_args, runner.model_config)}"
+            line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
         announce(line)
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from sparrow_sglang.json_values import JsonError, quoted, require_portable
+from sparrow_sglang.json_values import JsonError, require_portable
 from sparrow_sglang.plugin.scheduler_calls import ControlError, RanksDisagreeError
 from sparrow_sglang.plugin.state import require_server_state
 
@@ -25,30 +25,28 @@ _GENERATE = "/generate"
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _ERROR_EVENT = b'data: {"error":'
-# Arguments of the tokenizer's method that SGLang gives itself, so that giving them twice fails.
-_OF_THE_TEMPLATE = ("tokenize", "return_dict", "add_generation_prompt", "tools")
 
 
 class _Call(NamedTuple):
-    """How one call is made over HTTP; `fields` and `optional` ones are those of a POST's body."""
+    """How one call is made over HTTP: the keys that a POST's body must and may have."""
 
     methods: tuple[str, ...]
-    fields: frozenset[str] = frozenset()
-    body: str = ""
+    required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
+    body: str = ""
 
 
 _CALLS = {
     "schedule": _Call(
         ("GET", "POST"),
         frozenset({"schedule"}),
-        '{"schedule": ...}, a name or the fields of a schedule, and, if need be, "timeout_s"',
         frozenset({"timeout_s"}),
+        '{"schedule": ...}, a name or the fields of a schedule, and, if need be, "timeout_s"',
     ),
     "adapter": _Call(
         ("POST",),
         frozenset({"name", "config", "tensors"}),
-        '{"name": ..., "config": ..., "tensors": ...}, the fields of adapter_config.json and a'
+        body='{"name": ..., "config": ..., "tensors": ...}, the fields of adapter_config.json and a'
         " safetensors file in base64",
     ),
     "landmarks": _Call(("GET",)),
@@ -60,7 +58,7 @@ def add_routes(app: "FastAPI") -> None:
 
     Also makes /generate answer with an HTTP error instead of a stream that begins with an error:
     SGLang 0.5.17 checks a streaming request of that route only after it has sent the status 200.
-    And has what SGLang would pass over refused, see `body_problem`.
+    And refuses options of ours in a place where nobody reads them, see `body_problem`.
     """
     from fastapi import Request
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -104,7 +102,7 @@ def with_early_errors(app: AsgiApp) -> AsgiApp:
                 error = _error(message)
                 if error is not None:
                     refused = True
-                    await _send_error(error, send)
+                    await _send_error(error, scope, receive, send)
                     return
                 await send(head)
             await send(message)
@@ -123,7 +121,7 @@ def with_checked_body(app: AsgiApp, path: str) -> AsgiApp:
             held.append(await receive())
         problem = body_problem(b"".join(message.get("body", b"") for message in held), path)
         if problem is not None:
-            await _send_error({"message": problem, "code": int(HTTPStatus.BAD_REQUEST)}, send)
+            await _send_error({"message": problem}, scope, receive, send)
             return
 
         async def received() -> Message:
@@ -135,12 +133,8 @@ def with_checked_body(app: AsgiApp, path: str) -> AsgiApp:
 
 
 def body_problem(content: bytes, path: str) -> str | None:
-    """What is wrong with a request's body that SGLang would pass over or answer with status 500.
-
-    An option of ours in a place where nobody reads it, or an argument of the chat template that
-    SGLang gives itself.
-    """
-    if b'"sparrow"' not in content and b'"chat_template_kwargs"' not in content:
+    """An error message if an option of ours is in a place where nobody reads it, else None."""
+    if b'"sparrow"' not in content:
         return None
     try:
         body = json.loads(content)
@@ -160,15 +154,6 @@ def body_problem(content: bytes, path: str) -> str | None:
         if isinstance(value, dict) and "sparrow" in value:
             where = f" in {place}" if place else ""
             return f'"sparrow"{where} is read by nobody: expected it in {right}'
-    given = body.get("chat_template_kwargs")
-    if not isinstance(given, dict):
-        return None
-    for name in _OF_THE_TEMPLATE:
-        if name in given:
-            return (
-                f"chat_template_kwargs[{name!r}]={quoted(given[name])}: SGLang sets it; expected"
-                " arguments of the model's own template, such as enable_thinking"
-            )
     return None
 
 
@@ -198,7 +183,7 @@ async def _body(call: _Call, request: "Request") -> dict[str, Any]:
     except (ValueError, RecursionError):
         body = None
     given = set(body) - call.optional if isinstance(body, dict) else None
-    if given != call.fields or None in body.values():
+    if given != call.required or None in body.values():
         raise ControlError(f"the body is wrong: expected a JSON object {call.body}")
     return body
 
@@ -228,17 +213,9 @@ def _error(message: Message) -> dict[str, Any] | None:
     return error
 
 
-async def _send_error(error: dict[str, Any], send: Send) -> None:
-    code = error.get("code")
-    is_error = isinstance(code, int) and code >= HTTPStatus.BAD_REQUEST
-    body = json.dumps({"error": error}).encode()
-    head = {
-        "type": "http.response.start",
-        "status": code if is_error else int(HTTPStatus.BAD_REQUEST),
-        "headers": [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ],
-    }
-    await send(head)
-    await send({"type": "http.response.body", "body": body})
+async def _send_error(error: dict[str, Any], scope: Message, receive: Receive, send: Send) -> None:
+    from fastapi.responses import JSONResponse
+
+    code, wrong = error.get("code"), int(HTTPStatus.BAD_REQUEST)
+    status = code if isinstance(code, int) and code >= wrong else wrong
+    await JSONResponse({"error": error}, status)(scope, receive, send)

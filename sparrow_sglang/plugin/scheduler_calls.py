@@ -77,24 +77,20 @@ async def call_schedulers(
     return {response["rank"]: response["answer"] for response in responses}
 
 
-async def is_idle(manager: "TokenizerManager") -> bool:
-    """Whether every scheduler could empty its prefix cache: it holds no KV of a request, and has
-    left the step that ended its last one."""
-    try:
-        await call_schedulers(manager, _IDLE, {})
-    except ControlError:
-        return False
-    return True
+async def is_idle(manager: "TokenizerManager", wait_s: float = 0.0) -> bool:
+    """Whether every scheduler could empty its prefix cache, after waiting at most `wait_s`.
 
-
-async def becomes_idle(manager: "TokenizerManager", wait_s: float) -> bool:
-    """As `is_idle`, after waiting at most `wait_s`."""
+    It could if it holds no KV of a request, and has left the step that ended its last one.
+    """
     deadline = time.monotonic() + wait_s
-    while not await is_idle(manager):
-        if time.monotonic() > deadline:
-            return False
+    while True:
+        try:
+            await call_schedulers(manager, _IDLE, {})
+            return True
+        except ControlError:
+            if time.monotonic() >= deadline:
+                return False
         await asyncio.sleep(_POLL_S)
-    return True
 
 
 @asynccontextmanager
@@ -187,11 +183,17 @@ def answer_call(
         return original(scheduler, message)
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 
-    outcome = _reduce_tp(scheduler, _outcome(answer, scheduler, message.body))
+    local = _Outcome(rank_name(scheduler), {})
+    try:
+        local = local._replace(answer=answer(scheduler, message.body))
+    except Exception as error:
+        # Report every kind of exception, because the caller waits for an answer.
+        local = local._replace(error=str(error) or type(error).__name__)
+    outcome = _reduce_tp(scheduler, local)
     output = DumperControlReqOutput(
-        success=outcome.error is None,
+        success=not outcome.error,
         response=[{"rank": outcome.rank, "answer": outcome.answer}],
-        error=outcome.error or "",
+        error=outcome.error,
     )
     scheduler.ipc_channels.send_to_tokenizer.send_output(output, message)
     return None
@@ -216,16 +218,7 @@ class _Outcome(NamedTuple):
 
     rank: str
     answer: dict[str, Any]
-    error: str | None = None
-
-
-def _outcome(answer: Answer, scheduler: "Scheduler", fields: dict[str, Any]) -> _Outcome:
-    rank = rank_name(scheduler)
-    try:
-        return _Outcome(rank, answer(scheduler, fields))
-    except Exception as error:
-        # Report every kind of exception, because the caller waits for an answer.
-        return _Outcome(rank, {}, str(error) or type(error).__name__)
+    error: str = ""
 
 
 def _reduce_tp(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
@@ -237,12 +230,12 @@ def _reduce_tp(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
 
         outcomes = [None] * ps.attn_tp_size
         torch.distributed.all_gather_object(outcomes, local, group=scheduler.attn_tp_cpu_group)
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    failed = [outcome for outcome in outcomes if outcome.error]
     if not failed:
         if all(outcome.answer == local.answer for outcome in outcomes):
             return local
         answers = "; ".join(f"{out.rank}: {reprlib.repr(out.answer)}" for out in outcomes)
         return local._replace(error=f"tensor-parallel ranks differ: {answers}")
-    alone = _replica(scheduler) is None and len(outcomes) == 1
-    errors = "; ".join(out.error if alone else f"{out.rank}: {out.error}" for out in failed)
-    return local._replace(error=errors)
+    if _replica(scheduler) is None and len(outcomes) == 1:
+        return local
+    return local._replace(error="; ".join(f"{out.rank}: {out.error}" for out in failed))

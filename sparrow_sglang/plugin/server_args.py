@@ -11,23 +11,18 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.attention_backends.dense_side import (
-    DENSE_BACKENDS,
-    DENSE_FIELD,
-    dense_problems,
-)
-from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
+from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_FIELD
 from sparrow_sglang.config import AUTO, named_schedules
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.adapter_checks import check_folders
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
+    device_problems,
     model_problems,
     not_registered,
     rank_problems,
@@ -53,7 +48,6 @@ from sparrow_sglang.sglang_install import version_problems
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 PLUGIN_NAME = "sparrow"
@@ -158,7 +152,6 @@ def install() -> None:
     _check_around_resolution(cls)
     _check_adapters(cls)
     _check_model_config(cls)
-    _pass_for_one_with_sinks(cls)
     setattr(cls, _MARK, True)
 
 
@@ -259,19 +252,20 @@ def _check_model_config(cls: Any) -> None:
     """Refuse a model as soon as SGLang has read its config, before SGLang adapts its arguments."""
     original = getattr(cls, "get_model_config", None)
     if original is None:
+        from sglang.srt.arg_groups import model_hook
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        _pass_for_one_with_sinks(model_hook, "attention_backends_of")
 
         @register_resolution_hook("handle_model_specific_adjustments")
         def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
-            if not uses_sparrow(server_args):
-                previous(server_args)
-                return
-            model_config = read_model_config(server_args)
-            refuse(model_problems(model_config))
-            with _named_for_sinks(model_config):
-                previous(server_args)
+            if uses_sparrow(server_args):
+                refuse(model_problems(read_model_config(server_args)))
+            previous(server_args)
 
         return
+    # Until 0.5.17.
+    _pass_for_one_with_sinks(cls, "_resolved_attention_backends")
 
     @functools.wraps(original)
     def get_model_config(self: Any) -> Any:
@@ -284,46 +278,22 @@ def _check_model_config(cls: Any) -> None:
     cls.get_model_config = get_model_config
 
 
-@contextmanager
-def _named_for_sinks(model_config: "ModelConfig") -> Iterator[None]:
-    """`_pass_for_one_with_sinks` for 0.5.23, which asks a function while it adjusts arguments."""
-    from sglang.srt.arg_groups import model_hook
+def _pass_for_one_with_sinks(owner: Any, name: str) -> None:
+    """Have `owner`'s function of that name give SGLang another name for our backend.
 
-    original = getattr(model_hook, "attention_backends_of", None)
-    if original is None or not model_config.has_attention_sinks:
-        yield
-        return
-
-    def backends(view: Any) -> tuple[str, str]:
-        prefill, decode = (_TAKES_SINKS if n == BACKEND else n for n in original(view))
-        return prefill, decode
-
-    model_hook.attention_backends_of = backends
-    try:
-        yield
-    finally:
-        model_hook.attention_backends_of = original
-
-
-def _pass_for_one_with_sinks(cls: Any) -> None:
-    """Give SGLang another name for our backend, for models with attention sinks.
-
-    SGLang serves gpt-oss only with backends that it knows, by name, to take sinks. For versions
-    until 0.5.17, where the arguments have this method.
+    SGLang serves gpt-oss, a model with attention sinks, only with backends that it knows, by name,
+    to take them.
     """
-    original = getattr(cls, "_resolved_attention_backends", None)
-    if original is None:
-        return
+    original = getattr(owner, name)
 
     @functools.wraps(original)
-    def backends(self: Any) -> tuple[str, str]:
-        names: tuple[str, str] = original(self)
-        if BACKEND not in names or not read_model_config(self).has_attention_sinks:
-            return names
-        prefill, decode = (_TAKES_SINKS if name == BACKEND else name for name in names)
+    def backends(view: Any) -> tuple[str, str]:
+        prefill, decode = original(view)
+        if BACKEND in (prefill, decode) and read_model_config(view).has_attention_sinks:
+            prefill, decode = (_TAKES_SINKS if n == BACKEND else n for n in (prefill, decode))
         return prefill, decode
 
-    cls._resolved_attention_backends = backends
+    setattr(owner, name, backends)
 
 
 def _check_resolved(server_args: "ServerArgs") -> None:
@@ -333,15 +303,8 @@ def _check_resolved(server_args: "ServerArgs") -> None:
     model_config = model_config_if_read(server_args)
     if model_config is not None:
         refuse(rank_problems(view, model_config))
-        if view.device == "cuda":
-            refuse(kernel_problems(view, model_config))
-            refuse(dense_problems(view, model_config))
-        elif (asked := getattr(view, DENSE_FIELD)) is not None:
-            problem = f"{DENSE_FIELD}={asked!r}: it is for a GPU; on {view.device} leave it out"
-            refuse([problem])
         loaded, _ = resolve_schedules(server_args, model_config.hf_config)
-        if view.device == "cuda":
-            refuse(rule_problems(loaded.active))
+        refuse(device_problems(view, model_config, loaded.active))
 
 
 def _require_plugin() -> None:

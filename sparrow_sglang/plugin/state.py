@@ -32,7 +32,6 @@ class ServerState:
         module_shapes: [out, in] of the model's linear modules, once an adapter has been checked.
         released: tags of the memory that is currently released.
         weight_update: held open between SGLang's calls that begin and end an update of weights.
-        warned_of_old_prefixes: whether updates that keep the prefix cache have been warned of.
     """
 
     loaded: LoadedSchedules
@@ -41,7 +40,6 @@ class ServerState:
     module_shapes: dict[str, tuple[int, int]] | None = None
     released: set[str] = field(default_factory=set)
     weight_update: AsyncExitStack | None = None
-    warned_of_old_prefixes: bool = False
 
     def switch(self, loaded: LoadedSchedules) -> None:
         """Check requests against `loaded` from now on, and audit under its active schedule."""

@@ -13,6 +13,7 @@ from typing import Any
 import engines
 import pytest
 import torch
+from audits import outcomes
 from engines import random_prompt, save_tiny_model
 from oracle import ContractModel
 from transformers import AutoModelForCausalLM
@@ -180,10 +181,9 @@ def test_a_schedule_is_switched_on_every_rank(
 def test_requests_of_every_replica_are_audited(
     engine: LocalEngine, layout: str, log: Path, oracles: dict[int | None, ContractModel]
 ) -> None:
-    endpoint = connect(engine.engine)
-    endpoint.call_sparrow("audit", wait_s=60.0)
+    outcomes(engine.engine)
     answers = [answer for rank in replicas(layout) for answer in sample(engine, rank)]
-    endpoint.call_sparrow("audit", wait_s=60.0)
+    outcomes(engine.engine)
     table = read_mismatch_log(log).to_pandas()
     dense, sparse = [], []
     for prompt, ids, found, request in answers:
@@ -233,7 +233,7 @@ def test_landmarks_of_every_rank_are_those_of_their_pages(engine: LocalEngine, l
 
     assert engine.engine.loop.run_until_complete(load()) >= 2
     # Once audits are over, nothing but the prompt of a request for each replica is cached.
-    connect(engine.engine).call_sparrow("audit", wait_s=60.0)
+    outcomes(engine.engine)
     set_schedule(engine.engine, "fixed-64")
     for rank in ranks:
         engine.engine.generate(

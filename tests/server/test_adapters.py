@@ -84,14 +84,18 @@ def test_what_does_not_fit_is_refused_and_the_former_stays(engine, saved):
     tensors = load_file(f"{folder}/adapter_model.safetensors")
     config = {"r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
     key = next(name for name in tensors if "q_proj.lora_A" in name)
+    larger = {
+        name: tensor.repeat(3, 1) if "lora_A" in name else tensor.repeat(1, 3)
+        for name, tensor in tensors.items()
+    }
     only_a = {name: tensor for name, tensor in tensors.items() if "lora_A" in name}
     for wrong, fields, reason in [
-        (tensors, config | {"r": 9}, "r=9: expected a whole number from 1 to 8"),
+        (larger, config | {"r": 3 * RANK}, "r=12, target_modules=.* has room for rank 8"),
         (tensors, config | {"lora_alpha": None}, "lora_alpha=None: expected a number"),
         (tensors, config | {"use_dora": True}, "use_dora=True: SGLang cannot serve it"),
         (tensors, config | {"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
         (tensors, config | {"peft_type": "IA3"}, "peft_type='IA3': expected 'LORA'"),
-        (tensors, config | {"target_modules": ["lm_head"]}, "target_modules=.*has room for"),
+        (tensors, config | {"target_modules": ["lm_head"]}, "lm_head.* has room for"),
         (tensors | {key: tensors[key][:, :-1]}, config, r"\[4, 143\]: expected .* \[4, 144\]"),
         (tensors | {"q_proj": tensors[key]}, config, "'q_proj'.* belongs to no linear module"),
         (only_a, config, "one factor only"),

@@ -1,22 +1,23 @@
-"""The audit of a running server: what it measures, and that users do not notice."""
+"""The audit of a running server: what it measures and keeps, and that users do not notice."""
 
 import logging
-import re
 import shutil
 import time
-from functools import partial
+from contextlib import nullcontext
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from engines import SCHEDULE, random_prompt, start_engine
+from audits import outcomes
+from engines import SCHEDULE, random_prompt, start_engine, weight_updates
 from servers import start_server
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.plugin import control
-from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, read_mismatch_log
+from sparrow_sglang.plugin.audit import mismatch_log, recorded
+from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 PLAIN = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
@@ -43,7 +44,7 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
     """Rows equal transformers, gauges equal rows, answers are what they are without the audit."""
     log = tmp_path / "log"
     # The server is forked from this process.
-    monkeypatch.setattr(control, "MismatchLog", partial(MismatchLog, flush_s=0.5))
+    monkeypatch.setattr(mismatch_log, "FLUSH_S", 0.5)
     prompts = {60: random_prompt(1, 60), 130: random_prompt(2, 130)}
     requests = [
         {"input_ids": ids, "sampling_params": PLAIN, "rid": f"plain-{length}"}
@@ -140,53 +141,80 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
     assert found["sparrow:kv_tokens_cached"] == found["sparrow:kv_tokens_read"] == 0
 
 
-def generate(engine, count: int = 1) -> None:
-    connect(engine).generate(
-        [{"input_ids": random_prompt(seed, 60), "sampling_params": PLAIN} for seed in range(count)]
-    )
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("audit") / "log"
 
 
-def test_new_weights_and_a_lost_log_folder(sharp_llama, arguments, tmp_path, warnings):
-    log = tmp_path / "log"
+@pytest.fixture(scope="module")
+def engine(sharp_llama, arguments, log):
     with start_engine(sharp_llama, sparrow_audit_log=str(log), **arguments) as engine:
-        endpoint = connect(engine)
-        generate(engine, 4)
-        assert engine.update_weights_from_disk(sharp_llama)[0]
-        # The old weights generated these responses, so the new ones must not score them.
-        outcomes = endpoint.call_sparrow("audit")["requests"]
-        before = outcomes.get("audited", 0)
-        assert before + outcomes.get("dropped", 0) == 4 and before < 4
-        assert read_mismatch_log(log).num_rows == before * 100
+        yield engine
 
-        generate(engine, 2)
-        summary = endpoint.call_sparrow("audit", wait_s=60.0)
-        assert summary["requests"]["audited"] == before + 2
-        assert read_mismatch_log(log).num_rows == (before + 2) * 100
 
-        shutil.rmtree(log)
-        generate(engine)
-        endpoint.call_sparrow("audit", wait_s=60.0)
-        generate(engine, 2)
-        after = endpoint.call_sparrow("audit", wait_s=1.0)
-        assert after["requests"]["audited"] == before + 3
+def generate(engine, count: int, length: int, **more) -> list[dict]:
+    requests = [{"input_ids": random_prompt(seed, length)} for seed in range(count)]
+    sampling = PLAIN | {"max_new_tokens": 60}
+    return connect(engine).generate([r | {"sampling_params": sampling, **more} for r in requests])
+
+
+def since(before: dict[str, int], engine) -> dict[str, int]:
+    return {name: count - before[name] for name, count in outcomes(engine).items()}
+
+
+def test_what_exceeds_the_tokens_that_are_kept_is_dropped(engine, monkeypatch):
+    """Requests are dropped during generation, unnoticed by users; then there is room again."""
+    before = outcomes(engine)
+    # The prompts of all four requests fit, and the answers of two.
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 4 * 80 + 2 * 60)
+    for _ in range(2):
+        for answer in generate(engine, 4, 80, return_logprob=True, top_logprobs_num=3):
+            meta = answer["meta_info"]
+            assert [len(row) for row in meta["output_top_logprobs"]] == [3] * 60
+            assert len(meta["output_token_logprobs"]) == 60
+        found = since(before, engine)
+        assert found["dropped"] in (1, 2), found
+        assert found["audited"] == 4 - found["dropped"]
+        before = outcomes(engine)
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 80 + 60 - 1)
+    generate(engine, 1, 80)
+    assert since(before, engine) == {"audited": 0, "dropped": 1, "failed": 0}
+
+
+def test_weights_change_at_once_after_answers_with_audits_queued(engine, sharp_llama, log):
+    """An update, and a check that may overwrite the weights, find the scheduler idle."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    before = outcomes(engine)
+    name = "model.norm.weight"
+    weight = torch.tensor(engine.get_weights_by_name(name, 100_000))
+    check = CheckWeightsReqInput(action="reset_tensors")
+    updates = [lambda: engine.update_weights_from_tensor([(name, weight)])] * 2
+    changes = [
+        *updates,
+        lambda: engine.loop.run_until_complete(engine.tokenizer_manager.check_weights(check)),
+        lambda: engine.update_weights_from_disk(sharp_llama),
+    ]
+    for change in changes:
+        generate(engine, 4, 400)
+        with weight_updates(engine) if change in updates else nullcontext():
+            assert change()[0]
+        # None is left to be scored by the new weights.
+        after = outcomes(engine, wait_s=0.0)
+        assert after["audited"] + after["dropped"] - before["audited"] - before["dropped"] == 4
+        before = after
+    assert outcomes(engine) == before
+    assert read_mismatch_log(log).num_rows == before["audited"] * 60
+
+
+def test_a_lost_log_folder_ends_the_audit(engine, log, warnings):
+    before = outcomes(engine)
+    shutil.rmtree(log)
+    generate(engine, 1, 60)
+    assert since(before, engine)["audited"] == 1
+    generate(engine, 2, 60)
+    assert since(before, engine) == {"audited": 1, "dropped": 0, "failed": 0}
     errors = [record for record in warnings.records if record.levelno == logging.ERROR]
     # caplog sees a record twice where the logger also propagates.
     assert len(set(map(id, errors))) == 1
     assert "the audit is off from now on, the server goes on" in errors[0].getMessage()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sparrow_audit_rate": 1.5}, "sparrow_audit_rate=1.5: expected the share of requests"),
-        ({"sparrow_audit_rate": -0.1}, "sparrow_audit_rate=-0.1: expected the share"),
-        ({"sparrow_audit_rate": 0.0, "sparrow_audit_log": "x"}, "nothing is audited"),
-        ({"attention_backend": "torch_native"}, "sparrow_audit_rate=1.0, but attention_backend="),
-    ],
-)
-def test_wrong_arguments_are_refused_at_start_up(sharp_llama, arguments, fields, message):
-    wrong = {**arguments, **fields}
-    if "attention_backend" in fields:
-        wrong.pop("sparrow_schedule")
-    with pytest.raises(ValueError, match=re.escape(message)), start_engine(sharp_llama, **wrong):
-        pass

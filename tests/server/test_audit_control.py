@@ -12,21 +12,13 @@ import pytest
 from engines import random_prompt
 from servers import start_server
 
-from sparrow_sglang.plugin import control
-from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows, read_mismatch_log
+from sparrow_sglang.plugin.audit import mismatch_log
+from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
 
 CONTEXT = 640
 PLAIN = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
 # Limit of each wait, which takes about a second on an idle machine.
 SECONDS = 60.0
-
-
-class LogWithoutDelay(MismatchLog):
-    """Writes rows to disk as soon as they are scored."""
-
-    def append(self, rows: TokenRows) -> None:
-        super().append(rows)
-        self.flush()
 
 
 class Server:
@@ -116,7 +108,7 @@ def server(
     }
     with pytest.MonkeyPatch.context() as patch:
         # The server is forked from this process.
-        patch.setattr(control, "MismatchLog", LogWithoutDelay)
+        patch.setattr(mismatch_log, "FILE_ROWS", 1)
         with start_server(sharp_llama, **arguments) as url:
             yield Server(url, sharp_llama, log)
 

@@ -97,14 +97,6 @@ def test_empty_items_to_score(client: httpx.Client) -> None:
     assert "expected one token or more" in refused(client, "/v1/score", body)
 
 
-@pytest.mark.parametrize("name", ["tokenize", "return_dict", "add_generation_prompt"])
-def test_arguments_of_the_chat_template_that_sglang_gives_itself(
-    client: httpx.Client, name: str
-) -> None:
-    body = {"model": "tiny", "messages": WORDS, "chat_template_kwargs": {name: False}}
-    assert f"chat_template_kwargs[{name!r}]" in refused(client, "/v1/chat/completions", body)
-
-
 @pytest.mark.parametrize(
     ("route", "body"),
     [

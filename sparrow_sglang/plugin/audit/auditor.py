@@ -19,10 +19,11 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.acceptance import acceptance_bounds
 from sparrow_sglang.mismatch.scores import TOP_K, dense_scores, scoring_request
-from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog, TokenRows
+from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog
 from sparrow_sglang.plugin.audit.recorded import (
     AuditQueue,
     RecordedRequest,
@@ -73,10 +74,11 @@ class Auditor:
         rate: float,
         schedule: BudgetSchedule,
         log: MismatchLog | None,
+        released: Set[str],
     ) -> None:
+        """`released`: tags of the memory that is currently released; the server's own set."""
         self.report = AuditReport(schedule, manager.server_args.enable_metrics)
-        self.released: Set[str] = frozenset()
-        """Tags of the memory that is currently released; the server's own set."""
+        self._released = released
         self._manager = manager
         self.rate = rate
         self._log = log
@@ -142,12 +144,15 @@ class Auditor:
             self._queue.finish(rid, complete=reason.get("type") != "abort")
 
     @asynccontextmanager
-    async def held_back(self) -> AsyncIterator[None]:
+    async def held_back(self, new_weights: bool = False) -> AsyncIterator[None]:
         """Within this context no score runs or starts, and the scheduler is done with the last one.
 
-        A score under way is aborted and starts anew later. Waits at most _ABORT_S and _IDLE_S.
+        A score under way is aborted and starts anew later; with `new_weights` no response of the
+        old weights is scored afterwards. Waits at most _ABORT_S and _IDLE_S.
         """
         self._holds += 1
+        if new_weights:
+            self._queue.clear()
         try:
             await self._end_score()
             if self._has_scored:
@@ -155,16 +160,8 @@ class Auditor:
             yield
         finally:
             self._holds -= 1
-
-    @asynccontextmanager
-    async def held_back_for_new_weights(self) -> AsyncIterator[None]:
-        """As `held_back`; in addition, no response of the old weights is scored afterwards."""
-        self._queue.clear()
-        try:
-            async with self.held_back():
-                yield
-        finally:
-            self._queue.clear()
+            if new_weights:
+                self._queue.clear()
 
     async def _end_score(self) -> None:
         score = self._score
@@ -185,25 +182,12 @@ class Auditor:
         cache after an update, or to release memory. Does not wait for users' requests: whoever
         sends the update must.
         """
-        limit_s = _PAUSED_IDLE_S if self._manager.is_pause else _IDLE_S
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + (_PAUSED_IDLE_S if self._manager.is_pause else _IDLE_S)
         while time.monotonic() < deadline:
             self._forget_vanished()
             if self._prompt_tokens or await is_idle(self._manager):
                 return
             await asyncio.sleep(_POLL_S / 10)
-
-    async def finish(self, wait_s: float = 0.0) -> dict[str, Any]:
-        """The report so far, after waiting at most `wait_s` for requests under way; flushes."""
-        deadline = time.monotonic() + wait_s
-        while not self._queue.is_empty:
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(_POLL_S / 10)
-        if self._log is not None:
-            await self._write(self._log.flush)
-        self.report.publish()
-        return self.report.summary()
 
     def _record(self, request: "TokenizedGenerateReqInput") -> None:
         state = self._manager.rid_to_state[request.rid]
@@ -233,7 +217,7 @@ class Auditor:
                 for rid, prompt_tokens in self._prompt_tokens.items()
             )
             if self._log is not None and self._log.is_due():
-                await self._write(self._log.flush)
+                await self._flush(self._log)
             if self.rate or self._has_scored:
                 self.report.publish_requests()
             # Publish tails rarely, as they take CPU time of the process that serves users.
@@ -247,7 +231,7 @@ class Auditor:
                 await asyncio.sleep(_POLL_S)
 
     def _may_start(self, recorded: RecordedRequest) -> bool:
-        if not self.rate or self._holds or self.released or self._manager.is_pause:
+        if not self.rate or self._holds or self._released or self._manager.is_pause:
             return False
         tokens = recorded.held_tokens
         if self._prompt_tokens and tokens > self._allowance:
@@ -320,7 +304,8 @@ class Auditor:
         response: list[int],
         schedule: BudgetSchedule,
         answer: Mapping[str, Any],
-    ) -> TokenRows:
+    ) -> NDArray[Any]:
+        """Rows [T] of TOKEN_ROW for T response tokens."""
         sparse = recorded.scores(len(response))
         dense = dense_scores(answer, response)
         alpha = acceptance_bounds(
@@ -330,22 +315,18 @@ class Auditor:
             dense.top_logprobs,
             self._manager.model_config.vocab_size,
         )
-        first = len(recorded.prompt)
-        lengths = range(first, first + len(response))
-        return TokenRows(
-            request_id=recorded.request_id,
-            position=np.array(lengths),
-            token_id=np.array(response),
-            kv_budget_tokens=np.array([schedule.kv_budget_tokens(length) for length in lengths]),
-            sparse_logprob=sparse.logprobs,
-            dense_logprob=dense.logprobs,
-            alpha_lower=alpha.lower,
-            alpha_upper=alpha.upper,
-        )
+        rows = np.empty(len(response), TOKEN_ROW)
+        rows["request_id"] = recorded.request_id
+        rows["position"] = len(recorded.prompt) + np.arange(len(response))
+        rows["token_id"] = response
+        rows["kv_budget_tokens"] = list(map(schedule.kv_budget_tokens, rows["position"].tolist()))
+        rows["sparse_logprob"], rows["dense_logprob"] = sparse.logprobs, dense.logprobs
+        rows["alpha_lower"], rows["alpha_upper"] = alpha
+        return rows
 
-    async def _write(self, flush: Any) -> None:
+    async def _flush(self, log: MismatchLog) -> None:
         try:
-            await asyncio.to_thread(flush)
+            await asyncio.to_thread(log.flush)
         except OSError as error:
             self.rate = 0.0
             self._log = None

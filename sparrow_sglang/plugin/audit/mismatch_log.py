@@ -8,10 +8,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,106 +23,79 @@ FILE_ROWS = 65536
 FLUSH_S = 30.0
 MAX_BYTES = 2**30
 
-_COLUMNS = {
-    "position": "int32",
-    "token_id": "int32",
-    "kv_budget_tokens": "int32",
-    "sparse_logprob": "float32",
-    "dense_logprob": "float32",
-    "alpha_lower": "float32",
-    "alpha_upper": "float32",
-}
+TOKEN_ROW = np.dtype(
+    [
+        ("request_id", "O"),
+        ("position", "i4"),
+        ("token_id", "i4"),
+        ("kv_budget_tokens", "i4"),
+        ("sparse_logprob", "f4"),
+        ("dense_logprob", "f4"),
+        ("alpha_lower", "f4"),
+        ("alpha_upper", "f4"),
+    ]
+)
+"""One audited token. `position` counts from the first prompt token; `kv_budget_tokens` is what the
+schedule let the sparse layers read when the token was sampled; log-probs are natural and at
+temperature 1; `alpha_lower` and `alpha_upper` bound the acceptance rate."""
 
 logger = logging.getLogger("sparrow_sglang")
 
 
-@dataclass(frozen=True)
-class TokenRows:
-    """T tokens of one request, all arrays [T].
-
-    `position` counts from the first prompt token; `kv_budget_tokens` is what the schedule let the
-    sparse layers read when the token was sampled; log-probs are natural and at temperature 1;
-    `alpha_lower` and `alpha_upper` bound the acceptance rate.
-    """
-
-    request_id: str
-    position: NDArray[np.int64]
-    token_id: NDArray[np.int64]
-    kv_budget_tokens: NDArray[np.int64]
-    sparse_logprob: NDArray[np.float64]
-    dense_logprob: NDArray[np.float64]
-    alpha_lower: NDArray[np.float64]
-    alpha_upper: NDArray[np.float64]
-
-    def __len__(self) -> int:
-        return len(self.position)
-
-
 class MismatchLog:
-    """Appends rows to a folder of Parquet files of about `file_rows` rows.
+    """Appends rows to a folder of Parquet files of about FILE_ROWS rows.
 
     A file appears under its name only once it is complete, so a killed process loses at most the
     rows since the last `flush`, and nobody reads half a file. The caller that appends must call
-    `flush` when the log `is_due`: at `file_rows` rows, or `flush_s` seconds after the first waiting
-    row. Beyond `max_bytes`, the oldest files of the folder are deleted. Rows may be appended while
+    `flush` when the log `is_due`: at FILE_ROWS rows, or FLUSH_S seconds after the first waiting
+    row. Beyond MAX_BYTES, the oldest files of the folder are deleted. Rows may be appended while
     another thread flushes; several processes may share a folder.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        file_rows: int = FILE_ROWS,
-        flush_s: float = FLUSH_S,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises `OSError` if the folder cannot be made or written to."""
-        self._folder = Path(folder)
+        self._folder = folder
         self._folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self._folder, os.W_OK | os.X_OK):
             raise PermissionError(f"mismatch log {self._folder}: the folder is not writable")
-        self._file_rows = file_rows
-        self._flush_s = flush_s
-        self._max_bytes = max_bytes
         self._flushing = threading.Lock()
-        self._waiting: list[TokenRows] = []
+        self._waiting: list[NDArray[Any]] = []
         self._since = 0.0
         self._files = 0
 
-    def append(self, rows: TokenRows) -> None:
-        """Take the rows of one request; they are on disk after the next `flush`."""
+    def append(self, rows: NDArray[Any]) -> None:
+        """Take rows [T] of TOKEN_ROW; they are on disk after the next `flush`."""
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting.append(rows)
 
     def is_due(self) -> bool:
         """Whether enough rows wait for a file, or the first of them has waited long enough."""
-        rows = sum(len(waiting) for waiting in self._waiting)
-        return rows >= self._file_rows or (
-            rows > 0 and time.monotonic() - self._since >= self._flush_s
-        )
+        rows = sum(map(len, self._waiting))
+        return rows >= FILE_ROWS or (rows > 0 and time.monotonic() - self._since >= FLUSH_S)
 
     def flush(self) -> None:
         """Write the waiting rows as one file; on `OSError` they stay, and no file appears."""
         with self._flushing:
             rows, self._waiting = self._waiting, []
             try:
-                self._write(rows)
+                if rows:
+                    self._write(np.concatenate(rows))
             except BaseException:
                 self._waiting[:0] = rows
                 raise
 
-    def _write(self, rows: Sequence[TokenRows]) -> None:
-        if not rows:
-            return
+    def _write(self, rows: NDArray[Any]) -> None:
         # The folder was deleted or unmounted. Do not make it again: nobody would find the file.
         if not self._folder.is_dir():
             raise FileNotFoundError(f"mismatch log {self._folder}: the folder is gone")
         import pyarrow.parquet
 
+        table = pyarrow.table({name: rows[name] for name in TOKEN_ROW.names or ()}, _schema())
         # The name begins with the time, so that sorting by name is sorting by age.
         name = f"mismatch-{time.time_ns()}-{os.getpid()}-{self._files}.parquet"
         with replacing(self._folder / name) as draft:
-            pyarrow.parquet.write_table(_table(rows), draft, compression="zstd")
+            pyarrow.parquet.write_table(table, draft, compression="zstd")
         self._files += 1
         self._delete_oldest()
 
@@ -132,7 +103,7 @@ class MismatchLog:
         files = [(path, path.stat().st_size) for path in _files(self._folder)]
         total = sum(size for _, size in files)
         for path, size in files[:-1]:
-            if total <= self._max_bytes:
+            if total <= MAX_BYTES:
                 break
             path.unlink(missing_ok=True)
             total -= size
@@ -142,7 +113,7 @@ def read_mismatch_log(path: str | os.PathLike[str]) -> "pyarrow.Table":
     """Read all rows of a log folder, oldest file first, or of one of its files.
 
     Columns: request_id (string), position, token_id, kv_budget_tokens (int32), sparse_logprob,
-    dense_logprob, alpha_lower, alpha_upper (float32); `TokenRows` says what they mean. Damaged
+    dense_logprob, alpha_lower, alpha_upper (float32); `TOKEN_ROW` says what they mean. Damaged
     files are left out, with a warning in the log. Raises `FileNotFoundError` if `path` does not
     exist.
     """
@@ -173,16 +144,7 @@ def _files(folder: Path) -> list[Path]:
 def _schema() -> "pyarrow.Schema":
     import pyarrow
 
-    numbers = [(name, pyarrow.type_for_alias(kind)) for name, kind in _COLUMNS.items()]
+    numbers = [
+        (name, pyarrow.from_numpy_dtype(TOKEN_ROW[name])) for name in (TOKEN_ROW.names or ())[1:]
+    ]
     return pyarrow.schema([("request_id", pyarrow.string()), *numbers])
-
-
-def _table(parts: Sequence[TokenRows]) -> "pyarrow.Table":
-    import pyarrow
-
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts]).astype(kind)
-        for name, kind in _COLUMNS.items()
-    }
-    requests = [part.request_id for part in parts for _ in range(len(part))]
-    return pyarrow.table({"request_id": requests, **columns}, schema=_schema())

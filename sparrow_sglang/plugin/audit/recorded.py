@@ -126,11 +126,6 @@ class AuditQueue:
         """The request that is to be scored next, or is being scored."""
         return self._waiting[0] if self._waiting else None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is recorded, waits or is scored."""
-        return not (self._recording or self._waiting)
-
     def start(self, request: RecordedRequest) -> bool:
         """Record `request` from now on, if there is room; returns whether there is."""
         tokens = self._tokens + request.held_tokens

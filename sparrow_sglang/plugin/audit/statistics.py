@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from numpy.typing import NDArray
+
 from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
-from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -70,11 +71,14 @@ class AuditReport:
             budget = schedule.kv_budget_tokens(max(1, index * schedule.bin_tokens))
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
 
-    def add(self, prompt: str, rows: TokenRows) -> None:
-        """Count the sparsely decoded tokens of one response to `prompt`, any name for it."""
-        bins = token_bins(self.schedule, int(rows.position[0]), len(rows))
-        self._bounds["lower"].add(prompt, bins, rows.alpha_lower)
-        self._bounds["upper"].add(prompt, bins, rows.alpha_upper)
+    def add(self, prompt: str, rows: NDArray[Any]) -> None:
+        """Count the sparsely decoded tokens among rows [T] of `mismatch_log.TOKEN_ROW`.
+
+        They are one response to `prompt`, any name for it.
+        """
+        bins = token_bins(self.schedule, int(rows["position"][0]), len(rows))
+        for bound, statistics in self._bounds.items():
+            statistics.add(prompt, bins, rows[f"alpha_{bound}"])
         self._changed |= set(bins.tolist()) - {NOT_COUNTED}
 
     def publish(self) -> None:
@@ -89,17 +93,6 @@ class AuditReport:
         self._changed.clear()
         # Set last, so that a reader who sees a request counted sees its tokens, too.
         self._set("sparrow:audit_requests", self.requests["audited"], outcome="audited")
-
-    def summary(self) -> dict[str, Any]:
-        """The gauges' values with confidence intervals, as JSON values.
-
-        Requests by outcome, and per bound the bins.
-        """
-        bins = {
-            bound: [vars(tail) for tail in statistics.bins()]
-            for bound, statistics in self._bounds.items()
-        }
-        return {"schedule": self.schedule.name, "requests": dict(self.requests), "bins": bins}
 
     def publish_requests(self) -> None:
         """Publish how many requests were not audited, by the reason."""

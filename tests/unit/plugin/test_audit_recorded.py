@@ -97,22 +97,22 @@ def test_responses_of_old_weights_are_forgotten_before_and_after_an_update() -> 
         model_config=SimpleNamespace(vocab_size=50),
         is_pause=False,
     )
-    auditor = Auditor(manager, 1.0, ACTIVE, None)
+    auditor = Auditor(manager, 1.0, ACTIVE, None, set())
     queue = auditor._queue
 
     def answered(name: str) -> None:
         queue.start(RecordedRequest(name, array("i", [1]), None, None, 0, 4))
         queue._recording[name].tokens.append(1)
         queue.finish(name, complete=True)
-        assert not queue.is_empty
+        assert queue.first is not None
 
     async def update() -> None:
         answered("before")
-        async with auditor.held_back_for_new_weights():
-            assert queue.is_empty
+        async with auditor.held_back(new_weights=True):
+            assert queue.first is None
             # By the old weights, while the update waits for the request to end.
             answered("meanwhile")
-        assert queue.is_empty
+        assert queue.first is None
 
     asyncio.run(update())
     assert auditor.report.requests["dropped"] == 2

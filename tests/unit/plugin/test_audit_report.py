@@ -1,18 +1,18 @@
 """What an audit reports of scored requests, and the rows that it searches for top-k lists."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engines import SCHEDULE
+from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 
 from sparrow_sglang.calibration.choice import Tokens, bin_tails
-from sparrow_sglang.mismatch.tail import TailStatistics
-from sparrow_sglang.plugin.audit.mismatch_log import TokenRows
+from sparrow_sglang.mismatch.tail import BinTail, TailStatistics
+from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW
 from sparrow_sglang.plugin.audit.statistics import FALSE_WARNINGS, AuditReport
 from sparrow_sglang.plugin.audit.top_logprobs import top_logprobs_of_some
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
@@ -22,63 +22,62 @@ from sparrow_sglang.schedule import BudgetSchedule
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
 
 
-def token_rows(request: str, alpha: float, tokens: int = 48, first: int = 129) -> TokenRows:
+def token_rows(alpha: float, tokens: int = 48, first: int = 129) -> NDArray[Any]:
     """The first token is from prefill, the others from sparse steps in the bin of `first`."""
-    return TokenRows(
-        request_id=request,
-        position=np.arange(tokens) + first,
-        token_id=np.zeros(tokens, dtype=int),
-        kv_budget_tokens=np.full(tokens, 64),
-        sparse_logprob=np.zeros(tokens),
-        dense_logprob=np.zeros(tokens),
-        alpha_lower=np.full(tokens, alpha - 0.1),
-        alpha_upper=np.full(tokens, alpha),
-    )
+    rows = np.zeros(tokens, TOKEN_ROW)
+    rows["position"] = np.arange(tokens) + first
+    rows["alpha_lower"], rows["alpha_upper"] = alpha - 0.1, alpha
+    return rows
+
+
+def bins(report: AuditReport) -> dict[str, list[BinTail]]:
+    return {bound: statistics.bins() for bound, statistics in report._bounds.items()}
 
 
 def test_one_warning_per_bin_that_falls_below_the_target(warnings):
     report = AuditReport(TARGETED, gauges=False)
     for index in range(42):
-        report.add(f"few-{index}", token_rows("r", 0.5))
+        report.add(f"few-{index}", token_rows(0.5))
     report.publish()
     assert not warnings.records
     for index in range(6):
-        report.add(f"more-{index}", token_rows("r", 0.5))
+        report.add(f"more-{index}", token_rows(0.5))
     for index in range(40):
         # The lower bound is below the target here, the upper one is not.
-        report.add(f"good-{index}", token_rows("r", 0.9, first=193))
+        report.add(f"good-{index}", token_rows(0.9, first=193))
     report.publish()
     report.publish()
-    found = report.summary()
     messages = {id(record): record.getMessage() for record in warnings.records}
     assert len(messages) == 1
     assert "at positions 128 to 191 the 5th percentile" in next(iter(messages.values()))
     assert "at most 0.500" in next(iter(messages.values()))
     told = {
-        bound: [(row["bin"], row["tokens"], row["tail"], row["mean"]) for row in rows]
-        for bound, rows in found["bins"].items()
+        bound: [(tail.bin, tail.tokens, tail.tail, tail.mean) for tail in tails]
+        for bound, tails in bins(report).items()
     }
-    bins = [(2, 48 * 47, 0.5), (3, 40 * 47, 0.9)]
+    expected = [(2, 48 * 47, 0.5), (3, 40 * 47, 0.9)]
     for bound, loose in (("upper", 0.0), ("lower", 0.1)):
-        exact = [(index, tokens, alpha - loose, alpha - loose) for index, tokens, alpha in bins]
-        assert told[bound] == [pytest.approx(row, abs=1e-9) for row in exact]
+        exact = [(index, tokens, alpha - loose, alpha - loose) for index, tokens, alpha in expected]
+        assert told[bound] == [pytest.approx(row, abs=1e-6) for row in exact]
 
 
 def test_only_sparsely_decoded_tokens_count_as_in_a_calibration():
     """Else a bin whose steps are mostly dense would hide that its target is missed."""
     positions = np.arange(40, 230)
     rates = np.linspace(0.2, 0.9, len(positions))
-    rows = token_rows("a", 1.0, len(positions))
+    rows = token_rows(1.0, len(positions))
     report = AuditReport(TARGETED, gauges=False)
-    report.add("a", replace(rows, position=positions, alpha_lower=rates, alpha_upper=rates))
+    rows["position"], rows["alpha_lower"], rows["alpha_upper"] = positions, rates, rates
+    rates = rows["alpha_upper"]
+    report.add("a", rows)
     cached = positions[1:]
     sparse = TARGETED.tokens_read(cached) < cached
     calibrated = bin_tails([Tokens("a", cached[sparse], rates[1:][sparse])], 64, 16)
-    found = {row["bin"]: row for row in report.summary()["bins"]["upper"]}
+    found = {tail.bin: tail for tail in bins(report)["upper"]}
     assert found.keys() == calibrated.keys() == {1, 2, 3}
     for index, tail in calibrated.items():
-        assert (found[index]["tokens"], found[index]["tail"]) == (tail.tokens, tail.tail)
-        assert found[index]["mean"] == pytest.approx(tail.mean)
+        assert (found[index].tokens, found[index].tail) == (tail.tokens, tail.tail)
+        assert found[index].mean == pytest.approx(tail.mean)
 
 
 def test_the_load_is_what_each_request_reads():
@@ -106,7 +105,7 @@ def test_samples_of_one_prompt_do_not_warn_of_a_tail_that_meets_its_target(warni
             # A twentieth of the prompts is below 0.86, with all tokens of all eight samples.
             rate = 0.86 + 0.1 * (random.random() - 0.05)
             for _ in range(8):
-                report.add(f"{server}-{prompt}", token_rows("r", rate))
+                report.add(f"{server}-{prompt}", token_rows(rate))
             if prompt % 5 == 4:
                 report.publish()
         warned += len(warnings.records) > before
@@ -126,7 +125,7 @@ def test_looks_at_a_bin_share_one_chance_of_a_false_warning(monkeypatch):
     )
     report = AuditReport(TARGETED, gauges=False)
     for index in range(600):
-        report.add(f"{index}", token_rows("r", 0.9))
+        report.add(f"{index}", token_rows(0.9))
         report.publish()
     # The gauges' intervals are of 95 %, and nothing hangs on them.
     chances = [(1 - confidence) / 2 for confidence in looks if confidence != 0.95]
@@ -176,7 +175,7 @@ def test_gauges_of_another_schedule_do_not_go_on():
         report.publish_requests()
         report.publish()
         assert value("audit_requests", outcome=outcome) == 0
-    report.add("a", token_rows("r", 0.5))
+    report.add("a", token_rows(0.5))
     report.publish()
     assert value("audited_tokens", bin="2") == 47
     assert value("acceptance_tail", bin="2", bound="upper") == pytest.approx(0.5)
