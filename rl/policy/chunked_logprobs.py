@@ -15,30 +15,21 @@ CHUNK_ELEMENTS = 2**26
 
 
 def token_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    tokens: torch.Tensor,
-    temperature: float = 1.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
     """log softmax(hidden @ weight.T / temperature) at `tokens`: [n], fp32 (float64 for float64).
 
     `hidden` is [n, H], `weight` the vocabulary projection [V, H], `tokens` int64 [n]. The product
     takes the dtype of `hidden` and is accumulated and kept in fp32. Rows are processed in chunks of
-    at most `chunk_elements` logits (one row at least); the backward pass recomputes the logits.
+    at most `CHUNK_ELEMENTS` logits (one row at least); the backward pass recomputes the logits.
     Differentiable once, in `hidden` and `weight`.
     """
-    rows = max(1, chunk_elements // weight.shape[0])
-    result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, tokens, temperature, rows, False)[0]
+    result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, tokens, temperature, False)[0]
     return result
 
 
 def token_logprobs_and_entropies(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    tokens: torch.Tensor,
-    temperature: float = 1.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_logprobs`, and the entropy in nats of each row's distribution: [n] each, the latter
     without gradient.
@@ -46,9 +37,8 @@ def token_logprobs_and_entropies(
     Entropies need no additional memory: log-probs replace the logits of a chunk in place, and the
     probabilities take one copy of the chunk, as the log-sum-exp does.
     """
-    rows = max(1, chunk_elements // weight.shape[0])
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(
-        hidden, weight, tokens, temperature, rows, True
+        hidden, weight, tokens, temperature, True
     )
     return result
 
@@ -70,7 +60,7 @@ def acceptance_between(
     `head` is the vocabulary projection of both, [V, H]; logits are computed in chunks.
     """
     projection = head.to(dense.dtype).t()
-    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+    rows = _rows_at_once(head)
     parts = [
         acceptance_rate(product(left, projection), product(right, projection), temperature)
         for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
@@ -103,10 +93,9 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: torch.Tensor,
         tokens: torch.Tensor,
         temperature: float,
-        rows: int,
         wants_entropies: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        projection = weight.to(hidden.dtype).t()
+        projection, rows = weight.to(hidden.dtype).t(), _rows_at_once(weight)
         parts, normalisers, entropies = [], [], [hidden.new_empty(0)]
         for part, chosen in zip(hidden.split(rows), tokens.split(rows), strict=True):
             logits = product(part, projection).div_(temperature)
@@ -149,7 +138,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight += product(slope.t(), hidden[rows])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _rows_at_once(projection: torch.Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS // projection.shape[0])
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,11 @@ class ClippedAdamW:
 
         A gradient that is not finite is logged, and parameters and moments stay as they are.
         """
-        norm = self._clip()
+        total = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if self._ranks.world > 1:
+            total = self._ranks.add(total.square()).sqrt()
+        clip_grads_with_norm_(self._parameters, self._grad_clip, total)
+        norm = float(total)
         if isfinite(norm):
             self._adamw.step()
             self.skipped_in_a_row = 0
@@ -57,12 +61,6 @@ class ClippedAdamW:
             )
         self._adamw.zero_grad()
         return norm
-
-    def _clip(self) -> float:
-        own = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        norm = self._ranks.add(own.square()).sqrt() if self._ranks.world > 1 else own
-        clip_grads_with_norm_(self._parameters, self._grad_clip, norm)
-        return float(norm)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the steps that follow."""

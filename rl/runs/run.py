@@ -3,20 +3,25 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
+from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.collect.base import Collected
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.learner import Learner, TrainersLost
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.runs.log import RunLog
-from sparrow_sglang.rl.runs.record import record_start
 from sparrow_sglang.rl.runs.setup import Setup
 from sparrow_sglang.rl.runs.termination import Termination, termination_signals
 from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool
+from sparrow_sglang.run_folder import RUN_FILE, read_starts
+from sparrow_sglang.schedule import BudgetSchedule
 
 
 @dataclass
@@ -125,6 +130,29 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
                 raise error from lost
             raise
         run.save()
+
+
+def record_start(
+    config: TrainConfig, engine: EngineConfig, step: int, schedule: BudgetSchedule | None
+) -> None:
+    """Record in run.json that a run starts, or resumes, after `step` steps: its software, device
+    and settings.
+
+    `engine` is the configured engine with "auto" replaced by the name of `schedule`, whose bins the
+    tails of the acceptance rate have; None for dense rollouts. Entries of starts whose steps are
+    all taken again are dropped, as are their rows of metrics.
+    """
+    resolved = config.model_copy(update={"engine": engine})
+    start = {
+        "step": step,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
+        "tail_bin_tokens": None if schedule is None else tail_bin_tokens(schedule),
+        "config": resolved.model_dump(mode="json"),
+    }
+    path = config.run_dir / RUN_FILE
+    earlier = [before for before in read_starts(path) if before["step"] < step]
+    write_json(path, {"starts": [*earlier, start]})
 
 
 def _open_learner(config: TrainConfig) -> Learner:

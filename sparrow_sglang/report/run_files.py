@@ -15,7 +15,7 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Rows by step, events, starts as `rl.runs.record` notes them, and the active schedule
+    """Rows by step, events, starts as `rl.runs.run` records them, and the active schedule
     of the newest checkpoint."""
 
     rows: Sequence[Row]

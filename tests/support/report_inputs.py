@@ -21,7 +21,7 @@ from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.runs.log import RunLog
-from sparrow_sglang.rl.runs.record import record_start
+from sparrow_sglang.rl.runs.run import record_start
 from sparrow_sglang.run_folder import RESPONSES_FILE
 
 BIN = 64

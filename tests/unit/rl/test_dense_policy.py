@@ -1,7 +1,6 @@
 """The dense policy against stock transformers models and plain autograd."""
 
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers import (
 )
 
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
-from sparrow_sglang.rl.policy import dense_policy, optimizer
+from sparrow_sglang.rl.policy import chunked_logprobs, optimizer
 from sparrow_sglang.rl.policy.chunked_logprobs import (
     logits_of,
     token_logprobs,
@@ -254,7 +253,10 @@ class TestChunkedLogprobs:
 
     @pytest.mark.parametrize("chunk", [1, 3 * VOCAB, 10**9])
     @pytest.mark.parametrize("temperature", [0.01, 1.0, 1.6])
-    def test_equals_autograd_through_all_logits(self, chunk: int, temperature: float) -> None:
+    def test_equals_autograd_through_all_logits(
+        self, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(chunked_logprobs, "CHUNK_ELEMENTS", chunk)
         torch.manual_seed(1)
         hidden = torch.randn(10, 16, dtype=torch.float64, requires_grad=True)
         weight = torch.randn(VOCAB, 16, dtype=torch.float64, requires_grad=True)
@@ -263,7 +265,7 @@ class TestChunkedLogprobs:
         full = torch.log_softmax(hidden @ weight.t() / temperature, 1)
         expected = at(full, tokens.tolist())
         correct = torch.autograd.grad(expected, [hidden, weight], slope, retain_graph=True)
-        arguments = (hidden, weight, tokens, temperature, chunk)
+        arguments = (hidden, weight, tokens, temperature)
         with_entropies, entropies = token_logprobs_and_entropies(*arguments)
         for values in (token_logprobs(*arguments), with_entropies):
             torch.testing.assert_close(values, expected, atol=1e-11, rtol=0)
@@ -301,12 +303,8 @@ class LargestAllocation(TorchDispatchMode):
 
 def test_no_tensor_of_positions_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one of positions times positions, which a mask over the pack would be."""
-    from sparrow_sglang.rl.policy import chunked_logprobs
-
-    for compute in (token_logprobs, token_logprobs_and_entropies):
-        chunked = partial(compute, chunk_elements=64 * VOCAB)
-        monkeypatch.setattr(dense_policy, compute.__name__, chunked)
     assert chunked_logprobs.CHUNK_ELEMENTS < 2048 * 151_936
+    monkeypatch.setattr(chunked_logprobs, "CHUNK_ELEMENTS", 64 * VOCAB)
     batch = sequences(*[(1, 255)] * 8)
     dense = policy(micro_batch_tokens=2048)
     with LargestAllocation() as largest:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.runs.record import record_start
+from sparrow_sglang.rl.runs.run import record_start
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 from sparrow_sglang.schedule import BudgetSchedule
 
