@@ -27,34 +27,38 @@ def config(run_dir: Path, **logging: Any) -> TrainConfig:
 
 
 def test_rows_say_of_each_response_what_it_earned_and_its_own_tail() -> None:
+    def rollout(name: str, sample: int) -> Rollout:
+        ids, reason = (7,) * (20 + sample), "length" if sample else "stop"
+        text = f"text {name}.{sample}"
+        return Rollout(name, sample, (1,), ids, np.zeros(len(ids)), reason, "0", "dense", text)
+
     groups = [
-        Group(
-            Prompt(f"p{g}", "story", (1,)),
-            tuple(
-                Rollout(f"p{g}", s, (1,), (7,) * (10 * g + s + 20), np.zeros(10 * g + s + 20),
-                        "length" if s else "stop", "0", "dense", f"text {g}.{s}")
-                for s in range(2)
-            ),
-        )
-        for g in range(4)
-    ]  # fmt: skip
-    tails = {("p0", 0): 0.5, ("p2", 1): 0.25}
-    rewards = [np.array([g, g + 0.5]) for g in (0, 2)]
-    parts = [[{"format": g / 10}] * 2 for g in (0, 2)]
-    rows = response_rows(groups[::2], rewards, parts, lambda ids: f"prompt {ids}", tails)
-    assert {row["prompt"] for row in rows} == {"prompt (1,)"}
-    assert [(row["prompt_id"], row["sample"], row["text"]) for row in rows] == [
-        ("p0", 0, "text 0.0"),
-        ("p0", 1, "text 0.1"),
-        ("p2", 0, "text 2.0"),
-        ("p2", 1, "text 2.1"),
+        Group(Prompt(name, "story", (1,)), (rollout(name, 0), rollout(name, 1)))
+        for name in ("p0", "p2")
     ]
-    assert [row["reward"] for row in rows] == [0.0, 0.5, 2.0, 2.5]
-    assert [row["scores"] for row in rows] == [{"format": 0.0}] * 2 + [{"format": 0.2}] * 2
-    assert [row["length"] for row in rows] == [20, 21, 40, 41]
-    assert [row["finish_reason"] for row in rows] == ["stop", "length"] * 2
+    rewards, parts = [np.array([0, 0.5]), np.array([2, 2.5])], [[{"format": 0.2}] * 2] * 2
     # The others were not measured.
-    assert [row["tail"] for row in rows] == [0.5, None, None, 0.25]
+    tails = {("p0", 0): 0.5, ("p2", 1): 0.25}
+    rows = response_rows(groups, rewards, parts, lambda ids: f"prompt {ids}", tails)
+    given = {"task": "story", "prompt": "prompt (1,)", "scores": {"format": 0.2}}
+    assert rows == [
+        given
+        | {
+            "prompt_id": name,
+            "sample": sample,
+            "reward": reward,
+            "length": 20 + sample,
+            "finish_reason": "length" if sample else "stop",
+            "tail": tail,
+            "text": f"text {name}.{sample}",
+        }
+        for name, sample, reward, tail in (
+            ("p0", 0, 0.0, 0.5),
+            ("p0", 1, 0.5, None),
+            ("p2", 0, 2.0, None),
+            ("p2", 1, 2.5, 0.25),
+        )
+    ]
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
@@ -100,54 +104,44 @@ def test_a_resumed_run_keeps_what_its_weights_were_evaluated_at(tmp_path: Path) 
 def test_a_resumed_run_goes_on_at_weights_and_biases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[tuple[str, str]] = []
-
-    def init(*, id: str, resume: str, **more: Any) -> SimpleNamespace:
-        begun.append((id, resume))
-        return SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for first in (0, 3, 7, 0):
-        RunLog(config(tmp_path, wandb_project="x"), first).close()
-    ids = [name for name, _ in begun]
-    # A run that starts anew is another one.
-    assert ids[0] == ids[1] == ids[2] != ids[3]
-    assert {resume for _, resume in begun} == {"allow"}
-
-
-def test_a_row_of_a_step_that_weights_and_biases_has_got_before_reaches_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The service's counter of rows does not go back, and goes on where a run is resumed."""
+    """The service's counter of rows does not go back, so rows carry a step of their own."""
     shown: list[dict[str, float]] = []
+    begun: list[str] = []
     axes: dict[str, str] = {}
 
     def log(row: dict[str, float], step: int | None = None) -> None:
         if step is None or step >= len(shown):
             shown.append(row)
 
-    def init(**more: Any) -> SimpleNamespace:
+    def init(*, id: str, resume: str, **more: Any) -> SimpleNamespace:
+        assert resume == "allow"
+        begun.append(id)
+
         def define(name: str, step_metric: str = "") -> None:
             axes[name] = step_metric
 
         return SimpleNamespace(log=log, define_metric=define, finish=lambda: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for first in (0, 1):
-        log_of_start = RunLog(config(tmp_path, wandb_project="x"), first)
-        if not first:
-            log_of_start.write(0, {"loss": 0.5})
-            # The evaluation after the last step, from whose weights the next start goes on.
-            log_of_start.write(1, {"eval/pass_rate": 0.7})
-        else:
-            log_of_start.write(1, {"loss": 0.4})
-        log_of_start.close()
+    evaluation = {"eval/pass_rate": 0.7}
+    # The evaluation after the last step is of the weights from which the next start goes on.
+    for first, written in (
+        (0, [(0, {"loss": 0.5}), (1, evaluation)]),
+        (1, [(1, {"loss": 0.4})]),
+        (0, []),
+    ):
+        run_log = RunLog(config(tmp_path, wandb_project="x"), first)
+        for step, metrics in written:
+            run_log.write(step, metrics)
+        run_log.close()
     assert shown == [
         {"step": 0, "loss": 0.5},
-        {"step": 1, "eval/pass_rate": 0.7},
-        {"step": 1, "loss": 0.4, "eval/pass_rate": 0.7},
+        {"step": 1} | evaluation,
+        {"step": 1, "loss": 0.4} | evaluation,
     ]
     assert axes["*"] == "step"
+    # A run that starts anew is another one.
+    assert begun[0] == begun[1] != begun[2]
 
 
 def test_the_line_of_a_step_says_where_nothing_was_sparse_or_learnt() -> None:
