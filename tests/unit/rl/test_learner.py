@@ -1,5 +1,6 @@
-"""Which responses a learner measures and learns from, and at which temperature."""
+"""Which responses a learner measures and learns from, at which temperature and learning rate."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from distillation import SCHEDULE, new_policy
 from engines import random_prompt
+from transformers import get_scheduler
 
 from sparrow_sglang.mismatch.token_bins import token_bins
 from sparrow_sglang.rl import learner
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config import OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.reference_policy import ReferencePolicy
 from sparrow_sglang.rl.types import Rollout, Segment
 
@@ -58,13 +61,20 @@ def test_acceptance_rates_are_at_the_temperature_of_the_rollouts(sharp_llama: st
     np.testing.assert_array_equal(found.bins, np.tile(bins, 3))
 
 
-def test_reference_logprobs_are_at_the_temperature_of_the_rollouts(sharp_llama: str) -> None:
-    policy = new_policy(sharp_llama)
+def test_the_reference_scores_with_the_weights_from_before_training(sharp_llama: str) -> None:
+    """At the temperature of the rollouts; 0 for responses that are not in the loss."""
+    policy = new_policy(sharp_llama, "bfloat16")
     trained = Learner(config(), policy, ReferencePolicy(policy))
-    found = trained.reference_logprobs(batch())
-    expected = torch.cat(policy.score(batch().sequences, TEMPERATURE))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    assert (found - torch.cat(policy.score(batch().sequences))).abs().max() > 1e-2
+    whole = batch(3)
+    some = replace(whole, in_loss=torch.tensor([True, False, True]))
+    # Packed as the reference packs them, because matrix products round by their shapes.
+    first, last = policy.score([whole.sequences[0], whole.sequences[2]], TEMPERATURE)
+    policy.loss_step(whole.sequences, lambda logprobs, where: logprobs.sum())
+    after = policy.score(whole.sequences, TEMPERATURE)
+    assert (after[0] - first).abs().max() > 0.01
+    found = trained.reference_logprobs(some)
+    assert torch.equal(found, torch.cat([first, torch.zeros(len(after[1])), last]))
+    assert torch.equal(torch.cat(policy.score(whole.sequences, TEMPERATURE)), torch.cat(after))
 
 
 def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
@@ -87,3 +97,16 @@ def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
     assert learnt == segments(1, 3, 5)
     ((chosen, rest),) = gated
     assert chosen.segments == segments(0, 2, 4) and rest == (SCHEDULE, TEMPERATURE)
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_the_learning_rate_after_its_warm_up_is_that_of_transformers(decay: str) -> None:
+    settings = OptimizerConfig(lr=2.0, warmup_steps=4, decay=decay)
+    names = {"constant": "constant_with_warmup"}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    stock = get_scheduler(names.get(decay, decay), optimizer, 4, 20)
+    rates = [stock.lr_lambdas[0](step) * 2.0 for step in range(20)]
+    assert [learning_rate(settings, step, 20) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert [learning_rate(settings, step, 20) for step in range(4, 20)] == pytest.approx(rates[4:])
+    half = settings.model_copy(update={"final_lr_share": 0.5})
+    assert learning_rate(half, 25, 20) == (2.0 if decay == "constant" else 1.0)

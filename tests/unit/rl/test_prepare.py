@@ -209,13 +209,16 @@ def test_models_that_cannot_be_trained_are_named_before_they_are_loaded(tmp_path
         prepare(TrainConfig.parse(run | {"engine": {"schedule": "fixed-64"}}))
 
 
-def test_a_check_estimates_the_memory_and_starts_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(learner, "open_engine", None)
+@pytest.fixture
+def story(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(
-        f'run_dir = "{tmp_path}/run"\n[task]\nname = "story"\n[distill]\nenabled = true\n'
-    )
-    assert main(["train", "--check", str(path)]) == 0
+    path.write_text(f'run_dir = "{tmp_path}/run"\n[task]\nname = "story"\n')
+    return path
+
+
+def test_a_check_estimates_the_memory_and_starts_nothing(story, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(learner, "open_engine", None)
+    assert main(["train", "--check", str(story), "--set=distill.enabled=true"]) == 0
     shown = capsys.readouterr().out
     # 134.5 million weights, tied, in float32.
     assert re.search(r"weights +0\.5 GiB", shown) and re.search(r"optimizer +1\.0 GiB", shown)
@@ -238,13 +241,12 @@ def test_the_engine_needs_kv_for_the_longest_response_of_rollouts_and_evaluation
     assert estimated(max_new_tokens=3000, every_steps=0) == (memory, engine)
 
 
-def test_a_check_says_what_the_run_would_say_of_its_folder(tmp_path, capsys):
-    path, run_dir = tmp_path / "run.toml", tmp_path / "run"
-    path.write_text(f'run_dir = "{run_dir}"\n[task]\nname = "story"\n')
-    checkpoint, draft = (run_dir / "checkpoints" / name for name in ("step-000001", ".draft-x"))
+def test_a_check_says_what_the_run_would_say_of_its_folder(story, tmp_path, capsys):
+    folder = tmp_path / "run" / "checkpoints"
+    checkpoint, draft = folder / "step-000001", folder / ".draft-x"
     checkpoint.mkdir(parents=True)
     draft.mkdir()
-    config = TrainConfig.load(path)
+    config = TrainConfig.load(story)
     prompts = prepare(config).fingerprint
     state = {"config": config.model_dump(mode="json"), "prompts": prompts}
     (checkpoint / "state.json").write_text(json.dumps(state))
@@ -252,24 +254,20 @@ def test_a_check_says_what_the_run_would_say_of_its_folder(tmp_path, capsys):
         ((), "holds a run already: resume it"),
         (("--resume", "--set=seed=1"), "seed=1: the run in"),
     ]:
-        assert main(["train", "--check", str(path), *words]) == 2
+        assert main(["train", "--check", str(story), *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
-    assert main(["train", "--check", str(path), "--resume"]) == 0
+    assert main(["train", "--check", str(story), "--resume"]) == 0
     # The draft stays, as a run may still be writing it.
     assert draft.exists()
 
 
 @pytest.mark.parametrize(("memory_gib", "code"), [(140, 0), (2, 1)])
-def test_a_check_says_whether_the_gpu_is_large_enough(
-    tmp_path, capsys, monkeypatch, memory_gib, code
-):
+def test_a_check_says_whether_the_gpu_is_large_enough(story, capsys, monkeypatch, memory_gib, code):
     gpu = SimpleNamespace(name="GPU of a test", total_memory=memory_gib * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    path = tmp_path / "run.toml"
-    path.write_text(f'run_dir = "{tmp_path}/run"\n[task]\nname = "story"\n')
-    assert main(["train", "--check", str(path)]) == code
+    assert main(["train", "--check", str(story)]) == code
     last = capsys.readouterr().out.strip().splitlines()[-1]
     expected = "fits" if code == 0 else "too small for update, peak; expected optimizer.offload"
     assert last.startswith("GPU of a test: ") and expected in last

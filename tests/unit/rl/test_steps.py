@@ -4,7 +4,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -299,16 +299,6 @@ def test_a_kl_term_begins_at_none_and_a_resumed_run_has_the_same_reference(
     assert 0 < later[0] < later[1]
 
 
-class Interrupted(list[torch.Tensor]):
-    """Weights that send SIGTERM to this process when half of them have been taken."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number, weight in enumerate(super().__iter__()):
-            if number == len(self) // 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield weight
-
-
 def test_a_signal_while_the_reference_weights_are_in_place_saves_those_of_the_run(
     model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +313,7 @@ def test_a_signal_while_the_reference_weights_are_in_place_saves_those_of_the_ru
         if len(puts) == 4:
             names = [name for name, *_ in policy.named_parameters()]
             trained.update(zip(names, weights, strict=True))
-            weights = Interrupted(weights)
+            os.kill(os.getpid(), signal.SIGTERM)
         whole(policy, weights)
 
     whole = reference_policy._put

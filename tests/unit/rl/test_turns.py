@@ -23,6 +23,7 @@ def tokenizer():
 
 QUESTION = {"role": "user", "content": "What is 2 * 3?"}
 TOOL = {"role": "user", "content": "6"}
+ENVIRONMENT = Environment({"test": lambda prompt, turns: TOOL})
 
 
 def turn_of(tokenizer, text: str, ended: bool = True) -> Rollout:
@@ -40,8 +41,7 @@ def prompt_of(rollout: Rollout) -> Prompt:
 def test_the_next_turn_sees_what_the_template_would_render(tokenizer) -> None:
     said = "I ask <calculator>2 * 3</calculator>"
     rollout = turn_of(tokenizer, said)
-    environment = Environment({"test": lambda prompt, turns: TOOL})
-    more = environment.answered(rollout, prompt_of(rollout), tokenizer, 100)
+    more = ENVIRONMENT.answered(rollout, prompt_of(rollout), tokenizer, 100)
     assert more.response_ids[: len(rollout.response_ids)] == rollout.response_ids
     whole = chat_render(tokenizer)([QUESTION, {"role": "assistant", "content": said}, TOOL])
     assert more.prompt_ids + more.response_ids == whole
@@ -62,8 +62,7 @@ def test_a_turn_is_ended_once_by_a_token_without_a_role(tokenizer) -> None:
         finish_reason="stop",
         segments=(),
     )
-    environment = Environment({"test": lambda prompt, turns: TOOL})
-    more = environment.answered(rollout, prompt_of(rollout), other, 100)
+    more = ENVIRONMENT.answered(rollout, prompt_of(rollout), other, 100)
     said = {"role": "assistant", "content": "6"}
     assert more.prompt_ids + more.response_ids == chat_render(other)([QUESTION, said, TOOL])
 
@@ -98,10 +97,9 @@ def two_turns() -> Rollout:
 
 def test_a_lower_limit_cuts_a_response_where_it_had_been_cut_before_the_answer(tokenizer) -> None:
     rollout = turn_of(tokenizer, "I ask <calculator>2 * 3</calculator>")
-    environment = Environment({"test": lambda prompt, turns: TOOL})
     length = len(rollout.response_ids)
-    answered = environment.answered(rollout, prompt_of(rollout), tokenizer, 100)
-    full = environment.answered(rollout, prompt_of(rollout), tokenizer, length + 1)
+    answered = ENVIRONMENT.answered(rollout, prompt_of(rollout), tokenizer, 100)
+    full = ENVIRONMENT.answered(rollout, prompt_of(rollout), tokenizer, length + 1)
     cut = answered.cut(length + 1)
     for one in (cut, full):
         assert (one.response_ids, one.turns) == (rollout.response_ids, rollout.turns)
