@@ -27,6 +27,7 @@ from sparrow_sglang.rl.engines.buckets import NamedTensors
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.responses import POLL_S, MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
+from sparrow_sglang.rl.learner import TrainersLost
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.schedule import BudgetSchedule
@@ -35,8 +36,8 @@ START = start_engine
 """Starts the engine in each actor's process."""
 
 MAX_DEATHS = 3
-"""Engines that may die in one rollout or update; if more die, the run stops, as the cause will
-likely persist."""
+"""Engines that may die in one rollout or update, or as many as there are if these are more; if more
+die, the run stops, as the cause will likely persist."""
 
 PLACEMENT_TIMEOUT_S = 60.0
 """Time for Ray to find GPUs for an engine; without, the run goes on with the other engines."""
@@ -44,10 +45,13 @@ PLACEMENT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 1800.0
 """Time for an engine to start serving, enough for a large checkpoint on a slow disk."""
 
-ANSWER_TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 300.0
 """Time for all engines to complete a call between rollouts; an engine that takes longer is
-replaced. If an engine dies in a broadcast, others may wait in NCCL, which ends their processes
-after ten minutes."""
+replaced."""
+
+STUCK_TIMEOUT_S = 60.0
+"""The same after weights did not get through: engines that then wait for one that has died would
+do so for the ten minutes of NCCL, or the thirty of gloo."""
 
 _DEATH = (RayActorError, ObjectLostError, EngineDied, GetTimeoutError)
 
@@ -82,6 +86,8 @@ class RayEngines(RolloutEngine):
         Raises `EngineDied` if an engine does not start; the message holds its reason.
         """
         self._timeout_s = cluster.rollout_timeout_s
+        # All may die together, with their host or with one that they wait for in a broadcast.
+        self._max_deaths = max(MAX_DEATHS, cluster.engines)
         self._gpus, self._places = cluster.gpus_per_engine, places
         arguments = {**defaults, **engine.server_args}
         arguments.setdefault("tp_size", self._gpus // arguments.get("pp_size", 1))
@@ -253,11 +259,11 @@ class RayEngines(RolloutEngine):
             deaths = self._deaths
             try:
                 adapter = send(self._actors)
-            except BroadcastTimeout:
-                # Engines that wait in NCCL no longer answer any call.
+            except (BroadcastTimeout, TrainersLost):
+                # Nobody is left who could send, or engines would get stuck again.
                 raise
             except (EngineDied, RuntimeError):
-                self._call_all("ready")
+                self._call_all("ready", timeout_s=STUCK_TIMEOUT_S)
                 if self._deaths == deaths:
                     raise
                 continue
@@ -340,7 +346,7 @@ class RayEngines(RolloutEngine):
                 " another: see `ray status`"
             )
 
-    def _call_all(self, method: str, *arguments: Any) -> None:
+    def _call_all(self, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         """Call the method on all engines at the same time; a dead engine is replaced instead.
 
         The replacement gets no call: `_await_start` gives it all that the others have.
@@ -348,7 +354,7 @@ class RayEngines(RolloutEngine):
         calls = {
             slot: actor.call.remote(method, *arguments) for slot, actor in self._actors.items()
         }
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         for slot, call in calls.items():
             try:
                 ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
@@ -359,7 +365,7 @@ class RayEngines(RolloutEngine):
         self._deaths += 1
         reason = _reason(error)
         self._end(slot)
-        if self._deaths > MAX_DEATHS:
+        if self._deaths > self._max_deaths:
             raise EngineDied(
                 f"{self._deaths} rollout engines died within one rollout or update, the last one in"
                 f" slot {slot}: {reason} Look at Ray's logs of its worker for the cause."

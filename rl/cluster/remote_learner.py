@@ -66,9 +66,10 @@ class RemoteLearner(Learner):
             self._workers = [self._workers[index] for index in order]
             self._places = [found[index] for index in order]
             address = self._get([self._workers[0].listen.remote(limit)])[0]
+            threads = self._threads()
             self._get(
                 [
-                    worker.join.remote(address, Ranks(rank, world), limit)
+                    worker.join.remote(address, Ranks(rank, world), limit, threads[rank])
                     for rank, worker in enumerate(self._workers)
                 ]
             )
@@ -118,6 +119,8 @@ class RemoteLearner(Learner):
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
         assert isinstance(engine, RayEngines), "trainers on Ray send weights to engines on Ray"
+        if self._cluster.colocate:
+            self._call("free_memory")
         engine.resume()
 
         def send(actors: Actors) -> str | None:
@@ -145,6 +148,12 @@ class RemoteLearner(Learner):
         # Any: Ray's handles are typed as if calls through them were plain attributes.
         kind: Any = ray.remote(**options, scheduling_strategy=strategy)(TrainerActor)
         return kind.remote()
+
+    def _threads(self) -> list[int]:
+        """A fair share of its host's cores for each worker."""
+        cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
+        nodes = [node for node, _ in self._places]
+        return [max(1, cores[node] // nodes.count(node)) for node in nodes]
 
     def _engine_places(self) -> list[tuple[str, str]]:
         """For each engine the node and the CUDA devices of the trainers whose GPUs it shares."""

@@ -47,8 +47,13 @@ class TrainerActor:
         self._store = listen(address, limit_s)
         return address, self._store.port
 
-    def join(self, address: tuple[str, int], ranks: Ranks, limit_s: float) -> None:
-        """Enter torch's default process group, in which every collective has a time limit."""
+    def join(self, address: tuple[str, int], ranks: Ranks, limit_s: float, threads: int) -> None:
+        """Enter torch's default process group, in which every collective has a time limit.
+
+        `threads` are for work on the CPU, which an offloaded optimizer has much of.
+        """
+        # Ray gives an actor without CPUs of its own a single one.
+        torch.set_num_threads(threads)
         limit = timedelta(seconds=limit_s)
         self._ranks = ranks
         if ranks.world == 1:
@@ -70,6 +75,13 @@ class TrainerActor:
         result = getattr(owner, method)(*map(self._fetched, arguments))
         return result if self._ranks.rank == 0 else None
 
+    def free_memory(self) -> None:
+        """Give memory that PyTorch's allocator keeps cached to an engine on the same device."""
+        if torch.cuda.is_available():
+            # Memory that an engine has read is kept until the allocator is told to look.
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
     def send(
         self,
         actors: Mapping[int, Any],
@@ -83,7 +95,6 @@ class TrainerActor:
 
         Raises `EngineDied` if an engine does not take them.
         """
-        torch.cuda.empty_cache()
         failure: Exception | None = None
         for bucket in pack(self._learner.weights(adapted), dtype):
             # Iterated to the end in any case: all ranks gather each tensor together.
@@ -101,6 +112,9 @@ class TrainerActor:
                 for actor in actors.values()
             ]
             failure = _failure_of(lambda: ray.get(calls, timeout=LIMIT_S))
+        if colocated:
+            del bucket
+            self.free_memory()
         if failure is not None:
             raise failure
         return ADAPTER if adapter is not None else None

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ascii_task
 import pytest
 import sharded_steps
 import torch
@@ -73,14 +74,30 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture
+def divisible(tmp_path: Path) -> str:
+    """A model that two GPUs can share, unlike the embedded one with its three KV heads."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    return ascii_task.save_model_of_bytes(tmp_path / "model", **sizes, intermediate_size=1024)
+
+
 @pytest.mark.parametrize(
     "parts",
-    [{"trainers": 2, "engines": 2, "colocate": "true"}, {"trainers": 1, "engines": 1}],
-    ids=["colocated", "apart"],
+    [
+        {"trainers": 2, "engines": 2, "colocate": "true"},
+        {"trainers": 1, "engines": 1},
+        {"trainers": 2, "engines": 1, "colocate": "true", "gpus_per_engine": 2},
+    ],
+    ids=["colocated", "apart", "tensor-parallel"],
 )
-def test_a_run_of_two_gpus_trains_and_goes_on(tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_a_run_of_two_gpus_trains_and_goes_on(
+    tmp_path: Path, parts: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     run_dir = tmp_path / "run"
     cluster = {f"cluster.{name}": value for name, value in parts.items()}
+    if "gpus_per_engine" in parts:
+        cluster["model.path"] = request.getfixturevalue("divisible")
+        cluster["task.name"] = "ascii_task:load"
     sparrow_train(run_dir, steps=2, **cluster)
     sparrow_train(run_dir, "--resume", steps=3, **cluster)
     steps = rows(run_dir)

@@ -23,7 +23,7 @@ from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings, tu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.rl import train
-from sparrow_sglang.rl.cluster import ray_engines, trainer_actor, weight_broadcast
+from sparrow_sglang.rl.cluster import trainer_actor, weight_broadcast
 from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig, TaskConfig
@@ -433,7 +433,7 @@ def test_after_a_failed_update_nothing_is_sampled_until_a_good_one(engines, send
 
 def test_too_many_deaths_stop_the_run_with_the_reason(engines, monkeypatch) -> None:
     """Runs after the other tests of `engines`, since one engine is missing afterwards."""
-    monkeypatch.setattr(ray_engines, "MAX_DEATHS", 0)
+    monkeypatch.setattr(engines, "_max_deaths", 0)
     victims = family(engines.pids[1])
     stream = engines.stream(begun(MANY, 4), LONG)
     next(stream)
