@@ -1,7 +1,7 @@
 """`sparrow plan`: where the time of a decode step goes, and what a schedule is expected to save.
 
-In: a model's config.json, a schedule, lengths, a GPU or its intensity, measured steps if there are
-any. Out: a few tables as text. Needs no GPU and imports neither torch nor SGLang.
+In: a model's config.json, a schedule, lengths, a GPU or its intensity. Out: a few tables as text.
+Needs no GPU and imports neither torch nor SGLang.
 """
 
 import argparse
@@ -20,14 +20,11 @@ from sparrow_sglang.models import model_folder, model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.response_lengths import read_lengths
-from sparrow_sglang.planning.step_time import MeasuredStep
 from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 _HUB_TIMEOUT_S = 10.0
-# Keys of a measured row that say of which model, on how many GPUs and over which KV cache.
-_LAYOUT = ("model", "tp", "ep", "kv_cache_dtype")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -97,11 +94,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     hardware.add_argument(
         "--intensity", type=float, help="FLOPs per byte of another device, instead"
     )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        help="JSON file of `sparrow bench step`, whose step times are fitted",
-    )
     parser.set_defaults(run=run)
     return parser
 
@@ -137,7 +129,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         prompt_tokens=args.prompt_tokens,
         samples=args.samples,
         batch=args.batch,
-        measured=_read_measured(args.measured, model, shape) if args.measured else (),
     )
 
 
@@ -185,32 +176,3 @@ def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> Budg
     if spec.endswith(".json"):
         return BudgetSchedule.from_json(spec)
     return load_schedule(spec, page_size)
-
-
-def _read_measured(path: Path, model: str, shape: ModelShape) -> tuple[MeasuredStep, ...]:
-    """Rows of this model on one GPU, over the plan's KV cache: bytes of others are not the plan's.
-
-    A row that does not name its model or its layout counts. Raises `InputError` if none is left.
-    """
-    rows = read_object(path, "a result of `sparrow bench step` for --measured").get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
-        raise InputError(f"{path}: holds no rows; expected a result of `sparrow bench step`")
-    planned = [row for row in rows if _is_planned(row, model, shape)]
-    if not planned:
-        seen = {key: sorted({str(row[key]) for row in rows if key in row}) for key in _LAYOUT}
-        told = "; ".join(f"{key} {', '.join(values)}" for key, values in seen.items() if values)
-        raise InputError(
-            f"{path}: no row is of {model!r} and of steps like this plan's; it measures {told};"
-            " expected rows of the model of --model-path, of tp 1 and ep 1, whose KV cache is that"
-            " of --kv-cache-dtype"
-        )
-    return tuple(MeasuredStep.from_row(row) for row in planned)
-
-
-def _is_planned(row: Mapping[str, Any], model: str, shape: ModelShape) -> bool:
-    dtype = row.get("kv_cache_dtype")
-    return (
-        str(row.get("model", model)).lower() == model.lower()
-        and (dtype is None or KV_ITEMSIZES.get(str(dtype)) == shape.kv_itemsize)
-        and row.get("tp", 1) == row.get("ep", 1) == 1
-    )

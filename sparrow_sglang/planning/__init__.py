@@ -1,1 +1,1 @@
-"""What a decode step and a rollout will cost, from shapes and from measured steps."""
+"""What a decode step and a rollout will cost, from shapes."""

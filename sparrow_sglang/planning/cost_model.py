@@ -1,7 +1,7 @@
-"""What a rollout costs, dense and under a budget schedule: the paper's formulas and measured steps.
+"""What a rollout costs, dense and under a budget schedule: the paper's formulas and a step model.
 
-In: a model's shapes, lengths, a `BudgetSchedule`, hardware intensity, measured step times. Out:
-FLOPs, bytes and the speed-up that follows. Imports neither torch nor SGLang.
+In: a model's shapes, lengths, a `BudgetSchedule`. Out: FLOPs and bytes. Imports neither torch nor
+SGLang.
 
 Units. With P multiplied weights, H_q and H_kv heads of width d and n layers, the paper's formulas
 are consistent under one reading only: D = 2 * H_kv * d * n counts *values* per cached token, keys
@@ -66,57 +66,41 @@ class Cost:
     def eflops(self, intensity: float) -> float:
         return self.flops + intensity * self.bytes
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
+def paper_costs(
+    shape: ModelShape,
+    prompt_tokens: int,
+    output_lengths: Sequence[int],
+    samples: int,
+    schedule: BudgetSchedule | None = None,
+) -> Cost:
+    """C_comp and C_mem as printed, summed over prompts (L_in) with N `samples` of each length
+    (L_out).
 
-@dataclass(frozen=True)
-class Workload:
-    """N `samples` of `output_tokens` (L_out) each for one prompt of `prompt_tokens` (L_in)."""
-
-    prompt_tokens: int
-    output_tokens: int
-    samples: int
-
-
-def paper_dense(shape: ModelShape, work: Workload) -> Cost:
-    """C_comp and C_mem of dense decode, as printed."""
-    n, l_in, l_out = work.samples, work.prompt_tokens, work.output_tokens
-    p, d, r = shape.parameters, shape.kv_width, shape.gqa_ratio
-    return Cost(
-        flops=2 * p * n * l_out + r * (2 * l_in + l_out) * l_out * n * d,
-        bytes=2 * l_in * l_out * d + n * l_out**2 * d,
-    )
-
-
-def paper_sparse(shape: ModelShape, work: Workload, budget_tokens: float) -> Cost:
-    """Sparse decode without scoring at a constant KV budget B, as printed.
-
-    B enters linearly, so the mean budget over a generation's steps (`mean_tokens_read`) gives the
-    integral of a schedule over length.
+    Dense without a schedule. With one, the term that is linear in the KV budget B is integrated
+    over the generation's lengths, and the printed cost of scoring is added.
     """
-    n, l_out, b = work.samples, work.output_tokens, budget_tokens
-    p, d, r = shape.parameters, shape.kv_width, shape.gqa_ratio
-    return Cost(flops=2 * n * p * l_out + 2 * r * n * d * b * l_out, bytes=2 * n * d * b * l_out)
+    l_in, l_out = prompt_tokens, np.asarray(output_lengths, dtype=np.float64)
+    n, p, d, r = samples, shape.parameters, shape.kv_width, shape.gqa_ratio
+    flops = 2 * n * p * l_out
+    if schedule is None:
+        flops += r * n * d * (2 * l_in + l_out) * l_out
+        read = 2 * d * l_in * l_out + n * d * l_out**2
+    else:
+        kept = tokens_read_by_length(schedule, prompt_tokens, output_lengths)
+        landmarks = n * d * l_out**2 / (2 * schedule.page_size)
+        flops += 2 * r * n * d * kept + 2 * n * d * l_in * l_out + r * landmarks
+        read = 2 * n * d * kept + 2 * d * l_in * l_out + landmarks
+    return Cost(float(flops.sum()), float(read.sum()))
 
 
-def paper_scoring(shape: ModelShape, work: Workload, page_size: int) -> Cost:
-    """Scoring the pages' landmarks, as printed; the prompt terms are discussed in the module."""
-    n, l_in, l_out = work.samples, work.prompt_tokens, work.output_tokens
-    d, r = shape.kv_width, shape.gqa_ratio
-    return Cost(
-        flops=2 * n * l_in * d * l_out + r * n * d * l_out**2 / (2 * page_size),
-        bytes=2 * l_in * d * l_out + n * d * l_out**2 / (2 * page_size),
-    )
-
-
-def paper_speedup(
-    shape: ModelShape, work: Workload, schedule: BudgetSchedule, intensity: float
-) -> float:
-    """Dense over sparse with scoring, by the printed formulas with the schedule integrated."""
-    budget = mean_tokens_read(schedule, work.prompt_tokens, work.output_tokens)
-    sparse = paper_sparse(shape, work, budget) + paper_scoring(shape, work, schedule.page_size)
-    return paper_dense(shape, work).eflops(intensity) / sparse.eflops(intensity)
+def tokens_read_by_length(
+    schedule: BudgetSchedule, prompt_tokens: int, output_lengths: Sequence[int]
+) -> NDArray[np.int64]:
+    """Tokens that a sparse layer reads over the steps of a generation, for each length of one."""
+    steps = np.arange(prompt_tokens + 1, prompt_tokens + max(output_lengths) + 1)
+    sums: NDArray[np.int64] = schedule.tokens_read(steps).cumsum()
+    return sums[np.asarray(output_lengths) - 1]
 
 
 @dataclass(frozen=True)
@@ -148,12 +132,6 @@ class StepCosts:
     def total(self, weights: Array) -> "StepCosts":
         """Sum over lengths, each taken `weights` times."""
         return StepCosts(*(np.asarray(getattr(self, f.name) @ weights) for f in fields(self)))
-
-
-def mean_tokens_read(schedule: BudgetSchedule, prompt_tokens: int, output_tokens: int) -> float:
-    """Mean tokens read over the steps of one generation: the B of the paper's formulas."""
-    steps = np.arange(prompt_tokens + 1, prompt_tokens + output_tokens + 1)
-    return float(schedule.tokens_read(steps).mean())
 
 
 def step_costs(

@@ -15,20 +15,16 @@ from sparrow_sglang.hf_config import (
     head_dim_of,
     layer_types_of,
     linear_layers,
+    num_kv_heads_of,
     text_config,
     window_layers,
 )
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedule import BudgetSchedule
 
-_REFUSED = (
-    "n_routed_experts",
-    "n_shared_experts",
-    "kv_lora_rank",
-)
+_REFUSED = ("n_routed_experts", "n_shared_experts", "kv_lora_rank")
 _KINDS = {FULL, WINDOW, LINEAR}
 _STATE_ITEMSIZE, _CONVOLUTION_ITEMSIZE = 4, 2
-
 
 KV_ITEMSIZES = {"auto": 2, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 """Bytes of a cached number by the --kv-cache-dtype that sparse decode can run with."""
@@ -80,14 +76,9 @@ class LinearAttention:
         """None without such layers. Raises `InputError` if a field of it is missing."""
         if not (layers := linear_layers(config)):
             return None
-        return cls(
-            layers=layers,
-            key_heads=_positive(config, "linear_num_key_heads"),
-            value_heads=_positive(config, "linear_num_value_heads"),
-            key_dim=_positive(config, "linear_key_head_dim"),
-            value_dim=_positive(config, "linear_value_head_dim"),
-            conv_tokens=_positive(config, "linear_conv_kernel_dim"),
-        )
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        widths = [_positive(config, f"linear_{name}") for name in (*names, "conv_kernel_dim")]
+        return cls(layers, *widths)
 
     @property
     def _convolved(self) -> int:
@@ -167,25 +158,21 @@ class ModelShape:
                     " that layer_types names, and dense or with routed experts; DeepSeek's experts"
                     " and latent attention are not counted"
                 )
-        names = {
-            "hidden_size": "hidden_size",
-            "num_layers": "num_hidden_layers",
-            "num_q_heads": "num_attention_heads",
-            "vocab_size": "vocab_size",
-        }
-        if windows:
-            names["window_tokens"] = "sliding_window"
-        fields = {field: _positive(config, key) for field, key in names.items()}
-        experts = _experts(config, fields["num_layers"])
-        all_experts = experts is not None and experts.layers == fields["num_layers"]
+        num_layers = _positive(config, "num_hidden_layers")
+        experts = _experts(config, num_layers)
+        all_experts = experts is not None and experts.layers == num_layers
         return cls(
+            hidden_size=_positive(config, "hidden_size"),
             intermediate_size=0 if all_experts else _positive(config, "intermediate_size"),
-            num_kv_heads=config.get("num_key_value_heads") or fields["num_q_heads"],
+            num_layers=num_layers,
+            num_q_heads=_positive(config, "num_attention_heads"),
+            num_kv_heads=num_kv_heads_of(config),
             head_dim=head_dim_of(config),
+            vocab_size=_positive(config, "vocab_size"),
             window_layers=windows,
+            window_tokens=_positive(config, "sliding_window") if windows else 0,
             linear=LinearAttention.from_config(config),
             experts=experts,
-            **fields,
         )
 
     def on_rank(self, ranks: int) -> "ModelShape":
@@ -195,34 +182,34 @@ class ModelShape:
         heads are repeated where there are more ranks than heads, as SGLang does. Raises
         `InputError` unless heads and widths can be split.
         """
-        kv_heads, ragged = divmod(self.num_kv_heads, ranks)
-        if ragged and ranks % self.num_kv_heads:
+        experts, linear, kv_heads = self.experts, self.linear, self.num_kv_heads
+        if kv_heads % ranks and ranks % kv_heads:
             raise InputError(
-                f"{ranks} tensor-parallel ranks: {self.num_kv_heads} KV heads cannot be shared"
-                " among them; expected a divisor or a multiple of the heads"
+                f"{ranks} tensor-parallel ranks: {kv_heads} KV heads cannot be shared among them;"
+                " expected a divisor or a multiple of the heads"
             )
 
         def part(width: int, what: str) -> int:
             if width % ranks:
                 raise InputError(
-                    f"{ranks} tensor-parallel ranks: {what} of {width} cannot be shared among"
-                    " them; expected a divisor"
+                    f"{ranks} tensor-parallel ranks: {width} {what} cannot be shared among them;"
+                    " expected a divisor"
                 )
             return width // ranks
 
-        experts, linear = self.experts, self.linear
         if experts:
-            size, shared = part(experts.size, "an expert"), experts.shared_size
-            experts = replace(experts, size=size, shared_size=part(shared, "a shared expert"))
+            size = part(experts.size, "columns of an expert")
+            shared = part(experts.shared_size, "columns of a shared expert")
+            experts = replace(experts, size=size, shared_size=shared)
         if linear:
-            keys = part(linear.key_heads, "a number of linear attention's key heads")
-            values = part(linear.value_heads, "a number of linear attention's value heads")
+            keys = part(linear.key_heads, "key heads of linear attention")
+            values = part(linear.value_heads, "value heads of linear attention")
             linear = replace(linear, key_heads=keys, value_heads=values)
         return replace(
             self,
-            intermediate_size=part(self.intermediate_size, "an MLP"),
-            num_q_heads=part(self.num_q_heads, "a number of query heads"),
-            num_kv_heads=max(1, kv_heads),
+            intermediate_size=part(self.intermediate_size, "columns of an MLP"),
+            num_q_heads=part(self.num_q_heads, "query heads"),
+            num_kv_heads=max(1, kv_heads // ranks),
             vocab_size=-(-self.vocab_size // ranks),
             linear=linear,
             experts=experts,
@@ -308,14 +295,11 @@ def _experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:
     if not config.get(key):
         return None
     size = "moe_intermediate_size"
-    number, per_token = _positive(config, key), _positive(config, "num_experts_per_tok")
-    if per_token > number:
-        raise InputError(f"num_experts_per_tok={per_token}: expected at most {key}={number}")
     dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = [layer for layer in range(num_layers) if (layer + 1) % every == 0]
     return Experts(
-        number=number,
-        per_token=per_token,
+        number=_positive(config, key),
+        per_token=_positive(config, "num_experts_per_tok"),
         size=_positive(config, size if config.get(size) else "intermediate_size"),
         layers=len([layer for layer in layers if layer not in dense]),
         shared_size=config.get("shared_expert_intermediate_size") or 0,

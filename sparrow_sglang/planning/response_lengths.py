@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-_EXPECTED = 'a whole number of 1 or more tokens, or {"length": 1234}'
+_EXPECTED = (
+    "expected for --lengths-file a text file with a JSON list, or with one length per line: a whole"
+    ' number of 1 or more tokens, or {"length": 1234}'
+)
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -17,21 +20,16 @@ def read_lengths(path: Path) -> list[int]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise _problem(path, f"cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise _problem(path, "not UTF-8 text") from None
-    if text.lstrip().startswith("["):
-        try:
-            items = [(f", item {i}", item) for i, item in enumerate(json.loads(text), 1)]
-        except json.JSONDecodeError as error:
-            raise _problem(path, f"begins as a JSON list, but is none ({error})") from None
-    else:
-        lines = [(f":{i}", line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
-        items = [(place, _parsed(line)) for place, line in lines]
+        if text.lstrip().startswith("["):
+            items = [(f"item {i}", item) for i, item in enumerate(json.loads(text), 1)]
+        else:
+            lines = [(f"line {i}", line) for i, line in enumerate(text.splitlines(), 1)]
+            items = [(place, _parsed(line)) for place, line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); {_EXPECTED}") from None
     if not items:
-        raise _problem(path, "holds no lengths")
-    return [_length(item, f"{path}{place}") for place, item in items]
+        raise ValueError(f"{path}: holds no lengths; {_EXPECTED}")
+    return [_length(item, f"{path}, {place}") for place, item in items]
 
 
 def _parsed(line: str) -> Any:
@@ -44,12 +42,5 @@ def _parsed(line: str) -> Any:
 def _length(item: Any, place: str) -> int:
     length = item.get("length") if isinstance(item, dict) else item
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise ValueError(f"{place}: {json.dumps(item)[:60]} is no length; expected {_EXPECTED}")
+        raise ValueError(f"{place}: {json.dumps(item)[:60]} is no length; {_EXPECTED}")
     return length
-
-
-def _problem(path: Path, what: str) -> ValueError:
-    return ValueError(
-        f"{path}: {what}; expected for --lengths-file a text file with a JSON list, or with one"
-        f" length per line: {_EXPECTED}"
-    )

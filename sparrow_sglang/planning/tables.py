@@ -1,7 +1,7 @@
 """The tables of `sparrow plan`, as text.
 
-In: a `Plan`. Out: where the time of a decode step goes, the expected speed-up by length, and
-measured steps beside their fit. Imports neither torch nor SGLang.
+In: a `Plan`. Out: where the time of a decode step goes, and the expected speed-up by length.
+Imports neither torch nor SGLang.
 """
 
 import math
@@ -12,17 +12,12 @@ import numpy as np
 
 from sparrow_sglang.planning.cost_model import (
     Hardware,
-    StepCosts,
-    Workload,
-    mean_tokens_read,
-    paper_dense,
-    paper_scoring,
-    paper_sparse,
+    paper_costs,
     rollout_costs,
     step_costs,
+    tokens_read_by_length,
 )
 from sparrow_sglang.planning.model_shape import ModelShape
-from sparrow_sglang.planning.step_time import MeasuredStep, StepTimeFit, fit_step_time
 from sparrow_sglang.schedule import BudgetSchedule
 
 DEFAULT_LENGTHS = (2048, 4096, 8192, 16384, 32768)
@@ -48,7 +43,6 @@ class Plan:
     prompt_tokens: int
     samples: int
     batch: int
-    measured: tuple[MeasuredStep, ...]
 
     @property
     def shown(self) -> list[int]:
@@ -61,16 +55,7 @@ class Plan:
 
 def render(plan: Plan) -> str:
     """The plan's tables as text."""
-    fits = _fit(plan.measured)
-    parts = [
-        _headline(plan),
-        _header(plan),
-        _step_table(plan),
-        _rollout_table(plan, fits),
-    ]
-    if fits is not None:
-        parts.append(_measured_table(plan, fits))
-    return "\n\n".join(parts)
+    return "\n\n".join([_headline(plan), _header(plan), _step_table(plan), _rollout_table(plan)])
 
 
 def _headline(plan: Plan) -> str:
@@ -82,11 +67,10 @@ def _headline(plan: Plan) -> str:
         else f"generations of {lengths[0]:,} tokens"
     )
     device = plan.hardware.name or f"a device of {plan.hardware.intensity:.0f} FLOPs per byte"
-    gain = _step_model_speedup(plan, lengths)
     return (
-        f"{plan.model} decodes {gain:.2f}x as fast as dense under {plan.schedule.name}:\n"
-        f"{what}, {plan.batch} at a time on {device}, if every part of a step ran at the device's"
-        " peak rate"
+        f"{plan.model} decodes {_speedups(plan, lengths)[1]} as fast as dense under"
+        f" {plan.schedule.name}:\n{what}, {plan.batch} at a time on {device}, if every part of a"
+        " step ran at the device's peak rate"
     )
 
 
@@ -98,6 +82,13 @@ def _header(plan: Plan) -> str:
         other = f" ({len(shape.window_layers)} with a window of {shape.window_tokens:,} tokens)"
     if shape.linear:
         other = f" ({len(shape.linear.layers)} with linear attention)"
+    # Neither the rows of an input embedding nor norms, so fewer than the model's name says.
+    weights = f"{shape.parameters / 1e9:.2f} billion weights read by a step"
+    if shape.experts:
+        weights += (
+            f" of one token, of {shape.weights_read(math.inf) / 1e9:.2f} billion"
+            f" ({shape.experts.per_token} of {shape.experts.number} experts)"
+        )
     device = f"{hardware.intensity:.0f} FLOPs in the time of reading a byte"
     if hardware.name:
         device = (
@@ -106,7 +97,7 @@ def _header(plan: Plan) -> str:
         )
     return (
         f"model: {shape.num_layers} layers{other}, {shape.num_q_heads} query and"
-        f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {_parameters(shape)},"
+        f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {weights},"
         f" {shape.kv_width:,} KV values of {8 * shape.kv_itemsize} bits per token\n"
         f"schedule {schedule.name} ({state}): {schedule.budget_tokens[0]:,} to"
         f" {schedule.budget_tokens[-1]:,} tokens, pages of {schedule.page_size}\n"
@@ -114,36 +105,25 @@ def _header(plan: Plan) -> str:
     )
 
 
-def _parameters(shape: ModelShape) -> str:
-    # Neither the rows of an input embedding nor norms, so fewer than the model's name says.
-    words = f"{shape.parameters / 1e9:.2f} billion weights read by a step"
-    if shape.experts is None:
-        return words
-    return (
-        f"{words} of one token, of {shape.weights_read(math.inf) / 1e9:.2f} billion"
-        f" ({shape.experts.per_token} of {shape.experts.number} experts)"
-    )
-
-
 def _step_table(plan: Plan) -> str:
-    timed = bool(plan.hardware.name)
-    intensity = plan.hardware.intensity
+    timed, intensity = bool(plan.hardware.name), plan.hardware.intensity
     unit = "ms" if timed else f"TFLOP (a byte read counts as {intensity:.0f} FLOPs)"
     scale = plan.batch * (1e3 / plan.hardware.flops_per_s if timed else 1e-12)
     rows = []
     for length in plan.shown:
         cached = plan.prompt_tokens + length
-        totals = {}
-        for name, schedule in (("dense", None), ("sparse", plan.schedule)):
-            costs = step_costs(plan.shape, [cached], plan.batch, schedule)
+        dense, sparse = (
+            step_costs(plan.shape, [cached], plan.batch, schedule)
+            for schedule in (None, plan.schedule)
+        )
+        for name, costs in (("dense", dense), ("sparse", sparse)):
             read = [costs.weight_bytes, costs.kv_bytes, costs.scoring_bytes]
             if plan.shape.linear:
                 read.append(costs.state_bytes)
-            parts = [*(intensity * part for part in read), costs.flops]
-            totals[name] = float(costs.eflops(intensity)[0])
+            total = costs.eflops(intensity)
+            parts = [*(intensity * part for part in read), costs.flops, total]
             cells = [f"{float(part[0]) * scale:.2f}" for part in parts]
-            cells.append(f"{totals[name] * scale:.2f}")
-            gain = f"{totals['dense'] / totals[name]:.2f}x"
+            gain = f"{float((dense.eflops(intensity) / total)[0]):.2f}x"
             rows.append([f"{cached:,}" if name == "dense" else "", name, *cells, gain])
     states = ["states"] if plan.shape.linear else []
     heads = ["cached", "decode", "weights", "KV", "scoring", *states, "compute", "total"]
@@ -151,106 +131,46 @@ def _step_table(plan: Plan) -> str:
     return f"Where a decode step goes, {unit} at peak rates\n" + _table(heads, rows)
 
 
-def _rollout_table(plan: Plan, fits: tuple[StepTimeFit, StepTimeFit] | None) -> str:
+def _rollout_table(plan: Plan) -> str:
     rows = [
-        [f"{length:,}", *_budget_cells(plan, length), *_speedup_cells(plan, [length], fits)]
+        [f"{length:,}", *_budget_cells(plan, length), *_speedups(plan, [length])]
         for length in plan.shown
     ]
-    if plan.expected:
-        mean = f"mean {np.mean(plan.lengths):,.0f}"
-        rows.append([mean, "", "", *_speedup_cells(plan, plan.lengths, fits)])
-    heads = ["generated", "budget", "KV read", "paper's formula", "step model"]
-    note = (
-        f"paper's formula: {plan.samples} samples share a prompt's KV, weights are free"
-        f" (large batch)\nstep model: weights read once per step of {plan.batch}, layers"
-        f" {[i for i in plan.schedule.dense_layers if i not in plan.shape.partial_layers]} dense,"
-        f" {plan.schedule.selection}"
-    )
-    if fits is not None:
-        heads.append("measured")
-        note += "\nmeasured: bytes of the step model at the fitted bandwidth and constant"
     title = "Expected rollout speed-up"
     if plan.expected:
+        mean = f"mean {np.mean(plan.lengths):,.0f}"
+        rows.append([mean, "", "", *_speedups(plan, plan.lengths)])
         title += f" over {len(plan.lengths):,} generations"
-    return f"{title}\n{_table(heads, rows)}\n{note}"
+    heads = ["generated", "budget", "KV read", "paper's formula", "step model"]
+    dense = [i for i in plan.schedule.dense_layers if i not in plan.shape.partial_layers]
+    return (
+        f"{title}\n{_table(heads, rows)}\n"
+        f"paper's formula: {plan.samples} samples share a prompt's KV, weights are free (large"
+        f" batch)\nstep model: weights read once per step of {plan.batch}, layers {dense} dense,"
+        f" {plan.schedule.selection}"
+    )
 
 
 def _budget_cells(plan: Plan, length: int) -> list[str]:
     """KV budget at the end of a generation, and the share of cached tokens read on the way."""
     cached = plan.prompt_tokens + length
-    held = plan.prompt_tokens + (length + 1) / 2
-    read = mean_tokens_read(plan.schedule, plan.prompt_tokens, length)
+    held = plan.prompt_tokens * length + length * (length + 1) / 2
+    read = tokens_read_by_length(plan.schedule, plan.prompt_tokens, [length])[0]
     return [f"{plan.schedule.kv_budget_tokens(cached):,}", f"{read / held:.0%}"]
 
 
-def _speedup_cells(
-    plan: Plan, lengths: Sequence[int], fits: tuple[StepTimeFit, StepTimeFit] | None
-) -> list[str]:
-    """Total dense over total sparse cost: formula, step model and, if measured, fitted time."""
-    intensity = plan.hardware.intensity
-    dense = sparse = 0.0
-    values, counts = np.unique(np.asarray(lengths), return_counts=True)
-    for length, count in zip(values.tolist(), counts.tolist(), strict=True):
-        work = Workload(plan.prompt_tokens, length, plan.samples)
-        budget = mean_tokens_read(plan.schedule, plan.prompt_tokens, length)
-        paper = paper_sparse(plan.shape, work, budget)
-        paper += paper_scoring(plan.shape, work, plan.schedule.page_size)
-        dense += count * paper_dense(plan.shape, work).eflops(intensity)
-        sparse += count * paper.eflops(intensity)
-    gains = [dense / sparse, _step_model_speedup(plan, lengths)]
-    if fits is not None:
-        costs = _step_model_costs(plan, lengths)
-        times = [
-            fit.rollout_ms(cost, sum(lengths), plan.batch)
-            for fit, cost in zip(fits, costs, strict=True)
-        ]
-        gains.append(times[0] / times[1])
-    return [f"{gain:.2f}x" for gain in gains]
-
-
-def _step_model_costs(plan: Plan, lengths: Sequence[int]) -> list[StepCosts]:
-    """Costs of generations of these lengths, dense and sparse."""
-    return [
-        rollout_costs(plan.shape, plan.prompt_tokens, lengths, plan.batch, schedule)
+def _speedups(plan: Plan, lengths: Sequence[int]) -> list[str]:
+    """Total dense over total sparse cost of generations: the paper's formula, the step model."""
+    intensity, shape, prompt = plan.hardware.intensity, plan.shape, plan.prompt_tokens
+    paper = [
+        paper_costs(shape, prompt, lengths, plan.samples, schedule).eflops(intensity)
         for schedule in (None, plan.schedule)
     ]
-
-
-def _step_model_speedup(plan: Plan, lengths: Sequence[int]) -> float:
-    dense, sparse = (
-        cost.eflops(plan.hardware.intensity) for cost in _step_model_costs(plan, lengths)
-    )
-    return float(dense / sparse)
-
-
-def _measured_table(plan: Plan, fits: tuple[StepTimeFit, StepTimeFit]) -> str:
-    dense, sparse = fits
-    shared = dense is sparse
-    peak = plan.hardware.bytes_per_s
-    rows = []
-    for step in plan.measured:
-        fitted = (sparse if step.sparse else dense).step_ms(step.bytes)
-        formula = f"{step.bytes / peak * 1e3:.2f}" if plan.hardware.name else "-"
-        cells = [f"{step.step_ms:.2f}", f"{fitted:.2f}", f"{step.step_ms - fitted:+.2f}"]
-        rows.append([step.label, f"{step.bytes / 1e9:.2f}", formula, *cells])
-    named = [("all steps", dense)] if shared else [("dense", dense), ("sparse", sparse)]
-    lines = [
-        f"{name}: {fit.bytes_per_s / 1e12:.2f} TB/s plus {fit.constant_ms:.2f} ms a step"
-        for name, fit in named
+    steps = [
+        float(rollout_costs(shape, prompt, lengths, plan.batch, schedule).eflops(intensity))
+        for schedule in (None, plan.schedule)
     ]
-    heads = ["step", "GB", "at peak ms", "measured ms", "fitted ms", "residual ms"]
-    return "Measured steps\n" + _table(heads, rows) + "\n" + "\n".join(lines)
-
-
-def _fit(measured: Sequence[MeasuredStep]) -> tuple[StepTimeFit, StepTimeFit] | None:
-    """Fits of the dense and the sparse steps; one for both where either has too few sizes."""
-    if not measured:
-        return None
-    groups = [[step for step in measured if step.sparse is sparse] for sparse in (False, True)]
-    if all(len({step.bytes for step in group}) > 1 for group in groups):
-        return fit_step_time(groups[0]), fit_step_time(groups[1])
-    joint = fit_step_time(measured)
-    return joint, joint
+    return [f"{dense / sparse:.2f}x" for dense, sparse in (paper, steps)]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,7 @@ from sparrow_sglang.commands.plan import add_parser
 from sparrow_sglang.planning.cost_model import (
     GPUS,
     ModelShape,
-    Workload,
-    paper_speedup,
+    paper_costs,
     rollout_costs,
     step_costs,
 )
@@ -23,7 +21,6 @@ from sparrow_sglang.schedule_names import load_schedule
 
 MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
 MODEL = str(MODELS / "qwen3-1.7b")
-DENSE = [(2048, 3.13), (8192, 5.65), (16384, 9.06), (32768, 16.2)]
 
 Plan = Callable[..., str]
 
@@ -65,8 +62,11 @@ def test_speedups_are_those_of_the_cost_model(plan: Plan) -> None:
     schedule, intensity = load_schedule("qwen3-1.7b-0.86", 16), GPUS["h200"].intensity
     assert [row[0] for row in rows] == ["4,096", "16,384"]
     for row, length in zip(rows, (4096, 16384), strict=True):
-        formula = paper_speedup(shape_of(), Workload(512, length, 8), schedule, intensity)
-        assert row[3] == f"{formula:.2f}x"
+        dense, sparse = (
+            paper_costs(shape_of(), 512, [length], 8, use).eflops(intensity)
+            for use in (None, schedule)
+        )
+        assert row[3] == f"{dense / sparse:.2f}x"
         assert row[4] == f"{speedups([length], schedule, intensity):.2f}x"
     # 16,896 cached tokens are 1,056 pages: bin 8 of 125 pages each.
     assert rows[1][1] == f"{schedule.budget_tokens[8]:,}"
@@ -157,59 +157,10 @@ def test_intensity_alone_counts_flops(plan: Plan) -> None:
     assert section(text, "Expected rollout") == same
 
 
-def measured_rows(sparse: bool) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [
-        {
-            "model": "qwen3-1.7b",
-            "backend": "flashinfer",
-            "case": f"16x{length}",
-            "batch": 16,
-            "bytes": 16 * float(step_costs(shape_of(), [length], 16).bytes[0]),
-            "step_ms": ms,
-        }
-        for length, ms in DENSE
-    ]
-    rows.append(rows[0] | {"model": "qwen3-4b", "step_ms": 99.0})
-    if sparse:
-        for gigabytes in (8.0, 16.0):
-            rows.append(
-                {
-                    "model": "qwen3-1.7b",
-                    "backend": "sparrow",
-                    "case": f"{gigabytes} GB",
-                    "schedule": "qwen3-1.7b-0.86",
-                    "bytes": gigabytes * 1e9,
-                    "step_ms": gigabytes / 4.0 + 2.0,
-                }
-            )
-    return rows
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_measured_steps_stand_beside_the_formula(plan: Plan, tmp_path: Path, sparse: bool) -> None:
-    file = tmp_path / "decode_step.json"
-    file.write_text(json.dumps({"device": "H200", "rows": measured_rows(sparse)}))
-    text = plan("--measured", str(file), "--length", "32768")
-    rows = section(text, "Measured steps")
-    assert len(rows) == (6 if sparse else 4)
-    for label, _, _, measured, fitted, residual in rows:
-        assert float(fitted) + float(residual) == pytest.approx(float(measured), abs=0.011), label
-    assert rows[3][3] == "16.20" and abs(float(rows[3][5])) < 0.15
-    (row,) = section(text, "Expected rollout")
-    assert len(row) == 6
-    if sparse:
-        assert "dense: 4.3" in text and "sparse: 4.00 TB/s plus 2.00 ms a step" in text
-    else:
-        assert "all steps: 4.3" in text
-    # The constant of each step eats into the gain that bytes alone promise.
-    assert 1 < float(row[5].rstrip("x")) < float(row[4].rstrip("x"))
-
-
-@pytest.mark.parametrize("size", ["1.7b", "4b", "8b", "14b"])
-def test_finds_the_schedule_of_each_model(plan: Plan, size: str) -> None:
-    text = plan(model=str(MODELS / f"qwen3-{size}" / "config.json"))
-    assert text.startswith(f"qwen3-{size} decodes ")
-    assert f"schedule qwen3-{size}-0.86 (calibrated)" in text
+def test_finds_the_schedule_of_the_model(plan: Plan) -> None:
+    text = plan(model=str(MODELS / "qwen3-14b" / "config.json"))
+    assert text.startswith("qwen3-14b decodes ")
+    assert "schedule qwen3-14b-0.86 (calibrated)" in text
 
 
 def test_names_the_model_that_a_schedule_was_calibrated_for(plan: Plan) -> None:
@@ -236,74 +187,25 @@ def test_lengths_stay_within_the_models_context(plan: Plan, tmp_path: Path) -> N
         assert [row[0] for row in rows] == expected
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--samples", "0"], ["--batch", "-2"], ["--prompt-tokens", "x"], ["--length", "5", "0"]],
-)
-def test_refuses_counts_below_one(
-    plan: Plan, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refuses_counts_below_one(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        plan(*options)
+        plan("--length", "5", "0")
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"argument {options[0]}: expected 1 or more, got {options[-1]}" in said
+    assert "argument --length: expected 1 or more, got 0" in said
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--intensity", "0"], "--intensity=0.0"),
         (["--intensity", "nan"], "--intensity=nan"),
         (["--schedule", "qwen3-1.7b-0.87"], "is not known"),
         (["--schedule", "fixed-100"], "budget_tokens"),
         (["--lengths-file", "absent.jsonl"], "absent.jsonl: cannot be read"),
-        (["--measured", "absent.json"], r"absent.json.*: cannot be read"),
     ],
 )
 def test_refuses_options_that_make_no_sense(plan: Plan, options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(*options)
-
-
-@pytest.mark.parametrize(
-    ("option", "text", "message"),
-    [
-        ("--lengths-file", "12\nabc\n", r':2: "abc" is no length'),
-        ("--measured", "{", "not JSON"),
-        ("--measured", "{}", "holds no rows"),
-        ("--measured", "[]", "holds a list"),
-        ("--measured", '{"rows": [{"model": "other", "step_ms": 3}]}', "it measures model other"),
-        ("--measured", '{"rows": [{"step_ms": 3}]}', "bytes=None"),
-        ("--measured", '{"rows": [{"bytes": 1e9, "step_ms": 3}]}', "1 different sizes"),
-    ],
-)
-def test_refuses_files_that_hold_something_else(
-    plan: Plan, tmp_path: Path, option: str, text: str, message: str
-) -> None:
-    file = tmp_path / "file"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        plan(option, str(file))
-
-
-@pytest.mark.parametrize("other", [{"tp": 2}, {"ep": 2}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
-def test_steps_of_other_gpus_or_caches_are_not_those_of_the_plan(
-    plan: Plan, tmp_path: Path, other: dict[str, Any]
-) -> None:
-    """Their bytes are those of a rank, or of another cache."""
-    file = tmp_path / "decode_step.json"
-    rows = [row | {"step_ms": row["step_ms"] / 2} | other for row in measured_rows(True)]
-    file.write_text(json.dumps({"rows": rows}))
-    with pytest.raises(ValueError, match="steps like this plan's; it measures model"):
-        plan("--measured", str(file))
-    alone = plan("--measured", _written(tmp_path, measured_rows(True)))
-    assert plan("--measured", _written(tmp_path, measured_rows(True) + rows)) == alone
-
-
-def _written(folder: Path, rows: list[dict[str, Any]]) -> str:
-    file = folder / "rows.json"
-    file.write_text(json.dumps({"rows": rows}))
-    return str(file)
 
 
 def test_refuses_models_without_a_usable_config(plan: Plan, tmp_path: Path) -> None:
@@ -313,10 +215,7 @@ def test_refuses_models_without_a_usable_config(plan: Plan, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="holds a list"):
         plan(model=str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="hidden_size=None"):
-        plan(model=str(tmp_path))
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not UTF-8"):
+    with pytest.raises(ValueError, match="num_hidden_layers=None"):
         plan(model=str(tmp_path))
     with pytest.raises(ValueError, match="no such folder"):
         plan(model="/absent/folder")

@@ -18,19 +18,15 @@ def test_recorded_lengths_keep_their_order(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", ": holds no lengths"),
         ("[]", ": holds no lengths"),
-        ("[1, 2", ": begins as a JSON list, but is none ("),
-        ("7\nseven\n", ':2: "seven" is no length'),
-        ("7\n\n0\n", ":3: 0 is no length"),
-        ("-4\n", ":1: -4 is no length"),
-        ("true\n", ":1: true is no length"),
+        ("[1, 2", ": cannot be read ("),
+        ("7\n\nseven\n", ', line 3: "seven" is no length'),
+        ("0\n", ", line 1: 0 is no length"),
         ("[7, true]", ", item 2: true is no length"),
-        ('[7, {"length": "5"}]', ', item 2: {"length": "5"} is no length'),
-        ('{"tokens": 7}', ':1: {"tokens": 7} is no length'),
-        ("7.5", ":1: 7.5 is no length"),
-        (b"\xff\xfe7", ": not UTF-8 text"),
-        (None, ": cannot be read (No such file or directory)"),
+        ('{"tokens": 7}', ', line 1: {"tokens": 7} is no length'),
+        ("7.5", ", line 1: 7.5 is no length"),
+        (b"\xff\xfe7", ": cannot be read ("),
+        (None, ": cannot be read ("),
     ],
 )
 def test_what_is_no_length_is_named(tmp_path: Path, text: str | bytes | None, message: str) -> None:
