@@ -79,12 +79,6 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("tiny-qwen3"), "qwen3", spread=0.15)
 
 
-@pytest.fixture(scope="session")
-def sharp_gemma3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that has a sliding window in every other layer."""
-    return save_tiny_model(tmp_path_factory.mktemp("sharp-gemma3"), "gemma3", spread=0.15)
-
-
 @pytest.fixture(scope="module")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A byte-level model; the task that training runs learn with it is registered meanwhile."""

@@ -35,13 +35,12 @@ _DROP = "adapter_drop"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 
 
-async def load_serialised(
+async def adapter(
     manager: "TokenizerManager", name: str, config: Mapping[str, Any], tensors: str
 ) -> dict[str, Any]:
     """As `load_adapter`, with the factors as a safetensors file in base64; returns the name.
 
-    Raises:
-        ControlError: see `load_adapter`; or the file cannot be read.
+    Raises `ControlError` also if the file cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.plugin.adapters import load_serialised
+from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
 from sparrow_sglang.plugin.pair_calls import pairs
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 _CALL = "schedule"
 _CHECK = "landmarks"
+_LOADED = TypeAdapter(LoadedSchedules)
 
 
 def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
@@ -62,11 +65,8 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     if not uses_sparrow(server_args):
         return
     loaded, _ = resolve_schedules(server_args, manager.model_config.hf_config)
-    state = ServerState(loaded)
-    state.calls["schedule"] = partial(schedule, manager)
-    state.calls["landmarks"] = partial(landmarks, manager)
-    state.calls["pairs"] = partial(pairs, manager)
-    state.calls["adapter"] = partial(load_serialised, manager)
+    calls = (schedule, landmarks, pairs, adapter)
+    state = ServerState(loaded, {call.__name__: partial(call, manager) for call in calls})
     rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
     if rate or server_args.enable_metrics:
         log = MismatchLog(Path(folder)) if folder else None
@@ -178,11 +178,8 @@ def _answer(loaded: LoadedSchedules, previous: LoadedSchedules) -> dict[str, Any
 
 
 def _fields(loaded: LoadedSchedules) -> dict[str, Any]:
-    return {
-        "active": loaded.active.model_dump(mode="json"),
-        "named": [schedule.model_dump(mode="json") for schedule in loaded.named],
-        "weighted_layers": loaded.weighted_layers,
-    }
+    fields: dict[str, Any] = _LOADED.dump_python(loaded, mode="json")
+    return fields
 
 
 @scheduler_rpc(_CHECK)
@@ -198,11 +195,7 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """In a scheduler: load the schedules of the message, if it has any; return those loaded."""
     budgets = require_scheduler_state().budgets
     if fields:
-        loaded = LoadedSchedules(
-            active=BudgetSchedule(**fields["active"]),
-            named=tuple(BudgetSchedule(**schedule) for schedule in fields["named"]),
-            weighted_layers=fields["weighted_layers"],
-        )
+        loaded = _LOADED.validate_python(fields)
         if loaded != budgets.loaded:
             _load(scheduler, loaded)
     return _fields(budgets.loaded)
@@ -224,7 +217,14 @@ def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
 def _schedule(schedule: Any, loaded: LoadedSchedules, hf_config: Any) -> BudgetSchedule:
     """The schedule that the call gives or names, fitted to the model that is served."""
     if isinstance(schedule, Mapping):
-        return _of_its_own_name(BudgetSchedule(**schedule).for_model(hf_config), hf_config)
+        given = BudgetSchedule(**schedule).for_model(hf_config)
+        shipped = given.name in known_schedules()
+        if shipped and given != shipped_schedule(given.name).for_model(hf_config):
+            raise ScheduleError(
+                f"name={given.name!r}: the shipped schedule of that name has other fields: expected"
+                " another name, or the name alone"
+            )
+        return given
     if schedule in loaded.names:
         return loaded.get(schedule)
     if isinstance(schedule, str) and (
@@ -237,14 +237,3 @@ def _schedule(schedule: Any, loaded: LoadedSchedules, hf_config: Any) -> BudgetS
         f" schedule as a JSON object, fixed-<tokens>, or a loaded or shipped one, such as"
         f" {', '.join(dict.fromkeys([*loaded.names, *nearest]))}"
     )
-
-
-def _of_its_own_name(schedule: BudgetSchedule, hf_config: Any) -> BudgetSchedule:
-    """`schedule`; raise `ScheduleError` if it has a shipped schedule's name but other fields."""
-    shipped = schedule.name in known_schedules()
-    if shipped and schedule != shipped_schedule(schedule.name).for_model(hf_config):
-        raise ScheduleError(
-            f"name={schedule.name!r}: the shipped schedule of that name has other fields: expected"
-            " another name, or the name alone"
-        )
-    return schedule

@@ -29,32 +29,29 @@ LAYER_KNOWN = frozenset(
         "use_prefill_attention_wrapper",
     }
 )
-# Attributes that must have the value of plain attention.
-LAYER_PLAIN = {
-    "logit_cap": 0.0,
-    "is_cross_attention": False,
-    "use_irope": False,
-    "pos_encoding_mode": "NONE",
-    "xai_temperature_len": -1,
-}
 # Scales of an FP8 KV cache on a GPU: SGLang divides keys and values by the first when it writes
 # them, and multiplies them by the second when it reads. Elsewhere both must be absent or 1.
 LAYER_KV_SCALES = {"k_scale": "k_scale_float", "v_scale": "v_scale_float"}
 # Scales that must be absent or 1: sparse decode supports no other quantisation in attention.
-LAYER_SCALES = (
-    "q_scale_float",
-    "idx_q_scale_float",
-    "idx_k_scale_float",
-    "idx_v_scale_float",
-)
-# Must be the model's window size in layers with a sliding window by its config, -1 in others.
-LAYER_WINDOW = "sliding_window_size"
-# Attributes that must equal another attribute of the layer.
-LAYER_EQUAL = {
-    "qk_head_dim": "head_dim",
-    "v_head_dim": "head_dim",
-    "tp_v_head_num": "tp_k_head_num",
-}
+LAYER_SCALES = ("q_scale_float", "idx_q_scale_float", "idx_k_scale_float", "idx_v_scale_float")
+
+
+def _plain_values(layer: Any, window: int | None) -> dict[str, Any]:
+    """Attributes that affect the arithmetic, with the values that sparse decode computes by."""
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    return {
+        "attn_type": AttentionType.DECODER,
+        "is_cross_attention": False,
+        "logit_cap": 0.0,
+        "pos_encoding_mode": "NONE",
+        "qk_head_dim": layer.head_dim,
+        "sliding_window_size": window,
+        "tp_v_head_num": layer.tp_k_head_num,
+        "use_irope": False,
+        "v_head_dim": layer.head_dim,
+        "xai_temperature_len": -1,
+    }
 
 
 def layer_problems(runner: "ModelRunner") -> list[str]:
@@ -98,15 +95,13 @@ def unknown_attributes() -> list[str]:
     layer = RadixAttention(4, 16, 0.25, 2, layer_id=0)
     names = set(vars(layer)) - set(vars(torch.nn.Module()))
     scales = {*LAYER_SCALES, *LAYER_KV_SCALES, *LAYER_KV_SCALES.values()}
-    known = {*LAYER_KNOWN, *LAYER_PLAIN, *scales, *LAYER_EQUAL, LAYER_WINDOW, "attn_type"}
+    known = {*LAYER_KNOWN, *_plain_values(layer, None), *scales}
     unknown = ", ".join(sorted(names - known))
     return [f"RadixAttention has {unknown}, which may ask for more"] if unknown else []
 
 
 def _odd_attributes(layer: Any, window: int | None, scaled_kv: bool) -> Iterator[tuple[str, Any]]:
-    from sglang.srt.layers.radix_attention import AttentionType
-
-    for name, plain in {**LAYER_PLAIN, LAYER_WINDOW: window}.items():
+    for name, plain in _plain_values(layer, window).items():
         if (value := getattr(layer, name)) != plain:
             yield name, value
     kv_scales = [*LAYER_KV_SCALES, *LAYER_KV_SCALES.values()]
@@ -118,11 +113,6 @@ def _odd_attributes(layer: Any, window: int | None, scaled_kv: bool) -> Iterator
         # Not every loader of SGLang sets both.
         if not math.isclose(_scale(layer, divisor), _scale(layer, factor), rel_tol=1e-6):
             yield divisor, _scale(layer, divisor)
-    for name, other in LAYER_EQUAL.items():
-        if (value := getattr(layer, name)) != getattr(layer, other):
-            yield name, value
-    if layer.attn_type != AttentionType.DECODER:
-        yield "attn_type", layer.attn_type
 
 
 def _scale(layer: Any, name: str) -> float:

@@ -5,8 +5,14 @@ In: a call to start, prompts, a call to read. Out: the sums of `PairVariances` o
 
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.plugin.scheduler_calls import ControlError, call_schedulers, scheduler_rpc
-from sparrow_sglang.sglang_versions import ranks
+import numpy as np
+
+from sparrow_sglang.plugin.scheduler_calls import (
+    ControlError,
+    call_schedulers,
+    gather_tp,
+    scheduler_rpc,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -14,7 +20,6 @@ if TYPE_CHECKING:
 
 
 _CALL = "pairs"
-_Rows = list[list[float]]
 
 
 async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None) -> dict[str, Any]:
@@ -28,12 +33,13 @@ async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None)
         ControlError: there is nothing to read, as no measurement was started.
     """
     fields = {} if landmark_tokens is None else {"landmark_tokens": landmark_tokens}
-    replicas = await call_schedulers(manager, _CALL, fields)
-    total: dict[str, _Rows] = {}
-    for answer in replicas.values():
-        for layer, rows in answer["layers"].items():
-            total[layer] = _sum(total[layer], rows) if layer in total else rows
-    return {"layers": total}
+    replicas = [a["layers"] for a in (await call_schedulers(manager, _CALL, fields)).values()]
+    return {
+        "layers": {
+            layer: np.sum([replica[layer] for replica in replicas], 0).tolist()
+            for layer in replicas[0]
+        }
+    }
 
 
 @scheduler_rpc(_CALL)
@@ -54,32 +60,14 @@ def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     if req_to_token.is_cuda:
         # The last forward pass may still run, on another stream.
         torch.cuda.synchronize(req_to_token.device)
-    local = {str(layer): sums.tolist() for layer, sums in sorted(measured.sums.items())}
-    return {"layers": _of_all_ranks(scheduler, backend.kv_heads, local)}
-
-
-def _of_all_ranks(
-    scheduler: "Scheduler", heads: range, local: dict[str, _Rows]
-) -> dict[str, _Rows]:
-    """Rows of all KV heads by layer, summed where a KV head's query heads lie on several ranks."""
-    ps = ranks(scheduler)
-    gathered: list[Any] = [(heads, local)]
-    if ps.attn_tp_size > 1:
-        import torch
-
-        gathered = [None] * ps.attn_tp_size
-        group = scheduler.attn_tp_cpu_group
-        torch.distributed.all_gather_object(gathered, (heads, local), group=group)
-    total = max(of_rank.stop for of_rank, _ in gathered)
+    local = {layer: sums.cpu().numpy() for layer, sums in sorted(measured.sums.items())}
+    gathered = gather_tp(scheduler, (backend.kv_heads, local))
+    # A KV head's query heads may lie on several ranks.
+    num_heads = max(heads.stop for heads, _ in gathered)
     layers = {}
     for layer, rows in local.items():
-        whole = [[0.0] * len(rows[0])] * total
-        for of_rank, found in gathered:
-            part = slice(of_rank.start, of_rank.stop)
-            whole[part] = _sum(whole[part], found[layer])
-        layers[layer] = whole
-    return layers
-
-
-def _sum(one: _Rows, other: _Rows) -> _Rows:
-    return [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]
+        total = np.zeros((num_heads, rows.shape[1]))
+        for heads, sums in gathered:
+            total[heads.start : heads.stop] += sums[layer]
+        layers[str(layer)] = total.tolist()
+    return {"layers": layers}

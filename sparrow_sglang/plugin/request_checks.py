@@ -64,7 +64,6 @@ def _ranges(prompt_tokens: int, vocab_size: int) -> dict[str, _Range]:
         "logprob_start_len": _Range(-1, prompt_tokens, "a position in the prompt"),
         "routed_experts_start_len": _Range(0, prompt_tokens, "a position in the prompt"),
         "top_logprobs_num": _Range(0, vocab_size, "a whole number"),
-        "n": _Range(1, MAX_SAMPLES, "a whole number"),
         "stream_interval": _Range(1, 2**31 - 1, "a whole number"),
         "sampling_seed": _INT64,
         "bootstrap_room": _INT64,
@@ -92,8 +91,7 @@ def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> N
     if not prompt and request.mm_inputs is None:
         raise RequestError("input_ids=[]: expected one token or more in every prompt")
     ranges = _ranges(len(prompt or ()), vocab_size)
-    parts: tuple[Any, ...] = (request, request.sampling_params)
-    for part in parts:
+    for part in (request, request.sampling_params):
         for name, hint in _hints(part.__class__).items():
             value = getattr(part, name)
             if value is not None:

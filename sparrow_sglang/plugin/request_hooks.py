@@ -168,10 +168,8 @@ async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
 
 
 def _require_begun(answer: Any) -> None:
-    """Raise `RequestError` if the first answer of a stream says that the scheduler refused it.
-
-    SGLang raises an error itself for requests that are not streamed.
-    """
+    """Raise `RequestError` if a stream begins with a refusal of the scheduler's, as SGLang does for
+    requests that are not streamed."""
     for output in answer if isinstance(answer, list) else [answer]:
         reason = output["meta_info"].get("finish_reason")
         if isinstance(reason, dict) and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
@@ -180,8 +178,7 @@ def _require_begun(answer: Any) -> None:
 
 def show_requests(manager: "TokenizerManager", requests: Any) -> None:
     """BEFORE hook: show the auditor a request, or a list of them, before it leaves this process."""
-    state = server_state(manager)
-    if state is not None and state.auditor is not None:
+    if (state := server_state(manager)) is not None and state.auditor is not None:
         state.auditor.on_requests(requests if isinstance(requests, list) else [requests])
 
 

@@ -223,13 +223,7 @@ class _Outcome(NamedTuple):
 
 def _reduce_tp(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
     """The joint outcome of a replica's tensor-parallel ranks: an error if any of them failed."""
-    ps = ranks(scheduler)
-    outcomes: list[Any] = [local]
-    if ps.attn_tp_size > 1:
-        import torch
-
-        outcomes = [None] * ps.attn_tp_size
-        torch.distributed.all_gather_object(outcomes, local, group=scheduler.attn_tp_cpu_group)
+    outcomes = gather_tp(scheduler, local)
     failed = [outcome for outcome in outcomes if outcome.error]
     if not failed:
         if all(outcome.answer == local.answer for outcome in outcomes):
@@ -239,3 +233,15 @@ def _reduce_tp(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
     if _replica(scheduler) is None and len(outcomes) == 1:
         return local
     return local._replace(error="; ".join(f"{out.rank}: {out.error}" for out in failed))
+
+
+def gather_tp(scheduler: "Scheduler", local: Any) -> list[Any]:
+    """What each tensor-parallel rank of this scheduler's replica has given as `local`."""
+    size = ranks(scheduler).attn_tp_size
+    if size == 1:
+        return [local]
+    import torch
+
+    gathered = [None] * size
+    torch.distributed.all_gather_object(gathered, local, group=scheduler.attn_tp_cpu_group)
+    return gathered

@@ -5,11 +5,12 @@ Each hook says why it is needed and which version of SGLang it was checked with.
 
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang import sglang_arguments, sglang_versions
+from sparrow_sglang import sglang_versions
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.plugin.state import PROCESS
+from sparrow_sglang.sglang_arguments import resolved, rows_of_graphs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -95,17 +96,16 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     SGLang 0.5.17 does so after prefill unless the request has finished there. Under the overlap
     scheduler such a request counts as decoded, as its first decode step has been launched already.
     """
-    prefilled = sglang_versions.prefilled_tokens(req)
+    kv, prefilled = sglang_versions.kv_of(req), sglang_versions.prefilled_tokens(req)
     whole_pages = prefilled // tree_cache.page_size * tree_cache.page_size
-    if getattr(sglang_versions.kv_of(req), "mamba_pool_idx", None) is not None:
+    if getattr(kv, "mamba_pool_idx", None) is not None:
         # Together with the prompt, the tree would take the linear-attention state after decode.
         return
     if sglang_versions.evicted_tokens(req):
         # The tree would treat sliding-window KV that decode has freed as cached.
         return
     # What `strip_thinking_cache` frees beyond the committed length must not be in the tree.
-    in_the_tree = sglang_versions.kv_of(req).cache_protected_len
-    if in_the_tree < whole_pages <= sglang_versions.cacheable_tokens(req):
+    if kv.cache_protected_len < whole_pages <= sglang_versions.cacheable_tokens(req):
         sglang_versions.cache_prefilled(req, tree_cache)
 
 
@@ -145,16 +145,14 @@ def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
 
     loaded, _ = resolve_schedules(kvc.server_args, kvc.model_config.hf_config)
     schedule = loaded.active
-    layers = set(sglang_versions.layer_range(kvc))
-    page_size, head_dim = schedule.page_size, kvc.model_config.head_dim
-    landmark_bytes = (
-        len(layers - set(schedule.dense_layers))
-        * kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
-        * schedule.selection.landmark_bytes(
-            page_size, head_dim, landmark_dtype(kvc.kv_cache_dtype).itemsize
-        )
+    layers = set(sglang_versions.layer_range(kvc)).difference(schedule.dense_layers)
+    heads = kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
+    of_page = schedule.selection.landmark_bytes(
+        schedule.page_size,
+        kvc.model_config.head_dim,
+        landmark_dtype(kvc.kv_cache_dtype).itemsize,
     )
-    return -(-landmark_bytes // page_size)
+    return -(-len(layers) * heads * of_page // schedule.page_size)
 
 
 def reserve_decode_buffers(
@@ -167,7 +165,7 @@ def reserve_decode_buffers(
 
     Checked with 0.5.17, where the result is the GPU memory that the KV pool may take, in bytes.
     """
-    if kvc.device != "cuda" or kvc.is_draft_worker or not uses_sparrow(kvc.server_args):
+    if kvc.device != "cuda" or not uses_sparrow(kvc.server_args):
         return None
     import torch
     from sglang.srt.runtime_context import get_parallel
@@ -178,12 +176,12 @@ def reserve_decode_buffers(
         buffer_bytes,
     )
 
-    server_args, parallel = sglang_arguments.resolved(kvc.server_args), get_parallel()
+    server_args, parallel = resolved(kvc.server_args), get_parallel()
     graphs = server_args.cuda_graph_config.decode
     rows = EAGER_ROWS if graphs.backend == "disabled" else graphs.max_bs
     if server_args.max_running_requests is not None:
         requests = server_args.max_running_requests // parallel.attn_dp_size
-        rows = min(rows, sglang_arguments.rows_of_graphs(server_args, requests))
+        rows = min(rows, rows_of_graphs(server_args, requests))
     loaded, _ = resolve_schedules(server_args, kvc.model_config.hf_config)
     shape = DecodeShape.of_model(
         loaded.active, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype

@@ -178,21 +178,17 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                _extend_or_log()
+                try:
+                    extend_fields_before_import(FIELDS)
+                except Exception:
+                    # `install` then finds our fields missing, and raises for those who need them.
+                    logger.exception("sparrow-sglang could not extend SGLang's ServerArgs")
                 execute(module)
                 sys.modules[_MODULE] = module
                 _install_or_log()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def _extend_or_log() -> None:
-    try:
-        extend_fields_before_import(FIELDS)
-    except Exception:
-        # `install` then finds our fields missing, and raises for those who use the backend.
-        logger.exception("sparrow-sglang could not extend the fields of SGLang's ServerArgs")
 
 
 def _install_or_log() -> None:

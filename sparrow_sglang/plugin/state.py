@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sparrow_sglang.attention_backends.metadata import BudgetTable
     from sparrow_sglang.plugin.audit.auditor import Auditor
-    from sparrow_sglang.plugin.step_record import Place, StepRecord
+    from sparrow_sglang.plugin.exact_acceptance import Place, StepRecord
 
 
 @dataclass
@@ -129,8 +129,7 @@ def server_state(manager: Any) -> ServerState | None:
 
 def require_server_state(manager: Any) -> ServerState:
     """As `server_state`, where the server is known to decode sparsely."""
-    state = server_state(manager)
-    assert state is not None, "the server decodes by another backend"
+    state: ServerState = getattr(manager, ATTRIBUTE)
     return state
 
 

@@ -40,7 +40,7 @@ def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path, sc
         # Fails on a landmark that is not the mean of its keys.
         assert connect(engine).call_sparrow("landmarks")["pages"] > 10
     errors, of_dense, of_exact = (
-        torch.cat([error_of(oracle, *pair) for pair in zip(prompts, answers, strict=True)])
+        torch.cat([oracle.errors(*pair) for pair in zip(prompts, answers, strict=True)])
         for oracle in (
             ContractModel(sharp_llama, schedule, kv_dtype=FP8),
             ContractModel(sharp_llama, None, kv_dtype=FP8),
@@ -51,14 +51,6 @@ def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path, sc
     # Dense decode, or exact keys and values, would fail the check above.
     assert of_dense.mean() > 20 * errors.mean()
     assert of_exact.mean() > 20 * errors.mean()
-
-
-def error_of(oracle: ContractModel, prompt: list[int], answer: dict) -> torch.Tensor:
-    """|difference| of the answer's log-probs and those of an oracle."""
-    recorded = answer["meta_info"]["output_token_logprobs"]
-    ids = [token for _, token, _ in recorded]
-    expected = oracle.log_probs(prompt, ids).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
-    return (expected - torch.tensor([value for value, _, _ in recorded])).abs()
 
 
 def test_scales_of_a_checkpoint_are_refused_on_a_cpu(sharp_llama, schedule_file, tmp_path, capfd):

@@ -35,12 +35,6 @@ def test_sparse_decode_follows_the_contract() -> None:
             sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
             return_logprob=True,
         )
-    values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
-    sparse, dense = (
-        ContractModel(model, by).log_probs(prompt, list(ids)).gather(-1, torch.tensor(ids)[:, None])
-        for by in (schedule, None)
-    )
-    found = torch.tensor(values, dtype=torch.float64)[:, None]
-    torch.testing.assert_close(found, sparse, atol=FP32, rtol=0)
+    assert ContractModel(model, schedule).errors(prompt, answer).max() < FP32
     # Dense decode would fail the check above.
-    assert (found - dense).abs().max() > 10 * FP32
+    assert ContractModel(model).errors(prompt, answer).max() > 10 * FP32

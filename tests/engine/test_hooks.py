@@ -1,52 +1,11 @@
-"""What the backend's hooks change in SGLang, and that they leave other backends alone."""
+"""Memory that hooks set aside for landmarks in SGLang's KV pools."""
 
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import flush, start_engine
 
 from sparrow_sglang.plugin import scheduler_hooks as hooks
-
-PROMPT = random.Random(0).choices(range(3, 256), k=150)
-
-
-class TestPrefixTree:
-    """KV of generated tokens enters the tree exactly when it is certain to be dense."""
-
-    def hits(self, engine, first: list[int], new_tokens: int) -> int:
-        """Tokens found in the cache by a second turn that begins with the whole first turn."""
-        flush(engine)
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens}
-        output = engine.generate(input_ids=first, sampling_params=sampling)
-        turn = first + output["output_ids"] + [7] * 20
-        again = engine.generate(input_ids=turn, sampling_params={"max_new_tokens": 1})
-        return again["meta_info"]["cached_tokens"]
-
-    @pytest.fixture(scope="class")
-    def dense_hits(self, sharp_llama):
-        """Hits after 40 + 24 tokens: 64 if SGLang (0.5.17) ran one step ahead, otherwise 48."""
-        with start_engine(sharp_llama, attention_backend="torch_native", page_size=16) as engine:
-            hits = self.hits(engine, PROMPT[:40], 24)
-        assert hits in (48, 64)
-        return hits
-
-    def test_sparse_turn_leaves_its_prompt_only(self, sharp_llama, dense_hits):
-        with start_engine(
-            sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64"
-        ) as engine:
-            # Decode is sparse from 65 tokens on. 40 + 24 tokens stay below, so their KV is dense.
-            assert self.hits(engine, PROMPT[:40], 24) == dense_hits
-            # 40 + 26 tokens do not: only the prompt's two whole pages stay.
-            assert self.hits(engine, PROMPT[:40], 26) == 32
-            assert self.hits(engine, PROMPT, 40) == 144
-            # Nothing is decoded in a prefill-only request, however long.
-            assert self.hits(engine, PROMPT, 0) == 144
-
-    def test_other_backends_share_what_they_generate(self, sharp_llama):
-        with start_engine(sharp_llama, attention_backend="torch_native", page_size=16) as engine:
-            assert self.hits(engine, PROMPT, 40) == 176
 
 
 class TestLandmarkMemory:

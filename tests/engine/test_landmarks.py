@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from adapted_models import save_adapter
 from engines import RULE, save_tiny_model, start_engine
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
@@ -38,14 +39,8 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def adapter(model, tmp_path_factory) -> str:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
-    folder = tmp_path_factory.mktemp("adapter")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
-    return str(folder)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return save_adapter(model, tmp_path_factory.mktemp("adapter"), 0, targets)[0]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import NUM_LAYERS, VOCAB_SIZE, flush, save_tiny_model, start_engine, weight_updates
+from adapted_models import RANK, save_adapter
+from engines import NUM_LAYERS, VOCAB_SIZE, flush, save_tiny_model, start_engine
 from transformers import AutoModelForCausalLM
 
 PAGE = 16
@@ -72,21 +73,6 @@ def test_batch_of_chunked_and_whole_prompts(engine, dense_model):
         assert_greedy(dense_model, tokens, output)
 
 
-def test_prompt_log_probs(engine, dense_model):
-    tokens = prompt(150)
-    [output] = generate(engine, [tokens], 0, logprob_start_len=0, top_logprobs_num=5)
-    expected = log_probs(dense_model, tokens)
-    got = output["meta_info"]["input_token_logprobs"]
-    assert [token for _, token, _ in got] == tokens
-    chosen = expected[range(149), tokens[1:]]
-    torch.testing.assert_close(
-        torch.tensor([value for value, *_ in got[1:]]).double(), chosen, atol=1e-4, rtol=0
-    )
-    top = output["meta_info"]["input_top_logprobs"][-1]
-    best = expected[148].topk(5)
-    assert [token for _, token, _ in top] == best.indices.tolist()
-
-
 def test_radix_cache_hits_in_whole_pages(engine, dense_model):
     flush(engine)
     tokens = prompt(100)
@@ -98,26 +84,10 @@ def test_radix_cache_hits_in_whole_pages(engine, dense_model):
         assert_greedy(dense_model, request, output)
     # 96 = 6 whole pages of 99 tokens (one token is always computed); 32 = 2 of the shared 40.
     assert hits == [0, 96, 32]
-
-
-def test_abort(engine, dense_model):
-    async def run_and_abort() -> dict:
-        stream = await engine.async_generate(
-            input_ids=prompt(20),
-            sampling_params={"max_new_tokens": 4000, "ignore_eos": True},
-            rid="to-be-aborted",
-            stream=True,
-        )
-        async for output in stream:
-            if output["meta_info"]["completion_tokens"] >= 3:
-                engine.tokenizer_manager.abort_request("to-be-aborted")
-        return output
-
-    output = engine.loop.run_until_complete(run_and_abort())
-    assert output["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 3 <= output["meta_info"]["completion_tokens"] < 4000
-    tokens = prompt(30, seed=2)
-    assert_greedy(dense_model, tokens, generate(engine, [tokens])[0])
+    # Without sparse decode, generated tokens are a prefix as in any other SGLang.
+    [longer] = generate(engine, [tokens], 40)
+    [turn] = generate(engine, [tokens + longer["output_ids"] + prompt(20)])
+    assert turn["meta_info"]["cached_tokens"] == 128
 
 
 def test_retraction_and_eviction(sharp_llama, dense_model):
@@ -132,44 +102,12 @@ def test_retraction_and_eviction(sharp_llama, dense_model):
     assert sum(output["meta_info"].get("num_retractions", 0) for output in outputs) >= 1
 
 
-def test_update_weights_from_tensor(sharp_llama, tmp_path):
-    other = reference(save_tiny_model(tmp_path, seed=1, spread=0.15))
-    tokens = prompt(70)
-    with start_engine(sharp_llama, page_size=PAGE) as engine:
-        before = generate(engine, [tokens])[0]["output_ids"]
-        flush(engine)
-        with weight_updates(engine):
-            engine.update_weights_from_tensor(
-                [(name, weight.float()) for name, weight in other.state_dict().items()]
-            )
-        [output] = generate(engine, [tokens])
-    assert output["meta_info"]["cached_tokens"] == 0
-    assert output["output_ids"] != before
-    assert_greedy(other, tokens, output)
-
-
-@pytest.fixture(scope="module")
-def adapter(sharp_llama, tmp_path_factory) -> str:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    adapted = get_peft_model(model, config)
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.2)
-    folder = tmp_path_factory.mktemp("adapter")
-    adapted.save_pretrained(folder)
-    return str(folder)
-
-
-def test_lora_load_generate_unload(sharp_llama, dense_model, adapter):
-    from peft import PeftModel
+def test_lora_load_generate_unload(sharp_llama, dense_model, tmp_path):
     from safetensors.torch import load_file
 
-    adapted = PeftModel.from_pretrained(reference(sharp_llama), adapter).double()
-    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}
+    adapter, merged = save_adapter(sharp_llama, tmp_path, 3, ("q_proj", "v_proj"))
+    adapted = reference(merged)
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     tensors = load_file(Path(adapter) / "adapter_model.safetensors")
     assert len(tensors) == 4 * NUM_LAYERS
     tokens = prompt(90)
@@ -177,15 +115,17 @@ def test_lora_load_generate_unload(sharp_llama, dense_model, adapter):
         sharp_llama,
         page_size=PAGE,
         enable_lora=True,
-        max_lora_rank=4,
+        max_lora_rank=RANK,
         lora_target_modules=["q_proj", "v_proj"],
     ) as engine:
         assert engine.load_lora_adapter("disk", adapter).success
-        assert engine.load_lora_adapter_from_tensors("memory", tensors, config).success
+        loaded = engine.load_lora_adapter_from_tensors(
+            "memory", tensors, config | {"peft_type": "LORA"}
+        )
+        assert loaded.success
         batch = generate(engine, [tokens] * 3, lora_path=["disk", None, "memory"])
-        assert_greedy(adapted, tokens, batch[0])
-        assert_greedy(dense_model, tokens, batch[1])
-        assert_greedy(adapted, tokens, batch[2])
+        for model, output in zip((adapted, dense_model, adapted), batch, strict=True):
+            assert_greedy(model, tokens, output)
         assert batch[0]["output_ids"] != batch[1]["output_ids"]
         # The base model and the adapter each have their own cached prefix.
         again = generate(engine, [tokens] * 2, lora_path=["disk", None])
@@ -194,9 +134,6 @@ def test_lora_load_generate_unload(sharp_llama, dense_model, adapter):
         unloaded = engine.unload_lora_adapter("memory")
         assert unloaded.success
         assert list(unloaded.loaded_adapters) == ["disk"]
-        with pytest.raises(ValueError, match="memory"):
-            generate(engine, [tokens], lora_path=["memory"])
-        assert_greedy(dense_model, tokens, generate(engine, [tokens])[0])
 
 
 def test_grammar(tmp_path):
@@ -218,13 +155,3 @@ def test_grammar(tmp_path):
         )
     assert re.fullmatch("(yes|no){3}", output["text"])
     assert output["meta_info"]["finish_reason"]["type"] == "stop"
-
-
-def test_two_ranks(tmp_path):
-    path = save_tiny_model(
-        tmp_path, spread=0.15, num_attention_heads=8, num_key_value_heads=2, hidden_size=128
-    )
-    tokens = prompt(90)
-    with start_engine(path, page_size=PAGE, tp_size=2) as engine:
-        [output] = generate(engine, [tokens])
-    assert_greedy(reference(path), tokens, output)

@@ -1,7 +1,6 @@
 """Models in which some layers have a sliding window: sparse decode in the others only."""
 
 import pytest
-import torch
 from engines import RULE, SCHEDULE, random_prompt, save_tiny_model, start_engine
 from oracle import ContractModel
 from packaging.version import Version
@@ -25,11 +24,6 @@ RULED = BudgetSchedule(
 )
 
 
-def require_causal_gemma3() -> None:
-    if Version(installed_version()) < Version("0.5.17"):
-        pytest.skip("older SGLangs call the attention of Gemma 3 bidirectional, which is refused")
-
-
 @pytest.fixture(scope="module", params=["gemma3", "gpt_oss"])
 def model(request, tmp_path_factory) -> str:
     """SGLang keeps the windows of gemma3 in the same KV pool, those of gpt_oss in one of their own.
@@ -38,8 +32,8 @@ def model(request, tmp_path_factory) -> str:
     """
     if request.param == "gpt_oss" and installed_version() not in ("0.5.17", "0.5.23"):
         pytest.skip("gpt-oss has been fitted to SGLang 0.5.17 and 0.5.23 only")
-    if request.param == "gemma3":
-        require_causal_gemma3()
+    if request.param == "gemma3" and Version(installed_version()) < Version("0.5.17"):
+        pytest.skip("older SGLangs call the attention of Gemma 3 bidirectional, which is refused")
     folder = tmp_path_factory.mktemp(request.param)
     return save_tiny_model(folder, request.param, spread=0.15)
 
@@ -63,20 +57,8 @@ def generate(engine, prompts: list[list[int]], new_tokens: int, option: dict | N
     return engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
 
 
-def ids_and_log_probs(answer: dict) -> tuple[list[int], torch.Tensor]:
-    values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
-    return list(ids), torch.tensor(values)
-
-
-def expected_log_probs(oracle: ContractModel, prompt: list[int], ids: list[int]) -> torch.Tensor:
-    log_probs = oracle.log_probs(prompt, ids)
-    return log_probs.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1).float()
-
-
 def assert_follows(oracle: ContractModel, prompt: list[int], answer: dict) -> None:
-    ids, log_probs = ids_and_log_probs(answer)
-    expected = expected_log_probs(oracle, prompt, ids)
-    torch.testing.assert_close(log_probs, expected, atol=FP32, rtol=0)
+    assert oracle.errors(prompt, answer).max() < FP32
 
 
 @pytest.fixture(scope="module")
@@ -95,32 +77,7 @@ def test_layers_that_keep_everything_follow_the_contract(engine, oracle, dense_o
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_follows(oracle, prompt, answer)
     # Without this, the test could pass on a model that ignores far tokens.
-    ids, log_probs = ids_and_log_probs(answers[-1])
-    dense = expected_log_probs(dense_oracle, prompts[-1], ids)
-    assert (log_probs - dense).abs().max() > 50 * FP32
-
-
-def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_gemma3):
-    """It is so under batching, chunked prefill and prefix-cache hits."""
-    require_causal_gemma3()
-    prompts = [random_prompt(20 + length, length) for length in (3, 40, 64, 150, 210)]
-    prompts.append(prompts[-1][:160] + random_prompt(99, 30))
-    answers = {}
-    for backend in ("torch_native", "sparrow"):
-        schedule = {"sparrow_schedule": "fixed-1024"} if backend == "sparrow" else {}
-        with start_engine(
-            sharp_gemma3,
-            attention_backend=backend,
-            page_size=SCHEDULE.page_size,
-            chunked_prefill_size=64,
-            **schedule,
-        ) as engine:
-            answers[backend] = generate(engine, prompts, 20) + generate(engine, prompts, 20)
-    for stock, ours in zip(answers["torch_native"], answers["sparrow"], strict=True):
-        assert ours["meta_info"]["cached_tokens"] == stock["meta_info"]["cached_tokens"]
-        (stock_ids, stock_values), (our_ids, our_values) = map(ids_and_log_probs, (stock, ours))
-        assert our_ids == stock_ids
-        torch.testing.assert_close(our_values, stock_values, atol=1e-5, rtol=0)
+    assert dense_oracle.errors(prompts[-1], answers[-1]).max() > 50 * FP32
 
 
 def test_every_request_may_be_dense(engine, dense_oracle):
@@ -136,25 +93,11 @@ def test_every_request_may_be_dense(engine, dense_oracle):
 def test_a_second_turn_reuses_the_prompt_but_no_sparse_written_kv(engine, dense_oracle):
     prompt = random_prompt(11, 130)
     [first] = generate(engine, [prompt], 60)
-    history = prompt + ids_and_log_probs(first)[0] + random_prompt(12, 21)
+    history = prompt + first["output_ids"] + random_prompt(12, 21)
     [second] = generate(engine, [history], 1)
     assert second["meta_info"]["cached_tokens"] == 128
     assert_follows(dense_oracle, history, second)
     connect(engine).call_sparrow("landmarks")
-
-
-def test_scoring_a_sparse_generation_again_is_dense(engine, dense_oracle):
-    prompt = random_prompt(15, 90)
-    response = ids_and_log_probs(generate(engine, [prompt], 100)[0])[0]
-    scored = engine.generate(
-        input_ids=prompt + response,
-        sampling_params={"max_new_tokens": 0},
-        return_logprob=True,
-        logprob_start_len=len(prompt) - 1,
-    )["meta_info"]["input_token_logprobs"]
-    expected = expected_log_probs(dense_oracle, prompt, response)
-    log_probs = torch.tensor([value for value, *_ in scored[1:]])
-    torch.testing.assert_close(log_probs, expected, atol=FP32, rtol=0)
 
 
 def test_an_answer_says_what_the_sparse_layers_read(engine):

@@ -1,7 +1,6 @@
 """Pushing adapters to a running engine, against the checkpoints that PEFT merges them to."""
 
 import pytest
-import torch
 from adapted_models import RANK, save_adapter
 from engines import random_prompt, start_engine
 from oracle import ContractModel
@@ -54,11 +53,7 @@ def generate(engine, name: str | None) -> dict:
 
 def assert_law(output: dict, model: str) -> None:
     """The log-probs are those of `model`, decoded sparsely."""
-    ids = output["output_ids"]
-    distribution = ContractModel(model, SCHEDULE).log_probs(PROMPT, ids)
-    got = torch.tensor([value for value, *_ in output["meta_info"]["output_token_logprobs"]])
-    expected = distribution.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
-    torch.testing.assert_close(got.double(), expected, atol=FP32, rtol=0)
+    assert ContractModel(model, SCHEDULE).errors(PROMPT, output).max() < FP32
 
 
 def test_a_pushed_adapter_is_the_merged_model_and_replaces_the_former(engine, saved, sharp_llama):
@@ -94,6 +89,8 @@ def test_what_does_not_fit_is_refused_and_the_former_stays(engine, saved):
         (tensors, config | {"lora_alpha": None}, "lora_alpha=None: expected a number"),
         (tensors, config | {"use_dora": True}, "use_dora=True: SGLang cannot serve it"),
         (tensors, config | {"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
+        (tensors, config | {"alpha_pattern": {"q_proj": 4}}, "alpha_pattern="),
+        (tensors, config | {"modules_to_save": ["lm_head"]}, "modules_to_save="),
         (tensors, config | {"peft_type": "IA3"}, "peft_type='IA3': expected 'LORA'"),
         (tensors, config | {"target_modules": ["lm_head"]}, "lm_head.* has room for"),
         (tensors | {key: tensors[key][:, :-1]}, config, r"\[4, 143\]: expected .* \[4, 144\]"),

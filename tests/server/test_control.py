@@ -4,61 +4,45 @@ import asyncio
 
 import httpx
 import pytest
-import torch
-from engines import last_of, start_engine, start_request
+from engines import last_of, random_prompt, start_engine, start_request
+from oracle import ContractModel
 from servers import start_server
 
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
-PROMPT = torch.randint(3, 250, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
+PROMPT = random_prompt(0, 150)
 SAMPLING = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 MINE = BudgetSchedule(
     name="mine", page_size=16, bin_tokens=32, budget_tokens=(64, 96, 112), tail_target=0.9
 )
 
 
-def values(output: dict) -> tuple[list[int], list[float]]:
-    rows = output["meta_info"]["output_token_logprobs"]
-    return output["output_ids"], [value for value, *_ in rows]
-
-
-def answer(engine, option: dict | None = None) -> tuple[list[int], list[float]]:
+def answer(engine, option: dict | None = None) -> dict:
     params = SAMPLING if option is None else SAMPLING | {"custom_params": {"sparrow": option}}
-    return values(engine.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True))
-
-
-def assert_same(got, expected) -> None:
-    assert got[0] == expected[0]
-    assert got[1] == pytest.approx(expected[1], abs=1e-4)
+    return engine.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True)
 
 
 @pytest.fixture(scope="module")
-def fresh(sharp_llama, tmp_path_factory):
-    """Answers of engines that were started with each schedule."""
-    path = str(tmp_path_factory.mktemp("mine") / "mine.json")
-    MINE.save(path)
-    answers = {}
-    for name, spec in [("fixed-64", "fixed-64"), ("fixed-128", "fixed-128"), ("mine", path)]:
-        with start_engine(
-            sharp_llama, attention_backend="sparrow", sparrow_schedule=spec
-        ) as engine:
-            answers[name] = answer(engine)
-    # The three answers must differ, or a switch could not be told from no switch.
-    first, second, third = (log_probs for _, log_probs in answers.values())
-    for one, other in ((first, second), (first, third), (second, third)):
-        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-2
-    return answers
+def assert_decoded_by(sharp_llama):
+    """A function that asserts that an answer follows the schedule of a name, and no other one."""
+    schedules = (BudgetSchedule.fixed(64), BudgetSchedule.fixed(128), MINE)
+    oracles = {schedule.name: ContractModel(sharp_llama, schedule) for schedule in schedules}
 
+    def check(answer: dict, name: str) -> None:
+        errors = {other: float(o.errors(PROMPT, answer).max()) for other, o in oracles.items()}
+        assert [other for other, error in errors.items() if error < FP32] == [name], errors
 
-def two_schedules(model: str):
-    return start_engine(model, attention_backend="sparrow", sparrow_schedule="fixed-64,fixed-128")
+    return check
 
 
 @pytest.fixture(scope="module")
 def shared_engine(sharp_llama):
-    with two_schedules(sharp_llama) as engine:
+    with start_engine(
+        sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64,fixed-128"
+    ) as engine:
         yield engine
 
 
@@ -70,36 +54,39 @@ def engine(shared_engine):
     return shared_engine
 
 
-def test_switching_equals_a_fresh_engine(fresh, engine, tmp_path):
+def test_switching_by_name_value_and_path(engine, assert_decoded_by, tmp_path):
     assert get_schedule(engine) == BudgetSchedule.fixed(64)
-    assert_same(answer(engine), fresh["fixed-64"])
-    # Switch by the name of a loaded schedule. The prompt is the same, so a kept prefix would show.
+    assert_decoded_by(answer(engine), "fixed-64")
+    # The prompt is the same, so a kept prefix would show.
     assert set_schedule(engine, "fixed-128") == BudgetSchedule.fixed(64)
-    again = engine.generate(input_ids=PROMPT, sampling_params=SAMPLING, return_logprob=True)
+    again = answer(engine)
     assert again["meta_info"]["cached_tokens"] == 0
-    assert_same(values(again), fresh["fixed-128"])
-    # Switch by value, then by path: earlier schedules stay loaded, requests may name the new one.
+    assert_decoded_by(again, "fixed-128")
+    # Earlier schedules stay loaded, and requests may name the new one.
     assert set_schedule(engine, MINE) == BudgetSchedule.fixed(128)
     assert get_schedule(engine) == MINE
-    assert_same(answer(engine), fresh["mine"])
-    assert_same(answer(engine, {"schedule": "mine"}), fresh["mine"])
-    assert_same(answer(engine, {"schedule": "fixed-64"}), fresh["fixed-64"])
+    assert_decoded_by(answer(engine), "mine")
+    assert_decoded_by(answer(engine, {"schedule": "mine"}), "mine")
+    assert_decoded_by(answer(engine, {"schedule": "fixed-64"}), "fixed-64")
     assert "mine" in engine.get_server_info()["sparrow_schedule"]
     MINE.save(tmp_path / "mine.json")
-    assert set_schedule(engine, str(tmp_path / "mine.json")) == MINE
-    assert_same(answer(engine), fresh["mine"])
+    set_schedule(engine, "fixed-64")
+    set_schedule(engine, str(tmp_path / "mine.json"))
+    assert_decoded_by(answer(engine), "mine")
 
 
-def test_pipeline_stages_switch_between_the_same_two_requests(fresh, sharp_llama):
+def test_pipeline_stages_switch_between_the_same_two_requests(
+    sharp_llama, assert_decoded_by, capfd
+):
     """The stages hear of a switch one after the other, and later requests follow it in order."""
     with start_engine(
         sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64,fixed-128", pp_size=2
     ) as engine:
-        assert_same(answer(engine), fresh["fixed-64"])
+        assert_decoded_by(answer(engine), "fixed-64")
 
         async def switch_under_load() -> None:
             manager = engine.tokenizer_manager
-            for name in ("fixed-128", "fixed-64", "fixed-128"):
+            for name in ("fixed-128", "fixed-64"):
                 # The switch waits for `before`, and holds back `after`.
                 before = asyncio.ensure_future(generate_some(engine, 2))
                 await asyncio.sleep(0.05)
@@ -109,9 +96,12 @@ def test_pipeline_stages_switch_between_the_same_two_requests(fresh, sharp_llama
                 old = (await switched)["previous"]["name"]
                 for outputs, schedule in ((await before, old), (await after, name)):
                     for output in outputs:
-                        assert_same(values(output), fresh[schedule])
+                        assert_decoded_by(output, schedule)
 
         engine.loop.run_until_complete(switch_under_load())
+    logged = capfd.readouterr().err
+    assert "schedule fixed-64 is replaced, prefix cache empty: schedule fixed-128 (" in logged
+    assert "a switch of the schedule waits for 2 requests (" in logged
 
 
 async def generate_some(engine, count: int) -> list[dict]:
@@ -122,32 +112,15 @@ async def generate_some(engine, count: int) -> list[dict]:
     return await asyncio.gather(*requests)
 
 
-def test_what_is_switched_from_and_to_is_logged(sharp_llama, capfd):
-    # Started here, because pytest captures the output of fixtures apart from that of the test.
-    with two_schedules(sharp_llama) as engine:
-        assert get_schedule(engine) == BudgetSchedule.fixed(64)
-        set_schedule(engine, "fixed-128")
-        get_schedule(engine)
-        set_schedule(engine, MINE)
-        set_schedule(engine, "qwen3-8b-0.86")
-    lines = [line for line in capfd.readouterr().err.splitlines() if "is replaced" in line]
-    assert len(lines) == 3
-    assert "schedule qwen3-8b-0.86 (calibrated for Qwen3-8B, not for this model)" in lines[2]
-    for line, old, new in zip(
-        lines, ("fixed-64", "fixed-128"), ("fixed-128", "mine"), strict=False
-    ):
-        assert f"schedule {old} is replaced" in line and f": schedule {new} (" in line
-
-
-def test_a_loaded_schedule_of_the_same_name_is_replaced(engine, fresh):
+def test_a_loaded_schedule_of_the_same_name_is_replaced(engine, assert_decoded_by):
     renamed = BudgetSchedule(**(MINE.model_dump() | {"name": "fixed-128"}))
     set_schedule(engine, renamed)
-    assert_same(answer(engine, {"schedule": "fixed-128"}), fresh["mine"])
+    assert_decoded_by(answer(engine, {"schedule": "fixed-128"}), "mine")
     set_schedule(engine, "fixed-64")
-    assert_same(answer(engine, {"schedule": "fixed-128"}), fresh["mine"])
+    assert_decoded_by(answer(engine, {"schedule": "fixed-128"}), "mine")
 
 
-def test_refused_and_nothing_changes(engine, fresh, tmp_path):
+def test_refused_and_nothing_changes(engine, assert_decoded_by, tmp_path):
     other_layers = BudgetSchedule(**(MINE.model_dump() | {"dense_layers": (0,)}))
     for wrong, reason in [
         ("no-such", "'no-such' is not known to this server: .*fixed-64, fixed-128"),
@@ -160,11 +133,11 @@ def test_refused_and_nothing_changes(engine, fresh, tmp_path):
     with pytest.raises(ScheduleError, match="cannot be read"):
         set_schedule(engine, str(tmp_path / "absent.json"))
     assert get_schedule(engine) == BudgetSchedule.fixed(64)
-    assert_same(answer(engine), fresh["fixed-64"])
+    assert_decoded_by(answer(engine), "fixed-64")
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
-def test_while_paused(engine, fresh, mode):
+def test_while_paused(engine, assert_decoded_by, mode):
     """A switch is refused while requests are paused, and works when the pause has aborted them."""
     from sglang.srt.managers.io_struct import (
         ContinueGenerationReqInput,
@@ -172,7 +145,7 @@ def test_while_paused(engine, fresh, mode):
     )
 
     manager = engine.tokenizer_manager
-    sampling = SAMPLING | {"max_new_tokens": 400}
+    sampling = SAMPLING | {"max_new_tokens": 200}
 
     async def switch_in_the_middle() -> dict:
         answers = await start_request(engine, input_ids=PROMPT, sampling_params=sampling)
@@ -191,71 +164,35 @@ def test_while_paused(engine, fresh, mode):
     reason = output["meta_info"]["finish_reason"]["type"]
     expected = ("length", "fixed-64") if mode == "in_place" else ("abort", "fixed-128")
     assert (reason, get_schedule(engine).name) == expected
-    assert_same(answer(engine), fresh[expected[1]])
+    assert_decoded_by(answer(engine), expected[1])
 
 
-@pytest.fixture(scope="module")
-def server(sharp_llama):
-    with start_server(
-        sharp_llama,
-        attention_backend="sparrow",
-        sparrow_schedule="fixed-64,fixed-128",
-        admin_api_key="key",
-    ) as url:
-        yield url
-
-
-def test_over_http(server, fresh):
-    with httpx.Client(base_url=server, timeout=60) as client:
+def test_over_http(sharp_llama, assert_decoded_by):
+    arguments = {"sparrow_schedule": "fixed-64,fixed-128", "admin_api_key": "key"}
+    with (
+        start_server(sharp_llama, attention_backend="sparrow", **arguments) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
 
         def post(route: str, body: object, key: str = "key") -> httpx.Response:
             return client.post(route, json=body, headers={"Authorization": f"Bearer {key}"})
 
-        def generated() -> tuple[list[int], list[float]]:
+        def generated() -> dict:
             body = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
-            return values(post("/generate", body).json())
+            return post("/generate", body).json()
 
-        assert_same(generated(), fresh["fixed-64"])
         # The route needs the key, as SGLang's own control routes do.
         assert client.get("/sparrow/schedule").status_code == 401
         assert post("/sparrow/schedule", {"schedule": "fixed-128"}, "wrong").status_code == 401
-        assert_same(generated(), fresh["fixed-64"])
-
-        with pytest.raises(EndpointError, match="answered with 401"):
-            get_schedule(server)
-        assert get_schedule(server, api_key="key") == BudgetSchedule.fixed(64)
-        previous = set_schedule(server, "fixed-128", api_key="key")
-        assert previous == BudgetSchedule.fixed(64)
-        assert_same(generated(), fresh["fixed-128"])
-        set_schedule(server, "fixed-64", api_key="key")
-
+        assert_decoded_by(generated(), "fixed-64")
         switched = post("/sparrow/schedule", {"schedule": MINE.model_dump(mode="json")})
         assert switched.status_code == 200
         assert switched.json()["previous"]["name"] == "fixed-64"
         assert switched.json()["loaded"] == ["mine", "fixed-64", "fixed-128"]
-        assert_same(generated(), fresh["mine"])
         read = client.get("/sparrow/schedule?full=true", headers={"Authorization": "Bearer key"})
         assert BudgetSchedule(**read.json()["schedule"]) == MINE
-
-        for body in (
-            {"schedule": "no-such"},
-            {"schedule": {"name": "x"}},
-            {"schedule": None},
-            [1],
-            {"budget": 3},
-            {"schedule": BudgetSchedule.fixed(512, 64).model_dump(mode="json")},
-        ):
+        for body in ({"schedule": {"name": "x"}}, {"schedule": None}, [1], {"budget": 3}):
             refused = post("/sparrow/schedule", body)
             assert refused.status_code == 400, body
             assert "expected" in refused.json()["error"]["message"]
-        assert_same(generated(), fresh["mine"])
-
-        option = {"custom_params": {"sparrow": {"schedule": "no-such"}}}
-        refused = post("/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING | option})
-        assert refused.status_code == 400
-        assert "one of mine, fixed-64, fixed-128" in refused.json()["error"]["message"]
-        # The spelling of the OpenAI client's extra_body.
-        completion = {"model": "x", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-        refused = post("/v1/completions", completion | option)
-        assert refused.status_code == 400
-        assert "one of mine, fixed-64, fixed-128" in refused.text
+        assert_decoded_by(generated(), "mine")

@@ -80,16 +80,6 @@ def test_rates_equal_those_of_both_whole_distributions_in_float64(engine, sharp_
     assert low < 0.9
 
 
-def test_a_slot_is_used_again(engine, sharp_llama) -> None:
-    prompt = random_prompt(9, 70)
-    (_, before), (_, beside) = measured(engine, [prompt, prompt], [10, 10], "a")
-    ((response, rates),) = measured(engine, [prompt], [12], "b")
-    assert len(before) == len(beside) == 9 and len(rates) == 11
-    sparse, dense = ContractModel(sharp_llama, SCHEDULE), ContractModel(sharp_llama)
-    p, q = (torch.exp(m.log_probs(prompt, response)) for m in (sparse, dense))
-    np.testing.assert_allclose(rates, torch.minimum(p, q).sum(-1)[1:], atol=1e-4)
-
-
 def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
     sharp_llama, server_args
 ) -> None:

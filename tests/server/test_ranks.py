@@ -6,16 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from adapted_models import save_adapter
 from engines import (
     RULE,
     RULED,
-    last_of,
     random_prompt,
     save_tiny_model,
     start_engine,
-    start_request,
 )
 from oracle import ContractModel
 from pools import chosen_pairs
@@ -127,34 +124,9 @@ def test_every_replica_is_switched(replicas: Any) -> None:
     assert set_schedule(replicas, "fixed-64").name == "fixed-128"
 
 
-def test_a_paused_request_on_one_replica_keeps_all_from_switching(replicas: Any) -> None:
-    from sglang.srt.managers.io_struct import (
-        ContinueGenerationReqInput,
-        PauseGenerationReqInput,
-    )
-
-    manager = replicas.tokenizer_manager
-    sampling = {"max_new_tokens": 400, "ignore_eos": True}
-
-    async def switched_in_the_middle(rank: int) -> None:
-        fields = {"input_ids": PROMPT, "sampling_params": sampling, "routed_dp_rank": rank}
-        answers = await start_request(replicas, **fields)
-        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        with pytest.raises(ValueError, match="paused with requests"):
-            await manager.sparrow.calls["schedule"](schedule="fixed-128")
-        await manager.continue_generation(ContinueGenerationReqInput())
-        assert (await last_of(answers))["meta_info"]["completion_tokens"] == 400
-
-    for rank in (0, 1):
-        replicas.loop.run_until_complete(switched_in_the_middle(rank))
-        assert get_schedule(replicas).name == "fixed-64"
-    decoded_by(replicas, "fixed-64", 0, 1)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failure_on_one_replica_is_rolled_back(replicas: Any, rank: int) -> None:
-    wrong = schedule(f"fails-dp-rank-{rank}")
-    reason = f"not switched: dp rank {rank}, tp rank 0: out of memory"
+def test_a_failure_on_one_replica_is_rolled_back(replicas: Any) -> None:
+    wrong = schedule("fails-dp-rank-1")
+    reason = "not switched: dp rank 1, tp rank 0: out of memory"
     with pytest.raises(EndpointError, match=reason):
         set_schedule(replicas, wrong)
     assert get_schedule(replicas) == BudgetSchedule.fixed(64)
@@ -232,15 +204,10 @@ def test_each_rank_keeps_the_rotary_pairs_of_its_kv_heads(model: str, tmp_path: 
     ) as engine:
         for layer, rows in measured_pairs(engine).items():
             np.testing.assert_allclose(measured[layer], rows, rtol=1e-4)
-    rows = answer["meta_info"]["output_token_logprobs"]
-    ids = torch.tensor([token for _, token, _ in rows])[:, None]
-    found = torch.tensor([value for value, *_ in rows]).double()
     swapped = {"landmark_pairs": tuple(layer[::-1] for layer in rule.landmark_pairs)}
     others = chosen.model_copy(update={"selection": rule.model_copy(update=swapped)})
-    for schedule, same in ((chosen, True), (others, False)):
-        expected = ContractModel(model, schedule).log_probs(PROMPT, ids[:, 0].tolist())
-        error = (expected.gather(1, ids)[:, 0] - found).abs().max()
-        assert bool(error < 2e-4) == same
+    assert ContractModel(model, chosen).errors(PROMPT, answer).max() < 2e-4
+    assert ContractModel(model, others).errors(PROMPT, answer).max() > 2e-4
 
 
 def test_an_adapter_that_one_rank_has_not_loaded_is_on_none(

@@ -140,18 +140,6 @@ def test_acceptance_of_a_batch(engine, log_probs):
             measure_acceptance(engine, sequences, wrong)
 
 
-def test_scores_of_a_dense_engine_are_the_same(engine, sharp_llama):
-    ids = random_prompt(5, 70)
-    response = sample(engine, [ids], 120)[0]["output_ids"]
-    with start_engine(
-        sharp_llama, attention_backend="torch_native", page_size=16, chunked_prefill_size=CHUNK
-    ) as dense_engine:
-        expected = score_dense(dense_engine, [(ids, response)])[0]
-    got = score_dense(engine, [(ids, response)])[0]
-    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
-    np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, atol=1e-5)
-
-
 def test_where_sparse_kv_is_in_the_prefix_tree_only_a_naive_score_is_wrong(
     sharp_llama, arguments, log_probs
 ):

@@ -178,9 +178,7 @@ class Auditor:
     async def _wait_until_idle(self) -> None:
         """Wait until the scheduler has left the step in which its last request ended.
 
-        SGLang's scheduler ends itself if it is still in that step when it is told to flush its
-        cache after an update, or to release memory. Does not wait for users' requests: whoever
-        sends the update must.
+        In that step a flush fails. Does not wait for users' requests.
         """
         deadline = time.monotonic() + (_PAUSED_IDLE_S if self._manager.is_pause else _IDLE_S)
         while time.monotonic() < deadline:

@@ -25,17 +25,11 @@ MAX_REQUESTS = 64
 MAX_TOKENS = 1 << 20
 """Largest number of prompt and response tokens that all these requests hold together.
 
-A response token takes 8 bytes and 8 more per entry of its top-k list, 168 at k = 20, and arrays
-allocate up to an eighth more than they hold: 200 MB in the worst case, whatever the requests'
-lengths.
+A response token takes 8 bytes and 8 more per entry of its top-k list: at most 200 MB at k = 20.
 """
 
 MIN_TEMPERATURE = 0.25
-"""Lowest temperature from whose log-probs those at temperature 1 can be had.
-
-Probabilities below the smallest fp32 number are lost: at this temperature tokens that are less
-likely than the most likely one by a factor of e^-22.
-"""
+"""Lowest temperature from whose log-probs in fp32 those at temperature 1 can be had."""
 AUDITED = "sparrow_audited"
 """Name in `custom_params` of an audited request whose temperature is not 1; its value is True."""
 
@@ -85,11 +79,6 @@ class RecordedRequest:
             self.logprobs.append(scale * logprob + shift)
             self.top_logprobs.extend(scale * value + shift for value in values[: self.top_k])
 
-    def leave_to_user(self, answers: "BatchStrOutput", index: int) -> None:
-        """Cut the answer's top-k lists to what the user asked for."""
-        for lists in (answers.output_top_logprobs_val, answers.output_top_logprobs_idx):
-            lists[index] = [row[: self.user_top_k] for row in lists[index]]
-
     def lose(self) -> None:
         """Free what was recorded and record no more."""
         self.lost = True
@@ -99,13 +88,11 @@ class RecordedRequest:
 
     def scores(self, tokens: int) -> SparseScores:
         """The sampler's log-probs and top-k lists of the first `tokens` response tokens."""
-        entries = tokens * self.top_k
+        entries, lists = tokens * self.top_k, (tokens, self.top_k)
         return SparseScores(
-            logprobs=np.array(self.logprobs[:tokens], dtype=np.float64),
-            top_ids=np.array(self.top_ids[:entries], dtype=np.int64).reshape(tokens, -1),
-            top_logprobs=np.array(self.top_logprobs[:entries], dtype=np.float64).reshape(
-                tokens, -1
-            ),
+            logprobs=np.array(self.logprobs[:tokens], np.float64),
+            top_ids=np.array(self.top_ids[:entries], np.int64).reshape(lists),
+            top_logprobs=np.array(self.top_logprobs[:entries], np.float64).reshape(lists),
         )
 
 
@@ -154,7 +141,8 @@ class AuditQueue:
             self._tokens += request.held_tokens
             if self._tokens > MAX_TOKENS:
                 self._lose(request)
-        request.leave_to_user(answers, index)
+        for lists in (answers.output_top_logprobs_val, answers.output_top_logprobs_idx):
+            lists[index] = [row[: request.user_top_k] for row in lists[index]]
 
     def finish(self, request_id: str, complete: bool) -> None:
         """End the recording of a request; if `complete` and not lost, queue it for its score."""

@@ -19,16 +19,10 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots for tokens [prefix_lens, seq_lens) of every request, or None if pages run out.
+        """Slots [extend_num_tokens] of tokens [prefix_lens, seq_lens), request after request.
 
-        Args:
-            prefix_lens, seq_lens: [B] tokens cached before and after; `_cpu` are host copies.
-            last_loc: [B] slot of each request's last cached token, -1 if it has none.
-            extend_num_tokens: sum of seq_lens - prefix_lens.
-            num_new_pages: not needed here.
-
-        Returns:
-            [extend_num_tokens] int64 slots, request after request.
+        None if pages run out. `last_loc` [B] is the slot of each request's last cached token, -1 if
+        it has none; `num_new_pages` is not needed here.
         """
         return self._alloc(prefix_lens_cpu, seq_lens_cpu, last_loc)
 

@@ -30,10 +30,9 @@ class TestActivate:
         monkeypatch.setattr(f"torch.{device}.is_available", lambda: True)
         assert platform.activate() is None
 
-    @pytest.mark.parametrize("package", ["torch_npu", "habana_frameworks", "torch_musa"])
-    def test_declines_where_torch_learns_of_the_device_later(self, monkeypatch, package):
+    def test_declines_where_torch_learns_of_the_device_later(self, monkeypatch):
         monkeypatch.setattr(
-            platform.importlib.util, "find_spec", lambda name: package if name == package else None
+            platform.importlib.util, "find_spec", lambda name: name if name == "torch_npu" else None
         )
         assert platform.activate() is None
 
@@ -66,7 +65,7 @@ class TestAllocator:
         arguments = (40 * PAGE, PAGE, torch.float32, "cpu", None, False)
         return TorchPagedAllocator(*arguments), PagedTokenToKVPoolAllocator(*arguments)
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", range(8))
     def test_extend(self, allocators, seed):
         from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 
@@ -98,14 +97,6 @@ class TestAllocator:
         zero = torch.zeros(1, dtype=torch.int64)
         assert ours.alloc_extend(zero, zero, lengths, lengths, zero - 1, 41 * PAGE) is None
         assert ours.available_size() == 40 * PAGE
-
-
-def test_sglang_uses_the_platform():
-    from sglang.srt.platforms import current_platform
-
-    from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
-
-    assert isinstance(current_platform, SparrowCpuPlatform)
 
 
 def test_those_who_use_another_backend_are_told_of_the_platform(tiny_llama, capfd):
