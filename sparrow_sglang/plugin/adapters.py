@@ -47,14 +47,18 @@ async def adapter(
 
     try:
         factors = await asyncio.to_thread(lambda: load(base64.b64decode(tensors, validate=True)))
-    except KeyError as error:
+    # A KeyError names a dtype that torch does not have.
+    except (
+        SafetensorError,
+        ValueError,
+        TypeError,
+        LookupError,
+        RuntimeError,
+        AttributeError,
+    ) as error:
         raise ControlError(
-            f"tensors are of dtype {quoted(error.args[0])}: expected one that torch has, such as"
-            " BF16 or F32"
-        ) from None
-    except (SafetensorError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        raise ControlError(
-            f"tensors cannot be read ({cut(str(error))}): expected a safetensors file in base64"
+            f"tensors cannot be read ({cut(str(error))}): expected a safetensors file in base64,"
+            " of BF16 or F32"
         ) from None
     await load_adapter(manager, name, config, factors)
     return {"name": name}

@@ -3,6 +3,7 @@
 Each hook says why it is needed and which version of SGLang it was checked with.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang import sglang_versions
@@ -50,17 +51,15 @@ def remember_options(
     )
 
 
+@functools.cache
 def _require_another_backend(model_runner: "ModelRunner") -> None:
     """Raise if our backend is selected but this scheduler never built it; checks only once."""
-    if PROCESS.serves_otherwise:
-        return
     if uses_sparrow(model_runner.server_args):
         raise SparrowError(
             f"SGLang serves by {type(model_runner.attn_backend).__name__} although"
             f" attention_backend={BACKEND!r} was asked for: it would decode densely; choose another"
             " --attention-backend, or an SGLang that sparrow-sglang runs with"
         )
-    PROCESS.serves_otherwise = True
 
 
 def keep_sparse_kv_private(

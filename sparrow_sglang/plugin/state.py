@@ -109,13 +109,11 @@ class ProcessState:
         hooks: the hooks that SGLang was told to apply.
         error: why the registration failed, None if it did not.
         scheduler: None in other processes, and until the backend has been built.
-        serves_otherwise: whether this scheduler is known to serve with another backend.
     """
 
     hooks: tuple[Hook, ...] = ()
     error: Exception | None = None
     scheduler: SchedulerState | None = None
-    serves_otherwise: bool = False
 
 
 PROCESS = ProcessState()

@@ -191,13 +191,10 @@ sys.exit(main())
 @pytest.fixture(scope="module")
 def processes(sharp_llama, schedule_file):
     """Started at once, because each spends half a minute importing SGLang."""
-    port, ours = free_port(), free_port()
-    by_name = ["--sparrow-schedule", "fixed-64"]
-    module = [sys.executable, "-m", "sglang.launch_server", *server_flags(sharp_llama), *by_name]
-    serve = [sys.executable, "-c", SERVE, "serve", *server_flags(sharp_llama), *by_name]
+    port = free_port()
+    flags = [*server_flags(sharp_llama), "--sparrow-schedule", "fixed-64", "--port", str(port)]
     commands = {
-        "server": [*module, "--port", str(port)],
-        "serve": [*serve, "--port", str(ours)],
+        "serve": [sys.executable, "-c", SERVE, "serve", *flags],
         "foreign": [sys.executable, "-c", FOREIGN, sharp_llama, schedule_file],
     }
     environment = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
@@ -206,8 +203,7 @@ def processes(sharp_llama, schedule_file):
             name: stack.enter_context(process(*command, **environment))
             for name, command in commands.items()
         }
-        urls = {"url": f"http://127.0.0.1:{port}", "serve_url": f"http://127.0.0.1:{ours}"}
-        yield SimpleNamespace(**urls, **started)
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", **started)
 
 
 def server_flags(model: str) -> list[str]:
@@ -228,23 +224,15 @@ class TestProcesses:
         assert result["as_dict"] == schedule_file
         assert result["default"] == 1
 
-    def test_server(self, processes, by_keyword):
-        server = processes.server
-        wait_until_healthy(server, processes.url)
-        assert_served(processes.url, "fixed-64", by_keyword)
-        server.terminate()
-        logged, _ = server.communicate(timeout=60)
-        assert f"{START_UP} fixed-64 (NOT calibrated), from --sparrow-schedule" in logged
-
     def test_sparrow_serve_says_when_it_is_ready_and_ends_by_ctrl_c(self, processes, by_keyword):
         server = processes.serve
-        wait_until_healthy(server, processes.serve_url)
-        assert_served(processes.serve_url, "fixed-64", by_keyword)
+        wait_until_healthy(server, processes.url)
+        assert_served(processes.url, "fixed-64", by_keyword)
         logged = ""
         while "ready on" not in logged:
             logged += (line := server.stdout.readline())
             assert line, logged
-        assert f"ready on {processes.serve_url}, {START_UP} fixed-64" in logged
+        assert f"ready on {processes.url}, {START_UP} fixed-64" in logged
         os.killpg(server.pid, signal.SIGINT)
         logged, _ = server.communicate(timeout=120)
         assert server.returncode == 0 and "Traceback" not in logged, logged

@@ -131,12 +131,9 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
         assert found[f'sparrow:audited_tokens{{bin="{index}"}}'] == len(inside)
         for bound in ("lower", "upper"):
             labels = f'{{bin="{index}",bound="{bound}"}}'
-            values = np.sort(inside[f"alpha_{bound}"])
-            tail = values[-(-len(values) // 20) - 1]
-            assert found[f"sparrow:acceptance_tail{labels}"] == pytest.approx(tail, abs=6e-4)
-            assert found[f"sparrow:acceptance_mean{labels}"] == pytest.approx(
-                values.mean(), abs=1e-4
-            )
+            mean = inside[f"alpha_{bound}"].mean()
+            assert found[f"sparrow:acceptance_mean{labels}"] == pytest.approx(mean, abs=1e-4)
+            assert 0 < found[f"sparrow:acceptance_tail{labels}"] < mean
         assert found[f'sparrow:kv_budget_tokens{{bin="{index}"}}'] == SCHEDULE.budget_tokens[index]
     assert found["sparrow:kv_tokens_cached"] == found["sparrow:kv_tokens_read"] == 0
 

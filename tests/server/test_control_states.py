@@ -71,7 +71,8 @@ def in_flight(client: httpx.Client) -> Iterator[None]:
     """A request runs within this context, unless it is paused; afterwards it has been aborted."""
     thread = threading.Thread(target=lambda: generated(client, 3000, rid="long"))
     thread.start()
-    time.sleep(1.0)
+    while not client.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
+        time.sleep(0.05)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from adapted_models import save_adapter, save_model_of_words
 from fuzz_server import Live
 from servers import start_server
 
-CASES = int(os.environ.get("SPARROW_FUZZ_CASES", "2000"))
+CASES = int(os.environ.get("SPARROW_FUZZ_CASES", "1000"))
 SEED = int(os.environ.get("SPARROW_FUZZ_SEED", "0"))
 FIRST = int(os.environ.get("SPARROW_FUZZ_FIRST", "0"))
 # Most cases go to the kinds that are cheap to test.

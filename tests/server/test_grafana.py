@@ -80,11 +80,3 @@ def test_every_metric_and_label_is_exported(sharp_llama: str) -> None:
     for query in queries():
         for label, name in re.findall(r'by \((\w+)\) \([^{]*{__name__=~"(\w+\[:_]\w+)"', query):
             assert label in found[name.replace("[:_]", ":")], query
-
-
-def test_the_load_is_exported_without_an_audit(sharp_llama: str) -> None:
-    arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-64"}
-    with start_server(sharp_llama, enable_metrics=True, **arguments) as url:
-        found = exported(url)
-        assert {"sparrow:kv_tokens_cached", "sparrow:kv_tokens_read"} <= found.keys()
-        assert "audited" not in found["sparrow:audit_requests"]["outcome"]

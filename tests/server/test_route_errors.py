@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import httpx
@@ -33,6 +34,7 @@ def client(sharp_llama: str) -> Iterator[httpx.Client]:
             enable_lora=True,
             max_lora_rank=4,
             lora_target_modules=["q_proj"],
+            enable_metrics=True,
         ) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
@@ -56,22 +58,13 @@ def require_unchanged(client: httpx.Client) -> None:
     ("change", "reason"),
     [
         ({"self": 1}, "unknown key 'self'"),
-        ({LONG: 1}, "unknown key 'xxx.*did you mean"),
         ({"name": LONG}, "name='xxx.* expected a string of 1 to 64 letters, digits"),
-        ({"name": "a" * 65}, "expected a string of 1 to 64 letters"),
         ({"name": "a\n[2026] forged"}, r"name='a\\n\[2026\] forged' is not allowed"),
-        ({"name": "\x1b[31mred"}, r"name='\\x1b\[31mred' is not allowed"),
-        ({"name": "a,b"}, "name='a,b' is not allowed"),
         ({"name": SHIPPED}, f"name='{SHIPPED}': the shipped schedule .*expected another name"),
         ({"budget_tokens": [2**62]}, r"budget_tokens\[0\]=461168.* at most 1073741824"),
-        ({"budget_tokens": ["a"] * 100_000}, r"budget_tokens\[0\]='a' is not allowed"),
         ({"budget_tokens": [96] * 100_000}, "100000 bins: expected at most 1024"),
-        ({"budget_tokens": LONG}, "budget_tokens='xxx"),
-        ({"bin_tokens": 2**62}, "bin_tokens=4611686018427387904 .*at most 1073741824"),
-        ({"sink_pages": 2**62}, "sink_pages=4611686018427387904 .*at most 1073741824"),
         ({"dense_layers": [0, 2**62]}, r"dense_layers\[1\]=4611686018427387904"),
         ({"dense_layers": list(range(100_000))}, r"dense_layers=.*: the model has 4 layers"),
-        ({"page_size": LONG}, "page_size='xxx"),
         ({"model": "\ud800"}, r"'\\ud800' is no Unicode"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else next(iter(value))[:20],
@@ -95,20 +88,15 @@ def nested(depth: int) -> str:
     ("body", "reason"),
     [
         (b"", "expected a JSON object"),
-        (b'{"schedule": "\xff"}', "expected a JSON object"),
         (nested(100_000).encode(), "expected a JSON object"),
         (f'{{"schedule": {nested(200)}}}'.encode(), "nested more than 64 deep"),
         (b'{"schedule": NaN}', "nan is no JSON number"),
-        (b'{"schedule": {"name": "a", "provenance": {"b": [1e999]}}}', "inf is no JSON number"),
         (b'{"schedule": 1' + b"0" * 30 + b"}", "expected whole numbers of 64 bits"),
-        (b'{"schedule": 1' + b"0" * 5000 + b"}", "expected a JSON object"),
         (json.dumps({"schedule": LONG}).encode(), "schedule='xxx.* is not known to this server"),
-        (json.dumps({"schedule": [LONG] * 3}).encode(), r"schedule=\['xxx.* is not known"),
         (b'{"schedule": "fixed-99999999999999999999"}', "expected at most fixed-1073741824"),
-        (b'{"schedule": "fixed-' + b"9" * 5000 + b'"}', "expected at most fixed-1073741824"),
         (b'{"schedule": "/etc/passwd"}', "'/etc/passwd' is not known to this server"),
     ],
-    ids=range(13),
+    ids=count(),
 )
 def test_bodies(client: httpx.Client, body: bytes, reason: str) -> None:
     assert_matches(reason, refused(client.post("/sparrow/schedule", content=body)))
@@ -137,27 +125,18 @@ LONG_KEY = base64.b64encode(save({LONG: torch.zeros(1)})).decode()
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tensors": safetensors_of("F4", 1)}, "tensors are of dtype 'F4': expected one that"),
-        ({"tensors": safetensors_of("F8_E8M0", 2)}, "tensors are of dtype 'F8_E8M0'"),
+        ({"tensors": safetensors_of("F4", 1)}, "tensors cannot be read .'F4'.*of BF16 or F32"),
         ({"tensors": "é"}, "tensors cannot be read .*: expected a safetensors file in base64"),
-        ({"tensors": 5}, "tensors cannot be read"),
-        ({"tensors": LONG}, "tensors cannot be read"),
         ({"tensors": LONG_KEY}, r"tensors\['xxx.* belongs to no linear module"),
-        ({"name": LONG}, "name='xxx.*: expected a string of 1 to 64 letters"),
         ({"name": "a\nb"}, r"name='a\\nb': expected a string"),
-        ({"name": 5}, "name=5: expected a string"),
         ({"config": LONG}, "config is a str: expected the fields"),
         ({"config": CONFIG | {"r": LONG}}, "config: r='xxx.* from 1 on"),
         ({"config": CONFIG | {"lora_alpha": LONG}}, "config: lora_alpha='xxx.*expected a number"),
         ({"config": CONFIG | {"lora_alpha": float("nan")}}, "nan is no JSON number"),
-        ({"config": CONFIG | {"peft_type": LONG}}, "config: peft_type='xxx.*: expected 'LORA'"),
-        ({"config": CONFIG | {"bias": LONG}}, "config: bias='xxx.*: SGLang cannot serve it"),
         ({"config": CONFIG | {"target_modules": 5}}, "target_modules=5: expected a list of str"),
-        ({"config": CONFIG | {"target_modules": [5]}}, r"target_modules=\[5\]: expected a list"),
-        ({"config": CONFIG | {"target_modules": {"a": 1}}}, "target_modules={'a': 1}: expected"),
         ({"config": CONFIG | {"target_modules": [LONG]}}, r"'xxx.* has room for rank 4"),
     ],
-    ids=range(19),
+    ids=count(),
 )
 def test_adapters(client: httpx.Client, change: dict[str, Any], reason: str) -> None:
     body = {"name": "mine", "config": CONFIG, "tensors": TENSORS} | change
@@ -201,3 +180,9 @@ def test_what_is_right_is_taken(client: httpx.Client) -> None:
         },
     )
     assert answered.json()["meta_info"]["completion_tokens"] == 4
+
+
+def test_the_load_is_exported_without_an_audit(client: httpx.Client) -> None:
+    metrics = client.get("/metrics/").text
+    assert "\nsparrow:kv_tokens_cached" in metrics and "\nsparrow:kv_tokens_read" in metrics
+    assert 'outcome="audited"' not in metrics

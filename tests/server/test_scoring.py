@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engines import random_prompt, start_engine
-from servers import start_server
+from ports import free_port
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang import measure_acceptance
@@ -164,19 +164,9 @@ def test_where_sparse_kv_is_in_the_prefix_tree_only_a_naive_score_is_wrong(
     assert_dense(scored, expected, response)
 
 
-def test_over_http_as_over_the_engine(sharp_llama, arguments, log_probs):
-    ids = [random_prompt(7, 80), random_prompt(8, 40)]
-    with start_server(sharp_llama, **arguments) as url:
-        responses = [answer["output_ids"] for answer in sample(url, ids, 100)]
-        scores = score_dense(url, list(zip(ids, responses, strict=True)), top_k=5)
-        connect(url).flush_cache()
-        with pytest.raises(EndpointError, match=r"answered with 400: .*longer than the model's"):
-            score_dense(url, [(random_prompt(9, 5000), [5])])
-    for index, response in enumerate(responses):
-        assert scores[index].top_ids.shape == (100, 5)
-        assert_dense(scores[index], log_probs(ids[index], response), response)
+def test_a_server_that_is_not_there():
     with pytest.raises(EndpointError, match="is not running, or died meanwhile"):
-        score_dense(url, [(ids[0], responses[0])])
+        score_dense(f"http://127.0.0.1:{free_port()}", [([3], [4])])
 
 
 def test_scores_of_other_tokens_are_refused(engine, log_probs):

@@ -58,19 +58,13 @@ def rollout(url: str) -> tuple[list[int], list[float], str]:
     return [t[1] for t in triples], [t[0] for t in triples], meta["weight_version"]
 
 
-def expected(model: str, tokens: list[int], schedule: BudgetSchedule | None) -> list[float]:
-    rows = ContractModel(model, schedule).log_probs(PROMPT, tokens)
+def expected(model: str, tokens: list[int]) -> list[float]:
+    rows = ContractModel(model, SCHEDULE).log_probs(PROMPT, tokens)
     return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
 class TestExternalEngine:
-    def test_rollout_log_probs_are_those_of_sparse_decode(self, url: str, sharp_llama: str) -> None:
-        tokens, log_probs, _ = rollout(url)
-        assert log_probs == pytest.approx(expected(sharp_llama, tokens, SCHEDULE), abs=FP32)
-        dense = expected(sharp_llama, tokens, None)
-        assert max(abs(a - b) for a, b in zip(log_probs, dense, strict=True)) > 0.01
-
-    def test_weights_arrive_from_disk(self, url: str, tmp_path: Path) -> None:
+    def test_rollouts_follow_weights_from_disk(self, url: str, tmp_path: Path) -> None:
         """In slime's order: pause, flush, load under a version, go on."""
         stepped = save_tiny_model(tmp_path, seed=1, spread=0.15)
         assert httpx.post(f"{url}/pause_generation", json={}).status_code == 200
@@ -81,7 +75,7 @@ class TestExternalEngine:
         assert httpx.post(f"{url}/continue_generation", json={}).status_code == 200
         tokens, log_probs, version = rollout(url)
         assert version == "7"
-        assert log_probs == pytest.approx(expected(stepped, tokens, SCHEDULE), abs=FP32)
+        assert log_probs == pytest.approx(expected(stepped, tokens), abs=FP32)
 
 
 def recipe(array: str) -> list[str]:

@@ -17,7 +17,7 @@ from sparrow_sglang import push_adapter
 from sparrow_sglang.client.endpoint import connect
 
 CLIENTS = 200
-SECONDS = float(os.environ.get("SPARROW_SOAK_S", "10"))
+SECONDS = float(os.environ.get("SPARROW_SOAK_S", "5"))
 WARM_S = 2.0
 GROWTH = 0.05
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -99,7 +99,6 @@ class Auditor:
         self._sent: str | None = None
         self._ending = False
         if rate:
-            self.report.publish_requests()
             self.report.publish()
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
@@ -216,10 +215,9 @@ class Auditor:
             )
             if self._log is not None and self._log.is_due():
                 await self._flush(self._log)
-            if self.rate or self._has_scored:
-                self.report.publish_requests()
-            # Publish tails rarely, as they take CPU time of the process that serves users.
-            if self._has_scored and time.monotonic() - self._published > _PUBLISH_S:
+            audits = self.rate or self._has_scored
+            # Rarely, as tails take CPU time of the process that serves users.
+            if audits and time.monotonic() - self._published > _PUBLISH_S:
                 self.report.publish()
                 self._published = time.monotonic()
             first = self._queue.first

@@ -32,6 +32,9 @@ MIN_TEMPERATURE = 0.25
 """Lowest temperature from whose log-probs in fp32 those at temperature 1 can be had."""
 AUDITED = "sparrow_audited"
 """Name in `custom_params` of an audited request whose temperature is not 1; its value is True."""
+_PENALTIES = ("frequency_penalty", "presence_penalty", "min_new_tokens", "logit_bias")
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_OTHER_INPUT = ("input_embeds", "mm_inputs", "session_params", "positional_embed_overrides")
 
 
 @dataclass
@@ -195,16 +198,9 @@ def skip_reason(
     parameters = request.sampling_params
     if (
         strict_thinking
-        or parameters.frequency_penalty
-        or parameters.presence_penalty
         or parameters.repetition_penalty != 1.0
-        or parameters.min_new_tokens
-        or parameters.logit_bias
-        or parameters.json_schema
-        or parameters.regex
-        or parameters.ebnf
-        or parameters.structural_tag
         or request.custom_logit_processor
+        or any(getattr(parameters, name) for name in _PENALTIES + _GRAMMARS)
     ):
         return "masked_logits"
     if option is None or option.schedule != active or option.kv_budget_tokens is not None:
@@ -217,10 +213,7 @@ def skip_reason(
     if (
         not request.input_ids
         or not isinstance(parameters.custom_params, dict | None)
-        or request.input_embeds is not None
-        or request.mm_inputs is not None
-        or request.session_params is not None
-        or request.positional_embed_overrides is not None
+        or any(getattr(request, name) is not None for name in _OTHER_INPUT)
     ):
         return "input"
     return None

@@ -82,7 +82,7 @@ class AuditReport:
         self._changed |= set(bins.tolist()) - {NOT_COUNTED}
 
     def publish(self) -> None:
-        """Update the gauges of bins with new tokens, and warn of those below the target."""
+        """Update the gauges of requests and of bins with new tokens; warn of low tails."""
         for index in sorted(self._changed):
             for bound, statistics in self._bounds.items():
                 tail = statistics.bin(index)
@@ -92,13 +92,8 @@ class AuditReport:
             self._look(index)
         self._changed.clear()
         # Set last, so that a reader who sees a request counted sees its tokens, too.
-        self._set("sparrow:audit_requests", self.requests["audited"], outcome="audited")
-
-    def publish_requests(self) -> None:
-        """Publish how many requests were not audited, by the reason."""
         for outcome, count in self.requests.items():
-            if outcome != "audited":
-                self._set("sparrow:audit_requests", count, outcome=outcome)
+            self._set("sparrow:audit_requests", count, outcome=outcome)
 
     def publish_load(self, running: Iterable[tuple[int, RequestOption | None]]) -> None:
         """Publish KV tokens cached and read, for running requests of these lengths in tokens.

@@ -172,7 +172,6 @@ def test_gauges_of_another_schedule_do_not_go_on():
     report = AuditReport(TARGETED, gauges=True)
     # What there is to know before the first request is there.
     for outcome in ("audited", "dropped", "failed", "skipped_masked_logits", "skipped_input"):
-        report.publish_requests()
         report.publish()
         assert value("audit_requests", outcome=outcome) == 0
     report.add("a", token_rows(0.5))

@@ -133,17 +133,6 @@ class TestRefusal:
         with pytest.raises(InputError, match=older):
             parse_server_args(["--no-such-flag"])
 
-    def test_serve_names_a_half_installed_one(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-        for module in (sglang_install, sglang_arguments):
-            monkeypatch.setattr(module, "find_spec", lambda name: package)
-        sglang_arguments.server_argument_names.cache_clear()
-        assert cli.main(["serve", "--port", "30999"]) == 2
-        line = capsys.readouterr().err
-        assert line.count("\n") == 1 and "srt/server_args.py is missing; " in line
-
     def test_serve_names_a_list_of_plugins_without_ours(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
