@@ -36,16 +36,11 @@ class Evaluation:
         """The result of each set as a line."""
         lines = []
         for name in dict.fromkeys(self.sets):
-            prefix = "/".join(filter(None, ("eval", name)))
-            rate, error = (self.metrics[f"{prefix}/{key}"] for key in _RATE)
-            lines.append(
-                f"held-out {name + ' ' if name else ''}pass rate {rate:.3f} +- {error:.3f} of"
-                f" {self.sets.count(name)} prompts"
-            )
+            prefix, which = (f"eval/{name}/", f"{name} ") if name else ("eval/", "")
+            rate, error = (self.metrics[f"{prefix}pass_rate{end}"] for end in ("", "_stderr"))
+            count = self.sets.count(name)
+            lines.append(f"held-out {which}pass rate {rate:.3f} +- {error:.3f} of {count} prompts")
         return lines
-
-
-_RATE = ("pass_rate", "pass_rate_stderr")
 
 
 def evaluate(
@@ -75,7 +70,8 @@ def evaluate(
         places = [place for place, other in enumerate(sets) if other == name]
         rewards = [scores.rewards[place] for place in places]
         values = _set_metrics(rewards, [groups[place] for place in places], settings)
-        metrics |= {"/".join(filter(None, ("eval", name, key))): v for key, v in values.items()}
+        prefix = f"eval/{name}/" if name else "eval/"
+        metrics |= {prefix + key: value for key, value in values.items()}
         rates.append(values["pass_rate"])
     metrics["eval/pass_rate"] = float(np.mean(rates))
     return Evaluation(sets, groups, scores, metrics)

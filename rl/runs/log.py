@@ -72,8 +72,7 @@ class RunLog:
         self._first = first
         # The evaluation of the weights that a run resumes from belongs to step `first`.
         _drop_rows(self._path.with_name(EVALUATIONS_FILE), first + 1 if first else 0)
-        self._file = open(self._path, "a", encoding="utf-8")
-        self._size = self._path.stat().st_size
+        self._path.touch()
         # Not for step 0: without a checkpoint, a run may start again with another model.
         self._evaluated = {
             name: value
@@ -82,7 +81,7 @@ class RunLog:
             if row["step"] == first > 0 and name.startswith("eval/")
         }
         if self._evaluated:
-            self._write_row(first, self._evaluated)
+            self.keep(METRICS_FILE, first, [self._evaluated])
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
         self._wandb = _wandb(config, first) if config.logging.wandb_project else None
         self.progress = Progress(config.steps, "step", first)
@@ -102,10 +101,13 @@ class RunLog:
         self.progress.say(f"step {step}: {line}")
 
     def keep(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows to the file `name` of the run's folder, each with its step."""
+        """Append rows to the file `name` of the run's folder, each with its step; they are on the
+        disk when this returns."""
         if rows:
             with open(self._path.with_name(name), "a", encoding="utf-8") as file:
                 file.write(_json_lines([{"step": step, **row} for row in rows]))
+                file.flush()
+                os.fsync(file.fileno())
 
     def keep_evaluation(self, steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of an evaluation after `steps` steps to evaluations.jsonl."""
@@ -120,18 +122,18 @@ class RunLog:
             write_text(self._path.with_name("skipped_rows.jsonl"), _json_lines(rows))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the row of a step, with the collapse alarm; it is on the disk when this returns."""
+        """Write the row of a step, with the collapse alarm."""
         if ENTROPY in metrics and TAIL in metrics:
             self._rows.append(metrics)
             alarm = collapse_alarm(self._rows)
             metrics = dict(metrics) | ({} if alarm is None else {ALARM: float(alarm)})
         if self._evaluated:
             # This row replaces the one that kept the evaluation after a resume.
-            self._file.truncate(self._size)
+            _drop_rows(self._path, self._first)
             if not any(name.startswith("eval/") for name in metrics):
                 metrics = {**self._evaluated, **metrics}
             self._evaluated = {}
-        self._write_row(step, metrics)
+        self.keep(METRICS_FILE, step, [metrics])
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -143,15 +145,9 @@ class RunLog:
             self.progress.advance()
             self.progress.where = ""
 
-    def _write_row(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(_json_lines([{"step": step, **metrics}]))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
     def close(self) -> None:
-        """Close the terminal display and all files."""
+        """Close the terminal display, TensorBoard and Weights & Biases."""
         self.progress.close()
-        self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

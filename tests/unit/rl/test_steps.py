@@ -249,7 +249,12 @@ def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
     trainer.train(TrainConfig.parse(config | {"steps": 1}))
     trainer.train(TrainConfig.parse(config), resume=True)
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
-    assert sum(row["sparrow/replaced_groups"] for row in rows(tmp_path / "parts")) > 0
+    replaced = sum(row["sparrow/replaced_groups"] for row in rows(tmp_path / "parts"))
+    assert replaced > 0
+    assert rows(tmp_path / "parts")[-1]["sparrow/epochs"] == (3 * 2 + replaced) / 20
+    answers = json_lines(tmp_path / "parts" / "responses.jsonl")
+    prompts = [row["prompt_id"] for row in answers if row["sample"] == 0]
+    assert len(prompts) == len(set(prompts)) == 3 * 2
     assert all(row["sparrow/zero_std_groups"] == 0 for row in rows(tmp_path / "parts"))
 
 
@@ -439,6 +444,21 @@ def test_a_step_is_saved_even_if_its_log_cannot_be_written(
     with pytest.raises(OSError, match="No space left"):
         trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoints/step-000001"
+
+
+def test_a_policy_that_may_have_been_updated_in_part_is_not_saved(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        if steps.pop():
+            raise MemoryError
+        return update(*args)
+
+    steps, update = [True, False], Learner.update
+    monkeypatch.setattr(Learner, "update", broken)
+    with pytest.raises(MemoryError):
+        trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
+    assert len(rows(tmp_path / "run")) == 1 and newest_checkpoint(tmp_path / "run") is None
 
 
 @pytest.mark.parametrize(
