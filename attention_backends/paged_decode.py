@@ -4,7 +4,7 @@ This module defines the interface, and `TorchPagedDecode`, which runs `reference
 CPU. On a GPU `gpu_decode` takes its place.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -155,7 +155,7 @@ class TorchPagedDecode:
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         if self._full_pages.numel():
             k_pages = k_buffer.view(-1, self._page_size, *k_buffer.shape[1:])
-            computed = reference.page_landmarks(
+            computed: Any = reference.page_landmarks(
                 k_pages[self._full_pages], self._rule, landmarks.pairs
             )
             landmarks.write(self._full_pages, computed)

@@ -8,7 +8,7 @@ import argparse
 import gc
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -76,7 +76,10 @@ def step_flops(shape: ModelShape, tokens: int) -> float:
 
 
 def measure(
-    options: argparse.Namespace, dtype: str, tokens: int, schedule: BudgetSchedule
+    options: argparse.Namespace,
+    dtype: Literal["float32", "bfloat16"],
+    tokens: int,
+    schedule: BudgetSchedule,
 ) -> dict[str, Any]:
     """Seconds and peak GiB of training steps, of scoring, and of as many adapter steps.
 

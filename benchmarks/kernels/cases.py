@@ -59,7 +59,7 @@ class Pools:
 
     k: torch.Tensor
     v: torch.Tensor
-    landmarks: torch.Tensor | Int4Landmarks
+    landmarks: Landmarks
     order: torch.Tensor
     rule: SelectionRule
 
@@ -81,21 +81,13 @@ class Pools:
     @property
     def landmark_pages(self) -> int:
         """Pages that have landmarks, the unused page 0 included."""
-        if isinstance(self.landmarks, Int4Landmarks):
-            return len(self.landmarks.codes)
-        return len(self.landmarks)
-
-    def stored(self) -> Landmarks:
-        """The landmarks in the form that the kernels and the torch definition take."""
-        if isinstance(self.landmarks, Int4Landmarks):
-            return self.landmarks
-        return MeanLandmarks(self.landmarks[:, :, None])
+        return len(self.landmarks[0])
 
 
-def _random_landmarks(pages: int, rule: SelectionRule) -> torch.Tensor | Int4Landmarks:
+def _random_landmarks(pages: int, rule: SelectionRule) -> Landmarks:
     if rule.is_published_form(PAGE_SIZE):
-        size = (pages, NUM_KV_HEADS, HEAD_DIM)
-        return torch.randn(size, dtype=torch.bfloat16, device="cuda")
+        size = (pages, NUM_KV_HEADS, 1, HEAD_DIM)
+        return MeanLandmarks(torch.randn(size, dtype=torch.bfloat16, device="cuda"))
     rows = (pages, NUM_KV_HEADS, rule.landmarks_per_page(PAGE_SIZE))
     members = (2, *rows, rule.pairs_kept(HEAD_DIM))
     first, second = torch.randint(1, 16, members, dtype=torch.uint8, device="cuda")
@@ -183,7 +175,7 @@ class SelectCase:
             return lambda: select.select_pages(
                 self.q[which],
                 self.pools.k,
-                self.pools.stored(),
+                self.pools.landmarks,
                 self.tables[which],
                 self.seq_lens,
                 self.counts,
@@ -210,7 +202,7 @@ class SelectCase:
         num_pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
         kept = self.shape.kept(lengths)
         scores = reference.score_pages(
-            self.q[0][rows], self.pools.stored(), table.long(), self.pools.rule
+            self.q[0][rows], self.pools.landmarks, table.long(), self.pools.rule
         )
         wanted = reference.select_pages(scores, num_pages, kept, SINKS, RECENTS)
         position = torch.zeros(self.pools.landmark_pages, dtype=torch.long, device="cuda")

@@ -128,12 +128,12 @@ def time_landmarks(table: Table, pools: Pools) -> None:
     pages = len(pools.k) // PAGE_SIZE
     page_table = shape.page_table(pools, 0, pages - 1)
     lengths, none = (torch.full((16,), n, dtype=torch.int32, device="cuda") for n in (32768, 0))
-    written = torch.full_like(pools.landmarks[:pages], torch.nan)
+    written = torch.full_like(pools.landmarks[0][:pages], torch.nan)
 
     def bulk() -> None:
         landmark.update_landmarks_bulk(
             pools.k,
-            MeanLandmarks(written[:, :, None]),
+            MeanLandmarks(written),
             page_table,
             lengths,
             none,

@@ -30,7 +30,7 @@ def torch_select(case: SelectCase) -> list[Launch]:
         query = query.to(torch.bfloat16)
 
         def launch() -> None:
-            gathered = case.pools.landmarks[case.tables[which]]
+            gathered = case.pools.landmarks[0].squeeze(2)[case.tables[which]]
             scores = torch.einsum("bhd,bnhd->bhn", query, gathered)
             scores.topk(case.shape.budget_pages - SINKS - RECENTS, dim=-1, sorted=False)
 
@@ -81,7 +81,7 @@ def minimax_select(case: SelectCase) -> list[Launch]:
         return lambda: flash_decode_with_topk_idx(
             q=case.q[which][:, :: case.shape.group].contiguous(),
             sink=None,
-            k_cache=case.pools.landmarks,
+            k_cache=case.pools.landmarks[0].squeeze(2),
             v_cache=None,
             req_to_token=case.tables[which],
             seq_lens=lengths,

@@ -6,7 +6,7 @@ The function is registered under the name `ATTENTION` when this module is import
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ def _attend_within_sequences(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of each sequence to itself over [1, heads, T, head_dim]: causal, or by the rule."""
-    inputs, layer = (query, key, value), module.layer_idx
+    inputs, layer = (query, key, value), cast(int, module.layer_idx)
     spans = list(pairwise(accumulate(sequence_lengths, initial=0)))
     runs = like_lengths(sequence_lengths)
     if sparse_rule is None or layer in sparse_rule.schedule.dense_layers:

@@ -171,7 +171,7 @@ def load_files(
 
     train = read(config.train_path)
     if config.heldout_sets or config.heldout_path is not None:
-        named = config.heldout_sets or {"": config.heldout_path}
+        named: Mapping[str, Path | None] = config.heldout_sets or {"": config.heldout_path}
         heldout = {name: read(path) for name, path in named.items() if path is not None}
         notes += _overlaps(train, heldout)
         chosen: Heldout = heldout if config.heldout_sets else heldout[""]

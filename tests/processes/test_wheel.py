@@ -1,4 +1,5 @@
-"""The wheel and the sdist hold everything, and what the wheel installs runs."""
+"""Wheel and sdist hold everything, what the wheel installs runs, and editors find what an editable
+install holds."""
 
 import os
 import re
@@ -23,6 +24,8 @@ FOLDERS = {
     "benchmarks": "sparrow_sglang/benchmarks",
     "rl": "sparrow_sglang/rl",
 }
+# Build with the setuptools that is installed here, so that nothing is downloaded.
+LOCAL_BUILD = ("--offline", "--no-build-isolation", "--python", sys.executable)
 CALLED = """
 import sparrow_sglang
 from sparrow_sglang.report.page import render
@@ -54,27 +57,30 @@ def uv() -> str:
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of wheel and sdist; the wheel is built from the sdist."""
-    # Build from a copy, as setuptools leaves build folders in the tree.
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, as setuptools leaves build folders in the tree."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    # Build with the setuptools that is installed here, so that nothing is downloaded.
-    options = ("--offline", "--no-build-isolation", "--python", sys.executable)
-    out = source / "dist"
-    run(uv(), "build", *options, "--out-dir", out, source, cwd=source)
-    return out
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unwanted)
+    return source
+
+
+@pytest.fixture(scope="module")
+def dist(source: Path) -> Path:
+    """Folder of wheel and sdist; the wheel is built from the sdist."""
+    run(uv(), "build", *LOCAL_BUILD, "--out-dir", source / "dist", source, cwd=source)
+    return source / "dist"
 
 
 def shipped() -> set[str]:
-    """Every module and every data file that code reads, by its path in the repository."""
+    """Every module and every data file that code reads, by its path in the package."""
     wanted = ("*.py", "schedules/*.json", "*.j2", "models/*/config.json", "py.typed")
     return {
-        path.relative_to(ROOT).as_posix()
-        for folder in FOLDERS
+        f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, package in FOLDERS.items()
         for pattern in wanted
         for path in (ROOT / folder).rglob(pattern)
     }
@@ -88,11 +94,7 @@ def only(folder: Path, pattern: str) -> Path:
 def test_the_wheel_holds_everything_and_nothing_else(dist: Path) -> None:
     with zipfile.ZipFile(only(dist, "*.whl")) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    expected = set()
-    for path in shipped():
-        top, _, rest = path.partition("/")
-        expected.add(f"{FOLDERS[top]}/{rest}")
-    assert names == expected
+    assert names == shipped()
     assert len([name for name in names if name.startswith("sparrow_sglang/schedules/q")]) == 20
 
 
@@ -113,6 +115,15 @@ def test_what_the_wheel_installs_runs(dist: Path, tmp_path: Path) -> None:
     assert (budget, page) == ("512", "True")
     said = run(sys.executable, target / "bin" / "sparrow", "--version", **here)
     assert said.strip() == PROJECT["version"]
+
+
+def test_an_editable_install_is_a_path_that_editors_can_follow(
+    source: Path, tmp_path: Path
+) -> None:
+    options = (*LOCAL_BUILD, "--no-deps", "--target", tmp_path)
+    run(uv(), "pip", "install", *options, "--editable", source)
+    folder = Path(only(tmp_path, "*.pth").read_text().strip())
+    assert all((folder / path).is_file() for path in shipped())
 
 
 def test_the_version_stands_in_one_place() -> None:
