@@ -14,7 +14,10 @@ def outcomes(engine: Any, wait_s: float = 60.0) -> dict[str, int]:
 
     async def finish() -> None:
         deadline = time.monotonic() + wait_s
-        while (auditor._queue._recording or auditor._queue.first) and time.monotonic() < deadline:
+        queue = auditor._queue
+        while queue._recording or queue.first or auditor._score is not None:
+            if time.monotonic() > deadline:
+                break
             await asyncio.sleep(0.02)
         if auditor._log is not None:
             await auditor._flush(auditor._log)

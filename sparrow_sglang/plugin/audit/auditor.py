@@ -93,11 +93,9 @@ class Auditor:
         self._has_scored = False
         self._strict_thinking = getattr(manager.server_args, "enable_strict_thinking", False)
         self._worker: asyncio.Task[None] | None = None
-        # The score that is under way, the id of its request once that has been sent to the
-        # scheduler, and whether the score has been aborted.
-        self._score: asyncio.Task[bool] | None = None
+        # The score that is under way, and the id of its request once that has been sent.
+        self._score: asyncio.Task[str] | None = None
         self._sent: str | None = None
-        self._ending = False
         if rate:
             self.report.publish()
 
@@ -146,8 +144,8 @@ class Auditor:
     async def held_back(self, new_weights: bool = False) -> AsyncIterator[None]:
         """Within this context no score runs or starts, and the scheduler is done with the last one.
 
-        A score under way is aborted and starts anew later; with `new_weights` no response of the
-        old weights is scored afterwards. Waits at most _ABORT_S and _IDLE_S.
+        A score under way is aborted; with `new_weights` no response of the old weights is scored
+        afterwards. Waits at most _ABORT_S and _IDLE_S.
         """
         self._holds += 1
         if new_weights:
@@ -166,7 +164,6 @@ class Auditor:
         score = self._score
         if score is None:
             return
-        self._ending = True
         if self._sent is not None:
             self._manager.abort_request(self._sent)
             await asyncio.wait({score}, timeout=_ABORT_S)
@@ -222,7 +219,7 @@ class Auditor:
                 self._published = time.monotonic()
             first = self._queue.first
             if first is not None and self._may_start(first):
-                await self._audit(first)
+                await self._audit(self._queue.take_first())
             else:
                 await asyncio.sleep(_POLL_S)
 
@@ -236,21 +233,20 @@ class Auditor:
         return True
 
     async def _audit(self, recorded: RecordedRequest) -> None:
-        """Score the first request of the queue, and count what became of it."""
-        self._ending, self._sent, self._has_scored = False, None, True
+        """Score a request, and count what became of it."""
+        self._sent, self._has_scored = None, True
         score = self._score = asyncio.create_task(self._enter_score(recorded))
-        recorded.scoring = True
         await asyncio.wait({score})
-        self._score, recorded.scoring = None, False
-        error = None if score.cancelled() else score.exception()
-        if not score.cancelled() and error is None and score.result():
-            self._queue.done("audited")
-        elif recorded.lost:
-            self._queue.done("dropped")
-        elif not self._ending:
+        self._score = None
+        if score.cancelled():
+            outcome = "dropped"
+        elif error := score.exception():
             # An error in one request must affect neither users nor the next audited request.
-            self._queue.done("failed")
+            outcome = "failed"
             logger.warning("audit of request %s failed: %s", recorded.request_id, error)
+        else:
+            outcome = score.result()
+        self.report.requests[outcome] += 1
 
     def _forget_vanished(self) -> None:
         """Forget requests that were aborted before any output, as no answer arrives for them."""
@@ -258,41 +254,35 @@ class Auditor:
             del self._prompt_tokens[rid]
             self._queue.finish(rid, complete=False)
 
-    async def _enter_score(self, recorded: RecordedRequest) -> bool:
-        """Score one request again; enter it in report and log unless it was lost in the meantime.
+    async def _enter_score(self, recorded: RecordedRequest) -> str:
+        """Score one request again, and enter it in report and log; returns "audited".
 
-        Returns whether it was entered, which is False also if the score was aborted. Raises
-        whatever SGLang refuses the request with.
+        Or returns "dropped", if that cannot be done or is aborted. Raises whatever SGLang refuses
+        the request with.
         """
         # A generation may fill the context, but the scheduler takes only prompts that are a few
         # tokens shorter.
         room = self._manager.max_req_input_len - 1 - len(recorded.prompt)
-        response = list(recorded.tokens[: max(room, 0)])
+        response, schedule = list(recorded.tokens[: max(room, 0)]), self.report.schedule
         if not response:
-            recorded.lost = True
-            return False
+            return "dropped"
         fields = scoring_request(
             recorded.prompt, response, self._top_k, self._namespace, recorded.lora_path
         )
         request = request_of(fields | {"priority": self._lowest_priority(), "no_logs": True})
         # Read the stream to its end, where SGLang releases the lock that weight updates wait for.
         answers = [answer async for answer in self._manager.generate_request(request, None)]
-        if answers[-1]["meta_info"]["finish_reason"]["type"] == "abort":
-            # Aborted by `_end_score`, or by a user who aborts all requests.
-            self._ending = True
-            return False
-        recorded.lost |= request.lora_id != recorded.lora_id
-        if recorded.lost:
-            return False
-        schedule, prompt = self.report.schedule, blake2b(recorded.prompt).hexdigest()
+        aborted = answers[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+        if aborted or request.lora_id != recorded.lora_id:
+            return "dropped"
         rows = await asyncio.to_thread(self._measured, recorded, response, schedule, answers[-1])
-        if recorded.lost:
-            return False
+        if schedule != self.report.schedule:
+            return "dropped"
         # Samples of one prompt are alike.
-        self.report.add(prompt, rows)
+        self.report.add(blake2b(recorded.prompt).hexdigest(), rows)
         if self._log is not None:
             self._log.append(rows)
-        return True
+        return "audited"
 
     def _measured(
         self,

@@ -43,8 +43,8 @@ class RecordedRequest:
 
     For T response tokens `top_ids` and `top_logprobs` hold T * `top_k` entries, most likely first.
     All log-probs are at temperature 1, whatever `temperature` the tokens are sampled at. `lost`
-    means that the request will not be scored, for example because the weights or the schedule have
-    changed since it began, or because there was no room for it.
+    means that the request will not be scored, because the weights or the schedule have changed
+    since it began, or because there was no room for it.
     """
 
     request_id: str
@@ -54,7 +54,6 @@ class RecordedRequest:
     user_top_k: int
     top_k: int
     temperature: float = 1.0
-    scoring: bool = False
     lost: bool = False
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -102,7 +101,8 @@ class RecordedRequest:
 class AuditQueue:
     """Requests that are being recorded, and recorded ones that wait for their score.
 
-    Requests that do not fit into MAX_REQUESTS or MAX_TOKENS count as dropped in `outcomes`.
+    Requests that do not fit into MAX_REQUESTS or MAX_TOKENS count as dropped in `outcomes`, as do
+    those that are cleared.
     """
 
     def __init__(self, outcomes: Counter[str]) -> None:
@@ -113,7 +113,7 @@ class AuditQueue:
 
     @property
     def first(self) -> RecordedRequest | None:
-        """The request that is to be scored next, or is being scored."""
+        """The request that is to be scored next."""
         return self._waiting[0] if self._waiting else None
 
     def start(self, request: RecordedRequest) -> bool:
@@ -159,23 +159,18 @@ class AuditQueue:
         else:
             self._waiting.append(request)
 
-    def done(self, outcome: str) -> None:
-        """Remove the first request, and count what became of it."""
-        self._outcomes[outcome] += 1
-        self._lose(self._waiting.popleft())
+    def take_first(self) -> RecordedRequest:
+        """Remove the first request, which is to be scored now."""
+        request = self._waiting.popleft()
+        self._tokens -= request.held_tokens
+        return request
 
     def clear(self) -> None:
-        """Drop all requests that have begun so far, as the weights or the schedule change.
-
-        One that is being scored is `lost` until it is `done`.
-        """
-        for request in self._recording.values():
+        """Drop all requests that have begun so far, as the weights or the schedule change."""
+        for request in (*self._recording.values(), *self._waiting):
             self._lose(request)
-        scoring = [request for request in self._waiting if request.scoring]
-        for request in self._waiting:
-            self._lose(request)
-        self._outcomes["dropped"] += len(self._waiting) - len(scoring)
-        self._waiting = deque(scoring)
+        self._outcomes["dropped"] += len(self._waiting)
+        self._waiting.clear()
 
     def _lose(self, request: RecordedRequest) -> None:
         self._tokens -= request.held_tokens
