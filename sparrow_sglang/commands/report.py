@@ -1,9 +1,10 @@
 """`sparrow report`: one self-contained HTML page about training runs and calibrations.
 
-In: folders, or files, that other commands have written. Out: the page.
+In: folders, or files, that other commands have written. Out: the page, or a comparison's numbers.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.report.calibration import check_section, schedule_sections
-from sparrow_sglang.report.comparison import comparison_section, runs_of
+from sparrow_sglang.report.comparison import comparison_data, comparison_section, runs_of
 from sparrow_sglang.report.page import ReportError, Section, render
 from sparrow_sglang.report.sources import Sources, find_sources
 from sparrow_sglang.report.training_run import training_section
 
-_SUFFIXES = (".html", ".htm")
+_SUFFIXES = (".html", ".htm", ".json")
 # More runs are compared, but have no sections of their own.
 _MOST_RUNS = 6
 _EPILOG = """\
@@ -26,6 +27,7 @@ examples:
                                                   several runs, compared by their settings, with
                                                   intervals over the seeds of equal settings
   sparrow report m-0.86.json --out m.html         one schedule with its evidence
+  sparrow report runs --out runs.json             the numbers of the comparison alone
 
 The page needs no network and no other file, and can be read on a phone.
 """
@@ -52,7 +54,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--out",
         type=Path,
         default=Path("report.html"),
-        help="HTML file to write (default: %(default)s)",
+        help="HTML file to write, or .json for the numbers of several runs (default: %(default)s)",
     )
     parser.set_defaults(run=run)
     return parser
@@ -63,12 +65,27 @@ def run(args: argparse.Namespace) -> int:
     out: Path = args.out
     if out.suffix.lower() not in _SUFFIXES:
         raise ReportError(f"--out {out}: expected a name that ends in {' or '.join(_SUFFIXES)}")
-    page, left_out = make_report(args.places)
+    if out.suffix.lower() == ".json":
+        page, left_out = compared_numbers(args.places)
+    else:
+        page, left_out = make_report(args.places)
     for reason in left_out:
         print(f"left out: {reason}")
     _write(out, page)
     print(out)
     return 0
+
+
+def compared_numbers(places: Sequence[Path]) -> tuple[str, list[str]]:
+    """The comparison of the runs in `places` as JSON, and reasons why some are left out.
+
+    Raises `ReportError` if there are not several runs.
+    """
+    sources = find_sources(places)
+    runs = runs_of(sources.runs, sources.left_out)
+    if len(runs) < 2:
+        raise ReportError(f"--out for numbers compares runs: expected two or more, got {len(runs)}")
+    return json.dumps(comparison_data(runs), indent=1, ensure_ascii=False), sources.left_out
 
 
 def make_report(places: Sequence[Path]) -> tuple[str, list[str]]:

@@ -5,7 +5,7 @@ intervals that treat seeds as independent (Student's t).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
@@ -28,6 +28,7 @@ _QUANTITIES = {
 # Settings that differ between runs of one arm.
 _OF_A_RUN = ("run_dir", "seed", "logging.", "checkpoint.")
 _END = 0.2
+_SPANS = {"at the end": "at_the_end", "over the run": "over_the_run"}
 _CONFIDENCE = 0.95
 
 
@@ -46,6 +47,11 @@ class SeededRun:
         """Mean over the last fifth of the steps that have the metric."""
         values = list(self.curve(metric).values())
         return mean(values[-max(1, round(len(values) * _END)) :]) if values else None
+
+    def over_the_run(self, metric: str) -> float | None:
+        """Mean over all steps that have the metric."""
+        values = self.curve(metric).values()
+        return mean(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -123,36 +129,89 @@ def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:
 
     Raises `ReportError` if the runs have no quantity in common that is compared.
     """
-    arms = list(dict.fromkeys(run.arm for run in runs))
-    by_arm = {arm: [run for run in runs if run.arm == arm] for arm in arms}
-    figures, means, differences = [], [], []
-    for metric, name in _QUANTITIES.items():
-        finals = {arm: _finals(by_arm[arm], metric) for arm in arms}
-        if not any(finals.values()):
-            continue
-        figures.append(_figure(by_arm, metric, name))
-        means.append([name, *(str(mean_interval(v)) if v else "–" for v in finals.values())])
-        first, *others = finals.values()
-        both = [str(difference_interval(v, first)) if v and first else "–" for v in others]
-        differences.append([name, *both])
-    if not figures:
+    by_arm = _by_arm(runs)
+    metrics = [metric for metric in _QUANTITIES if any(run.curve(metric) for run in runs)]
+    if not metrics:
         raise ReportError(f"{title}: the runs have no metrics in common to compare")
-    heads = [f"{arm} ({len(by_arm[arm])})" for arm in arms]
-    tables = [Table("At the end, by arm (runs)", ("", *heads), means)]
-    if len(arms) > 1:
-        tables.append(Table(f"Difference from {arms[0]}", ("", *heads[1:]), differences))
+    figures = [_figure(by_arm, metric, _QUANTITIES[metric]) for metric in metrics]
+    first, *others = by_arm
+    heads = {arm: f"{arm} ({len(own)})" for arm, own in by_arm.items()}
+    tables = []
+    for span in _SPANS:
+        found = [(_QUANTITIES[metric], _summary(by_arm, metric, span)) for metric in metrics]
+        means = [[name, *(_shown(own.mean) for own in row.values())] for name, row in found]
+        tables.append(Table(f"{span.capitalize()}, by arm (runs)", ("", *heads.values()), means))
+        if others:
+            rows = [[name, *(_shown(row[arm].difference) for arm in others)] for name, row in found]
+            head = f"Difference from {first}, {span}"
+            tables.append(Table(head, ("", *(heads[arm] for arm in others)), rows))
     seeds = sorted({run.seed for run in runs})
-    facts = [("runs", str(len(runs))), ("arms", str(len(arms))), ("seeds", str(len(seeds)))]
+    facts = [("runs", str(len(runs))), ("arms", str(len(by_arm))), ("seeds", str(len(seeds)))]
     notes = {
         "at the end": "mean over the last fifth of a run's steps",
+        "over the run": "mean over all of its steps",
         "±": "half of the 95 % interval over runs (Student's t; Welch's for differences)",
         "seeds": ", ".join(map(str, seeds)),
     }
     return Section("comparison", title, facts, figures, tables, [Settings("How to read", notes)])
 
 
-def _finals(runs: Sequence[SeededRun], metric: str) -> list[float]:
-    return [value for run in runs if (value := run.at_the_end(metric)) is not None]
+def comparison_data(runs: Sequence[SeededRun]) -> dict[str, Any]:
+    """The numbers of `comparison_section` for JSON: each value with `half` of its interval."""
+    by_arm = _by_arm(runs)
+    quantities = {
+        metric: {span: _summary(by_arm, metric, span) for span in _SPANS} for metric in _QUANTITIES
+    }
+    return {
+        "interval": "95 % over runs: Student's t, Welch's for differences from the first arm",
+        "arms": [
+            {
+                "arm": arm,
+                "seeds": [run.seed for run in own],
+                "steps": [max((int(row["step"]) for row in run.rows), default=0) for run in own],
+                **{
+                    metric: {span: asdict(found[arm]) for span, found in spans.items()}
+                    for metric, spans in quantities.items()
+                    if any(run.curve(metric) for run in own)
+                },
+            }
+            for arm, own in by_arm.items()
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """An arm's mean and its difference from the first arm; None where there is nothing."""
+
+    mean: Interval | None
+    difference: Interval | None
+
+
+def _by_arm(runs: Sequence[SeededRun]) -> dict[str, list[SeededRun]]:
+    arms = dict.fromkeys(run.arm for run in runs)
+    return {arm: [run for run in runs if run.arm == arm] for arm in arms}
+
+
+def _summary(
+    by_arm: Mapping[str, Sequence[SeededRun]], metric: str, span: str
+) -> dict[str, _Summary]:
+    values = {
+        arm: [value for run in own if (value := getattr(run, _SPANS[span])(metric)) is not None]
+        for arm, own in by_arm.items()
+    }
+    first = next(iter(values.values()))
+    return {
+        arm: _Summary(
+            mean_interval(own) if own else None,
+            difference_interval(own, first) if own and first and own is not first else None,
+        )
+        for arm, own in values.items()
+    }
+
+
+def _shown(interval: Interval | None) -> str:
+    return "–" if interval is None else str(interval)
 
 
 def _figure(by_arm: Mapping[str, Sequence[SeededRun]], metric: str, name: str) -> Figure:

@@ -322,9 +322,20 @@ def test_runs_are_compared_over_their_seeds(tmp_path: Path) -> None:
     assert next(row for row in rows if row[0] == "reward") == ["reward", "0.6 ± 0.25", "0.9 ± 0.5"]
     # Welch: sqrt(0.01 / 3 + 0.04 / 3) = 0.1291; 0.05^2 / (0.01^2 + 0.04^2) * 2 = 2.94 degrees of
     # freedom, for which t lies between 3.182 (3) and 4.303 (2).
-    (reward,) = [row for row in page.tables[f"Difference from {arms[0]}"] if row[0] == "reward"]
+    (reward,) = [
+        row for row in page.tables[f"Difference from {arms[0]}, at the end"] if row[0] == "reward"
+    ]
     value, _, half = reward[1].partition(" ± ")
     assert value == "0.3" and 0.1291 * 3.182 < float(half) < 0.1291 * 3.5
+    # The same over all ten steps, eight of which have a reward of 0.
+    assert ["reward", "0.12 ± 0.05", "0.18 ± 0.099"] in page.tables["Over the run, by arm (runs)"]
+    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.json")]) == 0
+    first, second = json.loads((tmp_path / "r.json").read_text())["arms"]
+    assert (second["arm"], second["seeds"], second["steps"]) == (arms[1], [0, 1, 2], [9, 9, 9])
+    found = second["critic/score/mean"]["at the end"]
+    assert found["mean"]["value"] == pytest.approx(0.9)
+    assert found["difference"] == pytest.approx({"value": 0.3, "half": float(half)}, rel=0.02)
+    assert first["critic/score/mean"]["at the end"]["difference"] is None
     means = [(step, 0.0) for step in range(8)] + [(8, 0.5), (9, 0.7)]
     assert is_affine(page.curve("Reward, by arm", 0)[:10], means)
 
@@ -442,7 +453,8 @@ def test_ids_are_unique_and_nothing_is_loaded(calibration_page: Page) -> None:
         ("work", [], "work holds measurements of a calibration"),
         ("new", [], "metrics.jsonl: holds no training step yet"),
         ("text.json", [], "text.json: cannot be read as JSON"),
-        ("run", ["--out", "run.json"], "--out run.json: expected a name that ends in .html"),
+        ("run", ["--out", "run.txt"], "--out run.txt: expected a name that ends in .html"),
+        ("run", ["--out", "run.json"], "compares runs: expected two or more, got 1"),
         ("run", ["--out", "run/metrics.jsonl/r.html"], "cannot be written"),
     ],
 )
