@@ -224,7 +224,7 @@ class SparseAdapter:
             total = summed(divergence, sparse, dense, policy.head, temperature)
             parts = {"sparrow/distill_kl": total / tokens}
             if policy_loss is not None and not packed.idle:
-                logprobs = token_logprobs(sparse, policy.head, packed.targets, temperature)
+                logprobs, _ = token_logprobs(sparse, policy.head, packed.targets, temperature)
                 parts["sparrow/distill_pg_loss"] = policy_loss(logprobs, packed.where)
             return parts
 

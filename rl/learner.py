@@ -160,22 +160,21 @@ class Learner:
         rows: list[dict[str, float]] = []
         skipped = 0
         for sequences, tokens in batch.mini_batches(settings.mini_batches):
-            loss: MiniBatchLoss
             lengths = [sampled_tokens(sequence) for sequence in sequences]
             shares = token_shares(settings.aggregation, lengths, _most_tokens(config))
             kept = None if reference is None else reference[tokens]
-            advantages = batch.advantages[tokens]
+            advantages, entropies = batch.advantages[tokens], None
+            loss: MiniBatchLoss
             if weights is None:
-                rollout = batch.rollout_logprobs[tokens]
+                rollout, entropies = batch.rollout_logprobs[tokens], torch.zeros(len(tokens))
                 loss = OnPolicyLoss(rollout, advantages, lengths, settings, shares, kept)
-                entropies = torch.zeros(len(tokens))
-                result = policy.loss_step(sequences, loss, temperature, entropies)
-                scored.logprobs[tokens] = policy.ranks.add(loss.dense_logprobs)
-                scored.entropies[tokens] = entropies
             else:
                 dense = scored.logprobs[tokens]
                 loss = MiniBatchLoss(dense, advantages, weights[tokens], settings, shares, kept)
-                result = policy.loss_step(sequences, loss, temperature)
+            result = policy.loss_step(sequences, loss, temperature, entropies)
+            if entropies is not None:
+                scored.logprobs[tokens] = policy.ranks.add(loss.dense_logprobs)
+                scored.entropies[tokens] = entropies
             if result.taken:
                 metrics = policy.ranks.total(loss.metrics)
                 rows.append(metrics | {"actor/grad_norm": result.grad_norm})

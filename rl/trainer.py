@@ -132,8 +132,7 @@ def train_step(run: Run, step: int) -> None:
         if move is not None:
             run.log.event(step, move.line(), asdict(move))
         _keep_responses(run, step, collected, acceptance.tails() if acceptance else {})
-        run.report(
-            step,
+        run.state.metrics = (
             rollout_metrics(groups, rewards)
             | part_metrics(collected.parts)
             | collected.metrics
@@ -147,8 +146,9 @@ def train_step(run: Run, step: int) -> None:
             | distilled
             | {"actor/lr": lr}
             | evaluated
-            | clock.metrics(collected.tokens),
+            | clock.metrics(collected.tokens)
         )
+        run.log.write(step, run.state.metrics)
     # After the step, so that the checkpoint that is written on an error matches the metrics.
     if updated.skipped_in_a_row >= MAX_SKIPPED_STEPS:
         raise FloatingPointError(

@@ -15,30 +15,25 @@ CHUNK_ELEMENTS = 2**26
 
 
 def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float = 1.0,
+    entropies: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(hidden @ weight.T / temperature) at `tokens`: [n], fp32 (float64 for float64).
 
     `hidden` is [n, H], `weight` the vocabulary projection [V, H], `tokens` int64 [n]. The product
     takes the dtype of `hidden` and is accumulated and kept in fp32. Rows are processed in chunks of
     at most `CHUNK_ELEMENTS` logits (one row at least); the backward pass recomputes the logits.
     Differentiable once, in `hidden` and `weight`.
-    """
-    result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, tokens, temperature, False)[0]
-    return result
 
-
-def token_logprobs_and_entropies(
-    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs`, and the entropy in nats of each row's distribution: [n] each, the latter
-    without gradient.
-
-    Entropies need no additional memory: log-probs replace the logits of a chunk in place, and the
-    probabilities take one copy of the chunk, as the log-sum-exp does.
+    Also returns the `entropies` [n] in nats of the rows' distributions, without gradient; empty if
+    not asked for. They need no additional memory: log-probs replace the logits of a chunk in place,
+    and the probabilities take one copy of the chunk, as the log-sum-exp does.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(
-        hidden, weight, tokens, temperature, True
+        hidden, weight, tokens, temperature, entropies
     )
     return result
 

@@ -21,16 +21,12 @@ from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence, sampled_tokens
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.attention import ATTENTION
-from sparrow_sglang.rl.policy.chunked_logprobs import (
-    acceptance_between,
-    token_logprobs,
-    token_logprobs_and_entropies,
-)
+from sparrow_sglang.rl.policy.chunked_logprobs import acceptance_between, token_logprobs
 from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, adamw, add_gradient
 from sparrow_sglang.rl.policy.packing import Packed, assign_to_ranks, build_micro_batch, idle, pack
 from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tensor, local
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
-from sparrow_sglang.rl.policy.supported_models import check_supported
+from sparrow_sglang.rl.policy.supported_models import unsupported
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -80,7 +76,9 @@ class DensePolicy:
         ranks: Ranks = ALONE,
     ) -> None:
         """Takes over `model`. Raises `ValueError` on architectures it would compute wrongly."""
-        check_supported(model)
+        head_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
+        if problem := unsupported(model.config, head_bias):
+            raise ValueError(problem)
         self.device = torch.device(device)
         self.ranks = ranks
         # `nn.Module.to` is called directly, as transformers' wrapper hides its signature.
@@ -158,21 +156,23 @@ class DensePolicy:
         for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
             where = packed.where.cpu()
-            part, entropy = self._of(token_logprobs_and_entropies, packed, temperature, rule)
+            part, entropy = self._logprobs(packed, temperature, True, rule)
             logprobs[where], entropies[where] = part.cpu(), entropy.cpu()
         logprobs, entropies = self.ranks.add(logprobs), self.ranks.add(entropies)
         return list(logprobs.split(counts)), list(entropies.split(counts))
 
-    def _of(
+    def _logprobs(
         self,
-        function: Callable[..., _Result],
         packed: Packed,
         temperature: float,
+        entropies: bool,
         rule: SparseRule | None = None,
-    ) -> _Result:
-        """Apply `function`, one of `chunked_logprobs`, to a micro-batch."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`token_logprobs` of a micro-batch."""
         return self.gathered(
-            lambda: function(self.hidden(packed, rule), self.head, packed.targets, temperature)
+            lambda: token_logprobs(
+                self.hidden(packed, rule), self.head, packed.targets, temperature, entropies
+            )
         )
 
     def gathered(self, compute: Callable[[], _Result]) -> _Result:
@@ -250,10 +250,8 @@ class DensePolicy:
         self.optimizer.zero_grad()
         total, count = torch.zeros(1, dtype=torch.float64), 0
         for packed in self.micro_batches(sequences):
-            if entropies is None:
-                logprobs = self._of(token_logprobs, packed, temperature)
-            else:
-                logprobs, entropy = self._of(token_logprobs_and_entropies, packed, temperature)
+            logprobs, entropy = self._logprobs(packed, temperature, entropies is not None)
+            if entropies is not None:
                 entropies[packed.where.cpu()] = entropy.cpu()
             part = logprobs.sum() if packed.idle else loss(logprobs, packed.where)
             # FSDP averages gradients over ranks; the factor turns the mean into a sum.

@@ -54,11 +54,6 @@ class Run:
         self.state.tokens += collected.tokens
         self.state.carried = collected.carried
 
-    def report(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of a step, and keep them for the checkpoint."""
-        self.state.metrics = metrics
-        self.log.write(step, metrics)
-
     def save(self) -> None:
         """Write a checkpoint of the steps taken, unless there is nothing new."""
         state = self.state

@@ -151,7 +151,7 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
     """Tokenizer and config of the model; checks its chat template and `chat_template_kwargs`."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from sparrow_sglang.rl.policy.supported_models import config_problems, described
+    from sparrow_sglang.rl.policy.supported_models import unsupported
 
     asked = f"model.path={config.model.path!r}"
     try:
@@ -160,8 +160,8 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         problem = model_problem(model_path, error)
         raise InputError(f'{asked}: {problem}, or "{EMBEDDED_MODEL_NAME}"') from None
-    if wrong := config_problems(model_config):
-        raise InputError(f"{asked}: {described(model_config, wrong)}")
+    if problem := unsupported(model_config):
+        raise InputError(f"{asked}: {problem}")
     if tokenizer.chat_template is None:
         raise InputError(
             f"{asked}: its tokenizer has no chat template, by which tasks render their prompts; put"

@@ -13,7 +13,7 @@ from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.learner import Learner
-from sparrow_sglang.rl.policy.chunked_logprobs import token_logprobs, token_logprobs_and_entropies
+from sparrow_sglang.rl.policy.chunked_logprobs import token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packed_attention import padding
 from sparrow_sglang.rl.policy.selected_attention import attend_by_blocks, block_mask
@@ -170,7 +170,7 @@ def test_gradients_in_bf16_add_up_as_in_float64(model):
     exact = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     policy.model.train()
     for packed in policy.micro_batches(sequences):
-        loss = token_logprobs(policy.hidden(packed), policy.head, packed.targets).sum()
+        loss = token_logprobs(policy.hidden(packed), policy.head, packed.targets)[0].sum()
         for total, part in zip(exact, torch.autograd.grad(loss, parameters), strict=True):
             total += part.double()
     norm = torch.stack([total.norm() for total in exact]).norm()
@@ -184,7 +184,7 @@ def test_entropies_and_logprobs_of_a_chunk_are_those_in_float64():
     hidden = torch.randn(3000, 256, device="cuda").bfloat16()
     weight = torch.randn(49_152, 256, device="cuda").bfloat16() / 8
     tokens = torch.randint(0, 49_152, (3000,), device="cuda")
-    logprobs, entropies = token_logprobs_and_entropies(hidden, weight, tokens, 0.7)
+    logprobs, entropies = token_logprobs(hidden, weight, tokens, 0.7, entropies=True)
     exact = torch.log_softmax(hidden.double() @ weight.double().t() / 0.7, 1)
     torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(1), atol=1e-3, rtol=0)
     expected = exact.gather(1, tokens[:, None]).squeeze(1)

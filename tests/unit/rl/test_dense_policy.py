@@ -21,11 +21,7 @@ from transformers import (
 
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy import chunked_logprobs, optimizer
-from sparrow_sglang.rl.policy.chunked_logprobs import (
-    logits_of,
-    token_logprobs,
-    token_logprobs_and_entropies,
-)
+from sparrow_sglang.rl.policy.chunked_logprobs import logits_of, token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packed_attention import like_lengths
 from sparrow_sglang.rl.policy.packing import pack
@@ -204,7 +200,7 @@ class TestGradient:
         parameters = list(dense.model.parameters())
         expected = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
         for packed in dense.micro_batches(many):
-            loss = token_logprobs(dense.hidden(packed), dense.head, packed.targets).sum()
+            loss = token_logprobs(dense.hidden(packed), dense.head, packed.targets)[0].sum()
             for total, part in zip(expected, torch.autograd.grad(loss, parameters), strict=True):
                 total += part.double()
         result = dense.loss_step(many, lambda logprobs, _: logprobs.sum())
@@ -265,9 +261,8 @@ class TestChunkedLogprobs:
         full = torch.log_softmax(hidden @ weight.t() / temperature, 1)
         expected = at(full, tokens.tolist())
         correct = torch.autograd.grad(expected, [hidden, weight], slope, retain_graph=True)
-        arguments = (hidden, weight, tokens, temperature)
-        with_entropies, entropies = token_logprobs_and_entropies(*arguments)
-        for values in (token_logprobs(*arguments), with_entropies):
+        for wanted in (False, True):
+            values, entropies = token_logprobs(hidden, weight, tokens, temperature, wanted)
             torch.testing.assert_close(values, expected, atol=1e-11, rtol=0)
             found = torch.autograd.grad(values, [hidden, weight], slope)
             for left, right in zip(found, correct, strict=True):
@@ -281,7 +276,7 @@ class TestChunkedLogprobs:
         hidden = (4 * torch.randn(50, 64)).bfloat16()
         weight, tokens = torch.randn(VOCAB, 64).bfloat16(), torch.randint(0, VOCAB, (50,))
         exact = torch.log_softmax(hidden.double() @ weight.double().t(), 1)
-        got = token_logprobs(hidden, weight, tokens)
+        got, _ = token_logprobs(hidden, weight, tokens)
         expected = at(exact, tokens.tolist()).float()
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-5)
 
