@@ -158,8 +158,8 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model_config = AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError) as error:
-        problem = model_problem(model_path, error)
-        raise InputError(f'{asked}: {problem}, or "{EMBEDDED_MODEL_NAME}"') from None
+        reason = model_problem(model_path, error)
+        raise InputError(f'{asked}: {reason}, or "{EMBEDDED_MODEL_NAME}"') from None
     if problem := unsupported(model_config):
         raise InputError(f"{asked}: {problem}")
     if tokenizer.chat_template is None:
