@@ -100,44 +100,15 @@ class SparseAdapter:
             if f".{ADAPTER}." in name
         }
         self._params = list(self._factors.values())
-        self._start: tuple[list[TokenSequence], torch.Tensor] | None = None
-        self._optimizer = self._prepared()
-        self._switch(False)
-
-    def _prepared(self) -> ClippedAdamW:
-        """The optimizer of an adapter whose factors have just been drawn."""
-        ranks = self._policy.ranks
         for parameter in self._params:
             # Each rank has drawn its own initial values; all ranks take those of rank 0.
-            drawn = parameter.data.float() * (ranks.rank == 0)
-            parameter.data = ranks.add(drawn)
-        adamw = torch.optim.AdamW(self._params, lr=self._settings.lr, weight_decay=0.0)
+            drawn = parameter.data.float() * (policy.ranks.rank == 0)
+            parameter.data = policy.ranks.add(drawn)
+        self._switch(False)
+        adamw = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
         # `ClippedAdamW` skips a step whose gradient is not finite: the run can do without a step of
         # the adapter, but not with weights that are not finite.
-        return ClippedAdamW("adapter", self._params, adamw, grad_clip=1.0)
-
-    def restart_if_moved(
-        self, sequences: Sequence[TokenSequence], temperature: float = 1.0
-    ) -> dict[str, float]:
-        """Start again without adaptation if the policy has moved by `restart_kl`; returns its move.
-
-        The move is KL(policy at the last start || policy now) in nats per token, by the k3 estimate
-        on the `sequences` given at that start, and 0 at a start.
-        """
-        if not self._settings.restart_kl:
-            return {}
-        if self._start is not None:
-            kept, then = self._start
-            change = torch.cat(self._policy.score(kept, temperature)) - then
-            moved = float((change.exp() - 1 - change).mean())
-            if moved <= self._settings.restart_kl:
-                return {"sparrow/distill_policy_kl": moved}
-            for layer in self._layers.values():
-                layer.reset_lora_parameters(ADAPTER, True)
-            self._optimizer = self._prepared()
-            self.scale = 1.0
-        self._start = (list(sequences), torch.cat(self._policy.score(sequences, temperature)))
-        return {"sparrow/distill_policy_kl": 0.0}
+        self._optimizer = ClippedAdamW("adapter", self._params, adamw, grad_clip=1.0)
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
@@ -283,10 +254,9 @@ class SparseAdapter:
         save_file(weights, folder / "adapter_model.safetensors")
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors, optimizer, scale, and what `restart_if_moved` compares the policy with."""
+        """Factors, optimizer and scale."""
         return {
             "scale": self.scale,
-            "start": self._start,
             "params": [parameter.detach() for parameter in self._params],
             "optimizer": self._optimizer.state_dict(),
         }
@@ -298,7 +268,6 @@ class SparseAdapter:
                 parameter.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
         self.scale = state["scale"]
-        self._start = state["start"]
 
     def _merged_rows(
         self, layer: Linear, parameter: torch.Tensor, master: torch.Tensor, scale: float

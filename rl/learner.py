@@ -200,9 +200,8 @@ class Learner:
             chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
         )
         temperature = self._config.rollout.temperature
+        metrics = self.adapter.step(chosen.segments, schedule, term, temperature)
         held_out = batch.sample_evenly(measured)
-        metrics = self.adapter.restart_if_moved(held_out.segments, temperature)
-        metrics |= self.adapter.step(chosen.segments, schedule, term, temperature)
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:

@@ -112,9 +112,6 @@ class DistillConfig(Section):
     """Learning rate of the adapter's own AdamW (1e-3 raised the demo model's tails on an H200)."""
     sequences: PositiveInt = 32
     """Responses per step to learn from, spread evenly over the batch."""
-    restart_kl: float = Field(default=0.0, ge=0)
-    """Start the adapter again once the policy has moved this far since its start, as KL divergence
-    in nats per token; 0 for never."""
     loss: Literal["top_k", "exact"] = "top_k"
     """KL(sparse || dense): "top_k" takes the likeliest tokens of both sides and adds up all others
     in one bucket, "exact" takes the whole vocabulary."""

@@ -61,34 +61,6 @@ def test_every_module_to_be_adapted_is_in_the_model(sharp_llama):
     SparseAdapter(new_policy(sharp_llama), settings(target_modules=["self_attn.q_proj"]))
 
 
-def test_the_adapter_starts_again_once_the_policy_has_moved(sharp_llama):
-    policy = new_policy(sharp_llama)
-    adapter = SparseAdapter(policy, settings(restart_kl=1e-3))
-    fresh = adapter.state_dict()["optimizer"]
-    then = torch.cat(policy.score(SEQUENCES))
-    assert adapter.restart_if_moved(SEQUENCES) == {"sparrow/distill_policy_kl": 0.0}
-    adapter.step(SEQUENCES, SCHEDULE)
-    assert adapter.restart_if_moved(SEQUENCES) == {"sparrow/distill_policy_kl": 0.0}
-    learned = [value.clone() for value in adapter.tensors().values()]
-    same = new_policy(sharp_llama)
-    for trained in (policy, same):
-        trained.loss_step(SEQUENCES[:1], lambda logprobs, where: -logprobs.mean())
-    resumed = SparseAdapter(same, settings(restart_kl=1e3))
-    resumed.load_state_dict(copy.deepcopy(adapter.state_dict()))
-    ratio = (torch.cat(policy.score(SEQUENCES)) - then).double().exp()
-    expected = float((ratio - 1 - ratio.log()).mean())
-    moved = resumed.restart_if_moved(SEQUENCES)["sparrow/distill_policy_kl"]
-    assert moved == pytest.approx(expected, rel=1e-3)
-    assert moved > 1e-3
-    assert all(map(torch.equal, learned, resumed.tensors().values()))
-    adapter.scale = 0.0
-    assert adapter.restart_if_moved(SEQUENCES[1:]) == {"sparrow/distill_policy_kl": 0.0}
-    assert all((value == 0).all() for name, value in adapter.tensors().items() if "lora_B" in name)
-    assert any((value != 0).any() for name, value in adapter.tensors().items() if "lora_A" in name)
-    assert (adapter.scale, adapter.state_dict()["optimizer"]) == (1.0, fresh)
-    assert adapter.restart_if_moved(SEQUENCES) == {"sparrow/distill_policy_kl": 0.0}
-
-
 @pytest.mark.parametrize("loss", ["top_k", "exact"])
 def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeypatch, loss):
     policy = new_policy(sharp_llama)

@@ -82,10 +82,7 @@ def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
 ) -> None:
     learnt: list[Any] = []
     gated: list[Any] = []
-    adapter = SimpleNamespace(
-        step=lambda sequences, *rest: learnt.extend(sequences) or {},
-        restart_if_moved=lambda *args: {},
-    )
+    adapter = SimpleNamespace(step=lambda sequences, *rest: learnt.extend(sequences) or {})
     monkeypatch.setattr(
         learner,
         "choose_scale",
