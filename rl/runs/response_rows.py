@@ -23,7 +23,7 @@ def response_rows(
     """A row for each response of `groups`.
 
     `rewards` [n] and sub-scores `parts`, if there are any, are given per group, for its responses.
-    `tails` are keyed by prompt id and sample. "length" is in tokens.
+    `tails`, if they were measured, are keyed by prompt id and sample. "length" is in tokens.
     """
     return [
         {
@@ -35,7 +35,7 @@ def response_rows(
             "scores": dict(parts[number][place]) if parts else {},
             "length": len(rollout.response_ids),
             "finish_reason": rollout.finish_reason,
-            "tail": (tails or {}).get((rollout.prompt_id, rollout.sample)),
+            **({} if tails is None else {"tail": tails.get((rollout.prompt_id, rollout.sample))}),
             "text": rollout.text,
         }
         for number, group in enumerate(groups)
@@ -47,12 +47,6 @@ def evaluation_rows(evaluation: Evaluation, decode: Decode) -> list[dict[str, An
     """A row for each response of an evaluation, with the name of its set, "" for a single one."""
     scores = evaluation.scores
     rows = response_rows(evaluation.groups, scores.rewards, scores.parts, decode)
-    sets = [
-        name
-        for name, group in zip(evaluation.sets, evaluation.groups, strict=True)
-        for _ in group.rollouts
-    ]
-    for row in rows:
-        # No step of a schedule is measured in an evaluation.
-        del row["tail"]
+    per_group = zip(evaluation.sets, evaluation.groups, strict=True)
+    sets = (name for name, group in per_group for _ in group.rollouts)
     return [{"set": name, **row} for name, row in zip(sets, rows, strict=True)]
