@@ -57,15 +57,11 @@ class Batch:
         )
 
     @property
-    def sequences(self) -> list[TokenSequence]:
-        return [rollout.parts for rollout in self.rollouts]
-
-    @property
     def segments(self) -> list[TokenSequence]:
         """For each segment the tokens that were prefilled densely, and those that were sampled.
 
-        The sampled tokens are the same N as in `sequences`. The sparse actor sampled them segment
-        by segment, so its distribution must be computed from segments.
+        The sampled tokens are the same N. The sparse actor sampled them segment by segment, so its
+        distribution must be computed from segments.
         """
         return [pair for rollout in self.rollouts for pair in rollout.split()]
 
@@ -118,10 +114,14 @@ class Batch:
         Groups are split into `count` consecutive mini-batches of equal length. Zero-advantage
         groups are left out, and so is a mini-batch that holds nothing else.
         """
-        sequences = self.sequences
-        tokens = torch.arange(len(self.advantages)).split(self.lengths)
         part = self.group * count // (int(self.group[-1]) + 1)
         for number in range(count):
-            chosen = ((part == number) & self.in_loss).nonzero().flatten().tolist()
-            if chosen:
-                yield [sequences[i] for i in chosen], torch.cat([tokens[i] for i in chosen])
+            sequences, tokens = self.part((part == number) & self.in_loss)
+            if sequences:
+                yield sequences, tokens
+
+    def part(self, chosen: torch.Tensor) -> tuple[list[TokenSequence], torch.Tensor]:
+        """Sequences of the rollouts `chosen` [S] bool, and the indices of their tokens in the
+        batch."""
+        tokens = chosen.repeat_interleave(torch.tensor(self.lengths)).nonzero().flatten()
+        return [self.rollouts[i].parts for i in chosen.nonzero().flatten().tolist()], tokens

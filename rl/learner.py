@@ -109,11 +109,9 @@ class Learner:
         `update` fills in the others.
         """
         settings, count = self._config, len(batch.advantages)
-        tokens, sequences = torch.arange(count), batch.sequences
-        if settings.algorithm.old_logprobs == "update":
-            left_out = (~batch.in_loss).nonzero().flatten().tolist()
-            sequences = [sequences[index] for index in left_out]
-            tokens = tokens[(~batch.in_loss).repeat_interleave(torch.tensor(batch.lengths))]
+        by_update = settings.algorithm.old_logprobs == "update"
+        wanted = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
+        sequences, tokens = batch.part(wanted)
         scored = Scored(torch.empty(count), torch.empty(count))
         if sequences:
             parts = self.policy.score_with_entropy(sequences, settings.rollout.temperature)

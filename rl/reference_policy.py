@@ -25,12 +25,10 @@ class ReferencePolicy:
         """Log-probs of the batch's response tokens, fp32 [N] on the CPU; 0 for tokens outside the
         loss."""
         result = torch.zeros(len(batch.advantages))
-        chosen = batch.in_loss.nonzero().flatten().tolist()
-        if chosen:
-            tokens = batch.in_loss.repeat_interleave(torch.tensor(batch.lengths))
+        sequences, tokens = batch.part(batch.in_loss)
+        if sequences:
             with self._in_place():
-                parts = self._policy.score([batch.sequences[i] for i in chosen], temperature)
-            result[tokens] = torch.cat(parts)
+                result[tokens] = torch.cat(self._policy.score(sequences, temperature))
         return result
 
     @contextmanager

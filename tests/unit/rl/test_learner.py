@@ -66,15 +66,16 @@ def test_the_reference_scores_with_the_weights_from_before_training(sharp_llama:
     policy = new_policy(sharp_llama, "bfloat16")
     trained = Learner(config(), policy, ReferencePolicy(policy))
     whole = batch(3)
+    sequences = [rollout.parts for rollout in whole.rollouts]
     some = replace(whole, in_loss=torch.tensor([True, False, True]))
     # Packed as the reference packs them, because matrix products round by their shapes.
-    first, last = policy.score([whole.sequences[0], whole.sequences[2]], TEMPERATURE)
-    policy.loss_step(whole.sequences, lambda logprobs, where: logprobs.sum())
-    after = policy.score(whole.sequences, TEMPERATURE)
+    first, last = policy.score(sequences[::2], TEMPERATURE)
+    policy.loss_step(sequences, lambda logprobs, where: logprobs.sum())
+    after = policy.score(sequences, TEMPERATURE)
     assert (after[0] - first).abs().max() > 0.01
     found = trained.reference_logprobs(some)
     assert torch.equal(found, torch.cat([first, torch.zeros(len(after[1])), last]))
-    assert torch.equal(torch.cat(policy.score(whole.sequences, TEMPERATURE)), torch.cat(after))
+    assert torch.equal(torch.cat(policy.score(sequences, TEMPERATURE)), torch.cat(after))
 
 
 def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
