@@ -237,11 +237,11 @@ def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
     part = batch.sample_evenly(3)
     chosen = [rollout.prompt_ids[0] - 1 for rollout in part.rollouts]
     assert chosen == [0, 1, 3] and part.lengths == [3, 1, 2]
-    assert part.sequences == [batch.sequences[index] for index in chosen]
+    assert part.rollouts == tuple(batch.rollouts[index] for index in chosen)
     assert part.advantages.tolist() == [0, 0, 0, 1, 3, 3]
     torch.testing.assert_close(part.rollout_logprobs, torch.tensor([0, -0.1, -0.2, -1, -3, -3.1]))
     assert part.group.tolist() == chosen and part.in_loss.tolist() == [True, False, False]
-    assert batch.sample_evenly(9).sequences == batch.sequences
+    assert batch.sample_evenly(9).rollouts == batch.rollouts
 
 
 def test_retracted_responses_are_in_no_part_of_a_batch():
@@ -263,7 +263,7 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
     assert names(part.holdout_of(2)) == [2, 5]
     assert names(part.holdout_of(9)) == names(part.sample_evenly(9)) == [1, 2, 4, 5]
     # The policy still learns from the whole batch.
-    assert len(part.sequences) == 6
+    assert len(part.rollouts) == 6
     everything = batch(set(range(6)))
     assert everything.sample_evenly(2).segments == everything.holdout_of(2).segments == []
     # If all responses were retracted, nothing is measured and the adapter is not trained.
