@@ -85,8 +85,9 @@ class TritonPagedDecode:
         self,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
+        seq_lens_cpu: torch.Tensor | None,
         captured: bool = False,
+        rows_per_request: int = 1,
     ) -> None:
         batch = len(seq_lens)
         buffers = self._reserved(batch)

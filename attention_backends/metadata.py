@@ -158,3 +158,23 @@ class PageTable:
         """Physical pages that are full, each request's in turn, [number of full pages]."""
         position = torch.arange(self.physical.shape[1], device=self.physical.device)
         return self.physical[position < (self.seq_lens // page_size)[:, None]]
+
+
+def verification_rows(
+    req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decode step of B * rows rows that a verification is.
+
+    Row j of request b is at b * rows + j, and has the length and therefore the budget, selection
+    and recent pages that plain decode has at its token.
+
+    Args:
+        req_pool_indices: [B], the requests' rows in SGLang's token table.
+        seq_lens: [B], cached tokens without those of this pass.
+        rows: tokens of each request in this pass: the last sampled one, then its drafts.
+
+    Returns:
+        req_pool_indices and seq_lens, [B * rows] each.
+    """
+    offsets = torch.arange(1, rows + 1, dtype=seq_lens.dtype, device=seq_lens.device)
+    return req_pool_indices.repeat_interleave(rows), (seq_lens[:, None] + offsets).flatten()
