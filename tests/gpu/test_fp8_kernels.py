@@ -3,8 +3,6 @@
 As in `test_kernels.py`, they run in Triton's interpreter on a CPU, and compiled on a GPU.
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +18,9 @@ from kernel_step import (
     ON_GPU,
     Step,
     fixed_budget,
-    interpreter_bf16,
     relative_error,
     require_passes_interpreted,
+    rounding_of_a_gpu,  # noqa: F401
 )
 from pools import Pool, make_schedule
 
@@ -48,12 +46,6 @@ INT4 = SelectionRule(landmark_tokens=4, landmark_bits=4, landmark_pairs=24, grou
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_the_cases_below_in_tritons_interpreter() -> None:
     require_passes_interpreted(Path(__file__))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def rounding_of_a_gpu() -> Iterator[None]:
-    with interpreter_bf16() if INTERPRETED else nullcontext():
-        yield
 
 
 def bf16(mean: np.ndarray) -> np.ndarray:

@@ -4,8 +4,6 @@ On a CPU they run in Triton's interpreter, which must be enabled before Triton i
 test runs this file again in a process of its own. On a GPU the same cases run compiled.
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +23,9 @@ from kernel_step import (
     assert_selected,
     budgets_of,
     fixed_budget,
-    interpreter_bf16,
     relative_error,
     require_passes_interpreted,
+    rounding_of_a_gpu,  # noqa: F401
 )
 from pools import Pool, make_schedule
 
@@ -56,12 +54,6 @@ from sparrow_sglang.loaded_schedules import LoadedSchedules
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_the_cases_below_in_tritons_interpreter() -> None:
     require_passes_interpreted(Path(__file__))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def rounding_of_a_gpu() -> Iterator[None]:
-    with interpreter_bf16() if INTERPRETED else nullcontext():
-        yield
 
 
 @pytest.mark.parametrize("device", DEVICES)

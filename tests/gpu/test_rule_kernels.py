@@ -3,8 +3,6 @@
 As in `test_kernels.py`, they run in Triton's interpreter on a CPU, and compiled on a GPU.
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ from kernel_step import (
     SINKS,
     Step,
     fixed_budget,
-    interpreter_bf16,
     relative_error,
     require_passes_interpreted,
+    rounding_of_a_gpu,  # noqa: F401
 )
 from pools import Pool, chosen_pairs, make_schedule
 
@@ -57,12 +55,6 @@ RULE = rule_of(4, 24, "best_head")
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_the_cases_below_in_tritons_interpreter() -> None:
     require_passes_interpreted(Path(__file__))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def rounding_of_a_gpu() -> Iterator[None]:
-    with interpreter_bf16() if INTERPRETED else nullcontext():
-        yield
 
 
 def products(step: Step, row: int, head: int) -> torch.Tensor:

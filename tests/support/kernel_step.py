@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +58,16 @@ def require_passes_interpreted(test_file: Path) -> None:
     assert "passed" in run.stdout, run.stdout
 
 
-@contextmanager
-def interpreter_bf16() -> Iterator[None]:
-    """Make Triton 3.6's interpreter treat bf16 as a GPU does.
+@pytest.fixture(autouse=True, scope="module")
+def rounding_of_a_gpu() -> Iterator[None]:
+    """Make Triton 3.6's interpreter treat bf16 as a GPU does, in files that import this.
 
     The interpreter truncates casts to bf16 and multiplies the bit patterns in tl.dot; a GPU rounds
     to nearest even and multiplies the values.
     """
+    if not INTERPRETED:
+        yield
+        return
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
