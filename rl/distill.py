@@ -105,10 +105,9 @@ class SparseAdapter:
             drawn = parameter.data.float() * (policy.ranks.rank == 0)
             parameter.data = policy.ranks.add(drawn)
         self._switch(False)
-        adamw = torch.optim.AdamW(self._params, lr=settings.lr, weight_decay=0.0)
         # `ClippedAdamW` skips a step whose gradient is not finite: the run can do without a step of
         # the adapter, but not with weights that are not finite.
-        self._optimizer = ClippedAdamW("adapter", self._params, adamw, grad_clip=1.0)
+        self._optimizer = ClippedAdamW("adapter", self._params, grad_clip=1.0, lr=settings.lr)
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
@@ -214,7 +213,7 @@ class SparseAdapter:
             if parameter.grad is not None:
                 policy.ranks.add(parameter.grad)
         totals = policy.ranks.total(totals)
-        return totals | {"sparrow/distill_grad_norm": self._optimizer.step()}
+        return totals | {"sparrow/distill_grad_norm": self._optimizer.clipped_step()}
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights plus `scale` times the adapter, under their checkpoint names.

@@ -22,7 +22,7 @@ from sparrow_sglang.rl.batch import TokenSequence, sampled_tokens
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.attention import ATTENTION
 from sparrow_sglang.rl.policy.chunked_logprobs import acceptance_between, token_logprobs
-from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, adamw, add_gradient
+from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, add_gradient
 from sparrow_sglang.rl.policy.packing import Packed, assign_to_ranks, build_micro_batch, idle, pack
 from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tensor, local
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
@@ -104,8 +104,16 @@ class DensePolicy:
             self._masters = [nn.Parameter(p.to(home, torch.float32, copy=copies)) for p in shards]
             for master, parameter in zip(self._masters, self._params, strict=True):
                 parameter.register_post_accumulate_grad_hook(partial(add_gradient, master))
-        inner = adamw(self._masters, optimizer, home)
-        self.optimizer = ClippedAdamW("policy", self._masters, inner, optimizer.grad_clip, ranks)
+        self.optimizer = ClippedAdamW(
+            "policy",
+            self._masters,
+            optimizer.grad_clip,
+            ranks,
+            weight_decay=optimizer.weight_decay,
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            fused=self.device.type == "cuda" or optimizer.offload,
+        )
 
     @classmethod
     def load(
@@ -260,7 +268,7 @@ class DensePolicy:
         self.ranks.add(total)
         if entropies is not None:
             self.ranks.add(entropies)
-        norm = self.optimizer.step()
+        norm = self.optimizer.clipped_step()
         self._round_masters()
         return StepResult(float(total), norm, count)
 

@@ -19,29 +19,41 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 logger = logging.getLogger(__name__)
 
 
-class ClippedAdamW:
+class ClippedAdamW(torch.optim.AdamW):
     """AdamW over `parameters`, whose gradients are clipped to a joint norm of `grad_clip`.
 
-    With several `ranks`, the parameters are this rank's shards. `owner` names the parameters in log
-    messages. `skipped_in_a_row` counts the steps skipped since the last one that was taken.
+    `weight_decay` spares vectors such as norms and biases. With several `ranks`, the parameters are
+    this rank's shards. `owner` names the parameters in log messages. `skipped_in_a_row` counts the
+    steps skipped since the last one that was taken.
     """
 
     def __init__(
         self,
         owner: str,
         parameters: Sequence[nn.Parameter],
-        adamw: torch.optim.AdamW,
         grad_clip: float,
         ranks: Ranks = ALONE,
+        *,
+        weight_decay: float = 0.0,
+        **settings: Any,
     ) -> None:
+        """`settings` are those of `torch.optim.AdamW`."""
+        matrices = [p for p in parameters if p.ndim > 1]
+        vectors = [p for p in parameters if p.ndim <= 1]
+        super().__init__(
+            [
+                {"params": matrices, "weight_decay": weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            **settings,
+        )
         self._owner = owner
         self._parameters = parameters
-        self._adamw = adamw
         self._grad_clip = grad_clip
         self._ranks = ranks
         self.skipped_in_a_row = 0
 
-    def step(self) -> float:
+    def clipped_step(self) -> float:
         """Take one step if the gradient is finite; clears it, and returns its norm before clipping.
 
         A gradient that is not finite is logged, and parameters and moments stay as they are.
@@ -52,31 +64,27 @@ class ClippedAdamW:
         clip_grads_with_norm_(self._parameters, self._grad_clip, total)
         norm = float(total)
         if isfinite(norm):
-            self._adamw.step()
+            self.step()
             self.skipped_in_a_row = 0
         else:
             self.skipped_in_a_row += 1
             logger.warning(
                 "the %s's gradient norm is %s: no step was taken with it", self._owner, norm
             )
-        self._adamw.zero_grad()
+        self.zero_grad()
         return norm
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the steps that follow."""
-        for group in self._adamw.param_groups:
+        for group in self.param_groups:
             group["lr"] = lr
-
-    def zero_grad(self) -> None:
-        """Clear the gradients."""
-        self._adamw.zero_grad()
 
     def moments(self) -> list[dict[str, torch.Tensor]]:
         """`MOMENTS` of each parameter; zeros before its first step, which AdamW starts from."""
         return [
             {
-                name: self._adamw.state[p][name]
-                if p in self._adamw.state
+                name: self.state[p][name]
+                if p in self.state
                 else torch.zeros_like(p.detach() if name != "step" else torch.empty(()))
                 for name in MOMENTS
             }
@@ -86,18 +94,8 @@ class ClippedAdamW:
     def load_moments(self, moments: Sequence[dict[str, torch.Tensor]]) -> None:
         """Take over what `moments` gave."""
         of = dict(zip(self._parameters, moments, strict=True))
-        groups = self._adamw.param_groups
-        ordered = [of[parameter] for group in groups for parameter in group["params"]]
-        state = dict(enumerate(ordered))
-        self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Moments and counts of steps."""
-        return self._adamw.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self._adamw.load_state_dict(state)
+        ordered = [of[p] for group in self.param_groups for p in group["params"]]
+        self.load_state_dict({**self.state_dict(), "state": dict(enumerate(ordered))})
 
 
 def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
@@ -113,23 +111,6 @@ def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}
     share = left[settings.decay]
     return settings.lr * (share + final * (1 - share))
-
-
-def adamw(
-    parameters: Sequence[nn.Parameter], settings: OptimizerConfig, device: torch.device
-) -> torch.optim.AdamW:
-    """AdamW as configured, without weight decay on vectors such as norms and biases."""
-    matrices = [p for p in parameters if p.ndim > 1]
-    vectors = [p for p in parameters if p.ndim <= 1]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=settings.lr,
-        betas=settings.betas,
-        fused=device.type == "cuda" or settings.offload,
-    )
 
 
 def add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
