@@ -89,8 +89,9 @@ def error(model, groups) -> float:
 def turns_of(rollout: Rollout, tokenizer: Any, ends: range, limit: int) -> tuple[str, ...]:
     """The model's turns as text, without the token of `ends` that ended each, as in SGLang."""
     *earlier, last = rollout.parts[1::2]
-    # If that token falls on the length limit, versions of SGLang differ in the finish reason.
-    at_limit = len(rollout.response_ids) == limit
-    by_itself = last[-1] in ends and (not at_limit or rollout.finish_reason == "stop")
-    parts = [*(part[:-1] for part in earlier), last[:-1] if by_itself else last]
+    # If that token falls on the length limit, versions of SGLang differ in what ended the turn; if
+    # the token did, the environment may still say that the response is cut.
+    at_limit = len(rollout.response_ids) == limit and rollout.finish_reason == "length"
+    cut = at_limit and rollout.text == tokenizer.decode(last)
+    parts = [*(part[:-1] for part in earlier), last[:-1] if last[-1] in ends and not cut else last]
     return tuple(map(tokenizer.decode, parts))
