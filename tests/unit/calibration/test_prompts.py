@@ -78,7 +78,6 @@ def test_lines_with_the_same_prompt_are_one_cluster(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "holds no prompts"),
-        ("\n \n", "holds no prompts"),
         ('{"input_ids": [1]}\nnot json\n', ":2: 'not json' is no prompt"),
         ('{"input_ids": []}', "is no prompt"),
         ('{"input_ids": [true]}', "is no prompt"),

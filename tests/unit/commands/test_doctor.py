@@ -67,7 +67,6 @@ def test_doctor_says_when_a_schedule_was_calibrated_for_another_model(
     ("argv", "name", "message"),
     [
         (["--page-size", "20"], "model", "page_size=20"),
-        (["--model-path", "/no/such/model"], "model", "/no/such/model"),
         (["--sparrow-schedule", "qwen3-4b"], "schedule", "'qwen3-4b' is not known"),
         (["--sparrow-schedule", "x.json"], "schedule", "x.json (relative to"),
         (["--prot", "1"], "model", "did you mean --port"),

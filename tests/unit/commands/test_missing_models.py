@@ -1,11 +1,11 @@
-"""`sparrow doctor` and `sparrow serve` on a model that is not there."""
+"""`sparrow doctor` on a model that is not there."""
 
 from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from sparrow_sglang.commands import cli, doctor
+from sparrow_sglang.commands import doctor
 from sparrow_sglang.models import model_problem
 
 ALLOWED = "expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
@@ -29,12 +29,6 @@ def test_a_path_that_is_not_there_is_no_such_folder(path: str, form: str) -> Non
     found = problem(*form.format(path).split())
     relative = "" if path.startswith("/") else f" (relative to {Path.cwd()})"
     assert found == f"--model-path {path}: no such folder{relative}; {ALLOWED}"
-
-
-def test_serve_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--model-path", "/nope", "--port", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error == f"sparrow serve: error: --model-path /nope: no such folder; {ALLOWED}\n"
 
 
 def test_a_name_that_the_hub_does_not_have_says_both() -> None:
