@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence, sampled_tokens
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
-from sparrow_sglang.rl.policy.attention import ATTENTION
 from sparrow_sglang.rl.policy.chunked_logprobs import acceptance_between, token_logprobs
 from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, add_gradient
 from sparrow_sglang.rl.policy.packing import Packed, assign_to_ranks, build_micro_batch, idle, pack
 from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tensor, local
-from sparrow_sglang.rl.policy.sparse_policy import SparseRule
+from sparrow_sglang.rl.policy.sparse_policy import ATTENTION, SparseRule
 from sparrow_sglang.rl.policy.supported_models import unsupported
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule

@@ -3,18 +3,22 @@
 In: queries, keys and values of packed sequences, a schedule. Out: attention that is dense for the
 prompts and reads the budget's pages for the rest. Pages are selected exactly as
 `sparrow_sglang.attention_backends.reference` defines it; the selection is treated as constant, so
-gradients flow through the attention over the chosen pages only.
+gradients flow through the attention over the chosen pages only. transformers calls it under the
+name `ATTENTION`, with or without a rule.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparrow_sglang.attention_backends.landmarks import kept_pairs
 from sparrow_sglang.attention_backends.reference import (
@@ -23,10 +27,12 @@ from sparrow_sglang.attention_backends.reference import (
     kept_pages,
     page_landmarks,
 )
-from sparrow_sglang.rl.policy.packed_attention import causal_attention, padding
+from sparrow_sglang.rl.policy.packed_attention import causal_attention, like_lengths, padding
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, attend_by_blocks, block_mask
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
+
+ATTENTION = "sparrow_packed"
 
 SCORES_AT_ONCE = 1 << 23
 """Pages are ranked in chunks of about this many products of query and landmark, to bound memory."""
@@ -270,3 +276,44 @@ def _in_order(late: tuple[tuple[int, int], ...], device: torch.device) -> torch.
         parts += [np.arange(dense, dense + start), np.arange(rest, rest + end - start)]
         dense, rest = dense + start, rest + end - start
     return torch.as_tensor(np.concatenate(parts), device=device)
+
+
+def _attend_within_sequences(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    sequence_lengths: Sequence[int],
+    sparse_rule: SparseRule | None = None,
+    runs_twice: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of each sequence to itself over [1, heads, T, head_dim]: causal, or by the rule."""
+    inputs, layer = (query, key, value), cast(int, module.layer_idx)
+    spans = list(pairwise(accumulate(sequence_lengths, initial=0)))
+    runs = like_lengths(sequence_lengths)
+    if sparse_rule is None or layer in sparse_rule.schedule.dense_layers:
+        parts = [causal_attention(*inputs, spans[slice(*run)], scaling) for run in runs]
+    else:
+        if query.device.type == "cpu":
+            # On a CPU sequences run one by one, as padding them to one length would only add work.
+            runs = [(index, index + 1) for index in range(len(spans))]
+        parts = [
+            sparse_attention(
+                *inputs,
+                spans[slice(*run)],
+                sparse_rule.prompt_lengths[slice(*run)],
+                sparse_rule,
+                layer,
+                scaling,
+                runs_twice,
+            )
+            for run in runs
+        ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend_within_sequences)

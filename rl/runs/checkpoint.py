@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import random
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -40,7 +39,6 @@ _BEST = "best.json"
 _CARRIED = "carried.pt"
 _RANDOM = "random.pt"
 _STATE = "state.json"
-_NAME = re.compile(r"step-(\d{6,})")
 # Sections and single keys that may differ between a checkpoint and the run that resumes it: neither
 # the content of the checkpoint nor the order of the data depends on them.
 _FREE = (
@@ -210,7 +208,7 @@ class Checkpoints:
         return state
 
     def _complete(self) -> list[Path]:
-        folders = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
+        folders = [path for path in self._folder.glob("step-*") if path.name[5:].isdigit()]
         return sorted(folders, key=_step_of)
 
 
