@@ -31,7 +31,7 @@ from sparrow_sglang.benchmarks.kernels.cases import (
     Shape,
     replay_us,
 )
-from sparrow_sglang.benchmarks.kernels.peers import DECODE_PEERS, SELECT_PEERS
+from sparrow_sglang.benchmarks.kernels.peers import flashinfer_decode, torch_select
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
@@ -200,17 +200,14 @@ def time_peers(table: Table, pools: Pools) -> None:
         return {"us": round(replay_us(peer(case())), 2)}
 
     for shape in (Shape(16, 32768, 256), Shape(1, 32768, 256)):
+        title = f"{_select_name(shape)}: torch einsum + topk"
         selecting = cache(partial(SelectCase, pools, shape))
-        for name, select_peer in SELECT_PEERS.items():
-            title = f"{_select_name(shape)}: {name}"
-            table.measure(title, shape.select_bytes, partial(measure, select_peer, selecting))
+        table.measure(title, shape.select_bytes, partial(measure, torch_select, selecting))
     for shape in [*_QUICK_DECODE, _DENSE[0]]:
+        title = f"{_decode_name(shape)}: flashinfer"
         attending = cache(partial(DecodeCase, pools, shape))
-        for name, decode_peer in DECODE_PEERS.items():
-            title = f"{_decode_name(shape)}: {name}"
-            table.measure(
-                title, shape.decode_bytes(pools), partial(measure, decode_peer, attending)
-            )
+        num_bytes = shape.decode_bytes(pools)
+        table.measure(title, num_bytes, partial(measure, flashinfer_decode, attending))
 
 
 def sweep(table: Table, pools: Pools) -> None:

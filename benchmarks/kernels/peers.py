@@ -1,7 +1,4 @@
-"""Kernels of other libraries for the same work, launched on the inputs of the kernel benchmark."""
-
-from collections.abc import Callable
-from functools import partial
+"""Other libraries doing the same work as our kernels, on the inputs of the kernel benchmark."""
 
 import torch
 
@@ -15,11 +12,6 @@ from sparrow_sglang.benchmarks.kernels.cases import (
     SelectCase,
 )
 from sparrow_sglang.schedule import PAGE_SIZE
-
-
-def _few(count: int) -> range:
-    """Peers need not rotate through every set: a few hundred MB of inputs defeat the L2 cache."""
-    return range(min(count, 24))
 
 
 def torch_select(case: SelectCase) -> list[Launch]:
@@ -36,65 +28,8 @@ def torch_select(case: SelectCase) -> list[Launch]:
 
         return launch
 
-    return [one(which) for which in _few(len(case.q))]
-
-
-def flashinfer_topk(case: SelectCase, tie_break: int) -> list[Launch]:
-    """FlashInfer's exact radix top-k with page table transform; scoring is not included."""
-    import flashinfer
-
-    batch, pages = case.shape.batch, case.shape.pages
-    rows = batch * NUM_KV_HEADS
-    lengths = torch.full((rows,), pages, dtype=torch.int32, device="cuda")
-    row_to_batch = torch.arange(batch, device="cuda", dtype=torch.int32)
-    row_to_batch = row_to_batch.repeat_interleave(NUM_KV_HEADS)
-
-    def one(which: int) -> Launch:
-        scores = torch.randn(rows, pages, device="cuda")
-        return lambda: flashinfer.top_k_page_table_transform(
-            scores,
-            case.tables[which],
-            lengths,
-            case.shape.budget_pages,
-            row_to_batch=row_to_batch,
-            tie_break=tie_break,
-        )
-
-    return [one(which) for which in _few(len(case.q))]
-
-
-def minimax_select(case: SelectCase) -> list[Launch]:
-    """SGLang's MiniMax-M3 block scoring and top-k, with the landmarks as its key cache.
-
-    It scores blocks of 16 entries by their maximum and keeps 16 blocks, so it does less selection
-    than ours over the same bytes.
-    """
-    from sglang.kernels.ops.attention.minimax_sparse.decode.flash_with_topk_idx import (
-        flash_decode_with_topk_idx,
-    )
-
-    batch, pages = case.shape.batch, case.shape.pages
-    lengths = torch.full((batch,), pages, dtype=torch.int32, device="cuda")
-    rows = torch.arange(batch, device="cuda", dtype=torch.int32)
-
-    def one(which: int) -> Launch:
-        return lambda: flash_decode_with_topk_idx(
-            q=case.q[which][:, :: case.shape.group].contiguous(),
-            sink=None,
-            k_cache=case.pools.landmarks[0].squeeze(2),
-            v_cache=None,
-            req_to_token=case.tables[which],
-            seq_lens=lengths,
-            max_seqlen=pages,
-            slot_ids=rows,
-            block_size=16,
-            topk=16,
-            init_blocks=1,
-            local_blocks=1,
-            disable_index_value=True,
-        )
-
-    return [one(which) for which in _few(len(case.q))]
+    # A few hundred MB of inputs defeat the L2 cache.
+    return [one(which) for which in range(min(len(case.q), 24))]
 
 
 def flashinfer_decode(case: DecodeCase) -> list[Launch]:
@@ -146,47 +81,3 @@ def flashinfer_decode(case: DecodeCase) -> list[Launch]:
     if not error <= 5e-3:
         raise ValueError(f"the peer's relative error is {error:.1e}: expected at most 5e-3")
     return launches
-
-
-def minimax_decode(case: DecodeCase) -> list[Launch]:
-    """SGLang's MiniMax-M3 block-sparse GQA decode over the same pages."""
-    from sglang.kernels.ops.attention.minimax_sparse.decode.topk_sparse import (
-        flash_decode_with_gqa_share_sparse,
-    )
-
-    batch = case.shape.batch
-    rows = torch.arange(batch, device="cuda", dtype=torch.int32)
-    # The kernel takes logical block ids and one table for all heads. With an identity table over
-    # all slots, a logical block id is a page id.
-    pages = len(case.pools.k) // PAGE_SIZE
-    slots = torch.arange(pages * PAGE_SIZE, device="cuda", dtype=torch.int32)
-    req_to_token = slots[None].expand(batch, -1)
-    lengths = torch.full((batch,), pages * PAGE_SIZE, dtype=torch.int32, device="cuda")
-
-    def one(which: int) -> Launch:
-        blocks = case.page_ids[which].transpose(0, 1).contiguous()
-        return lambda: flash_decode_with_gqa_share_sparse(
-            q=case.q[which],
-            sink=None,
-            k_cache=case.pools.k,
-            v_cache=case.pools.v,
-            req_to_token=req_to_token,
-            seq_lens=lengths,
-            slot_ids=rows,
-            block_size=PAGE_SIZE,
-            topk_idx=blocks,
-        )
-
-    return [one(which) for which in _few(len(case.q))]
-
-
-SELECT_PEERS: dict[str, Callable[[SelectCase], list[Launch]]] = {
-    "torch einsum + topk": torch_select,
-    "flashinfer top-k only": partial(flashinfer_topk, tie_break=0),
-    "flashinfer top-k only, ties low": partial(flashinfer_topk, tie_break=1),
-    "sglang minimax score + top-16": minimax_select,
-}
-DECODE_PEERS: dict[str, Callable[[DecodeCase], list[Launch]]] = {
-    "flashinfer": flashinfer_decode,
-    "sglang minimax sparse": minimax_decode,
-}
