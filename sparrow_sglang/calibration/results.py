@@ -47,7 +47,11 @@ def write_schedules(job: Job) -> Iterator[str]:
     rule = job.rule
     least = 1.0 if rule is None else min(rule.selection.sparse_weights(rule.dense_layers))
     tails = MeasuredTails(by_budget, job.bin_tokens, job.options.min_tokens, least)
-    evidence = origin(job.model) | {"settings": job.settings, "tails": _all_tails(tails)}
+    rows = {
+        str(budget): [{"bin": index} | interval(tail) for index, tail in bins.items()]
+        for budget, bins in sorted(by_budget.items())
+    }
+    evidence = origin(job.model) | {"settings": job.settings, "tails": rows}
     yield f"measured: {TAIL_PERCENTILE:g}th percentile of the acceptance rate per bin and budget"
     yield f"{describe_tails(tails, job.targets)}\n"
     failures = []
@@ -176,18 +180,6 @@ def check_schedule(
         "min_tokens": min_tokens,
         "holds": "fails" not in verdicts and bool({"holds", "dense"} & set(verdicts)),
         "bins": rows,
-    }
-
-
-def _all_tails(tails: MeasuredTails) -> dict[str, Any]:
-    """All that was measured: budget -> bins with tail, interval and token count."""
-    names = {name: name for name in ("bin", "tokens", "tail")}
-    names |= {"low": "tail_low", "high": "tail_high"}
-    return {
-        str(budget): [
-            {name: getattr(tail, field) for name, field in names.items()} for tail in bins.values()
-        ]
-        for budget, bins in sorted(tails.by_budget.items())
     }
 
 

@@ -118,13 +118,13 @@ def test_every_measured_tail_is_printed(
     expected = []
     for budget, row in [(budget, row) for budget, rows in stored.items() for row in rows]:
         words = [budget, f"{row['tail']:.3f}"]
-        if row["low"] is not None:
+        if row["tail_low"] is not None:
             words.append(f"{row['low']:.3f}-{row['high']:.3f}")
         words.append(f"{row['tokens']}")
-        held = [target for target in ("0.75", "0.86") if (row["low"] or 0) >= float(target)]
+        held = [target for target in ("0.75", "0.86") if (row["tail_low"] or 0) >= float(target)]
         if row["tokens"] < 200:
             held = ["too", "few", "tokens"]
-        elif row["low"] is None:
+        elif row["tail_low"] is None:
             held = ["too", "few", "prompts"]
         words += held or ["-"]
         expected.append((row["bin"], int(budget), words))
@@ -155,7 +155,7 @@ def test_a_target_that_no_budget_holds_is_no_schedule(
     bins = {int(line.split("-")[0].removeprefix("positions ")) // 64 for line in hints}
     stored = BudgetSchedule.from_json(calibrated / "m-0.75.json").provenance["tails"]
     rows = [row for of_budget in stored.values() for row in of_budget]
-    filled = {row["bin"] for row in rows if row["tokens"] >= 200 and row["low"] is not None}
+    filled = {row["bin"] for row in rows if row["tokens"] >= 200 and row["tail_low"] is not None}
     assert bins == filled and all("came closest" in line and "; try " in line for line in hints)
     # A target that is held is still written.
     both = ["--target", "0.75", "0.99999", "--out", str(calibrated / "both.json")]
