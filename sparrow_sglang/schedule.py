@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -51,9 +51,9 @@ PAGE_SIZES = (16, 32, 64)
 PAGE_SIZE = 16
 """Tokens per page where nothing else is chosen."""
 _MEAN_WEIGHT_TOLERANCE = 1e-3
-# Tables on the device hold whole numbers of 32 bits.
 ENOUGH_TOKENS = 1000
 """Tokens of a bin from which on its tail counts as measured."""
+# Tables on the device hold whole numbers of 32 bits.
 MAX_TOKENS = 2**30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -89,7 +89,7 @@ class BudgetSchedule(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: StrictStr = Field(pattern=rf"^{NAME.pattern}\z")
-    page_size: StrictInt
+    page_size: Literal[16, 32, 64]
     bin_tokens: _Count = Field(gt=0)
     budget_tokens: tuple[_Count, ...] = Field(min_length=1)
     sink_pages: _Count = Field(default=1, ge=0)
@@ -111,10 +111,6 @@ class BudgetSchedule(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "BudgetSchedule":
         page = self.page_size
-        if page not in PAGE_SIZES:
-            raise ValueError(
-                f"page_size={quoted(page)} is not supported: expected one of {PAGE_SIZES}"
-            )
         if self.bin_tokens % page:
             raise ValueError(_not_whole_pages("bin_tokens", self.bin_tokens, page))
         floor = self.least_pages * page

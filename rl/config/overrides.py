@@ -5,6 +5,7 @@ In: nested values of a TOML file, and KEY=VALUE strings. Out: the overridden val
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from datetime import date, time
 from typing import Any
 
@@ -17,28 +18,22 @@ def with_overrides(values: Mapping[str, Any], settings: Sequence[str]) -> dict[s
     A value is read as TOML, and taken as it is if it is none. Raises `InputError` on a setting that
     is not KEY=VALUE.
     """
-    result = dict(values)
+    result = deepcopy(dict(values))
     for setting in settings:
         key, equals, text = setting.partition("=")
-        path = key.strip().split(".")
-        if not equals or not all(path):
+        *sections, name = key.strip().split(".")
+        if not equals or not all((*sections, name)):
             raise InputError(
                 f"--set {setting!r}: expected KEY=VALUE, the key with its section, such as"
                 " optimizer.lr=3e-6"
             )
-        _put(result, path, _value(text.strip()))
+        table = result
+        for section in sections:
+            if not isinstance(table.get(section), dict):
+                table[section] = {}
+            table = table[section]
+        table[name] = _value(text.strip())
     return result
-
-
-def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    first, *rest = path
-    if not rest:
-        values[first] = value
-        return
-    below = values.get(first)
-    # Copied, so that the caller's values do not change.
-    values[first] = dict(below) if isinstance(below, Mapping) else {}
-    _put(values[first], rest, value)
 
 
 def _value(text: str) -> Any:

@@ -21,7 +21,7 @@ from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_probl
 from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
 from sparrow_sglang.rl.runs.log import check_logging
-from sparrow_sglang.rl.tasks import Task, chat_render, load_task
+from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
@@ -99,7 +99,7 @@ def prepare(config: TrainConfig) -> Setup:
     tokenizer, model_config = _loaded(config, model_path)
     schedules = _schedules(config, model_config)
     variables = config.task.chat_template_kwargs
-    task = load_task(config.task, chat_render(tokenizer, **variables))
+    task = load_task(config.task, ChatRender(tokenizer, **variables))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
     sets = (sets or {"": ()}) if config.evaluation.every_steps else {}
     train = _short_enough("training", task.train, config)

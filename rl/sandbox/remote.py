@@ -3,11 +3,10 @@
 In: source, stdin and limits, as the body of POST /run_code. Out: a `SandboxResult`.
 """
 
-import json
 import time
-import urllib.error
-import urllib.request
 from typing import Any
+
+import httpx
 
 from sparrow_sglang.rl.sandbox.base import Limits, SandboxError, SandboxResult
 
@@ -47,22 +46,17 @@ def run_remotely(source: str, stdin: str, limits: Limits, url: str) -> SandboxRe
 
 
 def _post(url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     for attempt in range(ATTEMPTS):
         try:
-            with urllib.request.urlopen(request, timeout=seconds + QUEUE_S) as response:
-                answer = json.load(response)
-        except urllib.error.HTTPError as error:
-            problem: object = f"status {error.code} {error.reason}"
-            if error.code not in _TRY_AGAIN:
-                break
-        except (OSError, ValueError) as error:
-            problem = getattr(error, "reason", None) or error
+            response = httpx.post(url, json=body, timeout=seconds + QUEUE_S)
+            answer = response.json() if response.is_success else None
+        except (httpx.TransportError, ValueError) as error:
+            problem: object = error
         else:
             if isinstance(answer, dict):
                 return answer
-            problem = "the answer is no JSON object"
+            problem = f"status {response.status_code} {response.reason_phrase}, no JSON object"
+            if response.status_code not in _TRY_AGAIN:
+                break
         time.sleep(PAUSE_S * (attempt + 1))
     raise SandboxError(f"{url}: {problem}")

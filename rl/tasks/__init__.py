@@ -15,14 +15,14 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks import calculator, code, files, math, story
-from sparrow_sglang.rl.tasks.base import Render, SkippedRow, Task, chat_render
+from sparrow_sglang.rl.tasks.base import ChatRender, Render, SkippedRow, Task
 from sparrow_sglang.rl.tasks.imported import imported
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.turns import Reply
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, nearest_first
 
-__all__ = ["TASKS", "Render", "Task", "chat_render", "load_task"]
+__all__ = ["TASKS", "Render", "Task", "ChatRender", "load_task"]
 
 _FILE_TASKS = ("math", "code", "files")
 

@@ -95,16 +95,13 @@ class FileOptions(Options):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def chat_render(tokenizer: Any, **variables: Any) -> Render:
-    """Rendering by the chat template of a transformers tokenizer, with its `variables` set."""
+class ChatRender:
+    """Renders messages by the chat template of a transformers tokenizer, with its `variables` set.
 
-    return _ChatRender(tokenizer, variables)
+    `opens_thinking` says whether the last prompt ended with <think>.
+    """
 
-
-class _ChatRender:
-    """Renders chat messages; `opens_thinking` says whether the last prompt ended with <think>."""
-
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, **variables: Any) -> None:
         self._tokenizer, self._variables = tokenizer, variables
         self.opens_thinking = False
 
@@ -192,15 +189,11 @@ def _split(prompts: tuple[Prompt, ...]) -> tuple[tuple[Prompt, ...], tuple[Promp
 
 def _overlaps(train: Sequence[Prompt], heldout: Mapping[str, Sequence[Prompt]]) -> list[str]:
     trained = {prompt.input_ids for prompt in train}
-    counts = {
-        name: sum(prompt.input_ids in trained for prompt in prompts)
-        for name, prompts in heldout.items()
-    }
     return [
-        f"{count} of {len(heldout[name])} held-out prompts{' of ' + name if name else ''} are also"
+        f"{count} of {len(prompts)} held-out prompts{' of ' + name if name else ''} are also"
         " trained on"
-        for name, count in counts.items()
-        if count
+        for name, prompts in heldout.items()
+        if (count := sum(prompt.input_ids in trained for prompt in prompts))
     ]
 
 

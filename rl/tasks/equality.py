@@ -1,9 +1,10 @@
 r"""Whether two final answers are the same: `math-verify`, and rules for what it gets wrong.
 
 In: an expected answer and a given one, in LaTeX or plain notation. Out: equal or not. The rules:
-numbers are exact, so that 0.33 is not 1/3; x % is x or x / 100; words and letters of choices are
-compared as texts; a unit may be left out, but not be another one; lists have no order, tuples do;
-`x = 5` is 5; digits with a base are compared as written; what would take too long is not equal.
+decimals count to 15 places, so that 0.33 is not 1/3; x % is x or x / 100; words and letters of
+choices are compared as texts; a unit may be left out, but not be another one; lists have no order,
+tuples do; `x = 5` is 5; digits with a base are compared as written; what would take too long is not
+equal.
 """
 
 import logging
@@ -38,12 +39,10 @@ _NAMES = re.compile(
     )
 )
 _GROUPED = re.compile(r"(?<![\d.,])-?\d{1,3}(?:,\d{3})+(?![\d,])")
-_SPACED = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?![\d])")
 _MIXED = re.compile(
     r"(?<![\d.^_/])(\d+) *(?:\\frac *\{(\d+)\} *\{(\d+)\}|\\frac(\d)(\d)| (\d+)/(\d+))"
 )
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w)")
-_DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)")
 _DEGREES = re.compile(r"\^ *(?:\\circ|\{ *\\circ *\}) *(?:[CF]\b)?")
 _BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_(?:\{(\w+)\}|(\w+))")
 _BASES = dict(
@@ -137,7 +136,6 @@ def _parts(text: str) -> list[str]:
     text = (
         _GROUPED.sub(lambda found: found.group().replace(",", ""), text) if _is_flat(text) else text
     )
-    text = _SPACED.sub(lambda found: found.group().replace(" ", ""), text)
     whole = re.fullmatch(r"\\\{(.*)\\\}|\{.*\}", text, re.S)
     if text.startswith("{") and whole:
         # Braces that TeX would not print.
@@ -311,7 +309,7 @@ def _percent_readings(gold: str, answer: str) -> Iterator[tuple[str, str]]:
 
 
 def _verified(gold: str, answer: str) -> bool:
-    """The judgement of `math-verify`, with decimals as exact fractions."""
+    """The judgement of `math-verify`, which compares decimals to 15 places."""
     if re.sub(r"\s", "", gold) == re.sub(r"\s", "", answer):
         return True
     # Letters without spaces are a word, in whatever order; to the library they are a product.
@@ -338,8 +336,7 @@ def _bracket(text: str) -> str:
 def _exact(text: str) -> str:
     text = text.replace("@", "")
     text = _SCIENTIFIC.sub(lambda found: rf"{found[1]}\cdot 10^{{{int(found[2])}}}", text)
-    text = _MIXED.sub(_sum, text)
-    return _DECIMAL.sub(_fraction, text)
+    return _MIXED.sub(_sum, text)
 
 
 def _sum(found: re.Match[str]) -> str:
@@ -348,13 +345,6 @@ def _sum(found: re.Match[str]) -> str:
     if not 0 < above < below:
         return found.group()
     return rf"\frac{{{int(whole) * below + above}}}{{{below}}}"
-
-
-def _fraction(found: re.Match[str]) -> str:
-    decimals = found[2].rstrip("0")
-    if not decimals:
-        return found[1] or "0"
-    return rf"\frac{{{int(found[1] + decimals)}}}{{1{'0' * len(decimals)}}}"
 
 
 def _parsed(text: str) -> list[Any]:

@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -95,13 +94,8 @@ class RewardPool:
 
         Raises `RuntimeError` if a process cannot even load the function.
         """
-        work = _Work(self.reward)
-        for group in groups:
-            work.add(group)
-        work.deadline = time.monotonic() + self.total_timeout_s
-        while not work.done:
-            self._advance(work)
-        return work.scores(range(len(groups)))
+        with self.scoring() as scoring:
+            return scoring.scores([scoring.add(group) for group in groups])
 
     @contextmanager
     def scoring(self) -> Iterator["Scoring"]:
@@ -116,7 +110,7 @@ class RewardPool:
         finally:
             scoring.stop()
 
-    def _advance(self, work: "_Work", wake: Connection | None = None) -> None:
+    def _advance(self, work: "_Work", wake: Connection) -> None:
         """Hand out jobs, wait for a message of a worker or `wake`, or a deadline, and handle it."""
         if time.monotonic() > work.deadline:
             self._give_up(work)
@@ -157,15 +151,10 @@ class RewardPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _changed(self, wake: Connection | None, deadline: float) -> "list[Worker]":
+    def _changed(self, wake: Connection, deadline: float) -> list[Worker]:
         """Wait until a worker has a message or is past its deadline, or `wake` has a message.
 
         Waits until `deadline` at most. Returns these workers; a message on `wake` is read and
@@ -175,15 +164,11 @@ class RewardPool:
         deadlines = [worker.deadline for worker in busy if worker.deadline is not None]
         end = min([deadline, *deadlines])
         limit = None if end == math.inf else max(0.0, end - time.monotonic())
-        ready = wait([worker.connection for worker in busy] + ([wake] if wake else []), limit)
+        ready = wait([*(worker.connection for worker in busy), wake], limit)
         if wake in ready:
             wake.recv()
-        late = time.monotonic()
-        return [
-            worker
-            for worker in busy
-            if worker.connection in ready or (worker.deadline or 0.0) <= late
-        ]
+        now = time.monotonic()
+        return [one for one in busy if one.connection in ready or (one.deadline or 0.0) <= now]
 
 
 class _Work:
@@ -295,7 +280,9 @@ class Scoring:
         self._work.deadline = time.monotonic() + self._pool.total_timeout_s
         self._waker.send(None)
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._is_done())
+            self._changed.wait_for(
+                lambda: self._error or (len(self._work.groups) == self._count and self._work.done)
+            )
         self._work.deadline = math.inf
         if self._error is not None:
             raise self._error
@@ -314,9 +301,6 @@ class Scoring:
             self._pool.close()
         self._asleep.close()
         self._waker.close()
-
-    def _is_done(self) -> bool:
-        return len(self._work.groups) == self._count and self._work.done
 
     def _run(self) -> None:
         try:

@@ -1,8 +1,7 @@
 """The lower tail of the acceptance rate over tokens: a percentile per position bin.
 
 In: acceptance rates of tokens, with their bins and the prompt they came from. Out: tail
-percentile and mean per bin with confidence intervals, mergeable over workers. Imports neither torch
-nor SGLang.
+percentile and mean per bin with confidence intervals. Imports neither torch nor SGLang.
 """
 
 import zlib
@@ -51,9 +50,7 @@ class TailStatistics:
     Kept per bin: a histogram over the grid 0, 1/2000, ..., 1, to which each rate is rounded, so
     that percentiles are exact to 2.5e-4 however many tokens came in; and the exact sum. Tokens of
     one prompt resemble each other, so intervals that took them as independent would be too narrow:
-    each prompt is hashed into one of 64 clusters with a histogram of its own. Equal prompts fall
-    into equal clusters on every worker, so merging gives what one instance would have counted.
-    About 0.5 MB per bin.
+    each prompt is hashed into one of 64 clusters with a histogram of its own. About 0.5 MB per bin.
     """
 
     def __init__(self, bin_tokens: int = BIN_TOKENS) -> None:
@@ -89,18 +86,6 @@ class TailStatistics:
             cells = np.rint(inside * _STEPS).astype(np.int64)
             counts[row] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
             sums[row] += inside.sum()
-
-    def merge(self, other: "TailStatistics") -> None:
-        """Take over the tokens of `other`, which must have the same `bin_tokens`."""
-        if other.bin_tokens != self.bin_tokens:
-            raise ValueError(
-                f"bin_tokens={other.bin_tokens} cannot be merged into bins of {self.bin_tokens}:"
-                " expected equal bins; make both with the same bin_tokens"
-            )
-        for index in other._counts:
-            counts, sums = self._filled(index)
-            counts += other._counts[index]
-            sums += other._sums[index]
 
     def tokens(self) -> dict[int, int]:
         """Number of tokens per filled bin."""

@@ -80,10 +80,6 @@ def test_one_deadline_holds_for_all_rewards_of_a_step() -> None:
         assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
 
 
-def test_no_groups(pool: RewardPool) -> None:
-    assert pool.score([]).rewards == ()
-
-
 def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
     groups = [group("a", 0.0, ["1"]), group("b", 0.0, ["2", "3"], "length")]
     with RewardPool(told, workers=1) as pool:

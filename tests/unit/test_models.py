@@ -42,22 +42,6 @@ def test_it_is_converted_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) 
     assert visible(own_cache) == [MODEL]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
-def test_a_failed_conversion_leaves_nothing_and_the_next_one_succeeds(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def convert(gguf: Path, folder: Path, **_: object) -> None:
-        write_files(gguf, folder)
-        raise error
-
-    monkeypatch.setattr(models, "_convert", convert)
-    with pytest.raises(type(error)):
-        models.embedded_model()
-    assert visible(own_cache) == []
-    monkeypatch.setattr(models, "_convert", write_files)
-    assert visible(models.embedded_model()) == sorted(models.FILES)
-
-
 def test_a_damaged_model_and_leftovers_are_replaced(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,17 +56,6 @@ def test_a_file_gets_dated_lines_that_count_on(capsys: pytest.CaptureFixture[str
     assert last.endswith(" step 1/2 rollout 16/16 responses")
 
 
-def test_a_file_gets_every_count_after_a_while(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparrow_sglang.progress.COUNT_EVERY_S", 0.0)
-    finished = Progress(1, "step").counter("rollout", 3, "responses")
-    for _ in range(3):
-        finished()
-    counts = [line.split()[2] for line in capsys.readouterr().err.splitlines()]
-    assert counts == ["0/3", "1/3", "2/3", "3/3"]
-
-
 def test_a_terminal_gets_a_bar() -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))

@@ -30,7 +30,7 @@ from sparrow_sglang.rl.config import ClusterConfig, EngineConfig, TaskConfig
 from sparrow_sglang.rl.engines.buckets import pack
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.tasks import TASKS, chat_render
+from sparrow_sglang.rl.tasks import TASKS, ChatRender
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import ABORTED, Group
 
@@ -180,7 +180,7 @@ def test_responses_of_several_turns_stop_and_go_on(cluster, tmp_path):
     path = ascii_task.save_model_of_bytes(tmp_path, eos_token_id=[*ends])
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    prompts = ascii_task.load(TaskConfig(name=ascii_task.NAME), chat_render(tokenizer)).train
+    prompts = ascii_task.load(TaskConfig(name=ascii_task.NAME), ChatRender(tokenizer)).train
     arguments = SERVER_ARGS | {"skip_tokenizer_init": False, "grammar_backend": "none"}
     environment = Environment(ascii_task.say_more)
     engines = started(1, path, **arguments)

@@ -11,7 +11,7 @@ import torch
 from study import Walk, draw_walk, draw_walks, make_tokenizer, reward
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.tasks import chat_render, load_task
+from sparrow_sglang.rl.tasks import ChatRender, load_task
 from sparrow_sglang.rl.types import Prompt
 
 SETTINGS: dict[str, Any] = tomllib.loads(study.SETTINGS.read_text())
@@ -91,7 +91,7 @@ def test_a_pretrained_model_and_the_runs_task_agree(
     config = TrainConfig.parse(
         {"run_dir": tmp_path, "steps": 1, "task": {"name": "study:load", "options": OPTIONS}}, ""
     )
-    task = load_task(config.task, chat_render(tokenizer))
+    task = load_task(config.task, ChatRender(tokenizer))
     assert (len(task.train), len(task.heldout)) == (5, 3)
     walk = draw_walks(OPTIONS, 1, 7)[0]
     assert tokenizer.decode(task.heldout[0].input_ids) == walk.prompt()

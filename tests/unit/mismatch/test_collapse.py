@@ -87,10 +87,3 @@ def test_the_log_says_so_and_remembers_across_a_restart(tmp_path: Path) -> None:
     assert "entropy 0.400, p05 acceptance 0.900" in line
     assert "ALARM: entropy and reward have fallen while the tail rose" in line
     assert "ALARM" not in step_line(8, 11, written[8])
-
-
-def test_skipped_steps_are_in_the_line() -> None:
-    assert "2 optimizer steps skipped" in step_line(
-        0, 3, REST | {REWARD: 0.5, "actor/skipped_steps": 2.0}
-    )
-    assert "skipped" not in step_line(0, 3, REST | {REWARD: 0.5, "actor/skipped_steps": 0.0})

@@ -68,31 +68,6 @@ class TestTailStatistics:
         same, apart = statistics.bins()
         assert (same.tail, same.mean, apart.tail, apart.mean) == (1.0, 1.0, 0.0, 0.0)
 
-    @pytest.mark.parametrize("seed", range(3))
-    def test_merging_workers_equals_counting_at_once(self, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        made = requests(random, 90, 40, spread=0.5)
-        whole, workers = TailStatistics(), [TailStatistics() for _ in range(3)]
-        for name, bins, alpha in made:
-            whole.add(name, bins, alpha)
-            # The tokens of one request may even reach different workers.
-            cut = int(random.integers(0, len(alpha) + 1))
-            first, second = random.integers(0, 3, size=2)
-            workers[first].add(name, bins[:cut], alpha[:cut])
-            workers[second].add(name, bins[cut:], alpha[cut:])
-        for worker in workers[1:]:
-            workers[0].merge(worker)
-        merged, expected = workers[0].bins(), whole.bins()
-        assert len(merged) == len(expected) == 3
-        for got, want in zip(merged, expected, strict=True):
-            assert (got.tokens, got.tail, got.tail_low, got.tail_high) == (
-                want.tokens,
-                want.tail,
-                want.tail_low,
-                want.tail_high,
-            )
-            assert got.mean == pytest.approx(want.mean, rel=1e-12)
-
     @pytest.mark.parametrize("spread", [0.0, 0.6, 1.0])
     @pytest.mark.parametrize("clusters", [8, 20, 60])
     def test_confidence_intervals_cover_the_truth(self, clusters: int, spread: float) -> None:
@@ -138,8 +113,6 @@ class TestTailStatistics:
                 statistics.add("a", wrong, [0.5, 0.5])
         with pytest.raises(ValueError, match="bin_tokens=0"):
             TailStatistics(bin_tokens=0)
-        with pytest.raises(ValueError, match="cannot be merged"):
-            statistics.merge(TailStatistics(bin_tokens=100))
         assert statistics.bins() == []
         statistics.add("a", [0], [0.5])
         with pytest.raises(ValueError, match="percentile=0"):

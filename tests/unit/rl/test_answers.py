@@ -40,6 +40,7 @@ def test_a_prompt_that_opens_the_thinking_needs_its_end() -> None:
     prompt = Prompt("p", "math", (1,), {"answer": "4", "thinking": True})
     assert math.reward(prompt, r"so \boxed{4}") == 0
     assert math.reward(prompt, r"so 5?</think>\boxed{4}") == 1
+    assert math.reward(prompt, r"so 5?</think>\boxed{4}, but", finish_reason="length") == 0
     assert conclusion("a</think>b", "length") is None and conclusion("a</think>b") == "b"
 
 

@@ -20,38 +20,18 @@ def load(folder: Path, text: str) -> TrainConfig:
     return TrainConfig.load(path)
 
 
-def test_the_least_file_gives_the_documented_defaults(tmp_path: Path) -> None:
-    config = load(tmp_path, LEAST)
-    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (32, 8)
-    algorithm, optimizer = config.algorithm, config.optimizer
-    assert (algorithm.correction, algorithm.tis_cap) == ("tis", 2.0)
-    assert (algorithm.sequence_cap, algorithm.sequence_veto) == (2.0, 1e-4)
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
-    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
-    assert optimizer.grad_clip == 1.0
-
-
 BOUNDS = """
 steps=0: Input should be greater than 0
 run_dir='': expected a path, not an empty string
-seed=-1: Input should be greater than or equal to 0
+seed=2147483648: Input should be less than 2147483648
 model.dtype='fp16': Input should be 'float32' or 'bfloat16'
-cluster.trainers=0: Input should be greater than 0
 cluster=2: Input should be a valid table
-engine.server_args=3: Input should be a valid table
-checkpoint.every_steps=-1: Input should be greater than or equal to 0
 logging.wandb_project='': String should have at least 1 character
-task.columns='answer': Input should be a valid table
 task.columns.answer='': String should have at least 1 character
 rollout.samples_per_prompt=1: Input should be greater than or equal to 2
-rollout.truncated='drop': Input should be 'keep', 'mask' or 'penalty'
-rollout.oversubscribe=3: Input should be less than or equal to 2
 rollout.oversubscribe=nan: Input should be a finite number
 rollout.temperature=101: Input should be less than or equal to 100
 evaluation.pass_at=4: Input should be a valid array
-evaluation.top_p=1.5: Input should be less than or equal to 1
-algorithm.aggregation='mean': Input should be 'token_mean', 'sequence_mean' or 'constant'
-algorithm.mask_high=1: Input should be greater than 1
 algorithm.kl_coefficient=inf: Input should be a finite number
 distill.target_modules=[]: Value should have at least 1 item after validation, not 0
 ladder.target=1: Input should be less than 1
@@ -113,6 +93,7 @@ def test_values_of_the_file_arrive(tmp_path: Path) -> None:
         ),
         ("[cluster]\ntrainer = 4", r"\[cluster\] unknown key 'trainer': did you mean 'trainers'"),
         ("steps = 3 3", "not TOML"),
+        ('train_path = "a\\u0000b"', "expected a path without NUL"),
         ("[mismatch]\nsequences = true", "mismatch.sequences=True is not allowed: .* integer"),
         ("[mismatch]\nsequences = '16'", "mismatch.sequences='16' is not allowed: .* integer"),
         ("[logging]\ntensorboard = 0", "logging.tensorboard=0 is not allowed: .* boolean"),
@@ -133,20 +114,6 @@ def test_refusals_name_file_key_value_and_reason(tmp_path: Path, extra: str, mes
         load(tmp_path, f"{LEAST}{extra}\n")
     line = str(refused.value)
     assert line.startswith(f"{tmp_path}/train.toml: ") and "\n" not in line
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("run_dir = 'a\\u0000b'", "expected a path without NUL"),
-        ("run_dir = 'x'\nseed = -1", "seed=-1 is not allowed: .* greater than or equal to 0"),
-        ("run_dir = 'x'\nseed = 2147483648", "seed=2147483648 is not allowed: .* less than 2147"),
-    ],
-)
-def test_paths_and_seeds_that_nothing_takes(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as refused:
-        load(tmp_path, text.replace("'", '"') + '\ntask = {name = "story"}\n')
-    assert str(refused.value).isprintable()
 
 
 def test_a_cap_may_be_infinite_and_whole_numbers_are_numbers(tmp_path: Path) -> None:

@@ -11,90 +11,12 @@ from task_files import jsonl, load, render
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskConfig
-from sparrow_sglang.rl.tasks import TASKS, chat_render, code, load_task, math, story
+from sparrow_sglang.rl.tasks import TASKS, ChatRender, code, load_task, math, story
 from sparrow_sglang.rl.types import Prompt
 
 
 def sums(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("1/2", r"so we get $\frac{1}{2}$."),
-        ("0.5", r"the answer is \boxed{\frac{1}{2}}"),
-        ("42", "I think 41, no: the final answer is $42$"),
-        (r"\sqrt{8}", r"\boxed{2\sqrt{2}}"),
-        ("x^2+2x+1", r"$(x+1)^2$"),
-        ("(1,2)", r"$(1, 2)$"),
-        (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}"),
-        ("1000", r"\boxed{1,000}"),
-        (r"\boxed{7}", "The answer is 7."),
-        ("$50\\%$", r"\boxed{50\%}"),
-    ],
-)
-def test_equal_answers_score_one(answer: str, text: str, tmp_path: Path) -> None:
-    task = load("math", jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "answer": answer}] * 10))
-    assert math.reward(task.train[0], text) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("1/2", r"$\frac{1}{3}$"),
-        ("42", "42 is wrong, it is $43$"),
-        ("42", "no idea"),
-        ("42", ""),
-        (r"\sqrt{8}", r"\boxed{\sqrt{2}}"),
-        ("x^2+2x+1", r"$(x-1)^2$"),
-        ("(1,2)", r"$(2, 1)$"),
-        ("-3", r"\boxed{3}"),
-    ],
-)
-def test_other_answers_score_zero(answer: str, text: str, tmp_path: Path) -> None:
-    task = load("math", jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "answer": answer}] * 10))
-    assert math.reward(task.train[0], text) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "finish_reason", "expected"),
-    [
-        ("<think>... so maybe 144", "length", 0.0),
-        ("<think>... so maybe 144", "stop", 0.0),
-        (r"<think>surely \boxed{144}", "stop", 0.0),
-        # Here the chat template has opened the thinking.
-        (r"so maybe \boxed{144}, but", "length", 0.0),
-        ("<think>so 12? no</think>It is 144.", "stop", 1.0),
-        (r"<think>so \boxed{144}</think>It is \boxed{12}.", "stop", 0.0),
-        ("<think>so 144</think>I do not know.", "stop", 0.0),
-        ("<think>a</think>144<think>b", "stop", 0.0),
-        (r"\boxed{144}", "stop", 1.0),
-        (r"\boxed{144} wait, that is wrong", "stop", 0.0),
-        (r"\boxed{12}, no: \boxed{144}", "stop", 1.0),
-        (r"\boxed{144}, no: \boxed{12}", "stop", 0.0),
-        (r"$\boxed{144}$. There is no other solution.", "stop", 1.0),
-        (r"\boxed{144} Therefore the answer is 144.", "stop", 1.0),
-        (r"\boxed{144} Therefore the answer is 145.", "stop", 0.0),
-        (r"\boxed{144} Actually, 145.", "stop", 0.0),
-        (r"\boxed{\frac{288}{2}} and $12^2$ is the same", "stop", 1.0),
-        (r"\boxed{14", "stop", 0.0),
-    ],
-)
-def test_math_pays_for_finished_answers_only(
-    text: str, finish_reason: str, expected: float
-) -> None:
-    prompt = Prompt("p", "math", (1,), {"answer": "144"})
-    assert math.reward(prompt, text, finish_reason=finish_reason) == expected
-
-
-@pytest.mark.parametrize("answer", [r"\$18.90", r"$\$18.90$", "18.90", "$18.90$"])
-def test_math_reads_a_printed_dollar_as_part_of_the_answer(answer: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "How much?", "answer": answer}]
-    prompt = load("math", jsonl(tmp_path / "data.jsonl", rows)).train[0]
-    for text in (r"\boxed{\$18.90}", r"\boxed{18.90}"):
-        assert math.reward(prompt, text, finish_reason="stop") == 1
-    assert math.reward(prompt, r"\boxed{\$18.91}", finish_reason="stop") == 0
 
 
 def test_few_examples_are_all_trained_on(tmp_path: Path) -> None:
@@ -106,7 +28,7 @@ def test_a_chat_template_that_refuses_a_message_is_named_with_its_row(tmp_path: 
     def refusing(messages: Any, **_: Any) -> str:
         raise jinja2.TemplateError("System role not supported")
 
-    render = chat_render(SimpleNamespace(apply_chat_template=refusing))
+    render = ChatRender(SimpleNamespace(apply_chat_template=refusing))
     path = jsonl(tmp_path / "data.jsonl", sums(1))
     config = TaskConfig(name="math", train_path=path)
     with pytest.raises(InputError, match="data.jsonl:1: the model's chat template refuses"):
@@ -312,7 +234,7 @@ def test_more_stories_than_there_are_words_for_are_refused() -> None:
     load("story")
 
 
-def test_chat_rendering_opens_the_assistants_turn_and_adds_no_special_token() -> None:
+def test_ChatRendering_opens_the_assistants_turn_and_adds_no_special_token() -> None:
     class Tokenizer:
         def apply_chat_template(self, messages: list[dict[str, str]], **how: bool) -> str:
             assert how.pop("enable_thinking") is False
@@ -323,7 +245,7 @@ def test_chat_rendering_opens_the_assistants_turn_and_adds_no_special_token() ->
             assert not add_special_tokens
             return SimpleNamespace(input_ids=list(text.encode()))
 
-    render = chat_render(Tokenizer(), enable_thinking=False)
+    render = ChatRender(Tokenizer(), enable_thinking=False)
     assert render([{"role": "user", "content": "Hi"}]) == tuple(b"Hi>")
 
 
@@ -375,7 +297,7 @@ def test_a_reward_of_ones_own_sees_the_columns_of_its_row(tmp_path: Path) -> Non
     assert task.reward is jsonl
     payloads = {p.payload["extra_info"]["index"]: p.payload for p in (*task.train, *task.heldout)}
     assert payloads[5]["reward_model"] == {"style": "rule", "ground_truth": "6"}
-    with pytest.raises(InputError, match="task.options.reward='task_files:x': .* no function 'x'"):
+    with pytest.raises(InputError, match="task.options.reward='task_files:x': .* no attribute 'x'"):
         load("files", path, options={"reward": "task_files:x"})
     with pytest.raises(InputError, match="task.options.reward is missing"):
         load("files", path)

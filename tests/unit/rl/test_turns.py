@@ -10,7 +10,7 @@ from transformers import AddedToken, AutoTokenizer
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.metrics import kv_metrics, prefill_metrics
-from sparrow_sglang.rl.tasks import calculator, chat_render, load_task
+from sparrow_sglang.rl.tasks import ChatRender, calculator, load_task
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
@@ -29,7 +29,7 @@ ENVIRONMENT = Environment({"test": lambda prompt, turns: TOOL})
 def turn_of(tokenizer, text: str, ended: bool = True) -> Rollout:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     ids += [tokenizer.eos_token_id] if ended else []
-    prompt = chat_render(tokenizer)([QUESTION])
+    prompt = ChatRender(tokenizer)([QUESTION])
     reason = "stop" if ended else "length"
     return Rollout("0", 0, prompt, tuple(ids), np.zeros(len(ids)), reason, "0", "s", text)
 
@@ -43,7 +43,7 @@ def test_the_next_turn_sees_what_the_template_would_render(tokenizer) -> None:
     rollout = turn_of(tokenizer, said)
     more = ENVIRONMENT.answered(rollout, prompt_of(rollout), tokenizer, 100)
     assert more.response_ids[: len(rollout.response_ids)] == rollout.response_ids
-    whole = chat_render(tokenizer)([QUESTION, {"role": "assistant", "content": said}, TOOL])
+    whole = ChatRender(tokenizer)([QUESTION, {"role": "assistant", "content": said}, TOOL])
     assert more.prompt_ids + more.response_ids == whole
     assert (more.finished, more.turns, more.segments) == (False, (said, ""), rollout.segments)
 
@@ -64,7 +64,7 @@ def test_a_turn_is_ended_once_by_a_token_without_a_role(tokenizer) -> None:
     )
     more = ENVIRONMENT.answered(rollout, prompt_of(rollout), other, 100)
     said = {"role": "assistant", "content": "6"}
-    assert more.prompt_ids + more.response_ids == chat_render(other)([QUESTION, said, TOOL])
+    assert more.prompt_ids + more.response_ids == ChatRender(other)([QUESTION, said, TOOL])
 
 
 def test_a_response_ends_where_nothing_follows(tokenizer, warnings) -> None:
@@ -135,7 +135,7 @@ def test_the_calculator_evaluates_integers_only() -> None:
 def test_the_calculator_answers_so_many_calls_and_the_last_turn_counts(tokenizer) -> None:
     task = load_task(
         TaskConfig(name="calculator", options={"train": 3, "heldout": 2, "calls": 1}),
-        chat_render(tokenizer),
+        ChatRender(tokenizer),
     )
     assert (len(task.train), len(task.heldout)) == (3, 2)
     prompt = task.train[0]
