@@ -74,9 +74,6 @@ def test_one_deadline_holds_for_all_rewards_of_a_step() -> None:
         scores = pool.score(groups)
         assert time.monotonic() - before < 60
         assert (scores.rewards[0][0], scores.timeouts) == (7, 40)
-        with pool.scoring() as scoring:
-            numbers = [scoring.add(one) for one in groups]
-            assert scoring.scores(numbers).timeouts == 40
         assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
 
 
