@@ -120,19 +120,15 @@ class Checkpoints:
         """The checkpoint with the most steps, or None."""
         return next(reversed(self._complete()), None)
 
-    def is_best(self, pass_rate: float) -> bool:
-        """Whether `pass_rate` is above those of all evaluations so far."""
-        best = self._best()
-        return best is None or pass_rate > best["pass_rate"]
+    def best(self) -> dict[str, Any]:
+        """`step` and `pass_rate` of the best evaluation so far; empty before the first."""
+        path = self._folder / _BEST
+        return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
     def set_best(self, step: int, pass_rate: float) -> None:
         """Keep the checkpoint of `step`, if there is one, until another is better."""
         self._folder.mkdir(exist_ok=True)
         write_json(self._folder / _BEST, {"step": step, "pass_rate": pass_rate})
-
-    def _best(self) -> dict[str, Any] | None:
-        path = self._folder / _BEST
-        return json.loads(path.read_text("utf-8")) if path.exists() else None
 
     def begin(self, config: TrainConfig, resume: bool, prompts: str) -> Path | None:
         """The checkpoint to resume from, None for a run that starts from the beginning.
@@ -183,9 +179,9 @@ class Checkpoints:
             del fields["carried"]
             write_json(draft / _STATE, fields)
             _follow_umask(draft)
-        best = self._best() or {}
+        best = self.best().get("step")
         for old in self._complete()[: -self._keep]:
-            if _step_of(old) != best.get("step"):
+            if _step_of(old) != best:
                 shutil.rmtree(old)
         return target
 

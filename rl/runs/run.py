@@ -68,7 +68,8 @@ class Run:
 
     def keep_if_best(self, pass_rate: float) -> None:
         """Keep a checkpoint of the policy, if no earlier evaluation was as good as this one."""
-        if self.checkpoints.is_best(pass_rate):
+        best = self.checkpoints.best()
+        if not best or pass_rate > best["pass_rate"]:
             self.save()
             self.checkpoints.set_best(self.state.step, pass_rate)
 
