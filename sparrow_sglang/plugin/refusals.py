@@ -252,14 +252,21 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     kinds = set(map(str, layer_types_of(text)))
     other_kinds = sorted(kinds - {FULL, WINDOW, LINEAR})
     model = " ".join(model_config.hf_config.architectures or ["this model"])
-    if _lacks_interval(model_config):
+    is_known = bool(set(_LINEAR_MODELS).intersection(model_config.hf_config.architectures or ()))
+    if is_known and getattr(text, "full_attention_interval", None) is None:
         return [
             f"model {model}: config.json has no full_attention_interval, by which SGLang tells"
             " layers with linear attention from others; transformers leaves it out where it saves"
             ' a model. Add it, such as "full_attention_interval": 4'
         ]
-    is_hybrid = hybrid_config(model_config) is not None or LINEAR in kinds
-    is_linear = _is_linear_hybrid(model_config)
+    hybrid = hybrid_config(model_config)
+    # SGLang and this package must agree on which layers are linear.
+    is_linear = (
+        is_known
+        and hybrid is not None
+        and {*hybrid.full_attention_layer_ids}
+        == {*range(num_layers_of(text))}.difference(linear_layers(text))
+    )
     properties = {
         "multi-head latent attention (MLA): there are no keys per head": (
             model_config.attention_arch.name == "MLA"
@@ -268,7 +275,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         " state of linear attention as in Qwen3-Next and Qwen3.5": (
             bool(other_kinds)
             or model_config.attention_chunk_size is not None
-            or (is_hybrid and not is_linear)
+            or ((hybrid is not None or LINEAR in kinds) and not is_linear)
         ),
         f"linear attention in SGLang {installed_version()}: fitted to"
         f" {' and '.join(_LINEAR_SGLANG)}": (
@@ -332,23 +339,6 @@ def rank_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> lis
             " cannot share evenly; pass an --ep-size that divides them"
         )
     return problems
-
-
-def _has_known_linear_layers(model_config: "ModelConfig") -> bool:
-    return bool(set(_LINEAR_MODELS).intersection(model_config.hf_config.architectures or ()))
-
-
-def _lacks_interval(model_config: "ModelConfig") -> bool:
-    interval = getattr(model_config.hf_text_config, "full_attention_interval", None)
-    return _has_known_linear_layers(model_config) and interval is None
-
-
-def _is_linear_hybrid(model_config: "ModelConfig") -> bool:
-    """Whether SGLang and this package agree on which layers of a known model are linear."""
-    text, config = model_config.hf_text_config, hybrid_config(model_config)
-    whole = set(range(num_layers_of(text))).difference(linear_layers(text))
-    known = _has_known_linear_layers(model_config)
-    return known and config is not None and set(config.full_attention_layer_ids) == whole
 
 
 def _lacks_triton() -> bool:

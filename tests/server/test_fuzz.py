@@ -19,9 +19,8 @@ FIRST = int(os.environ.get("SPARROW_FUZZ_FIRST", "0"))
 # Most cases go to the kinds that are cheap to test.
 SHARES = {
     "schedule_file": 0.4,
-    "schedule_name": 0.07,
     "run_configuration": 0.3,
-    "request_option": 0.15,
+    "request_option": 0.22,
     "request": 0.04,
     "schedule_route": 0.02,
     "adapter_route": 0.02,

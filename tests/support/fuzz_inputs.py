@@ -1,4 +1,4 @@
-"""Fuzz cases without a server: schedule files and names, run configurations, request options."""
+"""Fuzz cases without a server: schedule files, run configurations, request options."""
 
 import json
 import math
@@ -16,7 +16,6 @@ from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.request_options import RequestError, RequestOption
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import known_schedules, load_schedule
 from sparrow_sglang.selection import SelectionRule
 
 SCHEDULE = {"name": "mine", "page_size": 16, "bin_tokens": 64, "budget_tokens": [64, 80, 112]}
@@ -202,22 +201,6 @@ def _field(value: Any) -> bool:
     return _whole(value) or isinstance(value, str)
 
 
-def schedule_name(draw: random.Random, folder: Path) -> str | None:
-    """A schedule name, as --sparrow-schedule, a run or a request may give it."""
-    name = draw.choice([*known_schedules(), "fixed-512", "fixed-", "./s.json", "/", "s.json", ""])
-    for _ in range(draw.choice([0, 1, 1, 2])):
-        at = draw.randrange(len(name) + 1)
-        part = draw.choice([str(draw.randrange(10**4)), "9" * 5000, "٣", "\x00", "\n", "/", "x"])
-        name = draw.choice([name[:at] + part + name[at:], name[:at], str(odd_value(draw))])
-    found, message = outcome(lambda: load_schedule(name, 16), ScheduleError)
-    if message is not None:
-        number = re.fullmatch(r"fixed-([0-9]{1,9})", name)
-        if number and int(number[1]) >= 48 and int(number[1]) % 16 == 0:
-            return f"a right budget is refused: {message}"
-        return complaint(message, [Change("", name), Change(name, MISSING)])
-    return None if found.name in (name, f"fixed-{name[6:]}") else f"{name!r} gave {found.name!r}"
-
-
 def run_configuration(draw: random.Random, folder: Path) -> str | None:
     """A TOML file of `sparrow train` must give its own values, or a one-line error."""
     fields, changes = _changed_run(draw)
@@ -355,7 +338,6 @@ def is_option(given: Any, names: tuple[str, ...], floor: int) -> bool:
 
 KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
     "schedule_file": schedule_file,
-    "schedule_name": schedule_name,
     "run_configuration": run_configuration,
     "request_option": request_option,
 }
@@ -372,13 +354,3 @@ def problems(kind: str, seed: int, numbers: range, folder: Path) -> list[str]:
         if problem is not None:
             found.append(f"{name}: {problem[:1500]}")
     return found
-
-
-if __name__ == "__main__":
-    import sys
-    import tempfile
-
-    kind, seed, first, last = sys.argv[1], *map(int, sys.argv[2:])
-    with tempfile.TemporaryDirectory() as folder:
-        for line in problems(kind, seed, range(first, last), Path(folder)):
-            print(line)
