@@ -11,6 +11,7 @@ The cost is one copy of [batch, hidden size] per decode step, captured in its CU
 for slots x steps x hidden size numbers.
 """
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from math import isnan
@@ -43,7 +44,7 @@ def remember_places(
     if not _records() or not forward_batch.forward_mode.is_extend():
         return
     model = batch.model_config
-    _the_record(model.hidden_size, model.dtype, batch.device).assign(
+    _the_record(model.hidden_size, model.dtype).assign(
         [kv_of(req).req_pool_idx for req in batch.reqs],
         [_place(req, RECORD) for req in batch.reqs],
         [len(req.output_ids) for req in batch.reqs],
@@ -72,7 +73,7 @@ def keep_or_compare(
     """
     if not _records():
         return original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
-    record = _the_record(hidden_states.shape[1], hidden_states.dtype, hidden_states.device)
+    record = _the_record(hidden_states.shape[1], hidden_states.dtype)
     if batch.forward_mode.is_decode():
         record.keep(hidden_states, batch.req_pool_indices, batch.seq_lens)
     output = original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
@@ -102,13 +103,11 @@ def _records() -> bool:
     return VARIABLE in os.environ and PROCESS.scheduler is not None
 
 
-def _the_record(hidden_size: int, dtype: Any, device: Any) -> "StepRecord":
-    state = require_scheduler_state()
-    if state.record is None:
-        slots, steps = _size()
-        rows = state.budgets.tensors.options.shape[0]
-        state.record = StepRecord(slots, steps, rows, hidden_size, dtype, device)
-    return state.record
+@functools.cache
+def _the_record(hidden_size: int, dtype: Any) -> "StepRecord":
+    """The record of this scheduler, made at its first step."""
+    options = require_scheduler_state().budgets.tensors.options
+    return StepRecord(*_size(), options.shape[0], hidden_size, dtype, options.device)
 
 
 def _place(request: Any, key: str) -> Place | None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from sparrow_sglang.attention_backends.metadata import BudgetTable
     from sparrow_sglang.plugin.audit.auditor import Auditor
-    from sparrow_sglang.plugin.exact_acceptance import Place, StepRecord
 
 
 @dataclass
@@ -57,16 +56,15 @@ class SchedulerState:
         guard: gets an announcement of each decode batch.
         audited: whether some requests of this server are audited.
         temperatures: of the audited requests of the latest batch, by row, where not 1.
-        record: hidden states of decode steps, in a server that records them.
-        compared: places of the latest prefill's requests that are to be compared, by request id.
+        compared: of the latest prefill's requests that `exact_acceptance` compares, by request id,
+            slot and number of prompt tokens.
     """
 
     budgets: "BudgetTable"
     guard: DecodeGuard = field(default_factory=DecodeGuard)
     audited: bool = False
     temperatures: dict[int, float] = field(default_factory=dict)
-    record: "StepRecord | None" = None
-    compared: "dict[str, Place]" = field(default_factory=dict)
+    compared: dict[str, tuple[int, int]] = field(default_factory=dict)
     _options: "WeakKeyDictionary[Req, RequestOption]" = field(
         default_factory=WeakKeyDictionary, init=False
     )
