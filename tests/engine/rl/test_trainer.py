@@ -25,6 +25,7 @@ from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.collect import base
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
+from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
 from sparrow_sglang.rl.runs.checkpoint import owned
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
@@ -189,7 +190,7 @@ def during_rollout(monkeypatch, signum: int = signal.SIGKILL, method: str = "gen
 
 
 def during_the_update(monkeypatch) -> None:
-    step = torch.optim.AdamW.step
+    step = ClippedAdamW.step
 
     def doomed(optimizer, *args):
         result = step(optimizer, *args)
@@ -197,7 +198,7 @@ def during_the_update(monkeypatch) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", doomed)
+    monkeypatch.setattr(ClippedAdamW, "step", doomed)
 
 
 def during_the_checkpoint(monkeypatch) -> None:
