@@ -90,7 +90,7 @@ def _schedule_problem(found: BudgetSchedule, fields: Mapping[str, Any], folder: 
         given["selection"] = rule.model_dump(mode="json")
     if (got := found.model_dump(mode="json")) | given != got:
         return f"read as {got}"
-    page, bins = fields["page_size"], fields["budget_tokens"]
+    page, bins = found.page_size, fields["budget_tokens"]
     for length in (1, page, fields["bin_tokens"], 5 * fields["bin_tokens"] + 1, 10**6):
         pages = math.ceil(length / page)
         budget = bins[min(pages * page // fields["bin_tokens"], len(bins) - 1)]
@@ -108,7 +108,7 @@ def is_schedule(fields: Any) -> bool:
         "name": lambda v: (
             isinstance(v, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", v) is not None
         ),
-        "page_size": lambda v: _whole(v) and v in (16, 32, 64),
+        "page_size": lambda v: v in (16, 32, 64),
         "bin_tokens": lambda v: _count(v, 1),
         "budget_tokens": lambda v: isinstance(v, list) and v != [] and all(map(_count, v)),
         "sink_pages": lambda v: _count(v, 0),
