@@ -148,9 +148,9 @@ def model_problem(path: str, error: Exception) -> str:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-    if Path(path).is_dir() and not Path(path, "config.json").exists():
-        what = "the folder has no config.json"
-    elif Path(path).exists():
+    if problem := path_problem(path):
+        return problem
+    if Path(path).exists():
         what = reason
     elif _caused_by(error, HFValidationError):
         what = f"no such folder{relative_note(path)}"

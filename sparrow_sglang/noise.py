@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Callable
 
 VARIABLE = "SPARROW_LEAVE_OUT_NOISE"
 """Set for the processes that a command starts."""
@@ -23,16 +24,12 @@ _LOGGED = {
 }
 
 
-class _LeaveOut(logging.Filter):
-    def __init__(self, beginning: str) -> None:
-        super().__init__()
-        self._beginning = re.compile(beginning)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not self._beginning.match(record.getMessage())
+def _others_than(beginning: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not re.match(beginning, record.getMessage())
 
 
-_FILTERS = {source: _LeaveOut(beginning) for source, beginning in _LOGGED.items()}
+# Made once, so that a logger does not get a second one.
+_FILTERS = {source: _others_than(beginning) for source, beginning in _LOGGED.items()}
 
 
 def leave_out() -> None:

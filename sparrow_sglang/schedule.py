@@ -19,12 +19,10 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
-    SerializerFunctionWrapHandler,
     StrictBool,
     StrictInt,
     StrictStr,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -160,14 +158,6 @@ class BudgetSchedule(BaseModel):
                 f" dense_layers={quoted(list(self.dense_layers))} is {mean:.6g}: expected 1, so"
                 " that sparse layers read the budget on average"
             )
-
-    @model_serializer(mode="wrap")
-    def _without_published_rule(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the published rule, as files of earlier versions do."""
-        fields: dict[str, Any] = handler(self)
-        if self.selection == SelectionRule():
-            fields.pop("selection", None)
-        return fields
 
     @cached_property
     def sparse_weights(self) -> tuple[float, ...]:

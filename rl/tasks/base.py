@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import relative_note
 from sparrow_sglang.rl.config import TaskSource
-from sparrow_sglang.rl.tasks.formats import is_code, read_example
+from sparrow_sglang.rl.tasks.formats import read_example
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.tasks.rows import KINDS, is_hub, read_rows
 from sparrow_sglang.rl.turns import Reply
@@ -264,9 +264,8 @@ class _File:
             name, example = "columns of the settings", {**row, **given}
         else:
             name, example = read_example({**row, **given})
-        if is_code(example) != (self._kind == "code") and (
-            is_code(example) or example.get("answer") is not None
-        ):
+        is_code = example.get("tests") is not None
+        if is_code != (self._kind == "code") and (is_code or example.get("answer") is not None):
             return None
         self._formats[name] += 1
         return example

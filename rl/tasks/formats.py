@@ -37,11 +37,6 @@ def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
     return "prompt and answer or tests", _named(row)
 
 
-def is_code(example: Mapping[str, Any]) -> bool:
-    """Whether an example has tests instead of an answer."""
-    return example.get("tests") is not None
-
-
 def _of_verl(row: Mapping[str, Any]) -> Example:
     truth = row["reward_model"].get("ground_truth")
     example = _named(row)
@@ -100,7 +95,8 @@ def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
         return "problem and tests", _named(row) | {"prompt": prompt}
     answer, solution = _first(row, _ANSWERS), _first(row, _SOLUTIONS)
     if isinstance(answer, str) and "####" in answer:
-        return "GSM8K (question, answer after ####)", {"prompt": prompt, "answer": _after(answer)}
+        answer = answer.rpartition("####")[2].strip()
+        return "GSM8K (question, answer after ####)", {"prompt": prompt, "answer": answer}
     if answer is None and isinstance(solution, str):
         box = last_box(solution)
         if box is None or not box[0].strip():
@@ -109,10 +105,6 @@ def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
     if isinstance(answer, str) and answer.strip().lower() in _NO_ANSWER:
         raise ValueError(f"answer={answer!r} cannot be compared")
     return "problem and answer", {"prompt": prompt, "answer": answer}
-
-
-def _after(answer: str) -> str:
-    return answer.rpartition("####")[2].strip()
 
 
 def _named(row: Mapping[str, Any]) -> Example:

@@ -78,11 +78,6 @@ class RewardPool:
         timeout_s: float = 30.0,
         total_timeout_s: float = 300.0,
     ) -> None:
-        if workers < 1 or timeout_s <= 0:
-            raise ValueError(
-                f"workers={workers}, timeout_s={timeout_s}: expected at least one process and a"
-                f" time above 0"
-            )
         self.reward = reward
         self._count = workers
         self._timeout_s = timeout_s

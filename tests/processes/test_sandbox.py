@@ -207,17 +207,6 @@ def test_running_for_ever_is_stopped() -> None:
     assert result.limit == "wall_clock" and time.monotonic() - before < 60
 
 
-def test_other_processes_are_out_of_reach() -> None:
-    bystander = subprocess.Popen(["sleep", "60"])
-    try:
-        for pid in (bystander.pid, os.getpid(), -1):
-            assert reward_of(f"import os; os.kill({pid}, 9)" + ANSWER) == 0.0
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
 @pytest.fixture
 def bystander() -> Iterator["subprocess.Popen[bytes]"]:
     """A process outside, of the same user as the program."""
@@ -226,6 +215,12 @@ def bystander() -> Iterator["subprocess.Popen[bytes]"]:
     yield process
     process.kill()
     process.wait()
+
+
+def test_other_processes_are_out_of_reach(bystander: "subprocess.Popen[bytes]") -> None:
+    for pid in (bystander.pid, os.getpid(), -1):
+        assert reward_of(f"import os; os.kill({pid}, 9)" + ANSWER) == 0.0
+    assert bystander.poll() is None
 
 
 def test_descriptors_cannot_signal_other_processes(bystander: "subprocess.Popen[bytes]") -> None:
