@@ -9,35 +9,30 @@ import argparse
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import openai
-
+from sparrow_sglang import noise
 from sparrow_sglang.command_line import at_least
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
 
-START_LIMIT_S, STOP_LIMIT_S = 240, 30
-SPARROW = [sys.executable, "-m", "sparrow_sglang.commands.cli"]
-SCHEDULE = f"{EMBEDDED_MODEL_NAME}-0.86"
 # In plain torch, 32-bit arithmetic is the fast path of most CPUs, and so is a prompt in one chunk.
-# The long prompt warms the server up well enough.
-SERVE = [*SPARROW, "serve", "--attention-backend", "sparrow", "--sparrow-schedule", SCHEDULE]
-SERVE += (
-    "--dtype float32 --page-size 16 --chunked-prefill-size 8192 --max-total-tokens 9216"
-    " --log-level warning --skip-server-warmup"
-).split()
+ENGINE = {
+    "attention_backend": "sparrow",
+    "sparrow_schedule": f"{EMBEDDED_MODEL_NAME}-0.86",
+    "dtype": "float32",
+    "page_size": 16,
+    "chunked_prefill_size": 8192,
+    "max_total_tokens": 9216,
+    "log_level": "error",
+}
 TRAINING = Path(__file__).with_name("story_smollm2.toml")
 
 # About 5,000 tokens of English that comes with every Python.
@@ -48,27 +43,18 @@ QUESTION = (
 )
 
 
-class DemoError(RuntimeError):
-    """The demo cannot go on; the message says why."""
-
-
 @dataclass(frozen=True)
 class Answer:
-    """One streamed completion; times in seconds, lengths in tokens.
+    """One streamed answer; times in seconds. `meta` is the engine's own report of it."""
 
-    `kv` is the server's own report of what a sparse layer found cached and read.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
     first_token_s: float
     decode_s: float
-    kv: dict[str, Any]
+    meta: dict[str, Any]
 
     @property
     def decode_tokens_per_s(self) -> float:
         """Speed between the first token and the last, so without the prompt."""
-        return (self.completion_tokens - 1) / self.decode_s
+        return float(self.meta["completion_tokens"] - 1) / self.decode_s
 
 
 def long_prompt() -> str:
@@ -78,159 +64,112 @@ def long_prompt() -> str:
     return f"Here is a part of the Python language reference.\n\n{text}\n\n{QUESTION}"
 
 
-def environment() -> dict[str, str]:
-    """This process's environment, in which SGLang skips all models but the embedded one.
-
-    Loading the others takes half of its start-up.
-    """
+def prepare_environment() -> None:
+    """Have SGLang skip all models but the embedded one, which halves its start-up, and warnings and
+    progress bars of its processes."""
     spec = find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise DemoError("SGLang is not installed; run make demo, which installs it")
+    assert spec is not None and spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "models"
     others = sorted({path.stem for path in folder.glob("*.py")} - {"__init__", "llama"})
-    return os.environ | {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)}
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+    os.environ |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
 
 
-@contextmanager
-def started(command: Sequence[str], log: Path, **streams: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run a command in a process group of its own, which is ended afterwards in any case."""
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            **{"stdout": file, "stderr": file} | streams,
-            text=True,
-            start_new_session=True,
-            env=environment(),
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_LIMIT_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@contextmanager
-def running_server(folder: Path) -> Iterator[str]:
-    """Base URL of the server, once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log, url = folder / "server.log", f"http://127.0.0.1:{port}"
-    began = time.monotonic()
-    print("starting the server, which takes about half a minute", flush=True)
-    with started([*SERVE, "--port", str(port)], log) as process:
-        while not _is_healthy(url):
-            if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
-                raise DemoError(f"the server did not start:\n{log_end(log)}")
-            time.sleep(0.5)
-        print(f"started in {time.monotonic() - began:.0f} s", flush=True)
-        try:
-            yield f"{url}/v1"
-        except openai.APIError as error:
-            raise DemoError(f"the server failed ({error}):\n{log_end(log)}") from error
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False  # not listening yet
-
-
-def log_end(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-
-
-def ask(base_url: str, prompt: str, num_tokens: int, dense: bool) -> Answer:
-    """Stream one chat completion of exactly `num_tokens`, and print it as it comes."""
-    client = openai.OpenAI(base_url=base_url, api_key="none", timeout=600, max_retries=0)
-    asked = time.perf_counter()
-    arrivals: list[float] = []
-    usage: Any = None
-    ours = {"report": True} | ({"dense": True} if dense else {})
-    stream = client.chat.completions.create(
-        model=EMBEDDED_MODEL_NAME,
-        messages=[{"role": "user", "content": prompt}],
-        max_tokens=num_tokens,
+def ask(engine: Any, prompt: str, num_tokens: int, dense: bool) -> Answer:
+    """Stream one answer of exactly `num_tokens`, and print it as it comes."""
+    tokenizer = engine.tokenizer_manager.tokenizer
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    sampling = {
+        "max_new_tokens": num_tokens,
         # The likeliest tokens, so that the answers can be compared; a model of this size repeats
         # itself without the penalty.
-        temperature=0,
-        frequency_penalty=0.4,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True, "custom_params": {"sparrow": ours}},
-    )
-    for chunk in stream:
-        usage = chunk.usage or usage
-        piece = chunk.choices[0].delta.content if chunk.choices else None
-        if piece:
-            arrivals.append(time.perf_counter())
-            print(piece, end="", flush=True)
+        "temperature": 0,
+        "frequency_penalty": 0.4,
+        "ignore_eos": True,
+        "custom_params": {"sparrow": {"report": True, "dense": dense}},
+    }
+    asked, arrivals, printed = time.perf_counter(), [], 0
+    for part in engine.generate(text, sampling, stream=True):
+        arrivals.append(time.perf_counter())
+        print(part["text"][printed:], end="", flush=True)
+        printed = len(part["text"])
     print("\n")
-    if usage is None or len(arrivals) < 2:
-        raise DemoError("the server's answer has fewer than two tokens")
-    return Answer(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        first_token_s=arrivals[0] - asked,
-        decode_s=arrivals[-1] - arrivals[0],
-        # The last chunk of a stream carries the report, in a field that is not OpenAI's.
-        kv=chunk.metadata["sparrow"][0],  # type: ignore[attr-defined]
-    )
+    return Answer(arrivals[0] - asked, arrivals[-1] - arrivals[0], part["meta_info"])
 
 
 def report(sparse: Answer, dense: Answer) -> None:
     """Print what was read and how fast it went."""
-    cached, read = sparse.kv["kv_tokens_cached_mean"], sparse.kv["kv_tokens_read_mean"]
+    kv = sparse.meta["sparrow"]
+    cached, read = kv["kv_tokens_cached_mean"], kv["kv_tokens_read_mean"]
     gain = sparse.decode_tokens_per_s / dense.decode_tokens_per_s
     print(
-        f"prompt            {sparse.prompt_tokens} tokens, read densely in"
+        f"prompt            {sparse.meta['prompt_tokens']} tokens, read densely in"
         f" {sparse.first_token_s:.1f} s"
-        f"\ngenerated         {sparse.completion_tokens} tokens"
+        f"\ngenerated         {sparse.meta['completion_tokens']} tokens"
         f"\nKV tokens cached  {cached:.0f} (mean over the generated tokens)"
         f"\nKV tokens read    {read:.0f} by a sparse layer ({read / cached:.0%})"
         f"\nsparse decode     {sparse.decode_tokens_per_s:.1f} tokens/s"
-        f" (schedule {sparse.kv['schedule']}, calibrated)"
+        f" (schedule {kv['schedule']}, calibrated)"
         f"\ndense decode      {dense.decode_tokens_per_s:.1f} tokens/s:"
         f" sparse is {gain:.2f}x as fast"
         "\n                  A small model on a CPU gains little; README.md has figures of GPUs"
     )
-    if read >= cached:
-        print("                  Nothing was sparse here: the sequence lies within the budget")
 
 
-def train(folder: Path) -> None:
-    """Three steps of GRPO from sparse rollouts; prints the line of `sparrow train` for each."""
+def generate(num_tokens: int) -> None:
+    """Answer the prompt sparsely and densely, and compare."""
+    prepare_environment()
+    print("starting the engine, which takes about half a minute", flush=True)
+    noise.leave_out()
+    import sglang
+
+    engine = sglang.Engine(model_path=str(embedded_model()), **ENGINE)
+    try:
+        prompt = long_prompt()
+        print(f"\nprompt: {len(prompt)} characters of Python's reference, then:")
+        print(f"  {QUESTION}\n\nsparse answer:\n")
+        sparse = ask(engine, prompt, num_tokens, dense=False)
+        print("dense answer:\n")
+        dense = ask(engine, prompt, num_tokens, dense=True)
+    finally:
+        engine.shutdown()
+    report(sparse, dense)
+
+
+def train() -> int:
+    """Print the lines of three steps of `sparrow train`, and return its exit code."""
     print(
         "\ntraining: three small steps of GRPO on the same model, from sparse rollouts; the task is"
         "\n  to use a given word in a story. The first line comes after about a minute",
         flush=True,
     )
-    settings, log = folder / TRAINING.name, folder / "train.log"
-    ours = f'run_dir = "{folder / "run"}"'
-    text = re.sub(r"(?m)^run_dir = .*$", ours, TRAINING.read_text("utf-8"))
-    settings.write_text(text, "utf-8")
-    command = [*SPARROW, "train", str(settings)]
-    with started(command, log, stdout=subprocess.PIPE) as trainer:
-        for line in trainer.stdout or ():
-            if line.startswith("step "):
-                print(line, end="", flush=True)
-        if trainer.wait() != 0:
-            raise DemoError(f"training failed:\n{log_end(log)}")
+    with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as folder:
+        settings, log = Path(folder, TRAINING.name), Path(folder, "train.log")
+        ours = f'run_dir = "{folder}/run"'
+        settings.write_text(re.sub(r"(?m)^run_dir = .*$", ours, TRAINING.read_text("utf-8")))
+        command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(settings)]
+        with log.open("w") as errors:
+            trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            for line in trainer.stdout or ():
+                if line.startswith("step "):
+                    print(line, end="", flush=True)
+        finally:
+            trainer.terminate()
+            code = trainer.wait()
+        if code != 0:
+            print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
     print(
         "p05 acceptance: the tail of the acceptance rate; 0.86 is considered safe. A budget of 48"
         "\n  tokens is far too small, and chosen so that responses this short leave something out"
     )
+    return code
 
 
 NEXT = """
 where to go next
-  .venv/bin/sparrow serve                               this server, to play with
+  .venv/bin/sparrow serve                               a server, to play with
   .venv/bin/sparrow serve --model-path Qwen/Qwen3-4B    your model, on a GPU
   .venv/bin/sparrow doctor --model-path MODEL           does MODEL work, and if not, why?
   .venv/bin/sparrow train examples/story_smollm2.toml   these training steps, kept in runs/story
@@ -246,34 +185,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--no-training", action="store_true", help="leave the training out")
     args = parser.parse_args(argv)
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         print(
             "model: preparing SmolLM2-135M-Instruct (half a minute at the first time)", flush=True
         )
         embedded_model()
-        prompt = long_prompt()
-        with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as temporary:
-            folder = Path(temporary)
-            with running_server(folder) as url:
-                print(f"\nprompt: {len(prompt)} characters of Python's reference, then:")
-                print(f"  {QUESTION}\n\nsparse answer:\n")
-                sparse = ask(url, prompt, args.tokens, dense=False)
-                print("dense answer:\n")
-                dense = ask(url, prompt, args.tokens, dense=True)
-            report(sparse, dense)
-            if not args.no_training:
-                train(folder)
-        print(NEXT)
-    except (DemoError, ModelError) as error:
+        generate(args.tokens)
+        failed = 0 if args.no_training else train()
+    except ModelError as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    return 0
+    print(NEXT)
+    return int(failed != 0)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the engine's processes import this file
     sys.exit(main())
