@@ -4,11 +4,14 @@ Its buffers are allocated once, so that a step can be captured in a CUDA graph a
 the device.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
 from sparrow_sglang.attention_backends.kernels.checks import dependent_launch
+from sparrow_sglang.attention_backends.kernels.limits import MAX_GROUP, ROWS_PER_REQUEST
 from sparrow_sglang.attention_backends.landmarks import Landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 
@@ -43,6 +46,7 @@ class TritonPagedDecode:
         self._seq_lens: torch.Tensor
         self._no_prefix: torch.Tensor
         self._longest = 0
+        self._rows_per_request = 1
 
     def reserve(self, max_batch: int) -> None:
         """Allocate buffers for batches of up to `max_batch` requests.
@@ -97,6 +101,7 @@ class TritonPagedDecode:
                 f" announced at most {buffers.rows}"
             )
         self._captured |= captured
+        self._rows_per_request = self._grouped(rows_per_request)
         # The addresses must not change: a captured graph reads them at every replay.
         self._pages, self._num_selected = (
             buffers.page_table[:batch],
@@ -116,6 +121,20 @@ class TritonPagedDecode:
             num_selected=self._num_selected,
             least_pages=self._schedule.least_pages,
         )
+
+    def _grouped(self, rows_per_request: int) -> int:
+        """How many rows of a request the kernels take together; 1 where they do not fit."""
+        group = self._shape.num_q_heads // self._shape.num_kv_heads
+        fits = rows_per_request in ROWS_PER_REQUEST and group * rows_per_request <= MAX_GROUP
+        return rows_per_request if fits else 1
+
+    def _slices(self, batch: int) -> Iterator[tuple[slice, slice]]:
+        """Rows of whole requests that fit in the buffers, and those whose page tables they use."""
+        rows = self._rows_per_request
+        size = self._reserved(batch).rows // rows * rows
+        for start in range(0, batch, size):
+            # The last row of a request is the longest.
+            yield slice(start, start + size), slice(start + rows - 1, start + size, rows)
 
     def _reserved(self, batch: int) -> DecodeBuffers:
         """The buffers, allocated for `batch` if none were reserved yet, as in a warm-up."""
@@ -149,11 +168,15 @@ class TritonPagedDecode:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
         of_layer = self._num_selected[layer_id if len(self._num_selected) > 1 else 0]
-        for start in range(0, len(q), buffers.rows):
-            rows = slice(start, start + buffers.rows)
-            pages, num_selected, seq_lens = self._pages[rows], of_layer[rows], self._seq_lens[rows]
-            batch = len(seq_lens)
-            page_ids = buffers.page_ids[:batch]
+        for rows, longest in self._slices(len(q)):
+            pages, num_selected, seq_lens = (
+                self._pages[longest],
+                of_layer[rows],
+                self._seq_lens[rows],
+            )
+            requests = len(pages)
+            page_ids = buffers.page_ids[:requests]
+            union = buffers.union_counts[:requests] if self._rows_per_request > 1 else None
             select.select_pages(
                 q[rows],
                 k_buffer,
@@ -166,16 +189,18 @@ class TritonPagedDecode:
                 sink_pages=self._schedule.sink_pages,
                 recent_pages=self._schedule.recent_pages,
                 scratch=buffers.select_scratch,
-                launch=buffers.select_launch[batch],
+                launch=buffers.select_launch[requests],
                 best_head=self._schedule.selection.group_score == "best_head",
                 dependents=self._dependent,
+                rows_per_request=self._rows_per_request,
+                union_counts=union,
             )
             decode.sparse_decode(
                 q[rows],
                 k_buffer,
                 v_buffer,
                 page_ids,
-                num_selected,
+                num_selected if union is None else union,
                 seq_lens,
                 out[rows],
                 page_size=self._schedule.page_size,
@@ -183,8 +208,9 @@ class TritonPagedDecode:
                 v_scale=v_scale,
                 sinks=sinks,
                 scratch=buffers.decode_scratch,
-                launch=buffers.decode_launch[batch],
+                launch=buffers.decode_launch[requests],
                 after_select=self._dependent,
+                rows_per_request=self._rows_per_request,
             )
         return out
 
@@ -200,22 +226,22 @@ class TritonPagedDecode:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
         num_kv_heads = k_buffer.shape[1]
-        for start in range(0, len(q), buffers.rows):
-            rows = slice(start, start + buffers.rows)
-            pages, seq_lens = self._pages[rows], self._seq_lens[rows]
+        for rows, longest in self._slices(len(q)):
+            pages = self._pages[longest]
             decode.sparse_decode(
                 q[rows],
                 k_buffer,
                 v_buffer,
                 pages[:, None].expand(-1, num_kv_heads, -1),
                 None,
-                seq_lens,
+                self._seq_lens[rows],
                 out[rows],
                 page_size=self._schedule.page_size,
                 sm_scale=sm_scale,
                 v_scale=v_scale,
                 sinks=sinks,
                 scratch=buffers.decode_scratch,
-                launch=buffers.dense_launch[len(seq_lens)],
+                launch=buffers.dense_launch[len(pages)],
+                rows_per_request=self._rows_per_request,
             )
         return out

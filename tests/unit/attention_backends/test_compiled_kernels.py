@@ -66,19 +66,11 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
     assert len(launches.constants) <= 3
 
 
-@pytest.mark.parametrize("splits", _SPLIT_PADS)
-def test_attention_spills_no_registers(tmp_path: Path, splits: int) -> None:
-    """A program is one warp, whose registers must hold a tile, and then the parts it merges."""
-    kernel, launch = decode._decode_kernel, DecodeLaunch(splits)
-    constants = {
-        "sinks": None, "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SPLITS_PAD": splits,
-        "MMA_ROWS": 16, "BLOCK": launch.block_tokens, "STAGES": launch.stages,
-        "EVERY_PAGE": False, "HAS_ATTN_SINKS": False, "AFTER_SELECT": False,
-    }  # fmt: skip
-    types = dict.fromkeys(("q", "k_buffer", "v_buffer", "out"), "*bf16")
-    types |= dict.fromkeys(("page_ids", "num_selected", "seq_lens", "arrivals"), "*i32")
-    types |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
-    types |= dict.fromkeys(("scale", "v_scale"), "fp32") | dict.fromkeys(constants, "constexpr")
+def assert_no_spills(
+    folder: Path, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int
+) -> None:
+    """`types` of the arguments that are not int32; the kernel is compiled for an H100."""
+    types = types | dict.fromkeys(constants, "constexpr")
     names = [each.name for each in kernel.params]
     aligned = [
         index
@@ -91,15 +83,51 @@ def test_attention_spills_no_registers(tmp_path: Path, splits: int) -> None:
         {(names.index(name),): value for name, value in constants.items()},
         {(index,): [["tt.divisibility", 16]] for index in aligned},
     )
-    options = {"num_warps": launch.num_warps, "num_stages": launch.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    binary = tmp_path / "decode.cubin"
+    binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run(
         [tool, "-res-usage", binary], capture_output=True, text=True, check=True
     ).stdout
     assert " REG:" in usage and " STACK:0 " in usage, usage
+
+
+@pytest.mark.parametrize(
+    ("splits", "rows"), [*((splits, 1) for splits in _SPLIT_PADS), (64, 2), (64, 4)]
+)
+def test_attention_spills_no_registers(tmp_path: Path, splits: int, rows: int) -> None:
+    """A program is one warp, whose registers must hold a tile, and then the parts it merges."""
+    launch = DecodeLaunch(splits)
+    constants = {
+        "sinks": None, "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SPLITS_PAD": splits,
+        "MMA_ROWS": 16, "BLOCK": launch.block_tokens, "STAGES": launch.stages,
+        "EVERY_PAGE": False, "HAS_ATTN_SINKS": False, "AFTER_SELECT": False, "ROWS": rows,
+    }  # fmt: skip
+    types = dict.fromkeys(("q", "k_buffer", "v_buffer", "out"), "*bf16")
+    types |= dict.fromkeys(("page_ids", "num_selected", "seq_lens", "arrivals"), "*i32")
+    types |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
+    types |= dict.fromkeys(("scale", "v_scale"), "fp32")
+    options = {"num_warps": launch.num_warps, "num_stages": launch.stages}
+    assert_no_spills(tmp_path, decode._decode_kernel, types, constants, **options)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_selection_spills_no_registers(tmp_path: Path, rows: int) -> None:
+    """The keys of all rows of a request stay in registers while thresholds are searched."""
+    launch = select_launch(1, 8, DIM, PAGES, CPU, int4_landmarks=4)
+    constants = {
+        "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SINK_PAGES": 1, "RECENT_PAGES": 2,
+        "UPDATE_LANDMARK": True, "LANDMARKS": 4, "PAIRS": 32, "BEST_HEAD": True, "GROUP_PAD": 4,
+        "MMA_COLUMNS": 16, "BLOCK": launch.block_pages, "STAGES": launch.stages,
+        "RADIX": launch.radix, "SHORT_ROW": 512, "CHUNK": 2048, "DEPENDENTS": False, "ROWS": rows,
+    }  # fmt: skip
+    types = dict.fromkeys(("q", "k_buffer"), "*bf16")
+    types |= {"landmarks": "*u8", "scales": "*fp16", "pairs": "*i64"}
+    pointers = ("page_table", "seq_lens", "num_selected", "page_ids", "union_counts", "keys")
+    types |= dict.fromkeys((*pointers, "arrivals"), "*i32")
+    kernel = select._select_kernel
+    assert_no_spills(tmp_path, kernel, types, constants, num_warps=launch.num_warps)
 
 
 def test_selection(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:

@@ -164,6 +164,17 @@ def test_more_programs_share_an_sm_where_the_cache_is_fp8(
     assert found == [splits, fp8_splits]
 
 
+@pytest.mark.parametrize("rows_per_request", [1, 2, 4])
+def test_scratch_holds_the_splits_of_all_rows(rows_per_request):
+    """Requests with several rows are split as much as those with one."""
+    shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, CONTEXT)
+    buffers = DecodeBuffers(shape, 16, torch.device("cpu"))
+    for requests in range(1, 16 // rows_per_request + 1):
+        for launches in (buffers.decode_launch, buffers.dense_launch):
+            parts = rows_per_request * requests * HEADS[0] * launches[requests].splits
+            assert parts <= len(buffers.decode_scratch.partial_lse)
+
+
 class TestMemory:
     @pytest.fixture
     def left(self, monkeypatch):
