@@ -119,6 +119,7 @@ def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
             return getattr(resolved(args), name)
 
     monkeypatch.setattr(server_args, "resolved", lambda args: OnGpu())
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
         server_args._check_resolved(args)
 
