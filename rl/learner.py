@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from sparrow_sglang.rl.batch import Batch, sampled_tokens
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
 from sparrow_sglang.rl.engines.buckets import NamedTensors
-from sparrow_sglang.rl.engines.local_engine import open_engine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine, open_engine
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, token_shares
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -209,6 +209,7 @@ class Learner:
         """
         # An engine on the same device cannot use memory that PyTorch's allocator keeps cached.
         torch.cuda.empty_cache()
+        engine = cast(LocalEngine, engine)
         engine.resume()
         engine.update_weights(self.weights(adapted), version)
         if not adapted or (adapter := self.unmerged_adapter) is None:

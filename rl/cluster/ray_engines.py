@@ -7,7 +7,9 @@ are rolled out again.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -19,11 +21,11 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from sparrow_sglang.rl.cluster.engine_actor import CONTROL, EngineActor, start_engine
+from sparrow_sglang.rl.cluster.engine_actor import CONTROL, EngineActor
 from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus
 from sparrow_sglang.rl.cluster.weight_broadcast import BroadcastTimeout
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
-from sparrow_sglang.rl.engines.buckets import NamedTensors
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.responses import POLL_S, MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
@@ -32,7 +34,7 @@ from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.schedule import BudgetSchedule
 
-START = start_engine
+START: Callable[..., LocalEngine] = LocalEngine
 """Starts the engine in each actor's process."""
 
 MAX_DEATHS = 3
@@ -65,6 +67,26 @@ that was sent with them, if there is one."""
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Engine:
+    """An engine, and its part of the rollout under way.
+
+    `stream` gives the groups that it has finished; `owed` are the others, by position. `heard` is
+    when it returned one, or had none.
+    """
+
+    actor: Any
+    placement: PlacementGroup | None
+    pid: int = 0
+    stream: Any = None
+    owed: dict[int, Group] = field(default_factory=dict)
+    heard: float = 0.0
+
+    @property
+    def load(self) -> int:
+        return sum(map(_left, self.owed.values()))
+
+
 class RayEngines(RolloutEngine):
     """Any number of engines behind the interface of one.
 
@@ -89,26 +111,21 @@ class RayEngines(RolloutEngine):
         # All may die together, with their host or with one that they wait for in a broadcast.
         self._max_deaths = max(MAX_DEATHS, cluster.engines)
         self._gpus, self._places = cluster.gpus_per_engine, places
-        arguments = {**defaults, **engine.server_args}
-        arguments.setdefault("tp_size", self._gpus // arguments.get("pp_size", 1))
-        if not places:
-            arguments.setdefault("enable_memory_saver", False)
-        self._schedule_name, self._arguments = engine.schedule, arguments
-        self._model_path = model_path
-        self._capacity = arguments.get("max_running_requests") or float("inf")
+        sleeps = {} if places else {"enable_memory_saver": False}
+        self._arguments = {"tp_size": self._gpus, **sleeps, **defaults, **engine.server_args}
+        self._schedule_name, self._model_path = engine.schedule, model_path
+        self._capacity = self._arguments.get("max_running_requests") or float("inf")
         self._dtype = torch.float32
         self._send: Send | None = None
         self._version = ""
         self._schedule: BudgetSchedule | None = None
         self._deaths = self._rollouts = 0
-        self._actors: dict[int, Any] = {}
-        self._groups: dict[int, PlacementGroup] = {}
-        self._pids: dict[int, int] = {}
+        self._engines: dict[int, _Engine] = {}
         try:
             for slot in range(cluster.engines):
                 self._start(slot)
             self._require_some()
-            for slot in self._actors:
+            for slot in self._engines:
                 self._await_start(slot)
         except BaseException:
             self.close()
@@ -117,7 +134,7 @@ class RayEngines(RolloutEngine):
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the actors, each on its own host."""
-        return dict(self._pids)
+        return {slot: engine.pid for slot, engine in self._engines.items()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,114 +152,84 @@ class RayEngines(RolloutEngine):
         """See `RolloutEngine`; a group goes to the engine with the fewest unfinished responses.
 
         Raises:
-            EngineDied: engines died more than `MAX_DEATHS` times, or none is left.
+            EngineDied: more engines died than `MAX_DEATHS` says, or none is left.
             ray.exceptions.RayTaskError: an engine failed without dying, e.g. `RolloutError`.
         """
         if self._send is None:
             raise RuntimeError("the engines' weights are not complete: call `load` first")
         self._deaths, self._rollouts = 0, self._rollouts + 1
-        everything = list(groups)
-        waiting = list(range(len(everything)))
-        # Groups that each engine has been given and not returned, and when it last returned one.
-        owed: dict[int, set[int]] = {}
-        heard: dict[int, float] = {}
-        streams: dict[int, Any] = {}
-        stopped = False
+        for engine in self._engines.values():
+            engine.stream, engine.owed = None, {}
+        waiting, count, stopped = deque(enumerate(groups)), len(groups), False
         try:
             while True:
                 if not stopped and should_stop is not None and should_stop():
                     stopped = True
                     self._stop_rollout()
-                if not stopped and more_groups is not None:
-                    added = more_groups(not waiting and not any(owed.values()))
-                    waiting += range(len(everything), len(everything) + len(added))
-                    everything += added
                 if not stopped:
-                    self._open_streams(streams, sampling, owed, heard)
-                    waiting = self._assign(waiting, everything, owed, heard)
-                if not (streams if stopped else any(owed.values())):
+                    if more_groups is not None:
+                        idle = not waiting and not any(e.owed for e in self._engines.values())
+                        added = more_groups(idle)
+                        waiting.extend(enumerate(added, count))
+                        count += len(added)
+                    self._assign(waiting, sampling)
+                streams = {s: e for s, e in self._engines.items() if e.stream is not None}
+                if not (streams if stopped else any(e.owed for e in streams.values())):
                     break
-                ready, _ = ray.wait(list(streams.values()), timeout=POLL_S, fetch_local=False)
-                slot = self._ready_slot(streams, ready, owed, heard)
+                open_streams = [engine.stream for engine in streams.values()]
+                ready, _ = ray.wait(open_streams, timeout=POLL_S, fetch_local=False)
+                slot = self._late(streams)
+                if ready:
+                    slot = next(s for s, e in streams.items() if e.stream is ready[0])
                 if slot is None:
                     continue
+                engine = streams[slot]
                 try:
                     if not ready:
                         raise GetTimeoutError(f"no response within {self._timeout_s:.0f} s")
-                    position, group = ray.get(next(streams[slot]))
+                    position, group = ray.get(next(engine.stream))
                 except StopIteration:
-                    del streams[slot]
+                    # It was told to stop before it had begun these.
+                    waiting.extend(engine.owed.items())
+                    engine.stream, engine.owed = None, {}
                 except _DEATH as error:
-                    del streams[slot], heard[slot]
-                    waiting = sorted(owed.pop(slot) | set(waiting))
+                    waiting.extendleft(reversed(engine.owed.items()))
                     self._replace(slot, error)
                 else:
-                    heard[slot] = time.monotonic()
-                    owed[slot].remove(position)
+                    engine.heard = time.monotonic()
+                    del engine.owed[position]
                     if on_finished is not None:
                         on_finished(sum(rollout.finished for rollout in group.rollouts))
                     yield position, group
-            # Groups that no engine had, or one that died after it was told to stop.
-            for position in sorted({*waiting, *(p for left in owed.values() for p in left)}):
-                yield position, everything[position]
+            yield from waiting
         finally:
             self._stop_rollout()
 
-    def _stop_rollout(self) -> None:
-        for actor in self._actors.values():
-            actor.stop.remote(self._rollouts)
-
-    def _open_streams(
-        self,
-        streams: dict[int, Any],
-        sampling: Sampling,
-        owed: dict[int, set[int]],
-        heard: dict[int, float],
-    ) -> None:
-        """Open a stream of each engine that has none, such as one that replaces another."""
-        for slot in self._actors.keys() - streams.keys():
-            method = self._actors[slot].stream.options(num_returns="streaming")
-            streams[slot] = method.remote(sampling, self._rollouts)
-            owed[slot], heard[slot] = set(), time.monotonic()
-
-    def _assign(
-        self,
-        waiting: Sequence[int],
-        everything: Sequence[Group],
-        owed: dict[int, set[int]],
-        heard: dict[int, float],
-    ) -> list[int]:
-        """Give groups to engines as long as these can run them; returns the positions left over."""
-        load = {slot: sum(_left(everything[p]) for p in owed[slot]) for slot in owed}
-        given: dict[int, list[tuple[int, Group]]] = {slot: [] for slot in owed}
-        left = list(waiting)
-        while left:
-            group, slot = everything[left[0]], min(load, key=lambda slot: load[slot])
-            if load[slot] and load[slot] + _left(group) > self._capacity:
+    def _assign(self, waiting: deque[tuple[int, Group]], sampling: Sampling) -> None:
+        """Give groups to engines as long as these can run them."""
+        for engine in self._engines.values():
+            if engine.stream is None:
+                method = engine.actor.stream.options(num_returns="streaming")
+                engine.stream = method.remote(sampling, self._rollouts)
+        while waiting:
+            engine = min(self._engines.values(), key=lambda engine: engine.load)
+            position, group = waiting[0]
+            if engine.load and engine.load + _left(group) > self._capacity:
                 break
-            if not owed[slot]:
-                heard[slot] = time.monotonic()
-            # A group that has nothing left to sample counts, too: its engine must return it.
-            load[slot] += max(1, _left(group))
-            owed[slot].add(left[0])
-            given[slot].append((left.pop(0), group))
-        for slot, groups in given.items():
-            if groups:
-                self._actors[slot].add.remote(self._rollouts, groups)
-        return left
+            if not engine.owed:
+                engine.heard = time.monotonic()
+            engine.owed[position] = group
+            engine.actor.add.remote(self._rollouts, position, group)
+            waiting.popleft()
 
-    def _ready_slot(
-        self,
-        streams: Mapping[int, Any],
-        ready: Sequence[Any],
-        owed: Mapping[int, set[int]],
-        heard: Mapping[int, float],
-    ) -> int | None:
-        """The engine whose stream is ready, or one that has owed groups for too long."""
-        if ready:
-            return next(slot for slot, stream in streams.items() if stream is ready[0])
+    def _late(self, engines: Mapping[int, _Engine]) -> int | None:
+        """An engine that has owed groups for too long."""
         since = time.monotonic() - self._timeout_s
-        return next((slot for slot in streams if owed[slot] and heard[slot] < since), None)
+        return next((slot for slot, e in engines.items() if e.owed and e.heard < since), None)
+
+    def _stop_rollout(self) -> None:
+        for engine in self._engines.values():
+            engine.actor.stop.remote(self._rollouts)
 
     def load(self, send: Send, version: str) -> str | None:
         """Have `send` send weights to all engines; later rollouts carry `version`.
@@ -258,12 +245,12 @@ class RayEngines(RolloutEngine):
             self._call_all("prepare_load")
             deaths = self._deaths
             try:
-                adapter = send(self._actors)
+                adapter = send({slot: engine.actor for slot, engine in self._engines.items()})
             except (BroadcastTimeout, TrainersLost):
                 # Nobody is left who could send, or engines would get stuck again.
                 raise
             except (EngineDied, RuntimeError):
-                self._call_all("ready", timeout_s=STUCK_TIMEOUT_S)
+                self._call_all("require_alive", timeout_s=STUCK_TIMEOUT_S)
                 if self._deaths == deaths:
                     raise
                 continue
@@ -273,35 +260,27 @@ class RayEngines(RolloutEngine):
         self._send, self._version = send, version
         return adapter
 
-    def update_weights(self, tensors: NamedTensors, version: str) -> None:
-        """Not of this engine: trainers send their weights themselves, see `load`."""
-        raise NotImplementedError
-
-    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
-        """Not of this engine, as `update_weights`."""
-        raise NotImplementedError
-
     def set_schedule(self, schedule: BudgetSchedule) -> None:
         """See `RolloutEngine`; a replaced engine gets the schedule too."""
-        self._deaths = 0
         self._schedule = schedule
         self._call_all("set_schedule", schedule)
 
     def release(self) -> None:
         """See `RolloutEngine`; does nothing for engines that share no GPU with a trainer."""
-        if self._places:
-            self._deaths = 0
+        while True:
+            deaths = self._deaths
             self._call_all("release")
+            # An engine that replaces one has its memory still.
+            if not self._places or self._deaths == deaths:
+                break
 
     def resume(self) -> None:
         """See `RolloutEngine`."""
-        if self._places:
-            self._deaths = 0
-            self._call_all("resume")
+        self._call_all("resume")
 
     def close(self) -> None:
         """End all engines."""
-        for slot in list(self._actors):
+        for slot in list(self._engines):
             self._end(slot)
 
     def _start(self, slot: int) -> None:
@@ -311,36 +290,40 @@ class RayEngines(RolloutEngine):
             # With one seed, all engines would answer the same prompt with the same samples.
             arguments["random_seed"] += slot * 100_003
         variables: dict[str, str] = {}
+        placement: PlacementGroup | None = None
         strategy: Any = "SPREAD"
         if self._places:
             node, devices = self._places[slot]
+            if not any(host["NodeID"] == node and host["Alive"] for host in ray.nodes()):
+                raise TrainersLost(f"the host of engine {slot} and of its trainers is gone")
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             # The GPUs are those of trainers, so Ray must not choose others, or none.
             variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
             variables["CUDA_VISIBLE_DEVICES"] = devices
-        options = actor_options(arguments, **variables)
-        if not self._places and ray_gpus():
-            group = placement_group([{"GPU": self._gpus}])
-            if not group.wait(PLACEMENT_TIMEOUT_S):
-                remove_placement_group(group)
+        elif ray_gpus():
+            placement = placement_group([{"GPU": self._gpus}])
+            if not placement.wait(PLACEMENT_TIMEOUT_S):
+                remove_placement_group(placement)
                 logger.warning("Ray has no %d GPUs on one host for engine %d", self._gpus, slot)
                 return
-            self._groups[slot] = group
-            strategy = PlacementGroupSchedulingStrategy(group)
-            options["num_gpus"] = self._gpus
+            strategy = PlacementGroupSchedulingStrategy(placement)
+        options = actor_options(arguments, **variables)
         options |= {"scheduling_strategy": strategy, "concurrency_groups": {CONTROL: 1}}
+        options["num_gpus"] = self._gpus if placement else 0
         # Any: Ray's handles are typed as if calls through them were plain attributes.
         kind: Any = ray.remote(**options)(EngineActor)
-        self._actors[slot] = kind.remote(START, self._model_path, self._schedule_name, arguments)
+        actor = kind.remote(START, self._model_path, self._schedule_name, arguments)
+        self._engines[slot] = _Engine(actor, placement)
 
     def _end(self, slot: int) -> None:
         # The processes of an engine that died in part would keep their GPUs.
-        ray.kill(self._actors.pop(slot))
-        if (group := self._groups.pop(slot, None)) is not None:
-            remove_placement_group(group)
+        engine = self._engines.pop(slot)
+        ray.kill(engine.actor)
+        if engine.placement is not None:
+            remove_placement_group(engine.placement)
 
     def _require_some(self) -> None:
-        if not self._actors:
+        if not self._engines:
             raise EngineDied(
                 f"no rollout engine is left, and Ray has no {self._gpus} free GPUs on one host for"
                 " another: see `ray status`"
@@ -352,7 +335,8 @@ class RayEngines(RolloutEngine):
         The replacement gets no call: `_await_start` gives it all that the others have.
         """
         calls = {
-            slot: actor.call.remote(method, *arguments) for slot, actor in self._actors.items()
+            slot: engine.actor.call.remote(method, *arguments)
+            for slot, engine in self._engines.items()
         }
         deadline = time.monotonic() + timeout_s
         for slot, call in calls.items():
@@ -373,14 +357,15 @@ class RayEngines(RolloutEngine):
         logger.warning("rollout engine %d died (%s); starting another", slot, reason)
         self._start(slot)
         self._require_some()
-        if slot in self._actors:
+        if slot in self._engines:
             self._await_start(slot)
 
     def _await_start(self, slot: int) -> None:
         """Wait for the engine, and give it the weights and the schedule that the others have."""
-        actor = self._actors[slot]
+        engine = self._engines[slot]
+        actor = engine.actor
         try:
-            self._pids[slot], self._dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
+            engine.pid, self._dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
             # During an update there is nothing to send yet: `load` sends again.
             ray.get(actor.call.remote("prepare_load"))
             if self._send is not None:
@@ -398,8 +383,8 @@ class RayEngines(RolloutEngine):
 
 
 def _left(group: Group) -> int:
-    """Responses that are still to be sampled."""
-    return sum(not rollout.finished for rollout in group.rollouts)
+    """Responses that are still to be sampled; 1 if none is, as the engine must return the group."""
+    return max(1, sum(not rollout.finished for rollout in group.rollouts))
 
 
 def _reason(error: Exception) -> str:

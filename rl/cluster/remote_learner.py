@@ -6,7 +6,6 @@ never pass through this process.
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,22 +15,29 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus
-from sparrow_sglang.rl.cluster.trainer_actor import SharedBatch, TrainerActor
+from sparrow_sglang.rl.cluster.trainer_actor import TrainerActor
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
-from sparrow_sglang.rl.learner import Learner, Scored, TrainersLost, Updated
+from sparrow_sglang.rl.learner import Learner, TrainersLost
 from sparrow_sglang.rl.ranks import Ranks
-from sparrow_sglang.schedule import BudgetSchedule
 
 PLACEMENT_TIMEOUT_S = 600.0
 """Time for Ray to find GPUs for all trainer workers, as after a host has disappeared."""
 
 _GRACE_S = 30.0
 """Time for other workers to fail or end once one has failed; they may wait for it for ever."""
+
+
+def _on_all_workers(method: str) -> Any:
+    """That method of `Learner` on all workers; it returns what the first one returns."""
+
+    def call(learner: "RemoteLearner", *arguments: Any) -> Any:
+        return learner._call(method, *map(learner._shared, arguments))
+
+    return call
 
 
 class RemoteLearner(Learner):
@@ -47,7 +53,7 @@ class RemoteLearner(Learner):
         assert config.cluster is not None, "a run without [cluster] has a learner of its own"
         self._cluster = cluster = config.cluster
         self._config = config
-        self._held: tuple[Batch, SharedBatch] | None = None
+        self._held: tuple[Batch | None, Any] = None, None
         self._workers: list[Any] = []
         world, limit = cluster.trainers, cluster.collective_timeout_s
         unit = {"GPU": 1.0} if ray_gpus() else {"CPU": 0.01}
@@ -89,33 +95,13 @@ class RemoteLearner(Learner):
         places = self._engine_places() if self._cluster.colocate else []
         return RayEngines(self._cluster, config, model_path, defaults, places)
 
-    def score(self, batch: Batch) -> Scored:
-        result: Scored = self._call("score", self._shared(batch))
-        return result
-
-    def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        result: torch.Tensor | None = self._call("reference_logprobs", self._shared(batch))
-        return result
-
-    def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
-        result: Acceptance | None = self._call("acceptance", self._shared(batch), schedule)
-        return result
-
-    def update(
-        self,
-        batch: Batch,
-        scored: Scored,
-        weights: torch.Tensor | None,
-        reference: torch.Tensor | None,
-        lr: float,
-    ) -> Updated:
-        shared = self._shared(batch)
-        result: Updated = self._call("update", shared, scored, weights, reference, lr)
-        return result
-
-    def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
-        result: dict[str, float] = self._call("distill", self._shared(batch), schedule)
-        return result
+    score = _on_all_workers("score")
+    reference_logprobs = _on_all_workers("reference_logprobs")
+    acceptance = _on_all_workers("acceptance")
+    update = _on_all_workers("update")
+    distill = _on_all_workers("distill")
+    save = _on_all_workers("save")
+    restore = _on_all_workers("restore")
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
         assert isinstance(engine, RayEngines), "trainers on Ray send weights to engines on Ray"
@@ -130,12 +116,6 @@ class RemoteLearner(Learner):
             return sent
 
         return engine.load(send, version)
-
-    def save(self, folder: Path) -> None:
-        self._call("save", folder)
-
-    def restore(self, folder: Path) -> None:
-        self._call("restore", folder)
 
     def close(self) -> None:
         """End the workers."""
@@ -169,10 +149,12 @@ class RemoteLearner(Learner):
             places.append((nodes[0], ",".join(devices)))
         return places
 
-    def _shared(self, batch: Batch) -> SharedBatch:
-        """The batch in Ray's object store, where it stays as long as calls are about it."""
-        if self._held is None or self._held[0] is not batch:
-            self._held = batch, SharedBatch(ray.put(batch))
+    def _shared(self, argument: Any) -> Any:
+        """A batch goes into Ray's object store, where it stays as long as calls are about it."""
+        if not isinstance(argument, Batch):
+            return argument
+        if self._held[0] is not argument:
+            self._held = argument, ray.put(argument)
         return self._held[1]
 
     def _call(self, method: str, *arguments: Any) -> Any:

@@ -1,8 +1,8 @@
 """One trainer worker as a Ray actor: a `Learner` with a shard of the policy on one GPU."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,17 +13,10 @@ from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.cluster.weight_broadcast import LIMIT_S, WeightBroadcast, listen
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER
-from sparrow_sglang.rl.engines.buckets import Bucket, pack
+from sparrow_sglang.rl.engines.buckets import pack, serialized
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.ranks import ALONE, Ranks
-
-
-@dataclass(frozen=True)
-class SharedBatch:
-    """A batch in Ray's object store, which several calls are about."""
-
-    reference: "ray.ObjectRef"
 
 
 class TrainerActor:
@@ -33,7 +26,7 @@ class TrainerActor:
         self._ranks = ALONE
         self._store: dist.TCPStore | None = None
         self._learner: Any = None
-        self._batch: tuple[SharedBatch, Batch] | None = None
+        self._batch: tuple[Any, Batch | None] = None, None
         self._broadcast: WeightBroadcast | None = None
 
     def place(self) -> tuple[str, str]:
@@ -75,6 +68,14 @@ class TrainerActor:
         result = getattr(owner, method)(*map(self._fetched, arguments))
         return result if self._ranks.rank == 0 else None
 
+    def _fetched(self, argument: Any) -> Any:
+        """A batch is passed by reference, as several calls are about it."""
+        if not isinstance(argument, ray.ObjectRef):
+            return argument
+        if self._batch[0] != argument:
+            self._batch = argument, ray.get(argument)
+        return self._batch[1]
+
     def free_memory(self) -> None:
         """Give memory that PyTorch's allocator keeps cached to an engine on the same device."""
         if torch.cuda.is_available():
@@ -98,12 +99,16 @@ class TrainerActor:
         failure: Exception | None = None
         for bucket in pack(self._learner.weights(adapted), dtype):
             # Iterated to the end in any case: all ranks gather each tensor together.
-            if failure is None:
-                failure = (
-                    self._share(actors, gpus, bucket, version)
-                    if colocated
-                    else self._send(actors, gpus, bucket, version)
-                )
+            if failure is not None:
+                continue
+            if colocated:
+                failure = self._share(actors, gpus, bucket, version)
+            elif self._ranks.rank == 0:
+                broadcast = self._broadcast = self._broadcast or WeightBroadcast(gpus)
+                failure = _failure_of(partial(broadcast.send, actors, bucket, version))
+        if colocated:
+            del bucket
+            self.free_memory()
         adapter = self._learner.unmerged_adapter if adapted else None
         if failure is None and adapter is not None and self._ranks.rank == 0:
             factors = {name: tensor.cpu() for name, tensor in adapter.tensors().items()}
@@ -112,42 +117,26 @@ class TrainerActor:
                 for actor in actors.values()
             ]
             failure = _failure_of(lambda: ray.get(calls, timeout=LIMIT_S))
-        if colocated:
-            del bucket
-            self.free_memory()
         if failure is not None:
             raise failure
         return ADAPTER if adapter is not None else None
 
-    def _send(
-        self, actors: Mapping[int, Any], gpus: int, bucket: Bucket, version: str
-    ) -> Exception | None:
-        """Broadcast a bucket from the first rank; returns why it failed."""
-        if self._ranks.rank:
-            return None
-        broadcast = self._broadcast = self._broadcast or WeightBroadcast(gpus)
-        failure = _failure_of(lambda: broadcast.send(actors, bucket, version))
-        if failure is not None:
-            broadcast.stop()
-        return failure
-
     def _share(
-        self, actors: Mapping[int, Any], gpus: int, bucket: Bucket, version: str
+        self, actors: Mapping[int, Any], gpus: int, bucket: Any, version: str
     ) -> Exception | None:
         """Have engines on the same GPUs read the bucket where it is; returns why that failed.
 
         Each rank of an engine reads from the trainer on its GPU. Only handles of the memory travel.
         """
-        from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-        if bucket.data.is_cuda:
+        if bucket.get_flattened_tensor().is_cuda:
             # Names devices by their ids, as each process numbers those that it sees.
             monkey_patch_torch_reductions()
         else:
             # Descriptors of files could be passed to children of this process only.
             torch.multiprocessing.set_sharing_strategy("file_system")
-        handles = self._ranks.each(MultiprocessingSerializer.serialize(bucket.flattened()))
+        handles = self._ranks.each(serialized(bucket))
         slot, index = divmod(self._ranks.rank, gpus)
         failure = None
         if index == 0 and slot in actors:
@@ -156,13 +145,6 @@ class TrainerActor:
             failure = _failure_of(lambda: ray.get(call, timeout=LIMIT_S))
         # All wait here, as the memory must stay until it has been read.
         return next((one for one in self._ranks.each(failure) if one is not None), None)
-
-    def _fetched(self, argument: Any) -> Any:
-        if not isinstance(argument, SharedBatch):
-            return argument
-        if self._batch is None or self._batch[0] != argument:
-            self._batch = argument, ray.get(argument.reference)
-        return self._batch[1]
 
 
 def _failure_of(work: Any) -> Exception | None:

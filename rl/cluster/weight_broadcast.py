@@ -15,7 +15,6 @@ import ray
 import torch
 import torch.distributed as dist
 
-from sparrow_sglang.rl.engines.buckets import Bucket
 from sparrow_sglang.rl.engines.processes import EngineDied
 
 LIMIT_S = 180.0
@@ -30,10 +29,7 @@ class BroadcastTimeout(EngineDied):
 
 
 class WeightBroadcast:
-    """The process group of this process, which is rank 0, and the ranks of engines.
-
-    If `send` raises, call `stop`: an engine is gone, or machines cannot reach each other.
-    """
+    """The process group of this process, which is rank 0, and the ranks of engines."""
 
     def __init__(self, ranks_per_engine: int) -> None:
         self._ranks = ranks_per_engine
@@ -41,36 +37,39 @@ class WeightBroadcast:
         self._name = ""
         self._group: Any = None
 
-    def send(self, actors: Mapping[int, Any], bucket: Bucket, version: str) -> None:
-        """Broadcast one bucket to `actors`, by their numbers, and wait until all have loaded it.
+    def send(self, actors: Mapping[int, Any], bucket: Any, version: str) -> None:
+        """Broadcast one bucket of `pack` to `actors`, by their numbers, until all have loaded it.
 
-        The process group is made again if the actors are others than before.
+        The process group is made again if the actors are others than before, or after an error.
 
         Raises:
             BroadcastTimeout: not all have joined, or loaded the bucket, within `LIMIT_S`.
         """
-        if self._actors != actors:
-            self.stop()
-            self._start(actors)
-        deadline = time.monotonic() + LIMIT_S
+        try:
+            if self._actors != actors:
+                self._stop()
+                self._start(actors)
+            self._send(actors, bucket, version)
+        except BaseException:
+            # An engine is gone, or machines cannot reach each other.
+            self._stop()
+            raise
+
+    def _send(self, actors: Mapping[int, Any], bucket: Any, version: str) -> None:
         received = {
-            slot: actor.call.remote("receive", bucket.layout(), self._name, version)
+            slot: actor.call.remote("receive", bucket.get_metadata(), self._name, version)
             for slot, actor in actors.items()
         }
-        data = bucket.data.to("cuda" if torch.cuda.is_available() else "cpu")
+        data = bucket.get_flattened_tensor().to("cuda" if torch.cuda.is_available() else "cpu")
         group = self._group
-        # In a thread, because NCCL connects within this call, and would wait for a dead engine.
-        sent = _in_background(lambda: _send(data, group))
         what = f"sending {data.nbytes / 2**20:.0f} MiB of weights by broadcast"
-        _require_all(received, deadline, what)
-        _require(sent, deadline, what)
+        _together(received, lambda: _broadcast(data, group), what)
 
-    def stop(self) -> None:
-        """Leave the group; the next `send` makes a new one."""
+    def _stop(self) -> None:
         if not self._name:
             return
         for actor in self._actors.values():
-            actor.leave.remote(self._name)
+            actor.call.remote("leave", self._name)
         group = self._group
         self._name, self._group, self._actors = "", None, {}
         if group is not None:
@@ -82,16 +81,12 @@ class WeightBroadcast:
         name, address = self._name, ray.util.get_node_ip_address()
         store = listen(address, LIMIT_S)
         port, world = store.port, 1 + len(actors) * self._ranks
-        deadline = time.monotonic() + LIMIT_S
         joined = {
             slot: actor.call.remote("join", address, port, 1 + index * self._ranks, world, name)
             for index, (slot, actor) in enumerate(actors.items())
         }
-        # In a thread, because the call would wait up to the limit for an engine that has died.
-        ours = _in_background(lambda: _join(store, world, name))
         what = f"joining the weight broadcast at {address}:{port}"
-        _require_all(joined, deadline, what)
-        self._group = _require(ours, deadline, what)
+        self._group = _together(joined, lambda: _join(store, world, name), what)
 
 
 def listen(address: str, limit_s: float) -> dist.TCPStore:
@@ -114,7 +109,7 @@ def _join(store: dist.TCPStore, world: int, name: str) -> Any:
     )
 
 
-def _send(data: torch.Tensor, group: Any) -> None:
+def _broadcast(data: torch.Tensor, group: Any) -> None:
     dist.broadcast(data, group=group, group_src=0)
     if data.is_cuda:
         # The caller may reuse the memory once this returns.
@@ -129,6 +124,30 @@ def _destroy(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
+def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) -> Any:
+    """What `call()` returns here, once the engines have answered; the first error as it arrives."""
+    deadline = time.monotonic() + LIMIT_S
+    # In a thread, because the call would wait for an engine that has died.
+    ours = _in_background(call)
+    waiting, late = list(answers.values()), ["the trainer"]
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            late = [f"engine {slot}" for slot, answer in answers.items() if answer in waiting]
+            break
+        ray.get(done)
+    else:
+        wait([ours], max(0.0, deadline - time.monotonic()))
+        if ours.done():
+            return ours.result()
+    raise BroadcastTimeout(
+        f"{what} was not done within {LIMIT_S:.0f} s, {', '.join(late)} of {len(answers)} did not"
+        " get through: check that the hosts reach each other on all ports, that NCCL_SOCKET_IFNAME"
+        " names the right network and every NCCL_* variable is the same on all of them"
+        " (NCCL_DEBUG=INFO says what NCCL waits for)"
+    )
+
+
 def _in_background(call: Callable[[], Any]) -> "Future[Any]":
     """Run `call` in a thread that does not keep the process from ending; returns its future."""
     future: Future[Any] = Future()
@@ -141,32 +160,3 @@ def _in_background(call: Callable[[], Any]) -> "Future[Any]":
 
     threading.Thread(target=run, name="sparrow-weights", daemon=True).start()
     return future
-
-
-def _require_all(answers: Mapping[int, Any], deadline: float, what: str) -> None:
-    """Wait for engines' answers; raises the first error among them as soon as it arrives."""
-    waiting = list(answers.values())
-    while waiting:
-        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            missing = [str(slot) for slot, answer in answers.items() if answer in waiting]
-            raise _too_late(what, f"engines {', '.join(missing)} of {len(answers)}")
-        ray.get(done)
-
-
-def _require(future: "Future[Any]", deadline: float, what: str) -> Any:
-    try:
-        return future.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        if future.done():
-            raise
-        raise _too_late(what, "the trainer") from None
-
-
-def _too_late(what: str, who: str) -> BroadcastTimeout:
-    return BroadcastTimeout(
-        f"{what} was not done within {LIMIT_S:.0f} s, {who} did not get through: check that the"
-        " hosts reach each other on all ports, that NCCL_SOCKET_IFNAME names the right network and"
-        " every NCCL_* variable is the same on all of them (NCCL_DEBUG=INFO says what NCCL waits"
-        " for)"
-    )

@@ -4,9 +4,7 @@ In: named tensors, as a model has them. Out: buckets, which SGLang takes by shar
 or broadcast and loads as it loads a checkpoint.
 """
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,69 +15,36 @@ BUCKET_BYTES = 512 * 2**20
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """Tensors of one dtype, concatenated.
-
-    `data` is uint8 [sum of all tensors' bytes]. One dtype per bucket keeps every tensor aligned.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    data: torch.Tensor
-
-    def layout(self) -> "Bucket":
-        """The same names, shapes and dtype without the data."""
-        return replace(self, data=torch.empty(0))
-
-    def flattened(self) -> dict[str, Any]:
-        """The bucket in the form that SGLang's load format "flattened_bucket" expects."""
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
-
-        metadata, start = [], 0
-        for name, shape in zip(self.names, self.shapes, strict=True):
-            size = math.prod(shape) * self.dtype.itemsize
-            metadata.append(
-                FlattenedTensorMetadata(
-                    name=name,
-                    shape=torch.Size(shape),
-                    dtype=self.dtype,
-                    start_idx=start,
-                    end_idx=start + size,
-                    numel=size,
-                )
-            )
-            start += size
-        return {"flattened_tensor": self.data, "metadata": metadata}
-
-
 def pack(
     tensors: NamedTensors, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[Bucket]:
-    """Copies of all tensors in their order, on their device; one bucket is alive at a time.
+) -> Iterator[Any]:
+    """Copies of all tensors in their order, on their device, as SGLang's `FlattenedTensorBucket`.
 
+    One bucket is alive at a time. The tensors of a bucket have one dtype, so that each is aligned.
     Floating-point tensors are rounded to `dtype` if it is given: an engine that computes in this
     dtype would round them the same way, and fp32 would take twice the bytes.
     """
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
     waiting: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in tensors:
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         if waiting and (tensor.dtype != waiting[0][1].dtype or size + tensor.nbytes > bucket_bytes):
-            yield _bucket(waiting)
+            yield FlattenedTensorBucket(named_tensors=waiting)
             waiting, size = [], 0
         waiting.append((name, tensor.detach()))
         size += tensor.nbytes
     if waiting:
-        yield _bucket(waiting)
+        yield FlattenedTensorBucket(named_tensors=waiting)
 
 
-def _bucket(tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
-    return Bucket(
-        names=tuple(name for name, _ in tensors),
-        shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
-        dtype=tensors[0][1].dtype,
-        data=torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in tensors]),
+def serialized(bucket: Any) -> bytes:
+    """Handles of a bucket's memory for one process, in SGLang's load format "flattened_bucket"."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    payload: bytes = MultiprocessingSerializer.serialize(
+        {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
     )
+    return payload

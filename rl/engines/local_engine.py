@@ -17,7 +17,7 @@ from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.rl.config import DENSE, EngineConfig
-from sparrow_sglang.rl.engines.buckets import Bucket, NamedTensors, pack
+from sparrow_sglang.rl.engines.buckets import NamedTensors, pack, serialized
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
 from sparrow_sglang.rl.engines.responses import (
     POLL_S,
@@ -104,44 +104,37 @@ class LocalEngine(RolloutEngine):
         yield from responses.stream(on_finished, more_groups, should_stop)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
-        """See `RolloutEngine`; tensors may lie on the CPU or on the engine's device."""
-        self.load(pack(tensors, self.dtype), version)
+        """Load weights under their checkpoint names; later rollouts carry `version`.
 
-    def load(self, buckets: Iterator[Bucket], version: str) -> None:
-        """Load packed weights.
+        Tensors may lie on the CPU or on the engine's device.
 
         Raises:
             RuntimeError: the engine was still busy after a minute, or SGLang refused a tensor. In
                 the latter case the engine holds a mixture of old and new weights, and generates
                 nothing until all are loaded again.
         """
-        from sglang.srt.utils import MultiprocessingSerializer
-
         self.prepare_load()
-        for bucket in buckets:
-            payload = bucket.flattened()
-            parts = [MultiprocessingSerializer.serialize(payload) for _ in range(self._tp_size)]
-            self.load_parts(parts, version)
+        for bucket in pack(tensors, self.dtype):
+            self.load_parts([serialized(bucket) for _ in range(self._tp_size)], version)
         self.finish_load(version)
 
     def load_parts(self, parts: Sequence[bytes], version: str) -> None:
         """Load a bucket between `prepare_load` and `finish_load`; `parts` are handles of its memory
-        for each rank of the engine, by SGLang's `MultiprocessingSerializer`."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-        request = UpdateWeightsFromTensorReqInput(
+        for each rank of the engine, by `serialized`."""
+        self._weights_call(
+            "update_weights_from_tensor",
+            "UpdateWeightsFromTensorReqInput",
             serialized_named_tensors=list(parts),
             load_format="flattened_bucket",
             flush_cache=False,
             weight_version=version,
         )
-        self._require(self._run(self._manager.update_weights_from_tensor(request, None)))
 
     def join(self, address: str, port: int, rank: int, world: int, group: str) -> None:
         """Enter a process group for `receive` with ranks `rank`, `rank` + 1, ... of `world`."""
-        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
-
-        request = InitWeightsUpdateGroupReqInput(
+        self._weights_call(
+            "init_weights_update_group",
+            "InitWeightsUpdateGroupReqInput",
             master_address=address,
             master_port=port,
             rank_offset=rank,
@@ -149,31 +142,27 @@ class LocalEngine(RolloutEngine):
             group_name=group,
             backend="nccl" if torch.cuda.is_available() else "gloo",
         )
-        self._require(self._run(self._manager.init_weights_update_group(request, None)))
 
     def leave(self, group: str) -> None:
         """Leave the process group that `join` has entered."""
-        from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
+        self._weights_call(
+            "destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", group_name=group
+        )
 
-        request = DestroyWeightsUpdateGroupReqInput(group_name=group)
-        self._require(self._run(self._manager.destroy_weights_update_group(request, None)))
-
-    def receive(self, layout: Bucket, group: str, version: str) -> None:
-        """Load the bucket that rank 0 of the group broadcasts, between `prepare_load` and
-        `finish_load`; `layout` describes the tensors, its data are ignored."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-
-        dtype = str(layout.dtype).removeprefix("torch.")
-        request = UpdateWeightsFromDistributedReqInput(
-            names=list(layout.names),
-            dtypes=[dtype] * len(layout.names),
-            shapes=[list(shape) for shape in layout.shapes],
+    def receive(self, metadata: Sequence[Any], group: str, version: str) -> None:
+        """Load the bucket of tensors `metadata` that rank 0 of the group broadcasts, between
+        `prepare_load` and `finish_load`."""
+        self._weights_call(
+            "update_weights_from_distributed",
+            "UpdateWeightsFromDistributedReqInput",
+            names=[tensor.name for tensor in metadata],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in metadata],
+            shapes=[list(tensor.shape) for tensor in metadata],
             group_name=group,
             flush_cache=False,
             load_format="flattened_bucket",
             weight_version=version,
         )
-        self._require(self._run(self._manager.update_weights_from_distributed(request, None)))
 
     def prepare_load(self) -> None:
         """Empty the prefix cache, whose KV is of the old weights, and refuse rollouts meanwhile."""
@@ -198,10 +187,10 @@ class LocalEngine(RolloutEngine):
             self._require(self._run(call))
 
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
-        """See `RolloutEngine`; the engine must have been started with `enable_lora`.
+        """Load a LoRA adapter, replacing one of the same name; used if `Sampling` names it.
 
-        `tensors` and `config` are PEFT's. Raises `ControlError`, a `ValueError`, if they do not
-        fit the engine.
+        The engine must have been started with `enable_lora`; `tensors` and `config` are PEFT's.
+        Raises `ControlError`, a `ValueError`, if they do not fit the engine.
         """
         self._run(load_adapter(self._manager, name, config, tensors))
 
@@ -217,18 +206,14 @@ class LocalEngine(RolloutEngine):
     def release(self) -> None:
         """See `RolloutEngine`; does nothing without SGLang's memory saver."""
         if self._saves_memory and not self._released:
-            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Release
-
             self.prepare_load()
-            self._run(self._manager.release_memory_occupation(Release(), None))
+            self._call("release_memory_occupation", "ReleaseMemoryOccupationReqInput")
             self._released = True
 
     def resume(self) -> None:
         """See `RolloutEngine`; does nothing if nothing was released."""
         if self._released:
-            from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Resume
-
-            self._run(self._manager.resume_memory_occupation(Resume(), None))
+            self._call("resume_memory_occupation", "ResumeMemoryOccupationReqInput")
             self._released = False
 
     def close(self) -> None:
@@ -243,6 +228,16 @@ class LocalEngine(RolloutEngine):
             for value in list(vars(owner).values()):
                 if isinstance(value, zmq.Socket):
                     value.context.destroy(linger=0)
+
+    def _weights_call(self, method: str, request: str, **fields: Any) -> None:
+        self._require(self._call(method, request, **fields))
+
+    def _call(self, method: str, request: str, **fields: Any) -> Any:
+        """What a method of SGLang's tokenizer manager answers to a request of that type."""
+        from sglang.srt.managers import io_struct
+
+        asked = getattr(io_struct, request)(**fields)
+        return self._run(getattr(self._manager, method)(asked, None))
 
     def _run(self, call: Any) -> Any:
         loop = self._engine.loop

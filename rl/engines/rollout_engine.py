@@ -1,14 +1,12 @@
-"""The interface of rollout engines.
+"""The interface of rollout engines: prompts in, groups out.
 
-In: prompts, and weights with a version. Out: groups.
+How an engine gets weights depends on where the trainer is: `LocalEngine.update_weights`,
+`RayEngines.load`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-import torch
-
-from sparrow_sglang.rl.engines.buckets import NamedTensors
 from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
@@ -47,14 +45,6 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, tensors: NamedTensors, version: str) -> None:
-        """Load weights under their checkpoint names; later rollouts carry `version`."""
-        ...
-
-    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
-        """Load a LoRA adapter, replacing one of the same name; used if `Sampling` names it."""
-        ...
-
     def set_schedule(self, schedule: BudgetSchedule) -> None:
         """Decode later rollouts under another KV budget schedule."""
         ...
@@ -64,7 +54,7 @@ class RolloutEngine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Take the memory back; after a `release`, `update_weights` must follow."""
+        """Take the memory back; after a `release`, all weights must be loaded."""
         ...
 
     def close(self) -> None:

@@ -5,13 +5,18 @@ whatever process.
 """
 
 import os
+import random
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ascii_task
+import cluster_engine
+import psutil
 import pytest
 import ray
 import torch
@@ -24,13 +29,19 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import learner, trainer
-from sparrow_sglang.rl.cluster import ray_engines
+from sparrow_sglang.rl.cluster import ray_engines, remote_learner
 from sparrow_sglang.rl.cluster.ray_engines import RayEngines
+from sparrow_sglang.rl.cluster.ray_session import actor_options
 from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.termination import Stopped
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
+from sparrow_sglang.run_folder import METRICS_FILE
+
+LIGHT_SGLANG = str(Path(cluster_engine.__file__).parent / "light_sglang")
+KILLS = int(os.environ.get("SPARROW_KILLS", 0))
+SEED = int(os.environ.get("SPARROW_SEED", 0))
 
 DISTILL = {
     "distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3, "policy_loss": 0.5},
@@ -75,8 +86,17 @@ def cluster() -> Iterator[Cluster]:
             hosts.shutdown()
 
 
+def light_options(*arguments: Any, **variables: str) -> dict[str, Any]:
+    options = actor_options(*arguments, **variables)
+    variables = options["runtime_env"]["env_vars"]
+    variables["PYTHONPATH"] = os.pathsep.join([LIGHT_SGLANG, variables["PYTHONPATH"]])
+    return options
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ray_engines, remote_learner):
+        monkeypatch.setattr(module, "actor_options", light_options)
     monkeypatch.setattr(learner, "open_engine", Repeatable)
     monkeypatch.setattr(ray_engines, "START", start_repeatable)
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
@@ -139,8 +159,9 @@ def require_same(one: TrainConfig, other: TrainConfig) -> None:
             {"trainers": 2, "engines": 2, "colocate": True},
             {"algorithm": {"old_logprobs": "update", "kl_coefficient": 0.1}} | LADDER,
         ),
+        ({"trainers": 2, "engines": 1, "gpus_per_engine": 2, "colocate": True}, {}),
     ],
-    ids=["2x1 apart", "2x2 colocated"],
+    ids=["2x1 apart", "2x2 colocated", "2x1 colocated"],
 )
 def test_a_cluster_reports_and_saves_what_one_process_does(
     cluster: Cluster, model: str, tmp_path: Path, parts: dict[str, Any], sections: dict[str, Any]
@@ -159,7 +180,7 @@ def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
     whole = settings(model, tmp_path / "whole", **DISTILL, steps=4)
     trainer.train(whole)
     parts = {"cluster": {"trainers": 2, "engines": 2}}
-    config = settings(model, tmp_path / "parts", **DISTILL, **parts, steps=3)
+    config = settings(model, tmp_path / "parts", **DISTILL, **parts, steps=4)
     call, stream = RemoteLearner._call, RayEngines.stream
     engines_of_the_run: list[RayEngines] = []
     left = ["engine in rollout", "engine in send", "trainer in update", "driver in rollout"]
@@ -185,6 +206,8 @@ def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
             yield answer
 
     with monkeypatch.context() as patch:
+        # An engine that joins a process group with one that has just died waits for half an hour.
+        patch.setattr(ray_engines, "STUCK_TIMEOUT_S", 10.0)
         patch.setattr(RemoteLearner, "_call", doomed)
         patch.setattr(RayEngines, "stream", interrupted)
         with pytest.raises(Stopped) as stopped:
@@ -192,13 +215,81 @@ def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
     assert stopped.value.code == 128 + signal.SIGTERM and left == ["driver in rollout"]
     # The trainer that died had not finished step 1, which was then taken once.
     assert [row["step"] for row in rows(config.run_dir)] == [0, 1]
-    trainer.train(config, resume=True)
-    alone = TrainConfig.parse(config.model_dump() | {"cluster": None, "steps": 4})
+    alone = TrainConfig.parse(config.model_dump() | {"cluster": None})
     trainer.train(alone, resume=True)
     require_same(whole, alone)
+
+
+def actors() -> list[psutil.Process]:
+    """The processes of trainer workers and engines, on all raylets."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, IndexError):
+            if process.cmdline()[0].startswith(("ray::TrainerActor", "ray::EngineActor")):
+                found.append(process)
+    return found
+
+
+@pytest.mark.skipif(not KILLS, reason="by hand: SPARROW_KILLS=20 in the environment, 10 minutes")
+@pytest.mark.timeout(300 + 120 * KILLS)
+def test_kills_at_random_times_lose_and_repeat_no_step(
+    cluster: Cluster, model: str, tmp_path: Path
+) -> None:
+    steps = 3 + 2 * KILLS
+    whole = settings(model, tmp_path / "whole", steps=steps)
+    trainer.train(whole)
+    parts = {"cluster": {"trainers": 2, "engines": 2, "max_restarts": KILLS}}
+    config = settings(model, tmp_path / "parts", **parts, steps=steps)
+    chance, killed, over = random.Random(SEED), [], threading.Event()
+
+    def kill() -> None:
+        done = 0
+        while len(killed) < KILLS and not over.wait(chance.uniform(0, 2)):
+            taken = len(rows(config.run_dir)) if (config.run_dir / METRICS_FILE).exists() else 0
+            # A step between two kills, or the run would end for too many of them.
+            if taken > done and (running := actors()):
+                victim, done = chance.choice(running), taken
+                killed.append(victim.cmdline()[0].split("[")[0])
+                victim.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        trainer.train(config)
+    finally:
+        over.set()
+        killer.join()
+    print(f"killed after steps: {killed}")
+    assert len(killed) == KILLS
+    assert [row["step"] for row in rows(config.run_dir)] == list(range(steps))
+    require_same(whole, config)
 
 
 def test_fewer_gpus_than_needed_are_refused(cluster: Cluster, model: str, tmp_path: Path) -> None:
     parts = {"cluster": {"trainers": 3, "engines": 1, "gpus_per_engine": 2}}
     with pytest.raises(InputError, match="they need 5 GPUs, and Ray has 4; lower them, or add"):
         trainer.train(settings(model, tmp_path / "run", **parts))
+
+
+def test_a_run_goes_on_without_a_host(
+    cluster: Cluster, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ran there; two GPUs are left for a trainer worker and one of two engines."""
+    whole = settings(model, tmp_path / "whole")
+    trainer.train(whole)
+    parts = {"cluster": {"trainers": 1, "engines": 2}}
+    config = settings(model, tmp_path / "parts", **parts)
+    stream = RayEngines.stream
+
+    def interrupted(engines: RayEngines, *arguments: Any) -> Iterator[Any]:
+        for answer in stream(engines, *arguments):
+            if engines._version == "1" and cluster.worker_nodes:
+                cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+            yield answer
+
+    monkeypatch.setattr(RayEngines, "stream", interrupted)
+    monkeypatch.setattr(ray_engines, "PLACEMENT_TIMEOUT_S", 5.0)
+    trainer.train(config)
+    assert not cluster.worker_nodes
+    assert [row["step"] for row in rows(config.run_dir)] == [0, 1]
+    require_same(whole, config)

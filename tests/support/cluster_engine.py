@@ -1,7 +1,6 @@
 """An engine for actors that samples by transformers: the same responses in whatever process."""
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ import torch.distributed as dist
 from sampler import Sampler
 
 from sparrow_sglang.rl.config import EngineConfig
-from sparrow_sglang.rl.engines.buckets import Bucket
 from sparrow_sglang.rl.types import Prompt, Rollout
 
 
@@ -42,33 +40,28 @@ class Repeatable(Sampler):
             world_size=world,
             rank=rank,
             group_name=group,
-            # An engine that waits for one that has died answers no other call meanwhile.
-            timeout=timedelta(seconds=60),
         )
 
     def leave(self, group: str) -> None:
         dist.destroy_process_group(self._group)
 
-    def receive(self, layout: Bucket, group: str, version: str) -> None:
-        sizes = [shape.numel() * layout.dtype.itemsize for shape in map(torch.Size, layout.shapes)]
-        data = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.broadcast(data, group=self._group, group_src=0)
-        self._take(layout.names, layout.shapes, layout.dtype, data)
+    def receive(self, metadata: Sequence[Any], group: str, version: str) -> None:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        bucket = FlattenedTensorBucket(
+            flattened_tensor=torch.empty(metadata[-1].end_idx, dtype=torch.uint8), metadata=metadata
+        )
+        dist.broadcast(bucket.get_flattened_tensor(), group=self._group, group_src=0)
+        self._loaded |= dict(bucket.reconstruct_tensors())
 
     def load_parts(self, parts: Sequence[bytes], version: str) -> None:
         from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         for part in parts:
-            bucket = MultiprocessingSerializer.deserialize(part)
-            metadata = bucket["metadata"]
-            names, shapes = [one.name for one in metadata], [one.shape for one in metadata]
-            self._take(names, shapes, metadata[0].dtype, bucket["flattened_tensor"])
-
-    def _take(self, names: Any, shapes: Any, dtype: torch.dtype, data: torch.Tensor) -> None:
-        parts = data.clone().view(dtype).split([torch.Size(shape).numel() for shape in shapes])
-        for name, shape, part in zip(names, shapes, parts, strict=True):
-            self._loaded[name] = part.view(shape)
+            bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(part))
+            self._loaded |= {name: part.clone() for name, part in bucket.reconstruct_tensors()}
 
 
-def start_repeatable(model_path: str, schedule: str, server_args: dict[str, Any]) -> Repeatable:
+def start_repeatable(model_path: str, schedule: str, **server_args: Any) -> Repeatable:
     return Repeatable(EngineConfig(schedule=schedule), model_path, server_args)

@@ -18,16 +18,17 @@ import pytest
 import ray
 import torch
 from ascii_task import rows
-from engines import kill, unused_model_files
+from engines import import_for_fork, kill, unused_model_files
 from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings, turns_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.rl import train
-from sparrow_sglang.rl.cluster import trainer_actor, weight_broadcast
+from sparrow_sglang.rl.cluster import ray_engines, trainer_actor, weight_broadcast
 from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig, TaskConfig
 from sparrow_sglang.rl.engines.buckets import pack
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS, ChatRender
@@ -105,6 +106,17 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
     return True
 
 
+def start_forked(*arguments: Any, **server_args: Any) -> LocalEngine:
+    """An engine of an actor's process that starts in a second instead of half a minute."""
+    import_for_fork()
+    return LocalEngine(*arguments, **server_args)
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engines, "START", start_forked)
+
+
 def started(count: int, path: str, **arguments: Any) -> RayEngines:
     cluster = ClusterConfig(engines=count)
     return RayEngines(cluster, EngineConfig(schedule=ALL), path, arguments)
@@ -122,7 +134,6 @@ class Sender:
                 partial(self.broadcast.send, actors, bucket, version)
             )
             if failure is not None:
-                self.broadcast.stop()
                 raise failure
 
     def load(self, engines: RayEngines, model: Any, version: str) -> None:
@@ -388,9 +399,10 @@ def test_an_engine_that_does_not_receive_ends_the_run_with_what_to_check(
     sender.load(engines, model, "5")
     monkeypatch.setattr(weight_broadcast, "LIMIT_S", 5.0)
     engines._call_all("prepare_load")
+    actors = {slot: engine.actor for slot, engine in engines._engines.items()}
     with stopped(family(engines.pids[1])[:1]):
-        with pytest.raises(EngineDied, match="engines 1 of 2.*NCCL_SOCKET_IFNAME"):
-            sender.send(model.state_dict().items, "6", engines._actors)
+        with pytest.raises(EngineDied, match="engine 1 of 2.*NCCL_SOCKET_IFNAME"):
+            sender.send(model.state_dict().items, "6", actors)
     monkeypatch.undo()
     sender.load(engines, model, "6")
     require_from_both(engines, model, "6")
@@ -416,7 +428,7 @@ def test_engines_that_do_not_join_end_the_run_with_what_to_check(cluster, monkey
         time.sleep(5)
 
     actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *_: never.remote()))
-    with pytest.raises(EngineDied, match="joining .* within 1 s, engines 0 of 1 did not"):
+    with pytest.raises(EngineDied, match="joining .* within 1 s, engine 0 of 1 did not"):
         WeightBroadcast(1).send({0: actor}, bucket_of(torch.nn.Linear(2, 2)), "1")
 
 
