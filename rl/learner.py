@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.provenance import device_name
 from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch, sampled_tokens
@@ -92,6 +93,10 @@ class Learner:
     def compute_dtype(self) -> torch.dtype:
         """The dtype that weights are served and exported in."""
         return self.policy.compute_dtype
+
+    def device_name(self) -> str:
+        """The device that the policy is trained on."""
+        return device_name()
 
     def open_engine(
         self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]

@@ -36,16 +36,21 @@ def _git(folder: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def provenance() -> dict[str, Any]:
-    """Device, versions, commit and command of this process.
-
-    The commit is SPARROW_COMMIT where the working tree travels without its history.
-    """
+def device_name() -> str:
+    """Name of this process's GPU, or of its CPU if it has none."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return device or platform.machine()
+
+
+def provenance(device: str | None = None) -> dict[str, Any]:
+    """Device, versions, commit and command of this process; `device` may be one that it uses.
+
+    The commit is SPARROW_COMMIT where the working tree travels without its history.
+    """
     return {
-        "device": device or platform.machine(),
+        "device": device or device_name(),
         "python": platform.python_version(),
         "packages": {package: _installed(package) for package in _PACKAGES},
         "commit": commit_of(Path(__file__)) or os.environ.get("SPARROW_COMMIT", "unknown"),

@@ -95,6 +95,7 @@ class RemoteLearner(Learner):
         places = self._engine_places() if self._cluster.colocate else []
         return RayEngines(self._cluster, config, model_path, defaults, places)
 
+    device_name = _on_all_workers("device_name")
     score = _on_all_workers("score")
     reference_logprobs = _on_all_workers("reference_logprobs")
     acceptance = _on_all_workers("acceptance")

@@ -167,7 +167,11 @@ class LocalEngine(RolloutEngine):
     def prepare_load(self) -> None:
         """Empty the prefix cache, whose KV is of the old weights, and refuse rollouts meanwhile."""
         # SGLang's own flush after an update kills the scheduler if it is not quite idle yet.
-        self._flush()
+        flushed = self._run(self._manager.flush_cache(timeout_s=IDLE_TIMEOUT_S))
+        if not flushed.success:
+            raise RuntimeError(
+                f"the engine was not idle within {IDLE_TIMEOUT_S:.0f} s: {flushed.message}"
+            )
         if self._loading:
             # The previous load failed and left its session open.
             self._weight_session("end")
@@ -232,6 +236,11 @@ class LocalEngine(RolloutEngine):
     def _weights_call(self, method: str, request: str, **fields: Any) -> None:
         self._require(self._call(method, request, **fields))
 
+    def _require(self, answer: tuple[bool, str]) -> None:
+        success, message = answer
+        if not success:
+            raise RuntimeError(f"SGLang did not take the weights: {message}")
+
     def _call(self, method: str, request: str, **fields: Any) -> Any:
         """What a method of SGLang's tokenizer manager answers to a request of that type."""
         from sglang.srt.managers import io_struct
@@ -248,13 +257,6 @@ class LocalEngine(RolloutEngine):
                 self.require_alive()
         return task.result()
 
-    def _flush(self) -> None:
-        result = self._run(self._manager.flush_cache(timeout_s=IDLE_TIMEOUT_S))
-        if not result.success:
-            raise RuntimeError(
-                f"the engine was not idle within {IDLE_TIMEOUT_S:.0f} s: {result.message}"
-            )
-
     async def _take_signals_back(self, on_sigterm: Any) -> None:
         """Undo what SGLang does to signals on its first request.
 
@@ -269,12 +271,6 @@ class LocalEngine(RolloutEngine):
     def require_alive(self) -> None:
         """Raise `EngineDied` if a process of the engine is gone."""
         self._processes.require_alive()
-
-    @staticmethod
-    def _require(answer: tuple[bool, str]) -> None:
-        success, message = answer
-        if not success:
-            raise RuntimeError(f"SGLang did not take the weights: {message}")
 
 
 def open_engine(

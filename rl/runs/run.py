@@ -91,7 +91,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             state = checkpoints.restore(newest, learner)
             ladder.load_state_dict(state.ladder)
         taken = state.step
-        record_start(config, setup.engine, taken, ladder.first)
+        record_start(config, setup.engine, taken, ladder.first, learner.device_name())
         reward_workers = RewardPool(
             setup.task.reward,
             config.task.reward_workers,
@@ -129,9 +129,13 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
 
 
 def record_start(
-    config: TrainConfig, engine: EngineConfig, step: int, schedule: BudgetSchedule | None
+    config: TrainConfig,
+    engine: EngineConfig,
+    step: int,
+    schedule: BudgetSchedule | None,
+    device: str | None = None,
 ) -> None:
-    """Record in run.json that a run starts, or resumes, after `step` steps: its software, device
+    """Record in run.json that a run starts, or resumes, after `step` steps: its software, `device`
     and settings.
 
     `engine` is the configured engine with "auto" replaced by the name of `schedule`, whose bins the
@@ -142,7 +146,7 @@ def record_start(
     start = {
         "step": step,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **provenance(),
+        **provenance(device),
         "tail_bin_tokens": None if schedule is None else tail_bin_tokens(schedule),
         "config": resolved.model_dump(mode="json"),
     }

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -16,12 +17,14 @@ from typing import Any
 
 import ascii_task
 import cluster_engine
+import numpy as np
 import psutil
 import pytest
 import ray
 import torch
 from ascii_task import rows
 from cluster_engine import Repeatable, start_repeatable
+from fluent_engine import FluentEngine, Reader
 from ray.cluster_utils import Cluster
 from reward_groups import scores_of
 from sampler import TOKENS
@@ -29,18 +32,23 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import learner, trainer
+from sparrow_sglang.rl.advantages import group_advantages
+from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.cluster import ray_engines, remote_learner
 from sparrow_sglang.rl.cluster.ray_engines import RayEngines
 from sparrow_sglang.rl.cluster.ray_session import actor_options
 from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
-from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.config import ClusterConfig, EngineConfig, TrainConfig
+from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs.termination import Stopped
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
+from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.run_folder import METRICS_FILE
 
 LIGHT_SGLANG = str(Path(cluster_engine.__file__).parent / "light_sglang")
 KILLS = int(os.environ.get("SPARROW_KILLS", 0))
+RESPONSES = int(os.environ.get("SPARROW_RESPONSES", 0))
 SEED = int(os.environ.get("SPARROW_SEED", 0))
 
 DISTILL = {
@@ -75,7 +83,11 @@ def cluster() -> Iterator[Cluster]:
         for name, value in variables.items():
             patch.setenv(name, value)
         # Ray counts the GPUs, which need not exist.
-        node = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 100 * 2**20}
+        node = {
+            "num_cpus": 1,
+            "num_gpus": 8 if RESPONSES else 2,
+            "object_store_memory": (100 + 3 * RESPONSES) * 2**20,
+        }
         hosts = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         try:
             hosts.add_node(**node)
@@ -263,6 +275,37 @@ def test_kills_at_random_times_lose_and_repeat_no_step(
     assert len(killed) == KILLS
     assert [row["step"] for row in rows(config.run_dir)] == list(range(steps))
     require_same(whole, config)
+
+
+@pytest.mark.skipif(not RESPONSES, reason="by hand: SPARROW_RESPONSES=128 in the environment")
+def test_what_passes_through_the_driver(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From 16 engines to 8 trainer workers, at 32,768 tokens a response."""
+    monkeypatch.setattr(ray_engines, "START", FluentEngine)
+    engines = RayEngines(ClusterConfig(engines=16), EngineConfig(schedule="dense"), "", {})
+    readers = [Reader.remote() for _ in range(8)]
+    ray.get([reader.ready.remote() for reader in readers])
+    engines.load(lambda actors: None, "0")
+    prompts = [Prompt(str(index), "task", (1,) * 500) for index in range(RESPONSES // 8)]
+    times = [time.perf_counter()]
+    groups = engines.generate(prompts, 8, Sampling(max_new_tokens=32768))
+    times.append(time.perf_counter())
+    batch = Batch.of(groups, group_advantages([range(8) for _ in groups]))
+    size = len(ray.cloudpickle.dumps(batch))
+    times.append(time.perf_counter())
+    reference = ray.put(batch)
+    times.append(time.perf_counter())
+    assert ray.get([reader.read.remote([reference]) for reader in readers]) == [RESPONSES] * 8
+    times.append(time.perf_counter())
+    engines.close()
+    received, _, stored, read = np.diff(times)
+    with capsys.disabled():
+        print(
+            f"{RESPONSES} responses, {size / 1e6:.0f} MB: {received:.1f} s from engines to the"
+            f" driver, {stored:.1f} s into the store, {read:.1f} s until 8 have read them"
+        )
+    assert size < 21 * RESPONSES * 32768
 
 
 def test_fewer_gpus_than_needed_are_refused(cluster: Cluster, model: str, tmp_path: Path) -> None:
