@@ -22,7 +22,7 @@ from sparrow_sglang.rl.batch import Batch, sampled_tokens
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
 from sparrow_sglang.rl.engines.buckets import NamedTensors
-from sparrow_sglang.rl.engines.local_engine import LocalEngine, open_engine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, token_shares
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -101,8 +101,11 @@ class Learner:
     def open_engine(
         self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
     ) -> RolloutEngine:
-        """The engine for this learner's weights; see `local_engine.open_engine`."""
-        return open_engine(config, model_path, defaults)
+        """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
+
+        `defaults` are arguments of SGLang; those of `config` take precedence over them.
+        """
+        return LocalEngine(model_path, config.schedule, **{**defaults, **config.server_args})
 
     def close(self) -> None:
         """End the processes of the learner, if it has any."""

@@ -103,7 +103,7 @@ class RayEngines(RolloutEngine):
         defaults: Mapping[str, Any],
         places: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Start the engines and wait until all serve; `defaults` are as of `open_engine`.
+        """Start the engines and wait until all serve; `defaults` are as of `Learner.open_engine`.
 
         Raises `EngineDied` if an engine does not start; the message holds its reason.
         """

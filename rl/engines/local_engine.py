@@ -16,7 +16,7 @@ from sparrow_sglang.client.endpoint import EndpointError, sparrow_call
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
-from sparrow_sglang.rl.config import DENSE, EngineConfig
+from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.buckets import NamedTensors, pack, serialized
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
 from sparrow_sglang.rl.engines.responses import (
@@ -271,17 +271,6 @@ class LocalEngine(RolloutEngine):
     def require_alive(self) -> None:
         """Raise `EngineDied` if a process of the engine is gone."""
         self._processes.require_alive()
-
-
-def open_engine(
-    config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
-) -> RolloutEngine:
-    """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
-
-    `defaults` are arguments of SGLang; those of `config` take precedence over them.
-    """
-    arguments = {**defaults, **config.server_args}
-    return LocalEngine(model_path, config.schedule, **arguments)
 
 
 def _engine_args(model_path: str, schedule: str) -> dict[str, Any]:

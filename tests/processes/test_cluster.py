@@ -23,7 +23,7 @@ import pytest
 import ray
 import torch
 from ascii_task import rows
-from cluster_engine import Repeatable, start_repeatable
+from cluster_engine import Repeatable
 from fluent_engine import FluentEngine, Reader
 from ray.cluster_utils import Cluster
 from reward_groups import scores_of
@@ -109,8 +109,8 @@ def light_options(*arguments: Any, **variables: str) -> dict[str, Any]:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ray_engines, remote_learner):
         monkeypatch.setattr(module, "actor_options", light_options)
-    monkeypatch.setattr(learner, "open_engine", Repeatable)
-    monkeypatch.setattr(ray_engines, "START", start_repeatable)
+    monkeypatch.setattr(learner, "LocalEngine", Repeatable)
+    monkeypatch.setattr(ray_engines, "START", Repeatable)
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     score = partial(scores_of, reward=ascii_task.reward)
     monkeypatch.setattr(RewardPool, "score", lambda pool, groups: score(groups))

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from sampler import Sampler
 
-from sparrow_sglang.rl.config import EngineConfig
 from sparrow_sglang.rl.types import Prompt, Rollout
 
 
@@ -61,7 +60,3 @@ class Repeatable(Sampler):
         for part in parts:
             bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(part))
             self._loaded |= {name: part.clone() for name, part in bucket.reconstruct_tensors()}
-
-
-def start_repeatable(model_path: str, schedule: str, **server_args: Any) -> Repeatable:
-    return Repeatable(EngineConfig(schedule=schedule), model_path, server_args)

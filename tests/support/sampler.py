@@ -19,9 +19,9 @@ TOKENS = 8
 class Sampler:
     """A `RolloutEngine` whose responses and log-probs come from a stock model, without a cache."""
 
-    def __init__(self, config: Any, model_path: str, defaults: dict[str, Any]) -> None:
+    def __init__(self, model_path: str, schedule: str, **server_args: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        self.arguments = defaults | config.server_args
+        self.arguments = server_args
         self.entropies: list[float] = []
         self.version = ""
 

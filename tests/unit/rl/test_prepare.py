@@ -157,10 +157,10 @@ def test_a_budget_that_holds_everything_is_said_before_the_run(tmp_path):
 def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
     byte_model, tmp_path, monkeypatch, capsys
 ):
-    def no_engine(*args):
+    def no_engine(*args, **server_args):
         raise EngineDied("not started")
 
-    monkeypatch.setattr(learner, "open_engine", no_engine)
+    monkeypatch.setattr(learner, "LocalEngine", no_engine)
     for schedule, said in [
         ("qwen3-8b-0.86", "schedule qwen3-8b-0.86: calibrated for Qwen3-8B, not for this model"),
         ("fixed-48", ""),
@@ -217,7 +217,7 @@ def story(tmp_path):
 
 
 def test_a_check_estimates_the_memory_and_starts_nothing(story, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(learner, "open_engine", None)
+    monkeypatch.setattr(learner, "LocalEngine", None)
     assert main(["train", "--check", str(story), "--set=distill.enabled=true"]) == 0
     shown = capsys.readouterr().out
     # 134.5 million weights, tied, in float32.

@@ -45,11 +45,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sampler]:
     opened: list[Sampler] = []
 
-    def open_engine(*args: Any) -> Sampler:
-        opened.append(Sampler(*args))
+    def start_engine(*args: Any, **server_args: Any) -> Sampler:
+        opened.append(Sampler(*args, **server_args))
         return opened[-1]
 
-    monkeypatch.setattr(learner, "open_engine", open_engine)
+    monkeypatch.setattr(learner, "LocalEngine", start_engine)
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     return opened
 
@@ -136,7 +136,7 @@ def test_gradients_that_are_not_finite_cost_their_steps_and_end_the_run_with_a_c
     assert all(weight.isfinite().all() for weight in trained.parameters())
     # The run goes on from that checkpoint once the cause is gone.
     monkeypatch.undo()
-    monkeypatch.setattr(learner, "open_engine", Sampler)
+    monkeypatch.setattr(learner, "LocalEngine", Sampler)
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     trainer.train(TrainConfig.parse(config | {"steps": 5}), resume=True)
     assert rows(tmp_path / "run")[-1]["actor/skipped_steps"] == 0
