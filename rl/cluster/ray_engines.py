@@ -178,12 +178,15 @@ class RayEngines(RolloutEngine):
                     break
                 open_streams = [engine.stream for engine in streams.values()]
                 ready, _ = ray.wait(open_streams, timeout=POLL_S, fetch_local=False)
-                slot = self._late(streams)
-                if ready:
-                    slot = next(s for s, e in streams.items() if e.stream is ready[0])
-                if slot is None:
+                late = time.monotonic() - self._timeout_s
+                chosen = [
+                    slot
+                    for slot, e in streams.items()
+                    if (e.stream is ready[0] if ready else e.owed and e.heard < late)
+                ]
+                if not chosen:
                     continue
-                engine = streams[slot]
+                slot, engine = chosen[0], streams[chosen[0]]
                 try:
                     if not ready:
                         raise GetTimeoutError(f"no response within {self._timeout_s:.0f} s")
@@ -221,11 +224,6 @@ class RayEngines(RolloutEngine):
             engine.owed[position] = group
             engine.actor.add.remote(self._rollouts, position, group)
             waiting.popleft()
-
-    def _late(self, engines: Mapping[int, _Engine]) -> int | None:
-        """An engine that has owed groups for too long."""
-        since = time.monotonic() - self._timeout_s
-        return next((slot for slot, e in engines.items() if e.owed and e.heard < since), None)
 
     def _stop_rollout(self) -> None:
         for engine in self._engines.values():

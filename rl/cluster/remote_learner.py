@@ -65,7 +65,11 @@ class RemoteLearner(Learner):
                     f" {PLACEMENT_TIMEOUT_S:.0f} s; see `ray status`"
                 )
             options = actor_options(config.engine.server_args) | {"num_gpus": unit.get("GPU", 0)}
-            self._workers = [self._start(options, bundle) for bundle in range(world)]
+            # Any: Ray's handles are typed as if calls through them were plain attributes.
+            kind: Any = ray.remote(**options)(TrainerActor)
+            for bundle in range(world):
+                strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
+                self._workers.append(kind.options(scheduling_strategy=strategy).remote())
             found = self._all("place")
             # Neighbours in rank are on the same host, where NCCL is fastest.
             order = sorted(range(world), key=lambda index: found[index])
@@ -123,12 +127,6 @@ class RemoteLearner(Learner):
         for worker in self._workers:
             ray.kill(worker)
         remove_placement_group(self._group)
-
-    def _start(self, options: Mapping[str, Any], bundle: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
-        # Any: Ray's handles are typed as if calls through them were plain attributes.
-        kind: Any = ray.remote(**options, scheduling_strategy=strategy)(TrainerActor)
-        return kind.remote()
 
     def _threads(self) -> list[int]:
         """A fair share of its host's cores for each worker."""
