@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -17,6 +17,9 @@ from sparrow_sglang.rl.types import Group
 
 CONTROL = "control"
 """Concurrency group of the methods that an actor runs while it streams."""
+
+Groups = Sequence[tuple[int, Group]]
+"""Groups with their positions in the rollout of all engines."""
 
 
 class EngineActor:
@@ -34,7 +37,7 @@ class EngineActor:
         server_args: dict[str, Any],
     ) -> None:
         self._engine = start(model_path, schedule, **server_args)
-        self._inboxes: defaultdict[int, SimpleQueue[tuple[int, Group] | None]]
+        self._inboxes: defaultdict[int, SimpleQueue[Groups]]
         self._inboxes = defaultdict(SimpleQueue)
         self._stopped = 0
 
@@ -48,14 +51,14 @@ class EngineActor:
         inbox = self._inboxes[rollout]
 
         def more_groups(idle: bool) -> list[Group]:
-            items: list[tuple[int, Group] | None] = []
-            while idle and not items:
+            received: list[Groups] = []
+            while idle and not received:
                 self._engine.require_alive()
                 with suppress(Empty):
-                    items.append(inbox.get(timeout=POLL_S))
+                    received.append(inbox.get(timeout=POLL_S))
             while not inbox.empty():
-                items.append(inbox.get())
-            added = [item for item in items if item is not None]
+                received.append(inbox.get())
+            added = [numbered for groups in received for numbered in groups]
             positions.extend(position for position, _ in added)
             return [group for _, group in added]
 
@@ -67,16 +70,16 @@ class EngineActor:
         del self._inboxes[rollout]
 
     @ray.method(concurrency_group=CONTROL)
-    def add(self, rollout: int, position: int, group: Group) -> None:
-        """Start a group; this runs in another thread than `stream`."""
-        self._inboxes[rollout].put((position, group))
+    def add(self, rollout: int, groups: Groups) -> None:
+        """Start groups; this runs in another thread than `stream`."""
+        self._inboxes[rollout].put(groups)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self, rollout: int) -> None:
         """End the stream of that rollout; unfinished groups are streamed as they are."""
         self._stopped = rollout
         # Wakes a stream that waits for groups.
-        self._inboxes[rollout].put(None)
+        self._inboxes[rollout].put(())
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call that method of the engine."""

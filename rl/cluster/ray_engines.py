@@ -7,7 +7,7 @@ are rolled out again.
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,16 +214,19 @@ class RayEngines(RolloutEngine):
             if engine.stream is None:
                 method = engine.actor.stream.options(num_returns="streaming")
                 engine.stream = method.remote(sampling, self._rollouts)
+        # Together, as an engine looks for more only now and then once it has begun.
+        given: defaultdict[int, list[tuple[int, Group]]] = defaultdict(list)
         while waiting:
-            engine = min(self._engines.values(), key=lambda engine: engine.load)
+            slot, engine = min(self._engines.items(), key=lambda item: item[1].load)
             position, group = waiting[0]
             if engine.load and engine.load + _left(group) > self._capacity:
                 break
             if not engine.owed:
                 engine.heard = time.monotonic()
             engine.owed[position] = group
-            engine.actor.add.remote(self._rollouts, position, group)
-            waiting.popleft()
+            given[slot].append(waiting.popleft())
+        for slot, groups in given.items():
+            self._engines[slot].actor.add.remote(self._rollouts, groups)
 
     def _stop_rollout(self) -> None:
         for engine in self._engines.values():
