@@ -312,27 +312,3 @@ def test_fewer_gpus_than_needed_are_refused(cluster: Cluster, model: str, tmp_pa
     parts = {"cluster": {"trainers": 3, "engines": 1, "gpus_per_engine": 2}}
     with pytest.raises(InputError, match="they need 5 GPUs, and Ray has 4; lower them, or add"):
         trainer.train(settings(model, tmp_path / "run", **parts))
-
-
-def test_a_run_goes_on_without_a_host(
-    cluster: Cluster, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever ran there; two GPUs are left for a trainer worker and one of two engines."""
-    whole = settings(model, tmp_path / "whole")
-    trainer.train(whole)
-    parts = {"cluster": {"trainers": 1, "engines": 2}}
-    config = settings(model, tmp_path / "parts", **parts)
-    stream = RayEngines.stream
-
-    def interrupted(engines: RayEngines, *arguments: Any) -> Iterator[Any]:
-        for answer in stream(engines, *arguments):
-            if engines._version == "1" and cluster.worker_nodes:
-                cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-            yield answer
-
-    monkeypatch.setattr(RayEngines, "stream", interrupted)
-    monkeypatch.setattr(ray_engines, "PLACEMENT_TIMEOUT_S", 5.0)
-    trainer.train(config)
-    assert not cluster.worker_nodes
-    assert [row["step"] for row in rows(config.run_dir)] == [0, 1]
-    require_same(whole, config)
