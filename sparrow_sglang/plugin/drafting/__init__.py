@@ -1,0 +1,1 @@
+"""Several tokens a step: drafts from earlier text, and their exact verification."""

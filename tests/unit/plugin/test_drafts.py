@@ -1,0 +1,158 @@
+"""Drafts from earlier text, and exact sampling with them."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from engines import save_tiny_model
+from scipy.stats import chisquare
+
+from sparrow_sglang.plugin.drafting.histories import LONGEST, SHORTEST, SIBLINGS, TokenHistories
+from sparrow_sglang.plugin.drafting.sampling import accept_drafts
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.sglang_arguments import resolved
+
+VOCAB = 7
+
+
+def drafted(own: list[int], others: list[list[int]], count: int) -> list[int]:
+    """The drafts of a request that has said `own`, and whose siblings have said `others`."""
+    drafts: list[int] = []
+    for _ in range(count):
+        text = own + drafts
+        followers: dict[int, Counter] = {}
+        for source in [own, *others]:
+            for end in range(len(source) - 1):
+                agree = 0
+                while agree < min(LONGEST, end + 1) and (
+                    source[end - agree]
+                    == text[len(text) - 1 - agree : len(text) - agree or None][0]
+                    if agree < len(text)
+                    else False
+                ):
+                    agree += 1
+                followers.setdefault(agree, Counter())[source[end + 1]] += 1
+        best = max(followers, default=0)
+        if best < SHORTEST:
+            drafts.append(text[-1])
+        else:
+            most = max(followers[best].values())
+            drafts.append(min(t for t, votes in followers[best].items() if votes == most))
+    return drafts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drafts_follow_the_longest_match_and_the_most_votes(seed):
+    draw = random.Random(seed)
+    prompts = [b"a", b"b", b"a", b"a", b"a"]
+    texts = [
+        draw.choices(range(VOCAB - draw.randint(0, 4)), k=draw.randint(1, 60)) for _ in prompts
+    ]
+    histories = TokenHistories(8, 100, VOCAB, "cpu")
+    rows = draw.sample(range(8), len(prompts))
+    # All but the last tokens at first, and those one by one or together, as they are accepted.
+    at_first = [text[: draw.randint(1, len(text))] for text in texts]
+    histories.start(rows, prompts, at_first)
+    index, tokens, counts = torch.tensor(rows), torch.zeros(len(rows), 60), []
+    for place, (text, start) in enumerate(zip(texts, at_first, strict=True)):
+        counts.append(len(text) - len(start))
+        tokens[place, : counts[-1]] = torch.tensor(text[len(start) :])
+    histories.append(index, tokens, torch.tensor(counts))
+    found = histories.draft(index, rows, [70] * len(rows), 3)
+    for place, text in enumerate(texts):
+        siblings = [
+            other for at, other in enumerate(texts) if at != place and prompts[at] == prompts[place]
+        ]
+        assert found[place].tolist() == drafted(text, siblings, 3)
+    assert histories.last(index).tolist() == [text[-1] for text in texts]
+
+
+def test_a_finished_request_is_remembered_until_its_room_is_needed():
+    histories = TokenHistories(2, 20, VOCAB, "cpu")
+    histories.start([0], [b"a"], [[1, 2, 3]])
+    histories.start([0], [b"b"], [[1, 2, 4]])
+    histories.start([0], [b"a"], [[0, 1, 2]])
+
+    def draft() -> int:
+        return int(histories.draft(torch.tensor([0]), [0], [3], 1))
+
+    assert draft() == 3
+    histories.start([1], [b"c"], [[1, 2, 5]])
+    assert draft() == 3
+    histories.start([1], [b"c"], [[1, 2, 6]])
+    # The last token again, for want of a place that matches.
+    assert draft() == 2
+    histories.start([1], [b"a"], [[1, 2, 5]])
+    assert draft() == 5
+    histories.clear()
+    histories.start([0], [b"a"], [[0, 1, 2]])
+    assert draft() == 2
+
+
+def test_more_siblings_than_a_request_reads():
+    histories = TokenHistories(SIBLINGS + 3, 20, VOCAB, "cpu")
+    rows = list(range(SIBLINGS + 3))
+    texts = [[1, 2, 3], [1, 2, 3], *[[1, 2, 4]] * SIBLINGS, [0, 1, 2]]
+    histories.start(rows, [b"a"] * len(rows), texts)
+    assert histories.draft(torch.tensor(rows[-1:]), rows[-1:], [3], 1).tolist() == [[4]]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("draft", [0, 3])
+def test_accepted_tokens_have_the_distribution(temperature, draft):
+    """Drafts are certain, so that without the correction their tokens would come up too often."""
+    torch.manual_seed(draft)
+    logits = torch.randn(3, VOCAB) / 2
+    probs = (logits / temperature).softmax(-1)
+    many = 50_000
+    drafts = torch.tensor([[draft, 1]]).expand(many, -1)
+    tokens, counts = accept_drafts(probs.expand(many, -1, -1), drafts)
+    for place in range(3):
+        # A token at a place counts if all drafts before it were sampled.
+        seen = tokens[counts > place, place].bincount(minlength=VOCAB)
+        assert seen.sum() > 200
+        expected = probs[place].double()
+        assert (
+            chisquare(seen.numpy(), (expected / expected.sum() * seen.sum()).numpy()).pvalue > 1e-4
+        )
+    assert ((tokens[:, 0] == draft) == (counts > 1)).all()
+
+
+def test_arguments_of_a_server_with_drafts(make_args):
+    view = resolved(make_args(sparrow_draft_tokens=3))
+    # SGLang counts the token before the drafts, too.
+    assert (view.speculative_algorithm, view.speculative_num_draft_tokens) == ("NGRAM", 4)
+    assert resolved(make_args()).speculative_algorithm is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sparrow_draft_tokens": 16}, "sparrow_draft_tokens=16: expected 0, for none, to 15"),
+        ({"sparrow_draft_tokens": -1}, "sparrow_draft_tokens=-1: expected"),
+        ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm='NGRAM': its drafts"),
+        ({"enable_deterministic_inference": True, "sparrow_draft_tokens": 1}, "remove one of them"),
+        ({"attention_backend": "torch_native", "sparrow_schedule": None, "sparrow_draft_tokens": 1},
+         "would decode densely"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)  # fmt: skip
+def test_servers_that_are_refused(make_args, fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(**fields)
+
+
+def test_models_and_schedules_that_are_refused(make_args, tmp_path):
+    with pytest.raises(ValueError, match="a verification does not serve sliding windows"):
+        make_args(save_tiny_model(tmp_path / "gemma3", "gemma3"), sparrow_draft_tokens=1)
+    one_page = BudgetSchedule.fixed(512).model_copy(update={"recent_pages": 1, "name": "one"})
+    one_page.save(path := tmp_path / "one.json")
+    with pytest.raises(ValueError, match="sparrow_draft_tokens=1: schedule one .* at most 0"):
+        make_args(sparrow_schedule=str(path), sparrow_draft_tokens=1)
+
+
+def test_other_versions_of_sglang_are_refused(make_args, monkeypatch):
+    monkeypatch.setattr("sparrow_sglang.plugin.drafting.checks.installed_version", lambda: "0.5.20")
+    with pytest.raises(ValueError, match=r"in SGLang 0.5.20: fitted to 0.5.23; remove"):
+        make_args(sparrow_draft_tokens=1)
