@@ -119,7 +119,7 @@ def test_every_measured_tail_is_printed(
     for budget, row in [(budget, row) for budget, rows in stored.items() for row in rows]:
         words = [budget, f"{row['tail']:.3f}"]
         if row["tail_low"] is not None:
-            words.append(f"{row['low']:.3f}-{row['high']:.3f}")
+            words.append(f"{row['tail_low']:.3f}-{row['tail_high']:.3f}")
         words.append(f"{row['tokens']}")
         held = [target for target in ("0.75", "0.86") if (row["tail_low"] or 0) >= float(target)]
         if row["tokens"] < 200:
