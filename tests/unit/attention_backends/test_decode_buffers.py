@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pools import Pool, make_schedule
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sparrow_sglang.attention_backends import gpu_decode
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
@@ -59,6 +60,7 @@ def step() -> TritonPagedDecode:
 @pytest.fixture
 def backend(step) -> SparrowAttnBackend:
     backend = object.__new__(SparrowAttnBackend)
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=step._req_to_token)
     backend.dense, backend.sparse = Dense(), step
     backend._planning, backend.stock_decode = nullcontext(), True
     backend.decode_guard = DecodeGuard()
@@ -90,7 +92,13 @@ def test_stock_buffers_for_captured_decode_are_allocated_only_where_they_are_use
 def batch_of(size: int) -> SimpleNamespace:
     rows = torch.zeros(size, dtype=torch.int64)
     ones = torch.ones_like(rows)
-    return SimpleNamespace(batch_size=size, req_pool_indices=rows, seq_lens=ones, seq_lens_cpu=ones)
+    return SimpleNamespace(
+        batch_size=size,
+        req_pool_indices=rows,
+        seq_lens=ones,
+        seq_lens_cpu=ones,
+        forward_mode=ForwardMode.DECODE,
+    )
 
 
 def captured_batches() -> list[int]:
@@ -200,6 +208,7 @@ class TestMemory:
                 "prefill_attention_backend": None,
                 "decode_attention_backend": None,
                 "sparrow_schedule": "fixed-512",
+                "sparrow_draft_tokens": 0,
                 "page_size": 16,
                 "max_running_requests": None,
                 "cuda_graph_config": SimpleNamespace(
