@@ -123,7 +123,6 @@ class Share:
 
     value: float
     error: float
-    observations: int
     tokens: int
 
     @classmethod
@@ -136,4 +135,4 @@ class Share:
         value = below.sum() / tokens.sum()
         n = len(tokens)
         spread = np.sqrt(n / (n - 1) * np.square(below - value * tokens).sum())
-        return cls(float(value), float(spread / tokens.sum()), n, int(tokens.sum()))
+        return cls(float(value), float(spread / tokens.sum()), int(tokens.sum()))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers import logprob_processor
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
@@ -217,11 +217,4 @@ def _add_log_probs(
 ) -> None:
     """Write the log-probs of the sampled tokens [B, rows] into `output`, as plain decode does."""
     place = torch.arange(sampled.numel(), device=sampled.device).view_as(sampled)
-    if hasattr(logprob_processor, "compute_spec_logprobs"):
-        logprob_processor.compute_spec_logprobs(
-            batch, output, sampled.flatten(), accept_index=place
-        )
-    else:
-        logprob_processor.compute_spec_v2_logprobs(
-            batch, output, sampled.flatten(), place, sampled.shape[1] - 1
-        )
+    compute_spec_logprobs(batch, output, sampled.flatten(), accept_index=place)
