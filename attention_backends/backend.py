@@ -8,6 +8,7 @@ backend of the device computes prefill and writes its KV. It also decodes dense 
 in models with windows; elsewhere the sparse kernels decode them over all pages.
 """
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -148,7 +149,10 @@ class SparrowAttnBackend(AttentionBackend):
             decode_shape = DecodeShape.of_model(
                 schedule, model_runner.model_config, get_parallel().attn_tp_size, pool.dtype
             )
-            self.sparse = TritonPagedDecode(self.budgets, req_to_token, decode_shape)
+            step = TritonPagedDecode(self.budgets, req_to_token, decode_shape)
+            for layer_id, landmarks in islice(self.landmarks.items(), 1):
+                step.compile_prefill(both_pools.get_key_buffer(layer_id), landmarks)
+            self.sparse = step
             if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
                 self.sparse.reserve(min(EAGER_ROWS, model_runner.req_to_token_pool.size))
         else:

@@ -70,11 +70,21 @@ class TritonPagedDecode:
             budget_layers=self._budgets.weights.shape[1],
         )
 
+    def compile_prefill(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
+        """Compile the kernels of a prefill, which no captured graph contains, before a request."""
+        # No page of a sequence of one token is full, so no landmark is written.
+        length = torch.ones(1, dtype=torch.int64)
+        on_device = length.to(self._req_to_token.device)
+        self.plan_extend(torch.zeros_like(on_device), on_device, length)
+        self.update_landmarks(k_buffer, landmarks)
+
     def plan_extend(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
         self._longest = -(-int(seq_lens_cpu.max()) // self._schedule.page_size)
-        self._pages = self._req_to_token.new_empty(len(seq_lens), self._longest)
+        # Triton compiles kernels anew for a width of 1 and for one that 16 does not divide.
+        width = -(-self._longest // 16) * 16
+        self._pages = self._req_to_token.new_empty(len(seq_lens), width)
         self._seq_lens = seq_lens
         self._no_prefix = torch.zeros_like(seq_lens)
         page_table.snapshot_page_table(

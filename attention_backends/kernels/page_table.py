@@ -39,7 +39,8 @@ class Budgets(NamedTuple):
     weights: torch.Tensor
 
 
-@triton.jit
+# The number of rows differs between captured batches and larger ones.
+@triton.jit(do_not_specialize=["selected_stride"])
 def _snapshot_kernel(
     req_to_token: tl.tensor,
     req_pool_indices: tl.tensor,

@@ -1,69 +1,111 @@
-"""A server compiles few kernels at its first start, however many batch sizes it captures.
+"""A server compiles few kernels, and all of them before its first request.
 
-Triton takes seconds to compile one, and compiles another for each new set of constant arguments.
+Triton takes seconds to compile one, and compiles another for each new set of constant arguments and
+for numbers that are 1 or multiples of 16.
 """
 
 import subprocess
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
+from pools import make_schedule
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
+from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
+from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.kernels.decode import (
-    _SPLIT_PADS,
-    MAX_SPLITS,
-    DecodeLaunch,
-    allocate_decode_scratch,
-    decode_launch,
-)
-from sparrow_sglang.attention_backends.kernels.select import (
-    allocate_select_scratch,
-    select_launch,
-)
-from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
+from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS, DecodeLaunch
+from sparrow_sglang.attention_backends.kernels.select import select_launch
+from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
+from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.selection import SelectionRule
 
 # The batch sizes that SGLang captures, up to 256.
 BATCHES = [1, 2, 4, 8, 12, *range(16, 257, 8)]
 DIM, PAGES = 128, 2048
 CPU = torch.device("cpu")
+INT4 = SelectionRule(landmark_tokens=4, landmark_bits=4, landmark_pairs=32, group_score="best_head")
 
 
-class Launches:
-    """Stands in for a kernel and keeps the constants of each launch."""
+class Triton:
+    """Counts the kernels that Triton would compile for an H100; the launches do nothing."""
 
     def __init__(self) -> None:
-        self.constants: set[tuple[tuple[str, Any], ...]] = set()
+        self.compiled: list[str] = []
 
-    def __getitem__(self, grid: tuple[int, int]) -> "Launches":
+    def get_current_device(self) -> "Triton":
         return self
 
-    def __call__(self, *_: Any, **constants: Any) -> None:
-        self.constants.add(tuple(sorted(constants.items())))
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def compile(self, kernel: Any, key: str, *_: Any) -> Any:
+        self.compiled.append(kernel.fn.__name__)
+        launch = {"function": 0, "packed_metadata": 0, "run": lambda *_: None}
+        done = SimpleNamespace(launch_metadata=lambda *_: None, **launch)
+        return kernel.device_caches[self][0].setdefault(key, done)
 
 
-@pytest.fixture(params=[4, 8], ids="{} KV heads".format)
-def kv_heads(request: pytest.FixtureRequest) -> int:
-    heads: int = request.param
-    return heads
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that have been compiled, one for each set of constants."""
+    counter = Triton()
+    monkeypatch.setattr(triton.runtime.driver, "_active", counter)
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda *args: counter.compile(*args))
+    return counter.compiled
 
 
-def test_attention(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
-    launches = Launches()
-    monkeypatch.setattr(decode, "_decode_kernel", launches)
-    pool = torch.zeros(16, kv_heads, DIM, dtype=torch.bfloat16)
-    for batch in BATCHES:
+@pytest.mark.parametrize("kv_heads", [4, 8])
+@pytest.mark.parametrize("rule", [SelectionRule(), INT4], ids=["means", "int4"])
+def test_kernels_are_few_and_compiled_before_the_first_request(
+    compiled: list[str], kv_heads: int, rule: SelectionRule
+) -> None:
+    schedule = make_schedule(16, 40, [16, 24]).model_copy(update={"selection": rule})
+    pool = torch.zeros(64, kv_heads, DIM, dtype=torch.bfloat16)
+    table = torch.zeros(max(BATCHES) + 1, 16 * PAGES, dtype=torch.int32)
+    pairs = kept_pairs(rule, 0, range(kv_heads), DIM)
+    landmarks = allocate_landmarks(4, 16, rule, pairs, pool.dtype)
+    budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), "cpu")
+    shape = DecodeShape.of(schedule, 2 * kv_heads, kv_heads, DIM, 16 * PAGES)
+    step = TritonPagedDecode(budgets, table, shape)
+
+    def decode(batch: int) -> None:
+        lengths = torch.ones(batch, dtype=torch.int64)
+        step.plan_decode(torch.zeros_like(lengths), lengths, lengths)
         q = torch.zeros(batch, 2 * kv_heads, DIM, dtype=torch.bfloat16)
-        launch = decode_launch(batch, kv_heads, DIM, 16 * PAGES, CPU, 2)
-        parts = allocate_decode_scratch(len(q) * 2 * kv_heads * MAX_SPLITS, 2048, DIM, CPU)
-        page_ids = torch.zeros(batch, kv_heads, 1, dtype=torch.int32)
-        counts = torch.ones(batch, dtype=torch.int32)
-        common = {"page_size": 16, "sm_scale": 1.0, "scratch": parts, "launch": launch}
-        decode.sparse_decode(q, pool, pool, page_ids, counts, counts, q, **common)
-    assert len(launches.constants) <= 3
+        step.decode(q, pool, pool, landmarks, 0, 1.0)
+        step.decode_dense(q, pool, pool, 1.0)
+
+    step.compile_prefill(pool, landmarks)
+    step.reserve(max(BATCHES))
+    for batch in BATCHES:
+        decode(batch)
+    at_start = Counter(compiled)
+    assert at_start.pop("_snapshot_kernel") == 2
+    assert at_start.pop("_decode_kernel") <= 6
+    assert at_start.pop("_select_kernel") <= 2
+    assert list(at_start.values()) == [1], at_start
+
+    compiled.clear()
+    for tokens in (1, 16, 17, 255, 256, 257, 16 * PAGES):
+        for requests in (1, 2, 3, 16, 17):
+            lengths = torch.full((requests,), tokens)
+            step.plan_extend(torch.zeros_like(lengths), lengths, lengths)
+            step.update_landmarks(pool, landmarks)
+    # A batch that no graph holds runs in slices.
+    for rest in BATCHES:
+        decode(max(BATCHES) + rest)
+    assert compiled == []
 
 
 def assert_no_spills(
@@ -128,32 +170,3 @@ def test_selection_spills_no_registers(tmp_path: Path, rows: int) -> None:
     types |= dict.fromkeys((*pointers, "arrivals"), "*i32")
     kernel = select._select_kernel
     assert_no_spills(tmp_path, kernel, types, constants, num_warps=launch.num_warps)
-
-
-def test_selection(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
-    launches = Launches()
-    monkeypatch.setattr(select, "_select_kernel", launches)
-    pool = torch.zeros(16, kv_heads, DIM, dtype=torch.bfloat16)
-    scratch = allocate_select_scratch(max(BATCHES), kv_heads, PAGES, CPU)
-    for batch in BATCHES:
-        select.select_pages(
-            torch.zeros(batch, 2 * kv_heads, DIM, dtype=torch.bfloat16),
-            pool,
-            MeanLandmarks(pool[:1, :, None]),
-            torch.zeros(batch, PAGES, dtype=torch.int32),
-            torch.ones(batch, dtype=torch.int32),
-            torch.ones(batch, dtype=torch.int32),
-            torch.zeros(batch, kv_heads, 8, dtype=torch.int32),
-            page_size=16,
-            sink_pages=1,
-            recent_pages=2,
-            scratch=scratch,
-            launch=select_launch(batch, kv_heads, DIM, PAGES, CPU),
-        )
-    assert len(launches.constants) <= 2
-
-
-@pytest.mark.parametrize("kernel", [decode._decode_kernel, select._select_kernel])
-def test_what_differs_by_batch_size_is_no_constant(kernel: Any) -> None:
-    """If it were specialized, Triton would compile another kernel for 1 and for multiples of 16."""
-    assert [each.name for each in kernel.params if each.do_not_specialize] == ["splits"]
