@@ -82,6 +82,8 @@ HOOKS = tuple(Hook(*row) for row in (
      "req tree_cache is_insert|checkpoint"),
     ("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", "AROUND",
      drafting.choose_worker, "server_args"),
+    ("sglang.srt.managers.overlap_utils.decide_needs_cpu_seq_lens", "AROUND",
+     drafting.without_lengths_on_host),
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     # Schedulers: the audit, and exact acceptance rates.
     (f"{_FORWARD_BATCH}.init_new", "AFTER", top_logprobs.remember_temperatures, "batch"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.hf_config import linear_layers, window_layers
 from sparrow_sglang.json_values import quoted
+from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.request_options import RequestError
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_install import installed_version
@@ -126,3 +127,12 @@ def choose_worker(original: Callable[..., type], algorithm: Any, server_args: "S
     from sparrow_sglang.plugin.drafting.worker import DraftWorker
 
     return DraftWorker
+
+
+def without_lengths_on_host(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """AROUND hook: for its algorithm NGRAM, SGLang waits in each step until the host knows the
+    lengths. Verifying drafts of ours reads them on the device.
+
+    Checked with 0.5.23; without drafts it has no effect there.
+    """
+    return PROCESS.scheduler is None and original(*args, **kwargs)
