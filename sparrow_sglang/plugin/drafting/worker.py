@@ -18,7 +18,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from sparrow_sglang import sglang_versions
-from sparrow_sglang.plugin.drafting.histories import TokenHistories
+from sparrow_sglang.plugin.drafting.histories import TokenHistories, uploaded
 from sparrow_sglang.plugin.drafting.sampling import accept_drafts, distribution
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class DraftWorker(BaseSpecWorker):
         )
         table = self.req_to_token_pool.req_to_token
         rows, max_tokens = table.shape
-        vocab_size = self.model_runner.model_config.vocab_size
-        self._histories = TokenHistories(rows, max_tokens, vocab_size, table.device)
+        self._histories = TokenHistories(rows, max_tokens, table.device)
 
     def clear_cache_pool(self) -> None:
         """Called when the prefix cache is emptied, which needs an idle scheduler."""
@@ -102,14 +101,9 @@ class DraftWorker(BaseSpecWorker):
         rows = [sglang_versions.kv_of(req).req_pool_idx for req in reqs]
         prompts = [array("q", req.origin_input_ids).tobytes() for req in reqs]
         self._histories.start(rows, prompts, [texts[place] for place in whole])
-        if len(whole) < len(texts):
-            index = torch.tensor(whole, device=tokens.device)
-        else:
-            index = torch.arange(len(texts), device=tokens.device)
+        index = uploaded(whole, torch.int64, tokens.device)
         self._histories.append(
-            batch.req_pool_indices[index].long(),
-            tokens[index][:, None],
-            torch.ones_like(index),
+            batch.req_pool_indices[index].long(), tokens[index][:, None], torch.ones_like(index)
         )
 
     def _verify(
@@ -119,15 +113,7 @@ class DraftWorker(BaseSpecWorker):
             record_stream_for_v2_verify(batch, None, torch.cuda.current_stream())
         rows = self._rows
         indices, committed = batch.req_pool_indices.long(), batch.seq_lens
-        # Results of the step before may not have reached the requests yet.
-        at_most = [len(req.origin_input_ids) + len(req.output_ids) + 2 * rows for req in batch.reqs]
-        drafts = self._histories.draft(
-            indices,
-            [sglang_versions.kv_of(req).req_pool_idx for req in batch.reqs],
-            at_most,
-            rows - 1,
-        )
-        tokens = torch.cat([self._histories.last(indices)[:, None], drafts], dim=1)
+        tokens = self._histories.draft(indices, rows - 1)
         positions = committed[:, None] + torch.arange(rows, device=committed.device)
         verified = NgramVerifyInput(
             draft_token=tokens.flatten(),
@@ -142,7 +128,7 @@ class DraftWorker(BaseSpecWorker):
         batch.out_cache_loc = slots.flatten().long()
         batch.spec_info = verified
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        sampled, counts = self._sample(batch, verified, result.logits_output, drafts)
+        sampled, counts = self._sample(batch, verified, result.logits_output)
         if batch.return_logprob:
             _add_log_probs(batch, result.logits_output, sampled)
         batch.forward_mode = ForwardMode.DECODE
@@ -157,10 +143,9 @@ class DraftWorker(BaseSpecWorker):
         batch: "ScheduleBatch",
         verified: NgramVerifyInput,
         output: "LogitsProcessorOutput",
-        drafts: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sampled tokens [B, rows] and how many of them count, [B]."""
-        if drafts.is_cuda:
+        if batch.seq_lens.is_cuda:
             from sglang.srt.speculative.eagle_utils import eagle_sample
 
             predicted, counts, _ = eagle_sample(verified, batch, output)
@@ -168,6 +153,7 @@ class DraftWorker(BaseSpecWorker):
             return predicted.view(-1, self._rows).long(), counts.long()
         # SGLang verifies greedily on a CPU, whatever the temperature.
         probs = distribution(output.next_token_logits, batch.sampling_info, self._rows)
+        drafts = verified.draft_token.view(-1, self._rows)[:, 1:]
         sampled, counts = accept_drafts(probs, drafts)
         group = get_parallel().tp_group
         if group.world_size > 1:
