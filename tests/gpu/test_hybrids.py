@@ -21,7 +21,7 @@ from engines import (
     save_tiny_model,
     start_engine,
 )
-from kernel_step import INTERPRETED, require_passes_interpreted
+from kernel_step import INTERPRETED, fast_interpreter, require_passes_interpreted
 from oracle import ContractModel
 
 from sparrow_sglang.client.control import get_schedule
@@ -140,7 +140,7 @@ def interpretable() -> Iterator[None]:
 
     from sparrow_sglang.plugin.cpu.fallbacks import without_pinned_memory
 
-    with pytest.MonkeyPatch.context() as patch:
+    with fast_interpreter() as patch:
         patch.setattr(utils, "custom_device_ctx", lambda index: nullcontext())
         patch.setattr(layernorm_gated, "_get_sm_count", lambda device: 1)
         patch.setattr(layernorm_gated, "device_context", lambda device: nullcontext())

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,6 +60,23 @@ def require_passes_interpreted(test_file: Path) -> None:
     assert "passed" in run.stdout, run.stdout
 
 
+@contextmanager
+def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
+    """Leave out what takes most of the time of Triton's interpreter."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    # It replaces the functions of the language at every call of a function. Here they stay replaced.
+    replaced = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+        # A GPU does not look for overflows either.
+        options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
+        yield patch
+    replaced.restore()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def rounding_of_a_gpu() -> Iterator[None]:
     """Make Triton 3.6's interpreter treat bf16 as a GPU does, in files that import this.
@@ -95,7 +114,7 @@ def rounding_of_a_gpu() -> Iterator[None]:
         return TensorHandle(total.astype(acc.data.dtype), acc.dtype.scalar)
 
     plain_cast = InterpreterBuilder.cast_impl
-    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+    with fast_interpreter() as patch, np.errstate(all="ignore"):
         patch.setattr(InterpreterBuilder, "cast_impl", cast)
         patch.setattr(InterpreterBuilder, "create_dot", dot)
         yield
