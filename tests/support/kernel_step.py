@@ -66,7 +66,7 @@ def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    # It replaces the functions of the language at every call of a function. Here they stay replaced.
+    # It replaces the functions of the language at every call. Here they stay replaced.
     replaced = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
