@@ -48,7 +48,7 @@ _MOVED: dict[str, str | None] = {
     "sglang.srt.managers.overlap_utils.decide_needs_cpu_seq_lens": None,
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": None,
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": None,
-    # Until 0.5.17 weights may be loaded at any time.
+    # Until 0.5.20 weights may be loaded at any time.
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update": None,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": None,
     # In 0.5.15, models whose windows have a pool of their own are refused.
@@ -107,7 +107,7 @@ def can_flush(scheduler: Any) -> bool:
 def weight_update_session(manager: Any, step: str) -> Any:
     """The call that opens ("begin") or closes ("end") the session in which weights are loaded.
 
-    None until 0.5.20, where weights may be loaded at any time.
+    None up to 0.5.20, where weights may be loaded at any time.
     """
     if not hasattr(manager, "begin_weight_update"):
         return None

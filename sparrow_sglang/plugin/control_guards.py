@@ -77,7 +77,7 @@ async def update_weights(call: Call, manager: Any, state: ServerState, request: 
 async def begin_weight_update(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """No score runs until `end_weight_update`, as weights change in several calls.
 
-    From 0.5.20 on weights are loaded in such a session.
+    From 0.5.22 on weights are loaded in such a session; older versions have none.
     """
     async with AsyncExitStack() as session:
         await session.enter_async_context(_without_scores(state, new_weights=True))

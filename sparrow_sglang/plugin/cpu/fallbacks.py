@@ -63,8 +63,8 @@ def with_pool_for_windows(
 
 
 def no_triton(backend: str) -> bool:
-    """REPLACE hook: SGLang decides on Triton by the attention backend's name (0.5.17), not by the
-    device."""
+    """REPLACE hook for SGLang up to 0.5.20, which decides on Triton by the name of the backend;
+    0.5.23 asks the platform."""
     return False
 
 
@@ -115,5 +115,6 @@ def prepare_rank(*, tp_size: int | None = None, **kwargs: Any) -> None:
 
 
 def without_nccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """BEFORE hook: groups default to NCCL on any device that SGLang does not know (0.5.17)."""
+    """BEFORE hook for SGLang up to 0.5.20, where groups default to NCCL on devices that it does not
+    know; 0.5.23 asks the platform."""
     return args, kwargs | {"use_pynccl": False}
