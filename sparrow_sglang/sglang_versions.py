@@ -95,7 +95,7 @@ def is_empty(tree_cache: Any) -> bool:
 def can_flush(scheduler: Any) -> bool:
     """Whether a scheduler would empty its prefix cache now.
 
-    From 0.5.20 on requests that a pause has retracted, and that hold no KV, do not matter.
+    From 0.5.22 on requests that a pause has retracted, and that hold no KV, do not matter.
     """
     arguments: dict[str, Any] = {}
     if "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters:
