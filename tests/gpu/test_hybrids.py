@@ -124,6 +124,13 @@ def gated_delta_step(
     out.copy_(found.transpose(0, 1))
 
 
+def add_gated(
+    hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor
+) -> None:
+    """Stand-in for SGLang's kernel, whose tiles are far wider than these models."""
+    routed += (hidden @ gate).sigmoid()[:, None] * shared
+
+
 @pytest.fixture(scope="module", autouse=True)
 def interpretable() -> Iterator[None]:
     """Replace SGLang's uses and assertions of a GPU when Triton is interpreted."""
@@ -136,6 +143,7 @@ def interpretable() -> Iterator[None]:
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.models import qwen2_moe
     from sglang.srt.server_args import ServerArgs
 
     from sparrow_sglang.plugin.cpu.fallbacks import without_pinned_memory
@@ -148,6 +156,7 @@ def interpretable() -> Iterator[None]:
         decode = "fused_recurrent_gated_delta_rule_packed_decode"
         patch.setattr(gdn_triton, decode, gated_delta_step)
         patch.setattr(gdn_backend, "fused_gdn_gating", gating)
+        patch.setattr(qwen2_moe, "fused_gate_sigmoid_mul_add", add_gated)
         pinning = partial(without_pinned_memory, ScheduleBatch.prepare_for_decode)
         patch.setattr(ScheduleBatch, "prepare_for_decode", lambda batch: pinning(batch))
         # The convolution's states would otherwise be rounded to 16 bits.
