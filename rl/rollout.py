@@ -31,6 +31,7 @@ class Sampling:
     Responses drawn with a `top_p` below 1 or a `top_k` cannot be trained on. `dense` reads all of
     the KV cache whatever the engine's schedule says, as in evaluation. `adapter` names a loaded
     LoRA adapter. `environment` answers the model's turns in tasks with several turns.
+    An engine that finishes no response for `timeout_s` counts as dead.
     """
 
     max_new_tokens: int
@@ -40,6 +41,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     environment: Environment | None = None
+    timeout_s: float = 7200.0
 
 
 def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:

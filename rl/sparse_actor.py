@@ -84,6 +84,7 @@ class SparseActor:
             settings.temperature,
             adapter=self._adapter,
             environment=self._environment,
+            timeout_s=self._config.rollout.timeout_s,
         )
 
     def load_policy(self, version: str) -> None:
@@ -100,5 +101,6 @@ class SparseActor:
             top_p=settings.top_p,
             top_k=settings.top_k,
             environment=self._environment,
+            timeout_s=self._config.rollout.timeout_s,
         )
         return self._engine.generate(prompts, settings.samples_per_prompt, sampling, on_finished)

@@ -1,6 +1,5 @@
 """One rollout engine as a Ray actor."""
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -41,9 +40,9 @@ class EngineActor:
         self._inboxes = defaultdict(SimpleQueue)
         self._stopped = 0
 
-    def ready(self) -> tuple[int, torch.dtype]:
-        """The actor's process id and the engine's dtype."""
-        return os.getpid(), self._engine.dtype
+    def ready(self) -> torch.dtype:
+        """The engine's dtype."""
+        return self._engine.dtype
 
     def stream(self, sampling: Sampling, rollout: int) -> Iterator[tuple[int, Group]]:
         """The groups that `add` gives to rollout number `rollout`, until `stop` ends it."""

@@ -71,16 +71,13 @@ logger = logging.getLogger(__name__)
 class _Engine:
     """An engine, and its part of the rollout under way.
 
-    `stream` gives the groups that it has finished; `owed` are the others, by position. `heard` is
-    when it returned one, or had none.
+    `stream` gives the groups that it has finished; `owed` are the others, by position.
     """
 
     actor: Any
     placement: PlacementGroup | None
-    pid: int = 0
     stream: Any = None
     owed: dict[int, Group] = field(default_factory=dict)
-    heard: float = 0.0
 
     @property
     def load(self) -> int:
@@ -92,7 +89,7 @@ class RayEngines(RolloutEngine):
 
     An engine has GPUs of its own, as many as `cluster.gpus_per_engine`, on one host, or those of
     trainers on the host of these: `places` are then a Ray node and its CUDA devices for each
-    engine.
+    engine. `dtype` is that of the engines, to which weights are rounded.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class RayEngines(RolloutEngine):
 
         Raises `EngineDied` if an engine does not start; the message holds its reason.
         """
-        self._timeout_s = cluster.rollout_timeout_s
         # All may die together, with their host or with one that they wait for in a broadcast.
         self._max_deaths = max(MAX_DEATHS, cluster.engines)
         self._gpus, self._places = cluster.gpus_per_engine, places
@@ -115,7 +111,7 @@ class RayEngines(RolloutEngine):
         self._arguments = {"tp_size": self._gpus, **sleeps, **defaults, **engine.server_args}
         self._schedule_name, self._model_path = engine.schedule, model_path
         self._capacity = self._arguments.get("max_running_requests") or float("inf")
-        self._dtype = torch.float32
+        self.dtype = torch.float32
         self._send: Send | None = None
         self._version = ""
         self._schedule: BudgetSchedule | None = None
@@ -130,16 +126,6 @@ class RayEngines(RolloutEngine):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids of the actors, each on its own host."""
-        return {slot: engine.pid for slot, engine in self._engines.items()}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the engines compute in; weights are rounded to it."""
-        return self._dtype
 
     def stream(
         self,
@@ -173,23 +159,15 @@ class RayEngines(RolloutEngine):
                         waiting.extend(enumerate(added, count))
                         count += len(added)
                     self._assign(waiting, sampling)
-                streams = {s: e for s, e in self._engines.items() if e.stream is not None}
-                if not (streams if stopped else any(e.owed for e in streams.values())):
+                streams = {e.stream: slot for slot, e in self._engines.items() if e.stream}
+                if not (streams if stopped else any(e.owed for e in self._engines.values())):
                     break
-                open_streams = [engine.stream for engine in streams.values()]
-                ready, _ = ray.wait(open_streams, timeout=POLL_S, fetch_local=False)
-                late = time.monotonic() - self._timeout_s
-                chosen = [
-                    slot
-                    for slot, e in streams.items()
-                    if (e.stream is ready[0] if ready else e.owed and e.heard < late)
-                ]
-                if not chosen:
+                ready, _ = ray.wait(list(streams), timeout=POLL_S, fetch_local=False)
+                if not ready:
                     continue
-                slot, engine = chosen[0], streams[chosen[0]]
+                slot = streams[ready[0]]
+                engine = self._engines[slot]
                 try:
-                    if not ready:
-                        raise GetTimeoutError(f"no response within {self._timeout_s:.0f} s")
                     position, group = ray.get(next(engine.stream))
                 except StopIteration:
                     # It was told to stop before it had begun these.
@@ -199,7 +177,6 @@ class RayEngines(RolloutEngine):
                     waiting.extendleft(reversed(engine.owed.items()))
                     self._replace(slot, error)
                 else:
-                    engine.heard = time.monotonic()
                     del engine.owed[position]
                     if on_finished is not None:
                         on_finished(sum(rollout.finished for rollout in group.rollouts))
@@ -221,8 +198,6 @@ class RayEngines(RolloutEngine):
             position, group = waiting[0]
             if engine.load and engine.load + _left(group) > self._capacity:
                 break
-            if not engine.owed:
-                engine.heard = time.monotonic()
             engine.owed[position] = group
             given[slot].append(waiting.popleft())
         for slot, groups in given.items():
@@ -244,22 +219,18 @@ class RayEngines(RolloutEngine):
         self._deaths, self._send = 0, None
         while True:
             self._call_all("prepare_load")
-            deaths = self._deaths
             try:
                 adapter = send({slot: engine.actor for slot, engine in self._engines.items()})
             except (BroadcastTimeout, TrainersLost):
                 # Nobody is left who could send, or engines would get stuck again.
                 raise
             except (EngineDied, RuntimeError):
-                self._call_all("require_alive", timeout_s=STUCK_TIMEOUT_S)
-                if self._deaths == deaths:
+                if self._call_all("require_alive", timeout_s=STUCK_TIMEOUT_S):
                     raise
-                continue
-            self._call_all("finish_load", version)
-            if self._deaths == deaths:
-                break
-        self._send, self._version = send, version
-        return adapter
+            else:
+                if self._call_all("finish_load", version):
+                    self._send, self._version = send, version
+                    return adapter
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
         """See `RolloutEngine`; a replaced engine gets the schedule too."""
@@ -268,12 +239,9 @@ class RayEngines(RolloutEngine):
 
     def release(self) -> None:
         """See `RolloutEngine`; does nothing for engines that share no GPU with a trainer."""
-        while True:
-            deaths = self._deaths
-            self._call_all("release")
-            # An engine that replaces one has its memory still.
-            if not self._places or self._deaths == deaths:
-                break
+        while not self._call_all("release") and self._places:
+            # The engine that replaces one has its memory still.
+            continue
 
     def resume(self) -> None:
         """See `RolloutEngine`."""
@@ -330,11 +298,13 @@ class RayEngines(RolloutEngine):
                 " another: see `ray status`"
             )
 
-    def _call_all(self, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        """Call the method on all engines at the same time; a dead engine is replaced instead.
+    def _call_all(self, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+        """Call the method on all engines at the same time; returns whether all were alive.
 
-        The replacement gets no call: `_await_start` gives it all that the others have.
+        A dead engine is replaced. The other one gets no call: `_await_start` gives it all that
+        the others have.
         """
+        deaths = self._deaths
         calls = {
             slot: engine.actor.call.remote(method, *arguments)
             for slot, engine in self._engines.items()
@@ -345,6 +315,7 @@ class RayEngines(RolloutEngine):
                 ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except _DEATH as error:
                 self._replace(slot, error)
+        return self._deaths == deaths
 
     def _replace(self, slot: int, error: Exception) -> None:
         self._deaths += 1
@@ -363,10 +334,9 @@ class RayEngines(RolloutEngine):
 
     def _await_start(self, slot: int) -> None:
         """Wait for the engine, and give it the weights and the schedule that the others have."""
-        engine = self._engines[slot]
-        actor = engine.actor
+        actor = self._engines[slot].actor
         try:
-            engine.pid, self._dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
+            self.dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
             # During an update there is nothing to send yet: `load` sends again.
             ray.get(actor.call.remote("prepare_load"))
             if self._send is not None:

@@ -70,20 +70,20 @@ class RemoteLearner(Learner):
             for bundle in range(world):
                 strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
                 self._workers.append(kind.options(scheduling_strategy=strategy).remote())
-            found = self._all("place")
+            found = self._get([worker.place.remote() for worker in self._workers])
             # Neighbours in rank are on the same host, where NCCL is fastest.
             order = sorted(range(world), key=lambda index: found[index])
             self._workers = [self._workers[index] for index in order]
             self._places = [found[index] for index in order]
             address = self._get([self._workers[0].listen.remote(limit)])[0]
             threads = self._threads()
-            self._get(
+            loaded = self._get(
                 [
-                    worker.join.remote(address, Ranks(rank, world), limit, threads[rank])
+                    worker.load.remote(config, Ranks(rank, world), address, limit, threads[rank])
                     for rank, worker in enumerate(self._workers)
                 ]
             )
-            self._dtype: torch.dtype = self._all("load", config)[0]
+            self._dtype: torch.dtype = loaded[0]
         except BaseException:
             self.close()
             raise
@@ -161,9 +161,6 @@ class RemoteLearner(Learner):
         # Stored once, instead of once for each worker.
         stored = ray.put(arguments)
         return self._get([worker.call.remote(method, stored) for worker in self._workers])[0]
-
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._get([getattr(worker, method).remote(*arguments) for worker in self._workers])
 
     def _get(self, calls: list[Any]) -> list[Any]:
         """The workers' results; raises what they raise, or `TrainersLost` if one is gone."""

@@ -40,26 +40,30 @@ class TrainerActor:
         self._store = listen(address, limit_s)
         return address, self._store.port
 
-    def join(self, address: tuple[str, int], ranks: Ranks, limit_s: float, threads: int) -> None:
-        """Enter torch's default process group, in which every collective has a time limit.
+    def load(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        address: tuple[str, int],
+        limit_s: float,
+        threads: int,
+    ) -> torch.dtype:
+        """Enter torch's default process group and load the model; returns the dtype that weights
+        are served in.
 
-        `threads` are for work on the CPU, which an offloaded optimizer has much of.
+        Every collective has the time limit. `threads` are for work on the CPU, which an offloaded
+        optimizer has much of.
         """
         # Ray gives an actor without CPUs of its own a single one.
         torch.set_num_threads(threads)
         limit = timedelta(seconds=limit_s)
-        self._ranks = ranks
-        if ranks.world == 1:
-            return
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        store = self._store or dist.TCPStore(*address, is_master=False, timeout=limit)
-        dist.init_process_group(
-            backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=limit
-        )
-
-    def load(self, config: TrainConfig) -> torch.dtype:
-        """Load the model; returns the dtype that weights are served in."""
-        self._learner = Learner.load(config, self._ranks)
+        if ranks.world > 1:
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            store = self._store or dist.TCPStore(*address, is_master=False, timeout=limit)
+            dist.init_process_group(
+                backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=limit
+            )
+        self._ranks, self._learner = ranks, Learner.load(config, ranks)
         return self._learner.compute_dtype
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:

@@ -49,21 +49,17 @@ class WeightBroadcast:
             if self._actors != actors:
                 self._stop()
                 self._start(actors)
-            self._send(actors, bucket, version)
+            received = {
+                slot: actor.call.remote("receive", bucket.get_metadata(), self._name, version)
+                for slot, actor in actors.items()
+            }
+            data, group = bucket.get_flattened_tensor(), self._group
+            what = f"sending {data.nbytes / 2**20:.0f} MiB of weights by broadcast"
+            _together(received, lambda: _broadcast(data, group), what)
         except BaseException:
             # An engine is gone, or machines cannot reach each other.
             self._stop()
             raise
-
-    def _send(self, actors: Mapping[int, Any], bucket: Any, version: str) -> None:
-        received = {
-            slot: actor.call.remote("receive", bucket.get_metadata(), self._name, version)
-            for slot, actor in actors.items()
-        }
-        data = bucket.get_flattened_tensor().to("cuda" if torch.cuda.is_available() else "cpu")
-        group = self._group
-        what = f"sending {data.nbytes / 2**20:.0f} MiB of weights by broadcast"
-        _together(received, lambda: _broadcast(data, group), what)
 
     def _stop(self) -> None:
         if not self._name:

@@ -122,9 +122,6 @@ class ClusterConfig(Section):
     checkpoint in between, before the run ends with the reason."""
     collective_timeout_s: PositiveFloat = 1800.0
     """Seconds that a trainer worker waits for the others before it gives them up."""
-    rollout_timeout_s: PositiveFloat = 7200.0
-    """Seconds without a complete group after which an engine is replaced: more than the longest
-    response takes."""
 
     @property
     def gpus(self) -> int:

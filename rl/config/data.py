@@ -114,6 +114,9 @@ class RolloutConfig(Section):
     """Sampling temperature of rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this
     temperature; the policy's log-probs, the acceptance rates and DistillSparse are computed at the
     same temperature."""
+    timeout_s: PositiveFloat = 7200.0
+    """Seconds without a finished response after which an engine counts as dead: more than the
+    longest response takes."""
     top_p: float = 1.0
     """Only 1, no truncation, is accepted."""
     top_k: int = -1

@@ -4,11 +4,12 @@ In: groups, begun or not. Out: the same groups, finished, or unfinished if the r
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparrow_sglang.rl.engines.processes import EngineProcesses
+from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses
 from sparrow_sglang.rl.rollout import Sampling, continued, sample_request
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
@@ -65,8 +66,10 @@ class Responses:
     ) -> Iterator[tuple[int, Group]]:
         """As `RolloutEngine.stream`; the callbacks are called after each response, and regularly.
 
-        Raises `RolloutError`, and `EngineDied` if a process of the engine is gone.
+        Raises `RolloutError`, and `EngineDied` if a process of the engine is gone or no response is
+        finished within `sampling.timeout_s`.
         """
+        silent_s = 0.0
         try:
             while True:
                 self._stopped = self._stopped or (should_stop is not None and should_stop())
@@ -78,10 +81,17 @@ class Responses:
                     # Repeated, as a request may have reached the engine after the last abort.
                     self.loop.run_until_complete(self._abort())
                 until = asyncio.ALL_COMPLETED if self._stopped else asyncio.FIRST_COMPLETED
+                began = time.monotonic()
                 done, self._running = self.loop.run_until_complete(
                     asyncio.wait(self._running, timeout=POLL_S, return_when=until)
                 )
                 self.processes.require_alive()
+                silent_s = 0.0 if done else silent_s + time.monotonic() - began
+                if silent_s > self.sampling.timeout_s:
+                    raise EngineDied(
+                        f"no response was finished within {self.sampling.timeout_s:.0f} s, see"
+                        " rollout.timeout_s"
+                    )
                 for task in done:
                     position, rollout = task.result()
                     self._rollouts[position][rollout.sample] = rollout

@@ -59,6 +59,7 @@ _FREE = (
     "optimizer.lr",
     "optimizer.warmup_steps",
     "rollout.max_new_tokens",
+    "rollout.timeout_s",
     "task.overlap_rewards",
     "task.reward_timeout_s",
     "task.rewards_timeout_s",

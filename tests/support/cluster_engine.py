@@ -1,13 +1,26 @@
 """An engine for actors that samples by transformers: the same responses in whatever process."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 from sampler import Sampler
 
+from sparrow_sglang.rl.cluster.ray_engines import RayEngines
 from sparrow_sglang.rl.types import Prompt, Rollout
+
+
+def pid(actor: Any) -> int:
+    """The process id of a Ray actor that is not busy."""
+    number: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return number
+
+
+def pids(engines: RayEngines) -> dict[int, int]:
+    return {slot: pid(engine.actor) for slot, engine in engines._engines.items()}
 
 
 class Repeatable(Sampler):

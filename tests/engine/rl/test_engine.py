@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import engines
 import numpy as np
+import psutil
 import pytest
 import torch
 from engines import SCHEDULE
@@ -134,6 +135,16 @@ def test_after_a_failed_update_nothing_is_generated_until_a_good_one(engine, mod
         engine.generate(PROMPTS, 1, SAMPLING)
     engine.update_weights(model.state_dict().items(), "10")
     assert error(model, engine.generate(PROMPTS, 1, SAMPLING)) < FP32
+
+
+def test_an_engine_that_finishes_nothing_in_time_counts_as_dead(engine) -> None:
+    scheduler = psutil.Process(engine.engine.get_all_child_pids()[0])
+    scheduler.suspend()
+    try:
+        with pytest.raises(EngineDied, match="within 2 s, see rollout.timeout_s"):
+            engine.generate(PROMPTS, 1, replace(SAMPLING, timeout_s=2.0))
+    finally:
+        scheduler.resume()
 
 
 def test_memory_that_is_not_saved_keeps_its_weights(engine, model) -> None:

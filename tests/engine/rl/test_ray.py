@@ -18,6 +18,7 @@ import pytest
 import ray
 import torch
 from ascii_task import rows
+from cluster_engine import pids
 from engines import import_for_fork, kill, unused_model_files
 from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings, turns_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -158,7 +159,7 @@ def test_training_on_colocated_engines_survives_the_death_of_one(cluster, tmp_pa
         if killed or engines._version != "1":
             yield from stream(engines, asked, *request)
             return
-        before = engines.pids
+        before = pids(engines)
         killed.extend(family(before[0]))
         # Suspend the scheduler, so that its engine has delivered nothing of its share when it dies.
         killed[0].suspend()
@@ -171,7 +172,7 @@ def test_training_on_colocated_engines_survives_the_death_of_one(cluster, tmp_pa
                 with suppress(psutil.NoSuchProcess):
                     killed[0].resume()
         assert sorted(positions) == list(range(len(asked)))
-        assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
+        assert pids(engines)[0] != before[0] and pids(engines)[1] == before[1]
         # All processes of the dead engine, which held its memory, are gone.
         assert wait_until(lambda: not any(process.is_running() for process in killed))
 
@@ -287,7 +288,7 @@ def require_complete(groups, prompts, n: int, sampling: Sampling, version: str) 
 def require_from_both(engines, model, version: str) -> None:
     """Groups are complete, and while one engine stands still the other gives exactly its half."""
     prompts = PROMPTS * 2
-    with stopped(family(engines.pids[1])):
+    with stopped(family(pids(engines)[1])):
         groups = engines.stream(begun(prompts, 2), SAMPLING)
         first = [next(groups) for _ in range(3)]
     rest = list(groups)
@@ -302,7 +303,7 @@ def require_from_both(engines, model, version: str) -> None:
 def test_engines_with_one_seed_sample_independently(engines) -> None:
     """Runs first, while both engines have drawn equally often."""
     groups = engines.generate(PROMPTS[:1] * 2, 1, SAMPLING)
-    assert engines.pids.keys() == {0, 1}
+    assert pids(engines).keys() == {0, 1}
     assert groups[0].rollouts[0].response_ids != groups[1].rollouts[0].response_ids
 
 
@@ -344,7 +345,7 @@ def test_both_engines_stop_and_go_on(engines, model) -> None:
 def test_a_group_that_comes_later_goes_to_the_engine_with_less_to_do(engines) -> None:
     """While another engine still has the groups of the start."""
     asked, done = begun(PROMPTS[:2], 1), []
-    slow = family(engines.pids[0])
+    slow = family(pids(engines)[0])
     more = [begun(PROMPTS[2:], 1), begun(PROMPTS[:1], 1)]
 
     def more_groups(idle: bool) -> list[Group]:
@@ -369,7 +370,7 @@ def test_after_an_update_both_engines_sample_from_the_new_weights(
 
 
 def test_an_engine_that_dies_during_an_update_is_replaced(engines, sender, model) -> None:
-    before = engines.pids
+    before = pids(engines)
     scheduler = family(before[1])[0]
 
     def tensors():
@@ -378,17 +379,17 @@ def test_an_engine_that_dies_during_an_update_is_replaced(engines, sender, model
             scheduler.kill()
 
     engines.load(partial(sender.send, tensors, "2"), "2")
-    assert engines.pids[0] == before[0] and engines.pids[1] != before[1]
+    assert pids(engines)[0] == before[0] and pids(engines)[1] != before[1]
     require_from_both(engines, model, "2")
 
 
 def test_an_engine_that_dies_in_a_rollout_is_replaced_with_the_weights(engines, model) -> None:
-    before = engines.pids
+    before = pids(engines)
     stream = engines.stream(begun(MANY, 2), SAMPLING)
     first = next(stream)
     family(before[0])[0].kill()
     groups = dict([first, *stream])
-    assert engines.pids[0] != before[0] and engines.pids[1] == before[1]
+    assert pids(engines)[0] != before[0] and pids(engines)[1] == before[1]
     require_complete([groups[i] for i in range(len(MANY))], MANY, 2, SAMPLING, "2")
     require_from_both(engines, model, "2")
 
@@ -400,24 +401,12 @@ def test_an_engine_that_does_not_receive_ends_the_run_with_what_to_check(
     monkeypatch.setattr(weight_broadcast, "LIMIT_S", 5.0)
     engines._call_all("prepare_load")
     actors = {slot: engine.actor for slot, engine in engines._engines.items()}
-    with stopped(family(engines.pids[1])[:1]):
+    with stopped(family(pids(engines)[1])[:1]):
         with pytest.raises(EngineDied, match="engine 1 of 2.*NCCL_SOCKET_IFNAME"):
             sender.send(model.state_dict().items, "6", actors)
     monkeypatch.undo()
     sender.load(engines, model, "6")
     require_from_both(engines, model, "6")
-
-
-def test_an_engine_that_returns_nothing_in_time_is_replaced(engines, model, monkeypatch) -> None:
-    before = engines.pids
-    monkeypatch.setattr(engines, "_timeout_s", 5.0)
-    silent = family(before[1])
-    for process in silent:
-        process.suspend()
-    groups = engines.generate(PROMPTS * 2, 1, SAMPLING)
-    assert engines.pids[0] == before[0] and engines.pids[1] != before[1]
-    require_complete(groups, PROMPTS * 2, 1, SAMPLING, "6")
-    assert wait_until(lambda: not any(process.is_running() for process in silent))
 
 
 def test_engines_that_do_not_join_end_the_run_with_what_to_check(cluster, monkeypatch) -> None:
@@ -446,7 +435,7 @@ def test_after_a_failed_update_nothing_is_sampled_until_a_good_one(engines, send
 def test_too_many_deaths_stop_the_run_with_the_reason(engines, monkeypatch) -> None:
     """Runs after the other tests of `engines`, since one engine is missing afterwards."""
     monkeypatch.setattr(engines, "_max_deaths", 0)
-    victims = family(engines.pids[1])
+    victims = family(pids(engines)[1])
     stream = engines.stream(begun(MANY, 4), LONG)
     next(stream)
     victims[0].kill()
