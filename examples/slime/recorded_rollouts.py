@@ -11,7 +11,6 @@ NaN, as `exact_rates` gives them. Settings that it reads from slime's `--custom-
 """
 
 import copy
-import uuid
 from collections import defaultdict
 from typing import Any
 
@@ -59,7 +58,7 @@ async def _recorded(
     sample = await sglang_rollout.generate(server, sample, sampling_params | params)
     response = sample.tokens[len(prompt) :]
     if sample.status != sample.Status.ABORTED and len(response) > 1:
-        request = comparing_request(slot, prompt, response, uuid.uuid4().hex)
+        request = comparing_request(slot, prompt, response)
         answer = await post(f"{url}/generate", request)
         if answer["meta_info"]["finish_reason"]["type"] != "abort":
             sample.metadata = (sample.metadata or {}) | {RATES: exact_rates(answer).tolist()}

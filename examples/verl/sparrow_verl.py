@@ -9,7 +9,6 @@ workers together, and the tokens of the longest response.
 
 import asyncio
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -100,7 +99,7 @@ class RecordingClient:
         try:
             host, port = await server.get_server_address.remote()
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            request = comparing_request(slot, prompt, response, uuid.uuid4().hex)
+            request = comparing_request(slot, prompt, response)
             [answer] = await asyncio.to_thread(connect(url).generate, [request])
         finally:
             self._client._release_server(name, request_id)

@@ -4,40 +4,64 @@ In: a job. Out: its measurements in the work folder; the engine is shut down aft
 """
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 from typing import Any
 
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.measure import measure
+from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.config import schedule_from
 from sparrow_sglang.mismatch.exact_rates import recording
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.progress import Progress
 
 
-def measure_missing(job: Job) -> None:
-    """Measure the samples that the job's work folder lacks; starts no engine if it lacks none.
+class MeasuringEngine(ExitStack):
+    """An engine for the measurements of one calibration, which starts when the first is missing."""
 
-    Raises `CalibrationError` as `measure` does, and if the job has no samples.
-    """
-    if not job.samples:
-        raise CalibrationError(
-            "no generation would decode sparsely: the budgets hold every prompt with its new"
-            " tokens; expected longer prompts, more --new-tokens or smaller --budgets"
-        )
-    if len(job.work.load()) == len(job.samples):
-        return
-    batch = job.options.batch
-    with (
-        recording(batch, job.options.new_tokens),
-        schedule_from("sparrow calibrate, whose requests ask for their own"),
-        closing(Progress(len(job.samples), "generation")) as progress,
-    ):
-        progress.show("starting the engine")
-        with running_engine(job.model.path, job.engine_args) as engine:
-            measure(engine, job.samples, job.work, batch, progress)
+    def __init__(self) -> None:
+        super().__init__()
+        self._engine: Any = None
+
+    def measure_missing(self, job: Job) -> None:
+        """Measure the samples that the job's work folder lacks; starts no engine if it lacks none.
+
+        The engine of an earlier job is used again if it can switch to this job's schedule, as it
+        can where both have the same landmarks. Raises `CalibrationError` as `measure` does, and if
+        the job has no samples.
+        """
+        if not job.samples:
+            raise CalibrationError(
+                "no generation would decode sparsely: the budgets hold every prompt with its new"
+                " tokens; expected longer prompts, more --new-tokens or smaller --budgets"
+            )
+        if len(job.work.load()) == len(job.samples):
+            return
+        with closing(Progress(len(job.samples), "generation")) as progress:
+            if not self._has_switched(job.engine_args["sparrow_schedule"]):
+                self._engine = None
+                self.close()
+                progress.show("starting the engine")
+                with (
+                    recording(job.options.batch, job.options.new_tokens),
+                    schedule_from("sparrow calibrate, whose requests ask for their own"),
+                ):
+                    engine = running_engine(job.model.path, job.engine_args)
+                    self._engine = self.enter_context(engine)
+            measure(self._engine, job.samples, job.work, job.options.batch, progress)
+
+    def _has_switched(self, schedule: str) -> bool:
+        """Whether an engine runs, and decodes under `schedule` from now on."""
+        if self._engine is None:
+            return False
+        try:
+            set_schedule(self._engine, schedule)
+        except RuntimeError:
+            # It refuses the schedule, or has died since.
+            return False
+        return True
 
 
 @contextmanager

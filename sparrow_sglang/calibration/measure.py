@@ -4,7 +4,6 @@ In: prompts and variants, each a way to decode sparsely. Out: the acceptance rat
 that was decoded sparsely, along a fresh sample or the response that a prompt brings.
 """
 
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -182,8 +181,6 @@ def _measure_batch(
     progress: Progress,
 ) -> None:
     """Append to `measured` what each sample gives, as soon as it is scored."""
-    # Use a new namespace, so that no response is found in the prefix cache.
-    namespace = f"sparrow-calibration-{uuid.uuid4().hex}"
     count = progress.counter("measuring", len(samples), "generations")
 
     def compare(slot: int, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +191,7 @@ def _measure_batch(
                 f"prompt {sample.prompt.name}: the engine generated other tokens than the given"
                 " response; expected SGLang to apply the logit processor of the request"
             )
-        return comparing_request(slot, sample.prompt.input_ids, answer["output_ids"], namespace)
+        return comparing_request(slot, sample.prompt.input_ids, answer["output_ids"])
 
     def keep(slot: int, answer: Mapping[str, Any]) -> None:
         sample = samples[slot]

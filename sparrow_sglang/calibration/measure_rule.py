@@ -54,10 +54,10 @@ from sparrow_sglang.selection import SelectionRule
 PROMPTS = 16
 
 
-def with_chosen_rule(job: Job) -> Job:
+def with_chosen_rule(job: Job, measuring: engine.MeasuringEngine) -> Job:
     """Choose rotary pairs, layer weights and dense layers by measuring; return the job under them.
 
-    Raises `CalibrationError` as `measure_missing` does.
+    Raises `CalibrationError` as `MeasuringEngine.measure_missing` does.
     """
     hf_config, context = job.model.hf_config, job.model.context
     layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
@@ -68,7 +68,7 @@ def with_chosen_rule(job: Job) -> Job:
     rule = landmark_rule(pairs, job.page_size)
     size = (rule, layers, job.page_size, context)
     alone = {layer: sensitivity_schedule(layer, *size, partial) for layer in whole}
-    measured = _measured(job, prompts, "layers", list(alone.values()), rule)
+    measured = _measured(job, prompts, "layers", list(alone.values()), rule, measuring)
     sensitivity = sensitivities(
         {layer: measured[schedule.name] for layer, schedule in alone.items()}, layers
     )
@@ -76,7 +76,7 @@ def with_chosen_rule(job: Job) -> Job:
         dense: dense_schedule(dense, sensitivity, rule, job.page_size, context, partial)
         for dense in dense_candidates(sensitivity, partial)
     }
-    measured = _measured(job, prompts, "dense", list(candidates.values()), rule)
+    measured = _measured(job, prompts, "dense", list(candidates.values()), rule, measuring)
     tails = {dense: measured[schedule.name] for dense, schedule in candidates.items()}
     kept = variance_kept(variances, pairs)
     return _under(job, choose_rule(rule, kept, sensitivity, tails, partial))
@@ -113,7 +113,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     """Variance over landmarks of each pair's part of the scores, [layers, KV heads, D/2].
 
     `attention_backends.pair_variance` sums it over the latest queries of each prefill pass; it is 0
-    in layers without landmarks. Raises `CalibrationError` as `measure_missing` does.
+    in layers without landmarks. Raises `CalibrationError` if the engine dies.
     """
     tokens = landmark_tokens(job.page_size)
     step = _step_of(job, "pairs", _even(job, SelectionRule()), landmark_tokens=tokens)
@@ -160,6 +160,7 @@ def _measured(
     name: str,
     schedules: Sequence[BudgetSchedule],
     rule: SelectionRule,
+    measuring: engine.MeasuringEngine,
 ) -> dict[str, list[Tokens]]:
     """Tokens of each schedule, by its name, along one sample of each prompt."""
     room = job.model.context - UNSCORED
@@ -174,7 +175,7 @@ def _measured(
     step = replace(
         _step_of(job, name, _even(job, rule), schedules=_settings(schedules)), samples=samples
     )
-    engine.measure_missing(step)
+    measuring.measure_missing(step)
     measured = tokens_by_schedule(samples, step.work)
     for schedule in schedules:
         if not any(len(tokens.rates) for tokens in measured.get(schedule.name, [])):

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.calibration.engine import measure_missing
+from sparrow_sglang.calibration.engine import MeasuringEngine
 from sparrow_sglang.calibration.job import calibration_job, check_job
 from sparrow_sglang.calibration.measure_rule import with_chosen_rule
 from sparrow_sglang.calibration.options import (
@@ -141,11 +141,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibrate(options: CalibrationOptions) -> int:
     job = calibration_job(options)
-    if options.rule != PUBLISHED:
-        job = with_chosen_rule(job)
-        assert job.rule is not None
-        print(f"{describe_rule(job.rule)}\n")
-    measure_missing(job)
+    with MeasuringEngine() as engine:
+        if options.rule != PUBLISHED:
+            job = with_chosen_rule(job, engine)
+            assert job.rule is not None
+            print(f"{describe_rule(job.rule)}\n")
+        engine.measure_missing(job)
     for line in write_schedules(job):
         print(line)
     files = list(job.files)
@@ -155,7 +156,8 @@ def _calibrate(options: CalibrationOptions) -> int:
 
 def _check(options: CalibrationOptions) -> int:
     job = check_job(options)
-    measure_missing(job)
+    with MeasuringEngine() as engine:
+        engine.measure_missing(job)
     reports = write_check(job)
     for report in reports:
         counts = ", ".join(f"{row['bin']}: {row['verdict']}" for row in report["bins"])

@@ -32,13 +32,12 @@ def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:
     return {RECORD: [slot, prompt_tokens]}
 
 
-def comparing_request(
-    slot: int, prompt: Sequence[int], response: Sequence[int], namespace: str
-) -> dict[str, Any]:
+def comparing_request(slot: int, prompt: Sequence[int], response: Sequence[int]) -> dict[str, Any]:
     """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads.
 
     Send it after the generation that recorded into `slot`, and before another one records into it.
-    `namespace` must be one in which no sparse decode has written KV.
+    It takes the prompt's KV from the prefix cache, which no sparse decode writes
+    (`plugin.scheduler_hooks.keep_sparse_kv_private`).
     """
     return {
         "input_ids": [int(token) for token in (*prompt, *response)],
@@ -51,7 +50,6 @@ def comparing_request(
         # states must be computed.
         "return_logprob": True,
         "logprob_start_len": len(prompt) - 1,
-        "extra_key": namespace,
         "log_metrics": False,
     }
 

@@ -332,7 +332,13 @@ def test_a_rule_is_measured_with_its_schedule(
     prompts = write_prompts(tmp_path / "p.jsonl", 0, count=PROMPTS)
     words = command(model, prompts, *FEWER_TOKENS)
     words += ["--rule", "calibrated", "--target", "0.75", "--out", str(tmp_path / "m.json")]
+    starts = []
+    monkeypatch.setattr(
+        engine, "running_engine", lambda *given: starts.append(given) or forked_engine(*given)
+    )
     assert cli.main(words) == 0
+    # One for the rotary pairs, which landmarks depend on, and one for all that follows.
+    assert len(starts) == 2
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")
     rule, evidence = schedule.selection, schedule.provenance["selection"]
     assert (rule.landmark_tokens, rule.landmark_bits, rule.group_score) == (4, 4, "best_head")
@@ -354,7 +360,9 @@ def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> N
     """Every other layer has a window; the layers without one share the budget."""
     shape = {"vocab_size": 32, "max_position_embeddings": 320}
     model = save_tiny_model(tmp_path / "windows", "gemma3", spread=0.12, **shape)
-    words = command(model, write_prompts(tmp_path / "p.jsonl", 0), *FEWER_TOKENS)
+    # Enough prompts for an interval of the tail that ends above the target.
+    prompts = write_prompts(tmp_path / "p.jsonl", 0, count=60)
+    words = command(model, prompts, *FEWER_TOKENS)
     words += ["--rule", "calibrated", "--target", "0.5", "--out", str(tmp_path / "m.json")]
     assert cli.main(words) == 0
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")

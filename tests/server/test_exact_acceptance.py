@@ -38,7 +38,7 @@ def engine(sharp_llama, server_args):
         yield engine
 
 
-def measured(engine, prompts: list[list[int]], lengths: list[int], namespace: str) -> list:
+def measured(engine, prompts: list[list[int]], lengths: list[int]) -> list:
     """Responses and their rates, of sampled generations that run together."""
     endpoint = connect(engine)
     answers = endpoint.generate(
@@ -55,7 +55,7 @@ def measured(engine, prompts: list[list[int]], lengths: list[int], namespace: st
     )
     responses = [answer["output_ids"] for answer in answers]
     requests = [
-        comparing_request(slot, prompt, response, namespace)
+        comparing_request(slot, prompt, response)
         for slot, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
     ]
     rates = [exact_rates(answer) for answer in endpoint.generate(requests)]
@@ -69,8 +69,8 @@ def test_rates_equal_those_of_both_whole_distributions_in_float64(engine, sharp_
     prompts.append(prompts[2])
     lengths = [48, 17, 48, 40]
     low = 1.0
-    for namespace in ("cold", "warm"):
-        found = measured(engine, prompts, lengths, namespace)
+    for _ in ("cold", "warm"):
+        found = measured(engine, prompts, lengths)
         for prompt, length, (response, rates) in zip(prompts, lengths, found, strict=True):
             p, q = (torch.exp(m.log_probs(prompt, response)) for m in (sparse, dense))
             expected = torch.minimum(p, q).sum(-1)[1:]
@@ -94,9 +94,9 @@ def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
         ) as small,
     ):
         # Run twice, so that a slot holds states of an earlier generation.
-        for namespace in ("a", "b"):
+        for _ in range(2):
             for prompt, (response, rates) in zip(
-                prompts, measured(small, prompts, lengths, namespace), strict=True
+                prompts, measured(small, prompts, lengths), strict=True
             ):
                 assert len(rates) == 99
                 prefilled = [0, *(1 + np.flatnonzero(np.isnan(rates))), 100]
@@ -114,13 +114,13 @@ def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
 
 def test_a_slot_that_the_server_does_not_have_is_an_error_of_its_reader(engine) -> None:
     with pytest.raises(ValueError, match="records nothing"):
-        measured(engine, [random_prompt(i, 70) for i in range(SLOTS + 1)], [4] * 7, "d")
+        measured(engine, [random_prompt(i, 70) for i in range(SLOTS + 1)], [4] * 7)
     for place in ([-1, 70], [0, 2**70], [0], "0", [0.5, 70], [None, 70], 3):
         parameters = {"max_new_tokens": 2, "custom_params": {"sparrow_record": place}}
         request = {"input_ids": random_prompt(1, 70), "sampling_params": parameters}
         [answer] = connect(engine).generate([request])
         assert len(answer["output_ids"]) == 2
-    [(_, rates)] = measured(engine, [random_prompt(1, 70)], [4], "e")
+    [(_, rates)] = measured(engine, [random_prompt(1, 70)], [4])
     assert len(rates) == 3 and not np.isnan(rates).any()
 
 
@@ -128,4 +128,4 @@ def test_a_server_that_does_not_record_is_an_error(sharp_llama, server_args) -> 
     assert "SPARROW_RECORD" not in os.environ
     with start_engine(sharp_llama, **server_args) as engine:
         with pytest.raises(ValueError, match="records nothing"):
-            measured(engine, [random_prompt(1, 70)], [4], "c")
+            measured(engine, [random_prompt(1, 70)], [4])
