@@ -157,6 +157,8 @@ class SparrowAttnBackend(AttentionBackend):
                 self.sparse.reserve(min(EAGER_ROWS, model_runner.req_to_token_pool.size))
         else:
             self.sparse = TorchPagedDecode(self.budgets, req_to_token)
+        # Rows of a captured verification: their requests, and their lengths.
+        self._graph_rows = torch.zeros(2, 0, dtype=torch.int64, device=req_to_token.device)
 
     @property
     def schedule(self) -> BudgetSchedule:
@@ -172,8 +174,8 @@ class SparrowAttnBackend(AttentionBackend):
         # SGLang may round batches up past the number of requests that it admits, and counts a
         # request's rows as tokens.
         self.sparse.reserve(max_num_tokens)
-        device = self.req_to_token_pool.req_to_token.device
-        self._graph_rows = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
+        if max_num_tokens > self._graph_rows.shape[1]:
+            self._graph_rows = self._graph_rows.new_zeros(2, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.dense.get_cuda_graph_seq_len_fill_value()
@@ -216,16 +218,12 @@ class SparrowAttnBackend(AttentionBackend):
     def _plan_verification(self, forward_batch: "ForwardBatch", captured: bool = False) -> None:
         """Plan a pass over the last token and the drafts of each request."""
         rows, batch = forward_batch.spec_info.draft_token_num, forward_batch.batch_size
+        # A graph reads them at the same addresses at every replay.
+        kept = self._graph_rows[:, : batch * rows] if captured else None
         indices, lengths = verification_rows(
-            forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch], rows
+            forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch], rows, kept
         )
-        if captured:
-            # A graph reads them at the same addresses at every replay.
-            kept = self._graph_rows[:, : len(indices)]
-            kept[0].copy_(indices)
-            kept[1].copy_(lengths)
-            indices, lengths = kept
-        else:
+        if not captured:
             self.decode_guard.planned()
         of_requests = forward_batch.seq_lens_cpu
         lengths_cpu = None if of_requests is None else of_requests + rows

@@ -117,7 +117,8 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
 
     In a mixture of tasks, `sparrow/task/NAME/score` is the mean reward of each.
     `response_length/clip_ratio` is the share of responses that were cut at the length limit,
-    `sparrow/retracted_fraction` the share of responses with a request that the engine retracted.
+    `sparrow/retracted_fraction` the share of responses with a request that the engine retracted,
+    and `sparrow/tokens_per_step` the tokens that a step gave a response, from engines with drafts.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = np.concatenate([np.asarray(group, np.float64) for group in rewards])
@@ -128,17 +129,29 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
     for values, group in zip(rewards, groups, strict=True):
         by_task.setdefault(group.prompt.task, []).append(float(np.asarray(values).mean()))
     named = {f"sparrow/task/{task}/score": float(np.mean(of)) for task, of in by_task.items()}
-    return (named if len(named) > 1 else {}) | {
-        "critic/score/mean": float(scores.mean()),
-        "critic/score/max": float(scores.max()),
-        "critic/score/min": float(scores.min()),
-        "prompt_length/mean": float(prompts.mean()),
-        "prompt_length/max": float(prompts.max()),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/clip_ratio": float(cut.mean()),
-        "sparrow/retracted_fraction": float(np.mean([rollout.retracted for rollout in rollouts])),
-    }
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    verified = [segment for segment in segments if segment.verifications]
+    drafts = {}
+    if steps := sum(segment.verifications for segment in verified):
+        tokens = sum(segment.end - segment.start - 1 for segment in verified)
+        drafts["sparrow/tokens_per_step"] = tokens / steps
+    return (
+        (named if len(named) > 1 else {})
+        | drafts
+        | {
+            "critic/score/mean": float(scores.mean()),
+            "critic/score/max": float(scores.max()),
+            "critic/score/min": float(scores.min()),
+            "prompt_length/mean": float(prompts.mean()),
+            "prompt_length/max": float(prompts.max()),
+            "response_length/mean": float(lengths.mean()),
+            "response_length/max": float(lengths.max()),
+            "response_length/clip_ratio": float(cut.mean()),
+            "sparrow/retracted_fraction": float(
+                np.mean([rollout.retracted for rollout in rollouts])
+            ),
+        }
+    )
 
 
 def kv_metrics(

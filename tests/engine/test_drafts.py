@@ -1,7 +1,9 @@
 """Several tokens a step: what users get is what plain sparse decode gives, in fewer steps."""
 
 import asyncio
+import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from scipy.stats import chisquare
 
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.plugin.drafting.rows import RowsChoice
 
 DRAFTS = 3
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
@@ -64,7 +67,12 @@ def plain(sharp_llama, schedule_file, adapter) -> dict[str, list]:
 
 @pytest.fixture(scope="module")
 def engine(plain, sharp_llama, schedule_file, adapter):
-    with start_engine(sharp_llama, **arguments(schedule_file, adapter, DRAFTS)) as engine:
+    """All numbers of rows come up, one after the other, whatever steps take here."""
+    cycle = itertools.cycle([4, 4, 2, 4, 4, 1])
+    with (
+        mock.patch.object(RowsChoice, "choose", lambda self, batch: next(cycle)),
+        start_engine(sharp_llama, **arguments(schedule_file, adapter, DRAFTS)) as engine,
+    ):
         yield engine
 
 
@@ -104,7 +112,7 @@ def assert_same(found: list, expected: list) -> None:
         torch.testing.assert_close(log_probs, plain_log_probs, atol=FP32, rtol=0)
 
 
-def test_drafts_that_are_right_give_the_same_in_a_quarter_of_the_steps(engine, plain):
+def test_drafts_that_are_right_give_the_same_in_a_third_of_the_steps(engine, plain):
     """The second request of a prompt drafts from the answer to the first: an oracle."""
     first = generate(engine, ALONE, 100)
     second = generate(engine, ALONE, 100)
@@ -113,7 +121,7 @@ def test_drafts_that_are_right_give_the_same_in_a_quarter_of_the_steps(engine, p
     for (_, _, meta), prompt in zip(second, ALONE, strict=True):
         assert meta["completion_tokens"] == 100
         # Two or more tokens of a new answer must agree with one before drafts are right.
-        assert 25 <= meta["spec_verify_ct"] <= 40
+        assert 30 <= meta["spec_verify_ct"] <= 45
         # Prefixes hold nothing that was decoded.
         assert meta["cached_tokens"] == (len(prompt) - 1) // 16 * 16
 
@@ -122,7 +130,7 @@ def test_each_request_keeps_its_own_rule(engine, plain):
     generate(engine, **MIXED)
     found = generate(engine, **MIXED)
     assert_same(found, plain["mixed"])
-    assert sum(meta["spec_verify_ct"] for _, _, meta in found) < 8 * 40
+    assert sum(meta["spec_verify_ct"] for _, _, meta in found) < 8 * 45
 
 
 def test_a_switch_of_the_schedule(engine, plain):
@@ -134,7 +142,12 @@ def test_a_switch_of_the_schedule(engine, plain):
 
 @pytest.mark.parametrize(
     "sampling",
-    [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8, "top_k": 5}],
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 1.0, "top_p": 0.8, "top_k": 5},
+        {"temperature": 1.0, "min_p": 0.3},
+    ],
     ids=str,
 )
 def test_sampled_tokens_have_the_distribution_of_sparse_decode(engine, oracle, sampling):
@@ -161,14 +174,15 @@ def test_sampled_tokens_have_the_distribution_of_sparse_decode(engine, oracle, s
         if "top_p" in sampling:
             ordered[:, sampling["top_k"] :] = 0
             ordered[ordered.cumsum(-1) - ordered > sampling["top_p"]] = 0
-            ordered /= ordered.sum(-1, keepdim=True)
+        ordered[ordered < sampling.get("min_p", 0.0) * ordered[:, :1]] = 0
+        ordered /= ordered.sum(-1, keepdim=True)
         at = (order == torch.tensor(ids)[:, None]).int().argmax(-1, keepdim=True)
         share = ordered.gather(-1, at)
         assert (share > 0).all()
         before = ordered.cumsum(-1).gather(-1, at) - share
         places.append((before + torch.rand_like(before) * share).flatten())
         accepted += meta["completion_tokens"] - meta["spec_verify_ct"] - 1
-    assert accepted > 100 and off <= 1
+    assert accepted > 100 and off <= (sampling == {"temperature": 1.0})
     counts = (torch.cat(places) * 20).long().clamp_max(19).bincount(minlength=20)
     assert chisquare(counts.numpy()).pvalue > 1e-3
 
@@ -216,7 +230,7 @@ def test_retractions_and_aborts(sharp_llama, schedule_file, adapter, oracle):
 
 def test_what_is_refused(engine):
     prompt = random_prompt(80, 20)
-    for name, value in [("min_p", 0.1), ("frequency_penalty", 0.5), ("regex", "a+")]:
+    for name, value in [("presence_penalty", 0.5), ("frequency_penalty", 0.5), ("regex", "a+")]:
         with pytest.raises(ValueError, match=f"{name}=.*not served with --sparrow-draft-tokens"):
             generate(engine, [prompt], 5, **{name: value})
     assert len(generate(engine, [prompt], 5)[0][0]) == 5

@@ -27,7 +27,6 @@ _ALGORITHM = "NGRAM"
 # Sampling parameters that change the distribution by what was sampled in the same step, or that
 # SGLang does not apply to drafts, and the values at which they do nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "min_p": (0.0, None),
     "frequency_penalty": (0.0, None),
     "presence_penalty": (0.0, None),
     "repetition_penalty": (1.0, None),
@@ -68,11 +67,15 @@ def argument_problems(server_args: "ServerArgs") -> list[str]:
             f"{FIELD}={drafts} in SGLang {installed_version()}: fitted to {' and '.join(VERSIONS)};"
             " remove --sparrow-draft-tokens"
         )
-    if drafts and server_args.enable_deterministic_inference:
-        problems.append(
-            f"{FIELD}={drafts} with enable_deterministic_inference: how many rows a product has"
-            " depends on the drafts; remove one of them"
-        )
+    unfit = {
+        "enable_deterministic_inference": "how many rows a product has depends on the drafts",
+        "enable_watermark": "it depends on the tokens before, which drafts may not be",
+    }
+    problems += [
+        f"{FIELD}={drafts} with {name}: {reason}; remove one of them"
+        for name, reason in unfit.items()
+        if drafts and getattr(server_args, name, False)
+    ]
     return problems
 
 
@@ -110,11 +113,12 @@ def require_draftable(request: "TokenizedGenerateReqInput") -> None:
                 f"{name}={quoted(value)}: not served with --sparrow-draft-tokens; leave it out, or"
                 " ask a server without drafts"
             )
-    if request.custom_logit_processor is not None:
-        raise RequestError(
-            "custom_logit_processor: not served with --sparrow-draft-tokens; leave it out, or ask a"
-            " server without drafts"
-        )
+    for name in ("custom_logit_processor", "return_sampling_mask"):
+        if getattr(request, name, None):
+            raise RequestError(
+                f"{name}: not served with --sparrow-draft-tokens; leave it out, or ask a server"
+                " without drafts"
+            )
 
 
 def choose_worker(original: Callable[..., type], algorithm: Any, server_args: "ServerArgs") -> type:

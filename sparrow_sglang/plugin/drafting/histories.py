@@ -48,6 +48,17 @@ class Texts(NamedTuple):
     text_of_row: torch.Tensor
 
 
+class Drafts(NamedTuple):
+    """Tokens of a pass: of each request the last one sampled, and its drafts, all [B, n] int64.
+
+    positions: of the tokens in their request. slots: where SGLang keeps their KV.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
 class TokenHistories:
     """The tokens of each request, also for a while after it has finished.
 
@@ -120,21 +131,34 @@ class TokenHistories:
     def _uploaded(self, values: Sequence[object], dtype: torch.dtype) -> torch.Tensor:
         return uploaded(values, dtype, self.texts.tokens.device)
 
-    def append(self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add the first `counts` [B] of `tokens` [B, n] to the requests in these rows [B]."""
-        if tokens.is_cuda:
+    def accept(
+        self, rows: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor
+    ) -> torch.Tensor:
+        """Add what was sampled, up to the first token that differs from the draft of its place.
+
+        Args:
+            rows: [B].
+            tokens: [B, n], the last token of each request and its drafts, as `draft` returns them.
+            sampled: [B, n], what was sampled after each of them.
+
+        Returns:
+            How many tokens each request has been given, [B] int64, 1 to n.
+        """
+        if rows.is_cuda:
             from sparrow_sglang.plugin.drafting import kernels
 
-            kernels.append(self.texts, rows, tokens, counts)
-            return
+            return kernels.accept(self.texts, rows, tokens, sampled)
+        counts = 1 + (tokens[:, 1:] == sampled[:, :-1]).cumprod(-1).sum(-1)
         text = self.texts.text_of_row[rows]
-        position = torch.arange(tokens.shape[1])
         # Those past the count are overwritten by what comes next.
-        place = self.texts.lengths[text][:, None] + position
-        self.texts.tokens[text[:, None], place] = tokens.int()
+        place = self.texts.lengths[text][:, None] + torch.arange(sampled.shape[1])
+        self.texts.tokens[text[:, None], place] = sampled.int()
         self.texts.lengths[text] += counts
+        return counts
 
-    def draft(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+    def draft(
+        self, rows: torch.Tensor, count: int, seq_lens: torch.Tensor, slot_table: torch.Tensor
+    ) -> Drafts:
         """The last token of the request in each of these rows [B], and `count` likely next ones.
 
         Of all places in the text of a request and its siblings whose last tokens agree with the
@@ -143,18 +167,23 @@ class TokenHistories:
         the one that follows the latest place, first of the own text. Those that it does not follow
         have no vote on the next one. Where none is left, a token is drafted again.
 
-        Returns:
-            [B, 1 + count] int64.
+        Args:
+            rows: [B] int64.
+            count: drafts of each request.
+            seq_lens: [B], cached tokens of each request, the last one not among them.
+            slot_table: [rows, positions] int32, KV slot of each token of each request.
         """
         if rows.is_cuda:
             from sparrow_sglang.plugin.drafting import kernels
 
-            return kernels.draft(self.texts, rows, count)
-        return draft_in_torch(self.texts, rows, count)
+            return kernels.draft(self.texts, rows, count, seq_lens, slot_table)
+        positions = seq_lens[:, None] + torch.arange(1 + count)
+        slots = slot_table[rows[:, None], positions].long()
+        return Drafts(draft_in_torch(self.texts, rows, count), positions, slots)
 
 
 def draft_in_torch(texts: Texts, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`TokenHistories.draft` on a CPU."""
+    """Tokens of `TokenHistories.draft`, on a CPU."""
     own = texts.text_of_row[rows]
     end, kept = texts.lengths[own], texts.sources[own]
     lengths = texts.lengths[kept][..., None]

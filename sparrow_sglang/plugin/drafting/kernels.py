@@ -4,7 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.plugin.drafting.histories import LONGEST, PARTS, SHORTEST, SIBLINGS, Texts
+from sparrow_sglang.plugin.drafting.histories import (
+    LONGEST,
+    PARTS,
+    SHORTEST,
+    SIBLINGS,
+    Drafts,
+    Texts,
+)
 
 _BLOCK = 1024
 # A match is one number, its length above the place.
@@ -60,17 +67,31 @@ def _draft_kernel(
     text_of_row: tl.tensor,
     rows: tl.tensor,
     found: tl.tensor,
+    seq_lens: tl.tensor,
+    slot_table: tl.tensor,
     drafts: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
     width: tl.tensor,
+    slot_width: tl.tensor,
     SOURCES: tl.constexpr,
     PARTS: tl.constexpr,
     COUNT: tl.constexpr,
+    COUNT_PAD: tl.constexpr,
     PLACE_BITS: tl.constexpr,
 ) -> None:
-    """Program (request) writes its last token and COUNT drafts."""
+    """Program (request) writes its last token and COUNT drafts, their positions and KV slots."""
     request = tl.program_id(0)
-    own = tl.load(text_of_row + tl.load(rows + request))
-    token = tl.load(tokens + own * width + tl.load(lengths + own) - 1)
+    row = tl.load(rows + request)
+    ahead = tl.arange(0, COUNT_PAD)
+    position = tl.load(seq_lens + request).to(tl.int64) + ahead
+    slot = tl.load(slot_table + row * slot_width + position, mask=ahead <= COUNT, other=0)
+    at = request * (1 + COUNT) + ahead
+    tl.store(positions + at, position, mask=ahead <= COUNT)
+    tl.store(slots + at, slot.to(tl.int64), mask=ahead <= COUNT)
+    own = tl.load(text_of_row + row)
+    own_length = tl.load(lengths + own)
+    token = tl.load(tokens + own * width + own_length - 1, mask=own_length > 0, other=0)
     tl.store(drafts + request * (1 + COUNT), token.to(tl.int64))
     if COUNT > 0:
         VOTES: tl.constexpr = SOURCES * PARTS
@@ -96,60 +117,79 @@ def _draft_kernel(
 
 
 @triton.jit
-def _append_kernel(
+def _accept_kernel(
     tokens: tl.tensor,
     lengths: tl.tensor,
     text_of_row: tl.tensor,
     rows: tl.tensor,
+    drafts: tl.tensor,
     sampled: tl.tensor,
     counts: tl.tensor,
     width: tl.tensor,
     N: tl.constexpr,
     N_PAD: tl.constexpr,
 ) -> None:
-    """Program (request) adds the first of its N sampled tokens."""
+    """Program (request) adds its sampled tokens up to the first that is not the draft."""
     request = tl.program_id(0)
     text = tl.load(text_of_row + tl.load(rows + request))
-    count, length = tl.load(counts + request), tl.load(lengths + text)
+    length = tl.load(lengths + text)
     index = tl.arange(0, N_PAD)
-    token = tl.load(sampled + request * N + index, mask=index < count, other=0)
+    token = tl.load(sampled + request * N + index, mask=index < N, other=0)
+    draft = tl.load(drafts + request * N + index + 1, mask=index + 1 < N, other=-1)
+    count = 1 + tl.min(tl.where(token == draft, N_PAD, index))
     tl.store(tokens + text * width + length + index, token.to(tl.int32), mask=index < count)
     tl.store(lengths + text, length + count)
+    tl.store(counts + request, count.to(tl.int64))
 
 
-def draft(texts: Texts, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`TokenHistories.draft` for the requests in these rows, [B] int32 or int64, on their GPU."""
+def draft(
+    texts: Texts,
+    rows: torch.Tensor,
+    count: int,
+    seq_lens: torch.Tensor,
+    slot_table: torch.Tensor,
+) -> Drafts:
+    """`TokenHistories.draft` for the requests in these rows, [B] int64, on their GPU."""
     batch, sources = len(rows), 1 + SIBLINGS
     found = rows.new_empty(batch, sources, PARTS, dtype=torch.int32)
-    drafts = rows.new_empty(batch, 1 + count, dtype=torch.int64)
+    drafts = Drafts(*rows.new_empty(3, batch, 1 + count))
     sizes = {"SOURCES": sources, "PARTS": PARTS, "PLACE_BITS": _PLACE_BITS}
-    tables = (*texts, rows, found)
+    tables, width = (*texts, rows, found), texts.tokens.shape[1]
     if count:
         _match_kernel[(batch, sources, PARTS)](
-            *tables,
-            texts.tokens.shape[1],
-            SHORTEST=SHORTEST,
-            LONGEST=LONGEST,
-            BLOCK=_BLOCK,
-            **sizes,
+            *tables, width, SHORTEST=SHORTEST, LONGEST=LONGEST, BLOCK=_BLOCK, **sizes
         )
     _draft_kernel[(batch,)](
-        *tables, drafts, texts.tokens.shape[1], COUNT=count, num_warps=8, **sizes
+        *tables,
+        seq_lens,
+        slot_table,
+        *drafts,
+        width,
+        slot_table.shape[1],
+        COUNT=count,
+        COUNT_PAD=triton.next_power_of_2(1 + count),
+        num_warps=8,
+        **sizes,
     )
     return drafts
 
 
-def append(texts: Texts, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-    """`TokenHistories.append`; `tokens` [B, n] and `counts` [B] are int32 or int64."""
-    _append_kernel[(len(rows),)](
+def accept(
+    texts: Texts, rows: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor
+) -> torch.Tensor:
+    """`TokenHistories.accept`; all indices and tokens are int32 or int64."""
+    counts = rows.new_empty(len(rows), dtype=torch.int64)
+    _accept_kernel[(len(rows),)](
         texts.tokens,
         texts.lengths,
         texts.text_of_row,
         rows,
         tokens,
+        sampled,
         counts,
         texts.tokens.shape[1],
         N=tokens.shape[1],
         N_PAD=triton.next_power_of_2(tokens.shape[1]),
         num_warps=1,
     )
+    return counts

@@ -4,14 +4,18 @@ It takes the place of SGLang's own for its algorithm NGRAM, whose name SGLang's 
 know. Its drafts are chains and not trees.
 """
 
+import dataclasses
+import time
 from array import array
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -19,12 +23,13 @@ from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from sparrow_sglang import sglang_versions
 from sparrow_sglang.plugin.drafting.histories import TokenHistories, uploaded
-from sparrow_sglang.plugin.drafting.sampling import accept_drafts, distribution
+from sparrow_sglang.plugin.drafting.rows import RowsChoice
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
 
 
@@ -44,7 +49,13 @@ class DraftWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
         # Tokens of a request in a pass: the last one sampled, then the drafts.
-        self._rows: int = server_args.sparrow_draft_tokens + 1
+        self._most_rows: int = server_args.sparrow_draft_tokens + 1
+        widths = [2**power for power in range(self._most_rows.bit_length())]
+        self._choice = RowsChoice(sorted({*widths, self._most_rows}))
+        # The graphs of each number of rows; rows without are run eagerly.
+        self._graphs: dict[int, Any] = {}
+        # Of the steps whose results SGLang has yet to process: requests, rows, start and end.
+        self._steps = deque[tuple[int, int, Any, Any]]()
         self._histories: TokenHistories
 
     @property
@@ -59,6 +70,32 @@ class DraftWorker(BaseSpecWorker):
         rows, max_tokens = table.shape
         self._histories = TokenHistories(rows, max_tokens, table.device)
 
+    def init_cuda_graphs(self) -> None:
+        """Capture what SGLang has captured for the most rows for the other numbers of rows, too."""
+        widest = self.model_runner.decode_cuda_graph_runner
+        if not isinstance(widest, DecodeCudaGraphRunner):
+            return
+        self._graphs = {self._most_rows: widest}
+        if self.model_runner.lora_manager is not None:
+            # It has buffers for the graphs of one number of rows.
+            self._choice = RowsChoice([self._most_rows])
+        for rows in self._choice.widths:
+            if rows not in self._graphs:
+                self._graphs[rows] = type(widest)(
+                    self.model_runner, speculative_num_draft_tokens=rows
+                )
+            # Compiled before the first request.
+            table = self.req_to_token_pool.req_to_token
+            none = torch.zeros(1, dtype=torch.int64, device=table.device)
+            self._histories.draft(none, rows - 1, none, table)
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        """Called for each verification in turn, when the host has its result."""
+        batch, rows, start, end = self._steps.popleft()
+        self._choice.measured(batch, rows, _milliseconds(start, end), num_correct_drafts_per_req)
+
     def clear_cache_pool(self) -> None:
         """Called when the prefix cache is emptied, which needs an idle scheduler."""
         self._histories.clear()
@@ -72,7 +109,7 @@ class DraftWorker(BaseSpecWorker):
         """Run a prefill, or verify the drafts of a decode batch.
 
         The result has `next_token_ids` [B] of a prefill; else [B * rows], of which the first
-        `accept_lens` [B] of each request count.
+        `accept_lens` [B] of each request count, with the `rows` of this step.
         """
         if batch.forward_mode.is_decode():
             return self._verify(batch, on_publish)
@@ -82,10 +119,7 @@ class DraftWorker(BaseSpecWorker):
             self._remember_prompts(batch, tokens)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        padded = torch.nn.functional.pad(tokens[:, None].long(), (0, self._rows - 1))
-        return self._result(
-            result, tokens, padded.flatten(), torch.ones_like(new_seq_lens), new_seq_lens
-        )
+        return self._result(result, tokens, 1, torch.ones_like(new_seq_lens), new_seq_lens)
 
     def _remember_prompts(self, batch: "ScheduleBatch", tokens: torch.Tensor) -> None:
         """Start the history of each request whose prefill is over, with its first sampled token."""
@@ -102,70 +136,79 @@ class DraftWorker(BaseSpecWorker):
         prompts = [array("q", req.origin_input_ids).tobytes() for req in reqs]
         self._histories.start(rows, prompts, [texts[place] for place in whole])
         index = uploaded(whole, torch.int64, tokens.device)
-        self._histories.append(
-            batch.req_pool_indices[index].long(), tokens[index][:, None], torch.ones_like(index)
-        )
+        first = tokens[index][:, None]
+        self._histories.accept(batch.req_pool_indices[index].long(), first, first)
 
     def _verify(
         self, batch: "ScheduleBatch", on_publish: Callable[[torch.Tensor], None] | None
     ) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             record_stream_for_v2_verify(batch, None, torch.cuda.current_stream())
-        rows = self._rows
+        rows, start = self._chosen_rows(len(batch.reqs)), _now(batch.seq_lens.is_cuda)
+        if self._graphs:
+            self.model_runner.decode_cuda_graph_runner = self._graphs[rows]
         indices, committed = batch.req_pool_indices.long(), batch.seq_lens
-        tokens = self._histories.draft(indices, rows - 1)
-        positions = committed[:, None] + torch.arange(rows, device=committed.device)
+        table = self.req_to_token_pool.req_to_token
+        drafts = self._histories.draft(indices, rows - 1, committed, table)
         verified = NgramVerifyInput(
-            draft_token=tokens.flatten(),
-            positions=positions.flatten(),
+            draft_token=drafts.tokens.flatten(),
+            positions=drafts.positions.flatten(),
             draft_token_num=rows,
             new_seq_lens=committed,
-            **_chain_links(len(batch.reqs), rows, committed.device),
         )
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = verified.draft_token
-        slots = self.req_to_token_pool.req_to_token[indices[:, None], positions]
-        batch.out_cache_loc = slots.flatten().long()
+        batch.out_cache_loc = drafts.slots.flatten()
         batch.spec_info = verified
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        sampled, counts = self._sample(batch, verified, result.logits_output)
-        if batch.return_logprob:
-            _add_log_probs(batch, result.logits_output, sampled)
+        sampled = self._sample(batch, verified, result.logits_output)
+        counts = self._histories.accept(indices, drafts.tokens, sampled)
         batch.forward_mode = ForwardMode.DECODE
         new_seq_lens = committed + counts
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._histories.append(indices, sampled, counts)
-        return self._result(result, sampled.flatten(), sampled.flatten(), counts, new_seq_lens)
+        self._steps.append((len(batch.reqs), rows, start, _now(batch.seq_lens.is_cuda)))
+        return self._result(result, sampled.flatten(), rows, counts, new_seq_lens)
+
+    def _chosen_rows(self, batch: int) -> int:
+        """Rows of the next step, the same on all ranks, which may have measured different times."""
+        rows, group = self._choice.choose(batch), get_parallel().tp_group
+        return group.broadcast_object(rows, src=0) if group.world_size > 1 else rows
 
     def _sample(
         self,
         batch: "ScheduleBatch",
         verified: NgramVerifyInput,
         output: "LogitsProcessorOutput",
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sampled tokens [B, rows] and how many of them count, [B]."""
-        if batch.seq_lens.is_cuda:
-            from sglang.srt.speculative.eagle_utils import eagle_sample
+    ) -> torch.Tensor:
+        """A token for each row, [B, rows], as in plain decode, and its log-prob in `output`.
 
-            predicted, counts, _ = eagle_sample(verified, batch, output)
-            # Accepted tokens of a chain lie in the order of its rows.
-            return predicted.view(-1, self._rows).long(), counts.long()
-        # SGLang verifies greedily on a CPU, whatever the temperature.
-        probs = distribution(output.next_token_logits, batch.sampling_info, self._rows)
-        drafts = verified.draft_token.view(-1, self._rows)[:, 1:]
-        sampled, counts = accept_drafts(probs, drafts)
-        group = get_parallel().tp_group
-        if group.world_size > 1:
-            group.broadcast(sampled, src=0)
-            group.broadcast(counts, src=0)
-        return sampled, counts
+        A token counts if the drafts before it are what was sampled there. So it is a sample of the
+        model's distribution, as drafts have no part in sampling.
+        """
+        rows = verified.draft_token_num
+        asked = {
+            name: [of_request for of_request in getattr(batch, name) or () for _ in range(rows)]
+            for name in ("top_logprobs_nums", "token_ids_logprobs")
+        }
+        view: Any = SimpleNamespace(
+            sampling_info=_of_rows(batch.sampling_info, rows),
+            return_logprob=batch.return_logprob,
+            positions=verified.positions,
+            forward_mode=ForwardMode.DECODE,
+            ngram_embedding_info=None,
+            **asked,
+        )
+        sampled = self.model_runner.sample(output, view).view(-1, rows)
+        if batch.return_logprob:
+            output.next_token_logprobs = output.next_token_logprobs.view(-1, rows)
+        return sampled
 
     def _result(
         self,
         result: GenerationBatchResult,
         tokens: torch.Tensor,
-        padded: torch.Tensor,
+        rows: int,
         counts: torch.Tensor,
         new_seq_lens: torch.Tensor,
     ) -> GenerationBatchResult:
@@ -175,32 +218,44 @@ class DraftWorker(BaseSpecWorker):
             can_run_cuda_graph=result.can_run_cuda_graph,
             accept_lens=counts,
             new_seq_lens=new_seq_lens,
-            # SGLang carries it to the next step; the histories need nothing of it.
+            # SGLang carries this to the next step, in one shape; the histories need nothing of it.
             next_draft_input=NgramVerifyInput(
-                draft_token_num=self._rows,
+                draft_token_num=1,
                 new_seq_lens=new_seq_lens,
-                accept_tokens=padded,
+                accept_tokens=counts,
                 accept_lens=counts,
             ),
-            speculative_num_draft_tokens=self._rows,
+            speculative_num_draft_tokens=rows,
         )
 
 
-def _chain_links(batch: int, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """How SGLang writes chains of `rows` tokens as trees, [batch, rows] each."""
-    place = torch.arange(batch * rows, device=device).view(batch, rows)
-    following = torch.arange(1, rows + 1, device=device).repeat(batch, 1)
-    following[:, -1] = -1
-    return {
-        "retrieve_index": place,
-        "retrieve_next_token": following,
-        "retrieve_next_sibling": torch.full_like(place, -1),
-    }
+def _now(on_gpu: bool) -> Any:
+    """This moment, on a GPU when its stream gets there."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _add_log_probs(
-    batch: "ScheduleBatch", output: "LogitsProcessorOutput", sampled: torch.Tensor
-) -> None:
-    """Write the log-probs of the sampled tokens [B, rows] into `output`, as plain decode does."""
-    place = torch.arange(sampled.numel(), device=sampled.device).view_as(sampled)
-    compute_spec_logprobs(batch, output, sampled.flatten(), accept_index=place)
+def _milliseconds(start: Any, end: Any) -> float:
+    """From one moment to another, which both have come."""
+    if isinstance(start, float):
+        return (end - start) * 1e3
+    return float(start.elapsed_time(end))
+
+
+def _of_rows(sampling: "SamplingBatchInfo", rows: int) -> "SamplingBatchInfo":
+    """The sampling parameters of each row, request by request."""
+    if rows == 1:
+        return sampling
+    names = ("temperatures", "top_ps", "top_ks", "min_ps", "logit_bias")
+    given = {name: getattr(sampling, name) for name in names}
+    return dataclasses.replace(
+        sampling,
+        **{
+            name: values.repeat_interleave(rows, 0)
+            for name, values in given.items()
+            if values is not None
+        },
+    )

@@ -1,4 +1,4 @@
-"""Drafts from earlier text, and exact sampling with them."""
+"""Drafts from earlier text, and which servers and requests may use them."""
 
 import math
 import random
@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 from engines import save_tiny_model
-from scipy.stats import chisquare
 
 from sparrow_sglang.plugin.drafting.histories import (
     LONGEST,
@@ -15,8 +14,8 @@ from sparrow_sglang.plugin.drafting.histories import (
     SHORTEST,
     SIBLINGS,
     TokenHistories,
+    draft_in_torch,
 )
-from sparrow_sglang.plugin.drafting.sampling import accept_drafts
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_arguments import resolved
 
@@ -68,20 +67,30 @@ def test_drafts_follow_the_longest_match_and_the_most_votes(seed):
     ]
     histories = TokenHistories(8, 120, "cpu")
     rows = draw.sample(range(8), len(prompts))
-    # All but the last tokens at first, and those one by one or together, as they are accepted.
-    at_first = [text[: draw.randint(1, len(text))] for text in texts]
+    # All but the last tokens at first, and those as drafts that were right.
+    at_first = [text[: max(1, len(text) - 8)] for text in texts]
     histories.start(rows, prompts, at_first)
-    index, tokens, counts = torch.tensor(rows), torch.zeros(len(rows), 60), []
+    index = torch.tensor(rows)
     for place, (text, start) in enumerate(zip(texts, at_first, strict=True)):
-        counts.append(len(text) - len(start))
-        tokens[place, : counts[-1]] = torch.tensor(text[len(start) :])
-    histories.append(index, tokens, torch.tensor(counts))
-    found = histories.draft(index, 3)
+        if rest := text[len(start) :]:
+            drafts = torch.tensor([[start[-1], *rest[:-1]]])
+            counts = histories.accept(index[place : place + 1], drafts, torch.tensor([rest]))
+            assert counts == len(rest)
+    found = draft_in_torch(histories.texts, index, 3)
     for place, text in enumerate(texts):
         siblings = [
             other for at, other in enumerate(texts) if at != place and prompts[at] == prompts[place]
         ]
         assert found[place].tolist() == drafted(text, siblings, 3)
+
+
+def test_what_is_sampled_ends_the_drafts():
+    histories = TokenHistories(3, 20, "cpu")
+    histories.start([0, 1, 2], [b"a", b"b", b"c"], [[1], [1], [1]])
+    rows, drafts = torch.arange(3), torch.tensor([[1, 2, 3]]).expand(3, -1)
+    sampled = torch.tensor([[5, 3, 4], [2, 5, 4], [2, 3, 4]])
+    assert histories.accept(rows, drafts, sampled).tolist() == [1, 2, 3]
+    assert draft_in_torch(histories.texts, rows, 0).flatten().tolist() == [5, 5, 4]
 
 
 def test_a_finished_request_is_remembered_until_its_room_is_needed():
@@ -91,7 +100,7 @@ def test_a_finished_request_is_remembered_until_its_room_is_needed():
     histories.start([0], [b"a"], [[0, 1, 2]])
 
     def draft() -> int:
-        return int(histories.draft(torch.tensor([0]), 1)[0, 1])
+        return int(draft_in_torch(histories.texts, torch.tensor([0]), 1)[0, 1])
 
     assert draft() == 3
     histories.start([1], [b"c"], [[1, 2, 5]])
@@ -111,28 +120,7 @@ def test_more_siblings_than_a_request_reads():
     rows = list(range(SIBLINGS + 3))
     texts = [[1, 2, 3], [1, 2, 3], *[[1, 2, 4]] * SIBLINGS, [0, 1, 2]]
     histories.start(rows, [b"a"] * len(rows), texts)
-    assert histories.draft(torch.tensor(rows[-1:]), 1).tolist() == [[2, 4]]
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("draft", [0, 3])
-def test_accepted_tokens_have_the_distribution(temperature, draft):
-    """Drafts are certain, so that without the correction their tokens would come up too often."""
-    torch.manual_seed(draft)
-    logits = torch.randn(3, VOCAB) / 2
-    probs = (logits / temperature).softmax(-1)
-    many = 50_000
-    drafts = torch.tensor([[draft, 1]]).expand(many, -1)
-    tokens, counts = accept_drafts(probs.expand(many, -1, -1), drafts)
-    for place in range(3):
-        # A token at a place counts if all drafts before it were sampled.
-        seen = tokens[counts > place, place].bincount(minlength=VOCAB)
-        assert seen.sum() > 200
-        expected = probs[place].double()
-        assert (
-            chisquare(seen.numpy(), (expected / expected.sum() * seen.sum()).numpy()).pvalue > 1e-4
-        )
-    assert ((tokens[:, 0] == draft) == (counts > 1)).all()
+    assert draft_in_torch(histories.texts, torch.tensor(rows[-1:]), 1).tolist() == [[2, 4]]
 
 
 def test_arguments_of_a_server_with_drafts(make_args):

@@ -1,0 +1,79 @@
+"""How many rows of a request a step verifies, by what steps have taken and which drafts were right.
+
+In: the time and the right drafts of each step, a few steps late. Out: the rows of the next one.
+"""
+
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+_MEASURED = 5
+"""Latest steps whose median time counts."""
+_SPENT = 0.005
+"""Share of the time that goes into steps of other rows, which are measured that way."""
+_REQUESTS = 64
+"""Requests over whose steps the share of right drafts is averaged."""
+
+
+class RowsChoice:
+    """Chooses the number of rows with which a token takes the least time.
+
+    A batch of the same size up to the next power of two takes about the same time.
+
+    Args:
+        widths: numbers of rows to choose from, ascending; the first is 1, for no drafts.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths = widths
+        # Of the drafts, how often the first so many are right; guessed at first.
+        self._right = [0.5**place for place in range(1, widths[-1])]
+        # By batch size: milliseconds of the latest steps by rows, and the time saved for trials.
+        self._times: dict[int, dict[int, deque[float]]] = defaultdict(
+            lambda: {rows: deque(maxlen=_MEASURED) for rows in widths}
+        )
+        self._saved: dict[int, float] = defaultdict(float)
+        self._last_tried: dict[tuple[int, int], int] = defaultdict(int)
+        self._steps = 0
+
+    def choose(self, batch: int) -> int:
+        """Rows of each of `batch` requests in the next step."""
+        self._steps += 1
+        size = _size(batch)
+        times = self._times[size]
+        # The longest first: those steps also tell how often drafts are right.
+        for rows in reversed(self.widths):
+            if len(times[rows]) < _MEASURED:
+                return rows
+        cost = {rows: self._cost(size, rows) for rows in self.widths}
+        best = min(self.widths, key=cost.__getitem__)
+        self._saved[size] = min(self._saved[size] + _SPENT, 1.0)
+        others = [rows for rows in self.widths if rows != best]
+        trial = min(others, key=lambda rows: self._last_tried[size, rows], default=best)
+        loss = (cost[trial] / cost[best] - 1) * self._tokens(trial)
+        if others and self._saved[size] >= loss:
+            self._saved[size] -= loss
+            self._last_tried[size, trial] = self._steps
+            return trial
+        return best
+
+    def measured(self, batch: int, rows: int, ms: float, right: Sequence[int]) -> None:
+        """Take note of a step of `batch` requests, and how many drafts of each were right."""
+        self._times[_size(batch)][rows].append(ms)
+        weight = len(right) / (len(right) + _REQUESTS)
+        for place in range(rows - 1):
+            share = sum(number > place for number in right) / len(right)
+            self._right[place] += weight * (share - self._right[place])
+
+    def _tokens(self, rows: int) -> float:
+        """Tokens that a step gives a request."""
+        return 1 + sum(self._right[: rows - 1])
+
+    def _cost(self, size: int, rows: int) -> float:
+        """Milliseconds of a token."""
+        return statistics.median(self._times[size][rows]) / self._tokens(rows)
+
+
+def _size(batch: int) -> int:
+    return 2 ** math.ceil(math.log2(batch))
