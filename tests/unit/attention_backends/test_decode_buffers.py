@@ -63,6 +63,7 @@ def backend(step) -> SparrowAttnBackend:
     backend.req_to_token_pool = SimpleNamespace(req_to_token=step._req_to_token)
     backend.dense, backend.sparse = Dense(), step
     backend._planning, backend.stock_decode = nullcontext(), True
+    backend._graph_rows = torch.zeros(2, 0, dtype=torch.int64)
     backend.decode_guard = DecodeGuard()
     backend.decode_guard.served()
     return backend
@@ -124,6 +125,14 @@ def test_every_captured_batch_lies_in_buffers_that_stay(backend, planned):
         assert len(table) == counts.shape[1] == len(replayed)
         assert table.data_ptr() == replayed.data_ptr() == captured[0][0].data_ptr()
         assert counts.data_ptr() == recounted.data_ptr() == captured[0][1].data_ptr()
+
+
+def test_graphs_of_fewer_rows_leave_those_of_more_their_buffers(backend):
+    backend.init_cuda_graph_state(16, 64)
+    before = backend._graph_rows.data_ptr(), backend.sparse._buffers
+    backend.init_cuda_graph_state(16, 32)
+    assert (backend._graph_rows.data_ptr(), backend.sparse._buffers) == before
+    assert backend._graph_rows.shape[1] == 64
 
 
 def test_a_captured_batch_that_does_not_fit_is_refused(backend, planned):
