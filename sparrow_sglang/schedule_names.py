@@ -57,8 +57,8 @@ def schedule_for_model(
 ) -> BudgetSchedule:
     """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
 
-    Prefers the tail target 0.86, then the published selection rule. Raises `ScheduleError` if none
-    fits, which says to name one with `setting`.
+    Prefers the tail target 0.86, then a selection rule of the model's own. Raises `ScheduleError`
+    if none fits, which says to name one with `setting`.
     """
     shipped = [shipped_schedule(name) for name in known_schedules()]
     fitting = [schedule for schedule in shipped if schedule.matches(hf_config)]
@@ -75,7 +75,7 @@ def schedule_for_model(
         fitting,
         key=lambda s: (
             abs((s.tail_target or 0.0) - PREFERRED_TAIL_TARGET),
-            s.selection != published,
+            s.selection == published,
         ),
     )
     return _for_page_size(best, page_size, best.name)

@@ -232,7 +232,8 @@ def calibrate(settings: Mapping[str, Any], out: Path) -> None:
     prompts.write_text("".join(json.dumps({"prompt": walk.prompt()}) + "\n" for walk in walks))
     words = ["--model-path", out / "model", "--prompts", prompts, "--target", *plan["targets"]]
     words += ["--out", out / "schedules" / "walk.json", "--work", out / "calibration"]
-    words += ["--budgets", *plan["budgets"], "--bin-tokens", plan["bin_tokens"]]
+    words += ["--rule", "published", "--budgets", *plan["budgets"]]
+    words += ["--bin-tokens", plan["bin_tokens"]]
     words += ["--min-tokens", plan["min_tokens"], "--new-tokens", 3 * options["steps"] - 1]
     words += ["--engine-args", json.dumps(settings["train"]["engine"]["server_args"])]
     (out / "schedules").mkdir(exist_ok=True)

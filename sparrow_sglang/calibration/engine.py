@@ -29,14 +29,8 @@ class MeasuringEngine(ExitStack):
         """Measure the samples that the job's work folder lacks; starts no engine if it lacks none.
 
         The engine of an earlier job is used again if it can switch to this job's schedule, as it
-        can where both have the same landmarks. Raises `CalibrationError` as `measure` does, and if
-        the job has no samples.
+        can where both have the same landmarks. Raises `CalibrationError` as `measure` does.
         """
-        if not job.samples:
-            raise CalibrationError(
-                "no generation would decode sparsely: the budgets hold every prompt with its new"
-                " tokens; expected longer prompts, more --new-tokens or smaller --budgets"
-            )
         if len(job.work.load()) == len(job.samples):
             return
         with closing(Progress(len(job.samples), "generation")) as progress:

@@ -6,7 +6,7 @@ and the settings that a work folder belongs to.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,12 @@ from sparrow_sglang.calibration.measure import (
     loaded_schedule,
     plan_samples,
 )
-from sparrow_sglang.calibration.options import DEFAULT_TARGET, PUBLISHED, CalibrationOptions
+from sparrow_sglang.calibration.options import (
+    CALIBRATED,
+    DEFAULT_TARGET,
+    PUBLISHED,
+    CalibrationOptions,
+)
 from sparrow_sglang.calibration.prompts import (
     UNSCORED,
     Prompt,
@@ -118,7 +123,10 @@ class Job:
 def calibration_job(options: CalibrationOptions) -> Job:
     """The job that calibrates schedules; raises `ValueError` on options that cannot work."""
     model = find_model(options.model_path, options.engine_args)
-    if options.rule != PUBLISHED and linear_layers(model.hf_config):
+    linear = linear_layers(model.hf_config)
+    if options.rule is None:
+        options = replace(options, rule=PUBLISHED if linear else CALIBRATED)
+    elif options.rule != PUBLISHED and linear:
         raise CalibrationError(
             f"--rule {options.rule}: {model.name} has layers with linear attention, and rotates a"
             " part of each head, which a choice of rotary pairs leaves out of account; expected"
@@ -230,13 +238,19 @@ def _job(
             options.seed,
         )
     room = model.context - UNSCORED
+    samples = plan_samples(prompts, variants, options.samples, options.new_tokens, room)
+    if not samples:
+        raise CalibrationError(
+            "no generation would decode sparsely: the budgets hold every prompt with its new"
+            " tokens; expected longer prompts, more --new-tokens or smaller --budgets"
+        )
     return Job(
         options=options,
         model=model,
         page_size=page_size,
         bin_tokens=bin_tokens,
         prompts=prompts,
-        samples=plan_samples(prompts, variants, options.samples, options.new_tokens, room),
+        samples=samples,
         settings=_settings(options, model, prompts) | settings,
         engine_args=_engine_args(options, model.context, page_size, schedule, prompts),
         **fields,

@@ -27,6 +27,8 @@ class CalibrationOptions:
         target: tails to hold, one schedule each; empty for the default.
         check: schedule files to check; empty to calibrate.
         budgets: in tokens; empty for those that suit the model's context.
+        rule: one of `RULES`; None for `calibrated`, or `published` where the model has layers with
+            linear attention.
         bin_tokens: positions per bin; None for what suits the model's context.
         batch: generations that are measured at the same time.
         engine_args: further arguments of `sglang.Engine`.
@@ -39,7 +41,7 @@ class CalibrationOptions:
     check: Sequence[str] = ()
     work: Path | None = None
     budgets: Sequence[int] = ()
-    rule: str = PUBLISHED
+    rule: str | None = None
     page_size: int = PAGE_SIZE
     bin_tokens: int | None = None
     new_tokens: int = 128
@@ -57,7 +59,7 @@ class CalibrationOptions:
                     f"--target {target}: expected a tail between 0 and 1, e.g. 0.86"
                 )
         chosen = {
-            "rule": [] if self.rule == PUBLISHED else [self.rule],
+            "rule": [] if self.rule is None else [self.rule],
             "budgets": self.budgets,
             "bin-tokens": [] if self.bin_tokens is None else [self.bin_tokens],
         }

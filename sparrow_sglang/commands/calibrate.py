@@ -30,7 +30,7 @@ EPILOG = """\
 examples:
   sparrow calibrate --target 0.75 0.86 0.92         the small embedded model, three targets
   sparrow calibrate --model-path M --prompts prompts.jsonl --target 0.86 --out m-0.86.json
-  sparrow calibrate --rule calibrated --target 0.86         page selection measured for the model
+  sparrow calibrate --rule published --target 0.86          page selection as in the paper
   sparrow calibrate --model-path M --check m-0.86.json      does it hold on fresh samples?
 
 A killed run resumes where it stopped when the command is repeated. Another --target takes a second,
@@ -95,9 +95,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--rule",
         choices=RULES,
         default=default.rule,
-        help="how pages are selected. published (default): as in the paper, with the same budget"
-        " in each layer. calibrated: with rotary pairs of int4 landmarks, layer budgets and dense"
-        " layers that are measured for the model",
+        help="how pages are selected. calibrated (default, except with linear attention): with"
+        " rotary pairs of int4 landmarks, layer budgets and dense layers that are measured for the"
+        " model. published: as in the paper, with the same budget in each layer",
     )
     add(
         "--page-size",
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 def _calibrate(options: CalibrationOptions) -> int:
     job = calibration_job(options)
     with MeasuringEngine() as engine:
-        if options.rule != PUBLISHED:
+        if job.options.rule != PUBLISHED:
             job = with_chosen_rule(job, engine)
             assert job.rule is not None
             print(f"{describe_rule(job.rule)}\n")

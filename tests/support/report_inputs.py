@@ -56,7 +56,7 @@ def write_calibration(folder: Path, model: str) -> None:
     prompts.write_text("".join(f'{{"input_ids": {[5] * length}}}\n' for length in lengths))
     command = ["calibrate", "--model-path", model, "--prompts", str(prompts), "--min-tokens", "100",
                "--new-tokens", "60", "--engine-args", '{"context_length": 320}']  # fmt: skip
-    sizes = ["--bin-tokens", str(BIN), "--budgets", "64", "128", "192"]
+    sizes = ["--rule", "published", "--bin-tokens", str(BIN), "--budgets", "64", "128", "192"]
     out = ["--target", *TARGETS, "--out", str(folder / "m.json"), "--work", str(folder / "work")]
     schedules = [str(folder / f"m-{target}.json") for target in TARGETS]
     check = ["--check", *schedules, "--out", str(folder / "check.json")]

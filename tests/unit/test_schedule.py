@@ -193,7 +193,7 @@ GEMMA3 = {
         ({"hidden_size": 2048, "num_hidden_layers": 28}, "qwen3-1.7b-0.86"),
         ({"hidden_size": 4096}, "qwen3-8b-0.86"),
         ({"hidden_size": 5120, "num_hidden_layers": 40}, "qwen3-14b-0.86"),
-        (SMOLLM2, "smollm2-135m-0.86"),
+        (SMOLLM2, "smollm2-135m-int4-0.86"),
         (GEMMA3, "gemma3-270m-0.86"),
     ],
 )

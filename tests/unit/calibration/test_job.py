@@ -93,6 +93,17 @@ def test_measurements_of_other_weights_in_the_same_folder_are_refused(
         _ = calibration_job(options).work
 
 
+def test_a_rule_is_measured_unless_the_model_has_linear_attention(
+    options: CalibrationOptions, tmp_path: Path
+) -> None:
+    assert calibration_job(options).options.rule == "calibrated"
+    Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    linear = replace(options, model_path=str(tmp_path))
+    assert calibration_job(linear).options.rule == "published"
+    with pytest.raises(CalibrationError, match="linear attention.*expected --rule published"):
+        calibration_job(replace(linear, rule="calibrated"))
+
+
 def test_texts_of_responses_pass_the_check_without_a_tokenizer(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "a", "response": "b c"}\n')

@@ -96,7 +96,7 @@ def test_the_headline_is_the_step_models_speedup(plan: Plan, tmp_path: Path) -> 
 
 def test_the_embedded_model_goes_by_its_name(plan: Plan) -> None:
     text = plan(model="smollm2-135m")
-    assert text.startswith("smollm2-135m decodes") and "smollm2-135m-0.86" in text
+    assert text.startswith("smollm2-135m decodes") and "smollm2-135m-int4-0.86" in text
 
 
 def test_an_unreachable_hub_is_named_as_such(

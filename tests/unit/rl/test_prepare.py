@@ -136,7 +136,7 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
     """An engine that is left to find its schedule takes it from the environment first."""
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-4096")
     setup = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
-    assert setup.engine.schedule == setup.schedules[0].name == "smollm2-135m-0.86"
+    assert setup.engine.schedule == setup.schedules[0].name == "smollm2-135m-int4-0.86"
 
 
 def test_a_budget_that_holds_everything_is_said_before_the_run(tmp_path):
