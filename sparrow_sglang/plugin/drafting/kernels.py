@@ -165,7 +165,7 @@ def draft(
         slot_table,
         *drafts,
         width,
-        slot_table.shape[1],
+        slot_table.stride(0),
         COUNT=count,
         COUNT_PAD=triton.next_power_of_2(1 + count),
         num_warps=8,
