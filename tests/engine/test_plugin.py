@@ -1,24 +1,23 @@
 """Every channel reaches the scheduler of a real SGLang with the same effect, or nothing starts."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import requests
-from engines import import_for_fork, start_engine, unused_model_files
+from engines import import_for_fork, start_engine
 from ports import free_port
 from servers import forked
 
+from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule import BudgetSchedule
 
 PROMPT = random.Random(0).choices(range(3, 256), k=150)
@@ -58,26 +57,6 @@ def by_keyword(sharp_llama) -> tuple[list[int], list[float]]:
     ) as engine:
         assert engine.get_server_info()["page_size"] == 16
         return answer(engine)
-
-
-@contextmanager
-def process(*command: str, **environment: str) -> Iterator[subprocess.Popen]:
-    """A fresh process in the state that a user would start it in; killed at the end."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPARROW")}
-    child = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=inherited | environment,
-        start_new_session=True,
-    )
-    try:
-        yield child
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
 
 
 class TestEngineChannels:
@@ -179,33 +158,6 @@ print("RESULT" + json.dumps({
 """
 
 
-# Ctrl-C works as in a terminal, even where the tests were started with it ignored.
-SERVE = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from sparrow_sglang.commands.cli import main
-sys.exit(main())
-"""
-
-
-@pytest.fixture(scope="module")
-def processes(sharp_llama, schedule_file):
-    """Started at once, because each spends half a minute importing SGLang."""
-    port = free_port()
-    flags = [*server_flags(sharp_llama), "--sparrow-schedule", "fixed-64", "--port", str(port)]
-    commands = {
-        "serve": [sys.executable, "-c", SERVE, "serve", *flags],
-        "foreign": [sys.executable, "-c", FOREIGN, sharp_llama, schedule_file],
-    }
-    environment = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
-    with ExitStack() as stack:
-        started = {
-            name: stack.enter_context(process(*command, **environment))
-            for name, command in commands.items()
-        }
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", **started)
-
-
 def server_flags(model: str) -> list[str]:
     return [
         *("--model-path", model, "--attention-backend", "sparrow", "--dtype", "float32"),
@@ -214,36 +166,42 @@ def server_flags(model: str) -> list[str]:
     ]
 
 
-class TestProcesses:
-    def test_foreign_process(self, processes, schedule_file):
-        output, _ = processes.foreign.communicate(timeout=300)
-        result = json.loads(output.rsplit("RESULT", 1)[1])
-        assert result["plugins_loaded"] is False
-        assert result["plugin_imported"] is False
-        assert result["built"] == [["sparrow", schedule_file, 16]] * 4
-        assert result["as_dict"] == schedule_file
-        assert result["default"] == 1
+def test_foreign_process(sharp_llama, schedule_file):
+    command = [sys.executable, "-c", FOREIGN, sharp_llama, schedule_file]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPARROW")}
+    done = subprocess.run(command, capture_output=True, text=True, env=inherited, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.rsplit("RESULT", 1)[1])
+    assert result["plugins_loaded"] is False
+    assert result["plugin_imported"] is False
+    assert result["built"] == [["sparrow", schedule_file, 16]] * 4
+    assert result["as_dict"] == schedule_file
+    assert result["default"] == 1
 
-    def test_sparrow_serve_says_when_it_is_ready_and_ends_by_ctrl_c(self, processes, by_keyword):
-        server = processes.serve
-        wait_until_healthy(server, processes.url)
-        assert_served(processes.url, "fixed-64", by_keyword)
-        logged = ""
+
+def test_sparrow_serve_says_when_it_is_ready_and_ends_by_ctrl_c(sharp_llama, by_keyword, capfd):
+    import_for_fork()
+    port = free_port()
+    words = ["serve", *server_flags(sharp_llama), "--sparrow-schedule", "fixed-64"]
+
+    def serve() -> None:
+        # Ctrl-C works as in a terminal, even where the tests were started with it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.exit(cli.main([*words, "--port", str(port)]))
+
+    others = set(multiprocessing.active_children())
+    with forked(port, serve) as url:
+        assert_served(url, "fixed-64", by_keyword)
+        logged, deadline = "", time.monotonic() + 60
         while "ready on" not in logged:
-            logged += (line := server.stdout.readline())
-            assert line, logged
-        assert f"ready on {processes.url}, {START_UP} fixed-64" in logged
+            assert time.monotonic() < deadline, logged
+            time.sleep(0.1)
+            logged += capfd.readouterr().err
+        assert f"ready on {url}, {START_UP} fixed-64" in logged
+        [server] = set(multiprocessing.active_children()) - others
         os.killpg(server.pid, signal.SIGINT)
-        logged, _ = server.communicate(timeout=120)
-        assert server.returncode == 0 and "Traceback" not in logged, logged
-
-
-def wait_until_healthy(server: subprocess.Popen, url: str) -> None:
-    deadline = time.monotonic() + 300
-    while not is_healthy(url):
-        assert server.poll() is None, server.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(1)
+        server.join(120)
+        assert server.exitcode == 0
 
 
 def test_sglang_serve(sharp_llama, schedule_file, by_keyword, monkeypatch, capfd):
@@ -264,13 +222,6 @@ def assert_served(url: str, schedule: str, expected: tuple[list[int], list[float
     request = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
     output = requests.post(f"{url}/generate", json=request, timeout=60).json()
     assert_same(read(output), expected)
-
-
-def is_healthy(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=5).status_code == 200
-    except requests.RequestException:
-        return False
 
 
 class TestBrokenPlugin:

@@ -106,6 +106,7 @@ async def group_beside_others(engine: Any, new_tokens: int) -> list[int]:
         engine, input_ids=random_prompt(3, 150), sampling_params=sampling(new_tokens, n=4)
     )
     assert not any(other.done() for other in others)
+    engine.tokenizer_manager.abort_request(abort_all=True)
     await asyncio.gather(*others)
     return [answer["meta_info"]["cached_tokens"] for answer in group]
 

@@ -1,5 +1,6 @@
 """Messages of libraries that our commands leave out at a start, and those that they keep."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -30,6 +31,30 @@ def test_only_known_messages_are_left_out_and_only_where_asked(asked: bool) -> N
     assert done.returncode == 0
     assert "the weights are broken" in done.stderr
     assert ("server_args=ServerArgs" in done.stderr) != asked
+
+
+INTERRUPTED = """
+import os, signal
+from sparrow_sglang import noise
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+noise.leave_out_if_asked()
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_processes_that_a_command_has_started_ignore_ctrl_c(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command ends them; each would print a traceback."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if asked:
+        monkeypatch.setenv(VARIABLE, "1")
+    process = multiprocessing.get_context("spawn").Process(target=exec, args=(INTERRUPTED,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == (0 if asked else 1)
 
 
 def test_the_helper_that_tracks_semaphores_is_told_too() -> None:
