@@ -21,12 +21,17 @@ _QUANTITIES = {
     "response_length/mean": "response length, tokens",
     "actor/entropy": "entropy, nats",
     "sparrow/accept_p05": "tail of the acceptance rate",
+    "sparrow/kv_tokens_read": "KV tokens read",
+    "sparrow/distill_scale": "scale of the adapter",
+    "sparrow/distill_p05_scale0": "tail without the adapter",
+    "sparrow/distill_p05_scale1": "tail with the adapter at scale 1",
     "rollout_corr/k3_kl": "KL of the rollout to the dense policy",
     "sparrow/rollout_tokens_per_s": "rollout, tokens/s",
     "timing_s/step": "seconds per step",
 }
 # Settings that differ between runs of one arm.
 _OF_A_RUN = ("run_dir", "seed", "logging.", "checkpoint.")
+_MADE_BY = ("device", "python", "packages", "commit")
 _END = 0.2
 _SPANS = {"at the end": "at_the_end", "over the run": "over_the_run"}
 _CONFIDENCE = 0.95
@@ -34,11 +39,12 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class SeededRun:
-    """One run: the rows of its metrics, by step."""
+    """One run: the rows of its metrics, by step, and where its newest start was made."""
 
     arm: str
     seed: int
     rows: Sequence[Row]
+    made_by: Mapping[str, Any]
 
     def curve(self, metric: str) -> dict[int, float]:
         return {int(row["step"]): row[metric] for row in self.rows if metric in row}
@@ -96,7 +102,8 @@ def _quantile(freedom: float) -> float:
 def runs_of(folders: Sequence[Path], left_out: list[str]) -> list[SeededRun]:
     """The runs in these folders; an arm is named by the settings in which the runs differ.
 
-    Runs without a step or with a damaged file are noted in `left_out`, with the reason.
+    `left_out` notes runs without a step or with a damaged file, with the reason, and the steps that
+    not all runs have taken.
     """
     found: dict[Path, RunFiles] = {}
     for folder in folders:
@@ -114,8 +121,18 @@ def runs_of(folders: Sequence[Path], left_out: list[str]) -> list[SeededRun]:
         own = settings[folder]
         return ", ".join(f"{name}={own.get(name, '–')}" for name in differing) or "all"
 
+    ends = {folder: int(run.rows[-1]["step"]) for folder, run in found.items()}
+    end = min(ends.values(), default=0)
+    if any(own > end for own in ends.values()):
+        shortest = next(folder for folder, own in ends.items() if own == end)
+        left_out.append(f"steps after {end}, the last one of {shortest}, from the comparison")
     return [
-        SeededRun(arm(folder, run), int(run.config.get("seed", 0)), run.rows)
+        SeededRun(
+            arm(folder, run),
+            int(run.config.get("seed", 0)),
+            [row for row in run.rows if row["step"] <= end],
+            run.starts[-1] if run.starts else {},
+        )
         for folder, run in found.items()
     ]
 
@@ -157,12 +174,17 @@ def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:
 
 
 def comparison_data(runs: Sequence[SeededRun]) -> dict[str, Any]:
-    """The numbers of `comparison_section` for JSON: each value with `half` of its interval."""
+    """The numbers of `comparison_section` for JSON: each value with `half` of its interval.
+
+    `made_by` are the devices, versions and commits of the runs, without repetition.
+    """
     by_arm = _by_arm(runs)
     quantities = {
         metric: {span: _summary(by_arm, metric, span) for span in _SPANS} for metric in _QUANTITIES
     }
+    made_by = [{name: run.made_by.get(name) for name in _MADE_BY} for run in runs]
     return {
+        "made_by": [own for index, own in enumerate(made_by) if own not in made_by[:index]],
         "interval": "95 % over runs: Student's t, Welch's for differences from the first arm",
         "arms": [
             {

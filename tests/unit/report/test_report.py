@@ -297,7 +297,8 @@ def write_seeds(folder: Path, values: dict[str, list[float]]) -> None:
             place = folder / f"lr{rate}-{seed}"
             place.mkdir(parents=True)
             config = {"run_dir": str(place), "seed": seed, "optimizer": {"lr": rate}}
-            (place / "run.json").write_text(json.dumps({"starts": [{"step": 0, "config": config}]}))
+            start = {"step": 0, "config": config, "device": "NVIDIA H100", "commit": "abc"}
+            (place / "run.json").write_text(json.dumps({"starts": [start]}))
             rewards = [0.0] * 8 + [mean - 0.1, mean + 0.1]
             rows = [
                 {
@@ -330,7 +331,10 @@ def test_runs_are_compared_over_their_seeds(tmp_path: Path) -> None:
     # The same over all ten steps, eight of which have a reward of 0.
     assert ["reward", "0.12 ± 0.05", "0.18 ± 0.099"] in page.tables["Over the run, by arm (runs)"]
     assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.json")]) == 0
-    first, second = json.loads((tmp_path / "r.json").read_text())["arms"]
+    content = json.loads((tmp_path / "r.json").read_text())
+    [made_by] = content["made_by"]
+    assert (made_by["device"], made_by["commit"]) == ("NVIDIA H100", "abc")
+    first, second = content["arms"]
     assert (second["arm"], second["seeds"], second["steps"]) == (arms[1], [0, 1, 2], [9, 9, 9])
     found = second["critic/score/mean"]["at the end"]
     assert found["mean"]["value"] == pytest.approx(0.9)
@@ -338,6 +342,17 @@ def test_runs_are_compared_over_their_seeds(tmp_path: Path) -> None:
     assert first["critic/score/mean"]["at the end"]["difference"] is None
     means = [(step, 0.0) for step in range(8)] + [(8, 0.5), (9, 0.7)]
     assert is_affine(page.curve("Reward, by arm", 0)[:10], means)
+
+
+def test_runs_are_compared_over_the_steps_that_all_have_taken(tmp_path: Path, capsys: Any) -> None:
+    write_seeds(tmp_path / "runs", {"1e-6": [0.5], "3e-6": [0.7]})
+    short = next(iter(sorted((tmp_path / "runs").iterdir())))
+    metrics = short / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:6]))
+    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.json")]) == 0
+    assert f"left out: steps after 5, the last one of {short}" in capsys.readouterr().out
+    arms = json.loads((tmp_path / "r.json").read_text())["arms"]
+    assert [arm["steps"] for arm in arms] == [[5], [5]]
 
 
 def test_one_run_of_each_arm_has_no_interval(tmp_path: Path) -> None:
