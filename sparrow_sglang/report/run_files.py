@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.report.charts import Line
 from sparrow_sglang.report.page import ReportError
 from sparrow_sglang.run_folder import EVENTS_FILE, METRICS_FILE, RUN_FILE, read_starts
 
@@ -33,13 +32,6 @@ class RunFiles:
     def steps(self) -> list[Row]:
         """Rows of training steps, without rows of evaluations alone, such as the last one."""
         return [row for row in self.rows if "timing_s/step" in row]
-
-    def line(self, name: str, label: str, colour: str, **more: Any) -> Line:
-        """One metric over the rows that have it."""
-        rows = [row for row in self.rows if name in row]
-        return Line(
-            label, [row["step"] for row in rows], [row[name] for row in rows], colour, **more
-        )
 
     def has(self, name: str) -> bool:
         """Whether any row has the metric."""

@@ -186,10 +186,11 @@ def _figures(run: RunFiles) -> list[Figure]:
         metrics = metrics | (_heldout_sets(run) if "eval/pass_rate" in metrics else {})
         labels = {name: text for name, text in (metrics or tails).items() if run.has(name)}
         colours = ramp(len(labels)) if is_by_bin else PALETTE
-        lines = [
-            run.line(name, text, colour)
-            for (name, text), colour in zip(labels.items(), colours, strict=False)
-        ]
+        lines = []
+        for (name, text), colour in zip(labels.items(), colours, strict=False):
+            rows = [row for row in run.rows if name in row]
+            steps = [row["step"] for row in rows]
+            lines.append(Line(text, steps, [row[name] for row in rows], colour))
         chart = Chart(title, "step", unit, lines, levels.get(unit, ()), moves,
                       from_zero=unit in _FROM_ZERO)  # fmt: skip
         figures += [Figure(chart, (note + moved).strip())] if lines else []
