@@ -217,7 +217,7 @@ def test_kills_at_random_times_lose_and_repeat_no_step(
     require_same(whole, config)
 
 
-@pytest.mark.skipif(not RESPONSES, reason="by hand: SPARROW_RESPONSES=128 in the environment")
+@pytest.mark.skipif(not RESPONSES, reason="by hand: SPARROW_RESPONSES=1024 in the environment")
 def test_what_passes_through_the_driver(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
