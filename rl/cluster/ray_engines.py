@@ -301,7 +301,7 @@ class RayEngines(RolloutEngine):
     def _call_all(self, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
         """Call the method on all engines at the same time; returns whether all were alive.
 
-        A dead engine is replaced. The other one gets no call: `_await_start` gives it all that
+        A dead engine is replaced by another, which gets no call: `_await_start` gives it all that
         the others have.
         """
         deaths = self._deaths

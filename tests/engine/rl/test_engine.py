@@ -5,6 +5,7 @@ import signal
 from copy import deepcopy
 from dataclasses import replace
 
+import ascii_task
 import engines
 import numpy as np
 import psutil
@@ -12,13 +13,25 @@ import pytest
 import torch
 from engines import SCHEDULE
 from oracle import ContractModel
-from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, transformers_logprobs
-from transformers import AutoModelForCausalLM
+from training import (
+    ALL,
+    FP32,
+    PROMPTS,
+    SERVER_ARGS,
+    begun,
+    error,
+    transformers_logprobs,
+    turns_of,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.client.scoring import score_dense
+from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.tasks import ChatRender
+from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import ABORTED, Rollout
 
 SAMPLING = Sampling(max_new_tokens=60)
@@ -247,6 +260,42 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
     picked = at_once[range(80), list(whole.response_ids)].numpy()
     differs = np.abs(picked - whole.logprobs) > 10 * FP32
     assert differs[: lengths[1]].any() and differs[lengths[1] :].any()
+
+
+def test_responses_of_several_turns_stop_and_go_on(tmp_path):
+    # Every 16th byte ends a turn.
+    ends = range(3, 19)
+    path = ascii_task.save_model_of_bytes(tmp_path, eos_token_id=[*ends])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = ascii_task.load(TaskConfig(name=ascii_task.NAME), ChatRender(tokenizer)).train
+    arguments = SERVER_ARGS | {"skip_tokenizer_init": False, "grammar_backend": "none"}
+    environment = Environment(ascii_task.say_more)
+    engines.import_for_fork()
+    engine = LocalEngine(path, ALL, **arguments)
+    try:
+        done, groups = [], {}
+        sampling = Sampling(max_new_tokens=200, environment=environment)
+        stream = engine.stream(begun(prompts, 1), sampling, should_stop=lambda: len(done) > 2)
+        for position, group in stream:
+            groups[position] = group
+            done += [position] if group.finished else []
+        left = {at: group for at, group in groups.items() if not group.finished}
+        assert len(groups) == len(prompts) and len(left) > 4
+        gone_on = dict(engine.stream(list(left.values()), sampling))
+    finally:
+        engine.close()
+    befores = [group.rollouts[0] for group in left.values()]
+    afters = [gone_on[place].rollouts[0] for place in range(len(left))]
+    assert max(len(rollout.turns) for rollout in befores) > 1
+    for before, rollout in zip(befores, afters, strict=True):
+        assert rollout.response_ids[: len(before.response_ids)] == before.response_ids
+        assert rollout.turns[: len(before.turns) - 1] == before.turns[:-1]
+        said = [tokenizer.decode(part) for part in rollout.parts[2::2]]
+        assert said == [f" more {turn}: " for turn in range(1, len(rollout.turns))]
+        assert rollout.turns == turns_of(rollout, tokenizer, ends, sampling.max_new_tokens)
+        assert len(rollout.turns) == 3 or rollout.truncated
+    assert error(model, gone_on.values()) < FP32
 
 
 def test_a_dead_scheduler_ends_the_rollout_with_the_reason(sharp_llama) -> None:
