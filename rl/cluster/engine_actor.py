@@ -9,6 +9,7 @@ from typing import Any
 import ray
 import torch
 
+from sparrow_sglang.rl.cluster.ray_session import use_network_of_ray
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.responses import POLL_S
 from sparrow_sglang.rl.rollout import Sampling
@@ -35,6 +36,7 @@ class EngineActor:
         schedule: str,
         server_args: dict[str, Any],
     ) -> None:
+        use_network_of_ray()
         self._engine = start(model_path, schedule, **server_args)
         self._inboxes: defaultdict[int, SimpleQueue[Groups]]
         self._inboxes = defaultdict(SimpleQueue)

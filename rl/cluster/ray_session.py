@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 
 from sparrow_sglang.errors import InputError
@@ -68,3 +69,14 @@ def actor_options(server_args: Mapping[str, Any], **variables: str) -> dict[str,
     own = [folder for folder in folders if not folder.startswith(installed)]
     variables["PYTHONPATH"] = os.pathsep.join(own)
     return {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
+
+
+def use_network_of_ray() -> None:
+    """Have gloo use the network on which Ray reaches this host, unless the user names another one.
+
+    By itself gloo uses the address of the host's name, which is often 127.0.0.1.
+    """
+    address = ray.util.get_node_ip_address()
+    for name, found in psutil.net_if_addrs().items():
+        if any(one.address == address for one in found):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.cluster.ray_session import use_network_of_ray
 from sparrow_sglang.rl.cluster.weight_broadcast import LIMIT_S, WeightBroadcast, listen
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER
@@ -56,6 +57,7 @@ class TrainerActor:
         """
         # Ray gives an actor without CPUs of its own a single one.
         torch.set_num_threads(threads)
+        use_network_of_ray()
         limit = timedelta(seconds=limit_s)
         if ranks.world > 1:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
