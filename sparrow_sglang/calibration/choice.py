@@ -137,12 +137,16 @@ class MeasuredTails:
         does; None if no budget can be judged.
 
         The larger ones must hold too, because with far too small a budget a model repeats itself,
-        and both distributions agree on the repetition.
+        and both distributions agree on the repetition. A larger one whose tail reaches the target
+        without a lower bound, as its lowest rates come from a few prompts, proves nothing and is
+        passed over.
         """
         if not any(is_filled(bins.get(index), self.min_tokens) for bins in self.by_budget.values()):
             return None
         need = self.whole_budget(index)
         for budget, tail in sorted(self.judged(index).items(), reverse=True):
+            if tail.tail_low == 0 and tail.tail >= target:
+                continue
             if not holds(tail, target):
                 break
             need = budget

@@ -141,6 +141,11 @@ def _compared(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: v for name, v in flat(config).items() if not name.startswith(_OF_A_RUN)}
 
 
+def _shared_settings(runs: Sequence[SeededRun]) -> dict[str, str]:
+    first, *others = [_compared(run.made_by.get("config", {})) for run in runs]
+    return {name: v for name, v in first.items() if all(o.get(name) == v for o in others)}
+
+
 def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:
     """Curves and final values of the arms, and what each differs from the first one.
 
@@ -176,7 +181,8 @@ def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:
 def comparison_data(runs: Sequence[SeededRun]) -> dict[str, Any]:
     """The numbers of `comparison_section` for JSON: each value with `half` of its interval.
 
-    `made_by` are the devices, versions and commits of the runs, without repetition.
+    `made_by` are the devices, versions and commits of the runs, without repetition; `settings`
+    those that all runs share.
     """
     by_arm = _by_arm(runs)
     quantities = {
@@ -185,6 +191,7 @@ def comparison_data(runs: Sequence[SeededRun]) -> dict[str, Any]:
     made_by = [{name: run.made_by.get(name) for name in _MADE_BY} for run in runs]
     return {
         "made_by": [own for index, own in enumerate(made_by) if own not in made_by[:index]],
+        "settings": _shared_settings(runs),
         "interval": "95 % over runs: Student's t, Welch's for differences from the first arm",
         "arms": [
             {

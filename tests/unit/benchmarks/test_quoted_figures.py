@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
+from sparrow_sglang.calibration.choice import MeasuredTails, choose
+from sparrow_sglang.mismatch.tail import BinTail
+from sparrow_sglang.schedule import BudgetSchedule
+
 ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
 README = (ROOT / "README.md").read_text("utf-8")
 LINK = re.compile(r"\[[^\]]+\]\(\.\./(benchmarks/results/[^)]+\.json)\)")
@@ -26,6 +31,73 @@ def table(section: str) -> list[tuple[dict[str, str], list[dict[str, Any]]]]:
         rows = json.loads((ROOT / link[1]).read_text())["rows"]
         found.append((dict(zip(heads, cells, strict=True)), rows))
     return found
+
+
+def test_training_runs_of_the_fidelity_page() -> None:
+    """Each row is an arm of the linked comparison, the first one its reference."""
+    arms = json.loads((RESULTS / "h100" / "stability_smollm2-135m_story.json").read_text())["arms"]
+    page = (ROOT / "docs" / "fidelity.md").read_text("utf-8")
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if " | KV read |" in line]
+    [heads] = lines
+    rows = page.partition(" | KV read |\n")[2].splitlines()[1 : 1 + len(arms)]
+    for line, arm in zip(rows, arms, strict=True):
+        cells = dict(zip(heads, line.strip("| ").split(" | "), strict=True))
+        schedule, _, adapter = cells["schedule"].partition(", ")
+        enabled = bool(adapter)
+        assert arm["arm"] == f"distill.enabled={enabled}, engine.schedule={schedule}"
+        assert int(cells["seeds"]) == len(arm["seeds"])
+        for head, metric, span, places in (
+            ("pass rate", "eval/pass_rate", "at the end", 3),
+            ("reward", "critic/score/mean", "over the run", 3),
+            ("tail", "sparrow/accept_p05", "over the run", 3),
+            ("KV read", "sparrow/kv_tokens_read", "over the run", 0),
+        ):
+            found = arm[metric][span]
+            text = f"{found['mean']['value']:.{places}f}"
+            difference = found["difference"]
+            if places and head != "tail" and difference and difference["half"] is not None:
+                text += f" ({difference['value']:+.3f}±{difference['half']:.3f})"
+            assert cells[head] == text, (schedule, head)
+
+
+def budgets_of_gemma(rule: str, target: float) -> tuple[float, float]:
+    """KV tokens and bytes that a step reads in a layer, summed over the middles of the bins, under
+    the schedule that the measured tails give."""
+    path = RESULTS / "h100" / f"calibration_gemma3-270m_{rule}.json"
+    schedule = BudgetSchedule.from_json(path)
+    evidence: Any = schedule.provenance
+    tails = {
+        int(budget): {
+            row["bin"]: BinTail(
+                first_position=0, end_position=0, mean_low=None, mean_high=None, **row
+            )
+            for row in rows
+        }
+        for budget, rows in evidence["tails"].items()
+    }
+    weights = [weight for weight in schedule.selection.layer_weights or [1.0] * 3 if weight]
+    measured = MeasuredTails(tails, schedule.bin_tokens, evidence["min_tokens"], min(weights))
+    tokens = read = 0.0
+    for choice in choose(measured, target, 8):
+        cached = (choice.bin + 0.5) * schedule.bin_tokens
+        own = [min(cached, max(3, int(w * choice.budget / 16 + 0.5)) * 16) for w in weights]
+        tokens += sum(own) / len(own)
+        # Keys and values of 256 numbers in 16 bits, and the landmarks of all pages.
+        landmarks = schedule.selection.landmark_bytes(16, 256, 2)
+        read += sum(own) / len(own) * 1024 + cached / 16 * landmarks
+    return tokens, read
+
+
+def test_what_the_calibrated_rule_saves_on_gemma() -> None:
+    text = (ROOT / "docs" / "selection.md").read_text("utf-8")
+    for part, unit in enumerate(("KV tokens", "bytes")):
+        ratios = [
+            budgets_of_gemma("calibrated", target)[part]
+            / budgets_of_gemma("published", target)[part]
+            for target in (0.75, 0.86, 0.92)
+        ]
+        first, second, third = (f"{ratio:.2f}" for ratio in ratios)
+        assert f"{first}, {second} and {third} of the {unit}" in text
 
 
 def backend_in(cell: str) -> tuple[str, str]:

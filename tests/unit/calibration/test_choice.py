@@ -50,6 +50,15 @@ def test_a_budget_below_one_that_fails_is_not_taken() -> None:
     assert (choice.budget, choice.basis) == (192, "measured")
 
 
+def test_a_budget_whose_tail_has_no_lower_bound_is_passed_over() -> None:
+    def chosen(unbounded: float) -> int:
+        tails = {b: {4: tail(4, low)} for b, low in ((64, 0.7), (96, 0.81), (192, 0.85))}
+        tails[128] = {4: BinTail(4, 4 * BIN, 5 * BIN, 1000, unbounded, 0.0, 1.0, 1, 1, 1)}
+        return choose(MeasuredTails(tails, BIN, 500), 0.8, 5)[4].budget
+
+    assert (chosen(0.9), chosen(0.79)) == (96, 192)
+
+
 def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:
     tails = {
         64: {1: tail(1, 0.9, tokens=10), 2: tail(2, 0.9), 3: tail(3, 0.2), 4: tail(4, 0.9, 10)},

@@ -296,7 +296,8 @@ def write_seeds(folder: Path, values: dict[str, list[float]]) -> None:
         for seed, mean in enumerate(means):
             place = folder / f"lr{rate}-{seed}"
             place.mkdir(parents=True)
-            config = {"run_dir": str(place), "seed": seed, "optimizer": {"lr": rate}}
+            own = {"run_dir": str(place), "seed": seed, "optimizer": {"lr": rate}}
+            config = {"model": {"path": "m"}, **own}
             start = {"step": 0, "config": config, "device": "NVIDIA H100", "commit": "abc"}
             (place / "run.json").write_text(json.dumps({"starts": [start]}))
             rewards = [0.0] * 8 + [mean - 0.1, mean + 0.1]
@@ -334,6 +335,7 @@ def test_runs_are_compared_over_their_seeds(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "r.json").read_text())
     [made_by] = content["made_by"]
     assert (made_by["device"], made_by["commit"]) == ("NVIDIA H100", "abc")
+    assert content["settings"] == {"model.path": "m"}
     first, second = content["arms"]
     assert (second["arm"], second["seeds"], second["steps"]) == (arms[1], [0, 1, 2], [9, 9, 9])
     found = second["critic/score/mean"]["at the end"]
