@@ -154,7 +154,7 @@ def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
     exact = dict(first.named_weights())
     for name, weight in exported.named_parameters():
         assert torch.equal(weight, exact[name].bfloat16().cpu()), name
-    checkpoints.restore(folder, second)
+    checkpoints.restore(folder, Learner(config, second))
     for (name, weight), (_, other) in zip(
         first.named_weights(), second.named_weights(), strict=True
     ):
