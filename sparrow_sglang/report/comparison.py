@@ -18,6 +18,7 @@ from sparrow_sglang.report.run_files import Row, RunFiles, read_run
 _QUANTITIES = {
     "eval/pass_rate": "held-out pass rate",
     "critic/score/mean": "reward",
+    "sparrow/zero_std_fraction": "groups with equal rewards",
     "response_length/mean": "response length, tokens",
     "actor/entropy": "entropy, nats",
     "sparrow/accept_p05": "tail of the acceptance rate",
