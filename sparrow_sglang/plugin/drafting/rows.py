@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 _MEASURED = 5
 """Latest steps whose median time counts."""
-_SPENT = 0.005
+_SPENT = 0.0075
 """Share of the time that goes into steps of other rows, which are measured that way."""
-_REQUESTS = 64
-"""Requests over whose steps the share of right drafts is averaged."""
+_GUESSED, _AVERAGED = 4, 32
+"""Steps of a request that the first guess of the share of right drafts counts as, and steps over
+which that share is averaged."""
 
 
 class RowsChoice:
@@ -29,6 +30,7 @@ class RowsChoice:
         self.widths = widths
         # Of the drafts, how often the first so many are right; guessed at first.
         self._right = [0.5**place for place in range(1, widths[-1])]
+        self._seen = [_GUESSED] * len(self._right)
         # By batch size: milliseconds of the latest steps by rows, and the time saved for trials.
         self._times: dict[int, dict[int, deque[float]]] = defaultdict(
             lambda: {rows: deque(maxlen=_MEASURED) for rows in widths}
@@ -58,13 +60,18 @@ class RowsChoice:
             return trial
         return best
 
-    def measured(self, batch: int, rows: int, ms: float, right: Sequence[int]) -> None:
-        """Take note of a step of `batch` requests, and how many drafts of each were right."""
-        self._times[_size(batch)][rows].append(ms)
-        weight = len(right) / (len(right) + _REQUESTS)
+    def measured(self, batch: int, rows: int, ms: float | None, right: Sequence[int]) -> None:
+        """Take note of a step of `batch` requests, and how many drafts of each were right.
+
+        `ms` is None where something else than a step went before it.
+        """
+        if ms is not None:
+            self._times[_size(batch)][rows].append(ms)
         for place in range(rows - 1):
             share = sum(number > place for number in right) / len(right)
+            weight = len(right) / (min(self._seen[place], _AVERAGED) + len(right))
             self._right[place] += weight * (share - self._right[place])
+            self._seen[place] += len(right)
 
     def _tokens(self, rows: int) -> float:
         """Tokens that a step gives a request."""

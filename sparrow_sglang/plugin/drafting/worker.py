@@ -54,8 +54,10 @@ class DraftWorker(BaseSpecWorker):
         self._choice = RowsChoice(sorted({*widths, self._most_rows}))
         # The graphs of each number of rows; rows without are run eagerly.
         self._graphs: dict[int, Any] = {}
-        # Of the steps whose results SGLang has yet to process: requests, rows, start and end.
+        # Of the steps whose results SGLang has yet to process: requests, rows, end of the step
+        # before, if there was one, and end.
         self._steps = deque[tuple[int, int, Any, Any]]()
+        self._last_end: Any = None
         self._histories: TokenHistories
 
     @property
@@ -93,8 +95,10 @@ class DraftWorker(BaseSpecWorker):
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
         """Called for each verification in turn, when the host has its result."""
-        batch, rows, start, end = self._steps.popleft()
-        self._choice.measured(batch, rows, _milliseconds(start, end), num_correct_drafts_per_req)
+        batch, rows, before, end = self._steps.popleft()
+        # From end to end, so that what the host does between two steps counts, too.
+        ms = None if before is None else _milliseconds(before, end)
+        self._choice.measured(batch, rows, ms, num_correct_drafts_per_req)
 
     def clear_cache_pool(self) -> None:
         """Called when the prefix cache is emptied, which needs an idle scheduler."""
@@ -113,6 +117,7 @@ class DraftWorker(BaseSpecWorker):
         """
         if batch.forward_mode.is_decode():
             return self._verify(batch, on_publish)
+        self._last_end = None
         result = self._target_worker.forward_batch_generation(batch, **others)
         tokens, new_seq_lens = result.next_token_ids, batch.seq_lens.clone()
         if not batch.forward_mode.is_idle():
@@ -144,7 +149,7 @@ class DraftWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             record_stream_for_v2_verify(batch, None, torch.cuda.current_stream())
-        rows, start = self._chosen_rows(len(batch.reqs)), _now(batch.seq_lens.is_cuda)
+        rows = self._chosen_rows(len(batch.reqs))
         if self._graphs:
             self.model_runner.decode_cuda_graph_runner = self._graphs[rows]
         indices, committed = batch.req_pool_indices.long(), batch.seq_lens
@@ -167,7 +172,9 @@ class DraftWorker(BaseSpecWorker):
         new_seq_lens = committed + counts
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._steps.append((len(batch.reqs), rows, start, _now(batch.seq_lens.is_cuda)))
+        end = _now(batch.seq_lens.is_cuda)
+        self._steps.append((len(batch.reqs), rows, self._last_end, end))
+        self._last_end = end
         return self._result(result, sampled.flatten(), rows, counts, new_seq_lens)
 
     def _chosen_rows(self, batch: int) -> int:
@@ -249,7 +256,9 @@ def _of_rows(sampling: "SamplingBatchInfo", rows: int) -> "SamplingBatchInfo":
     """The sampling parameters of each row, request by request."""
     if rows == 1:
         return sampling
-    names = ("temperatures", "top_ps", "top_ks", "min_ps", "logit_bias")
+    names = ["temperatures", "logit_bias"]
+    if any(getattr(sampling, f"need_{name}_sampling") for name in ("top_p", "top_k", "min_p")):
+        names += ["top_ps", "top_ks", "min_ps"]
     given = {name: getattr(sampling, name) for name in names}
     return dataclasses.replace(
         sampling,

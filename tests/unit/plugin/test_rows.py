@@ -51,6 +51,13 @@ def test_the_cheapest_rows_are_found(right, times, best, batch):
     assert time < 1.02 * cheapest
 
 
+def test_a_short_answer_loses_little():
+    """The first steps of each number of rows are part of it."""
+    for batch in (1, 16):
+        time, _ = simulate(RowsChoice(WIDTHS), 0.0, {1: 1.0, 2: 1.13, 4: 1.38}, batch, steps=300)
+        assert time < 1.04
+
+
 def test_a_change_of_the_text_or_of_the_batch_is_noticed():
     choice, times = RowsChoice(WIDTHS), {1: 1.0, 2: 1.1, 4: 1.25}
     simulate(choice, 0.0, times)
