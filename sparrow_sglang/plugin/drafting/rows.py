@@ -4,12 +4,11 @@ In: the time and the right drafts of each step, a few steps late. Out: the rows 
 """
 
 import math
-import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
 _MEASURED = 5
-"""Latest steps whose median time counts."""
+"""Latest steps whose shortest time counts: others were kept waiting."""
 _SPENT = 0.0075
 """Share of the time that goes into steps of other rows, which are measured that way."""
 _GUESSED, _AVERAGED = 4, 32
@@ -36,29 +35,31 @@ class RowsChoice:
             lambda: {rows: deque(maxlen=_MEASURED) for rows in widths}
         )
         self._saved: dict[int, float] = defaultdict(float)
-        self._last_tried: dict[tuple[int, int], int] = defaultdict(int)
+        self._last_taken: dict[tuple[int, int], int] = defaultdict(int)
         self._steps = 0
 
     def choose(self, batch: int) -> int:
         """Rows of each of `batch` requests in the next step."""
         self._steps += 1
         size = _size(batch)
-        times = self._times[size]
+        chosen = self._next(size)
+        self._last_taken[size, chosen] = self._steps
+        return chosen
+
+    def _next(self, size: int) -> int:
         # The longest first: those steps also tell how often drafts are right.
-        for rows in reversed(self.widths):
-            if len(times[rows]) < _MEASURED:
-                return rows
+        oldest = min(reversed(self.widths), key=lambda rows: self._last_taken[size, rows])
+        if any(len(times) < _MEASURED for times in self._times[size].values()):
+            # In turn, so that what the first steps wait for counts for all.
+            return oldest
         cost = {rows: self._cost(size, rows) for rows in self.widths}
         best = min(self.widths, key=cost.__getitem__)
         self._saved[size] = min(self._saved[size] + _SPENT, 1.0)
-        others = [rows for rows in self.widths if rows != best]
-        trial = min(others, key=lambda rows: self._last_tried[size, rows], default=best)
-        loss = (cost[trial] / cost[best] - 1) * self._tokens(trial)
-        if others and self._saved[size] >= loss:
-            self._saved[size] -= loss
-            self._last_tried[size, trial] = self._steps
-            return trial
-        return best
+        loss = (cost[oldest] / cost[best] - 1) * self._tokens(oldest)
+        if self._saved[size] < loss:
+            return best
+        self._saved[size] -= loss
+        return oldest
 
     def measured(self, batch: int, rows: int, ms: float | None, right: Sequence[int]) -> None:
         """Take note of a step of `batch` requests, and how many drafts of each were right.
@@ -79,7 +80,7 @@ class RowsChoice:
 
     def _cost(self, size: int, rows: int) -> float:
         """Milliseconds of a token."""
-        return statistics.median(self._times[size][rows]) / self._tokens(rows)
+        return min(self._times[size][rows]) / self._tokens(rows)
 
 
 def _size(batch: int) -> int:
