@@ -5,7 +5,6 @@ know. Its drafts are chains and not trees.
 """
 
 import dataclasses
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -50,14 +49,13 @@ class DraftWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         # Tokens of a request in a pass: the last one sampled, then the drafts.
         self._most_rows: int = server_args.sparrow_draft_tokens + 1
-        widths = [2**power for power in range(self._most_rows.bit_length())]
-        self._choice = RowsChoice(sorted({*widths, self._most_rows}))
-        # The graphs of each number of rows; rows without are run eagerly.
-        self._graphs: dict[int, Any] = {}
+        # Without graphs, all rows take about as long as one.
+        self._choice = RowsChoice([self._most_rows])
+        self._graphs: dict[int, DecodeCudaGraphRunner] = {}
         # Of the steps whose results SGLang has yet to process: requests, rows, end of the step
         # before, if there was one, and end.
-        self._steps = deque[tuple[int, int, Any, Any]]()
-        self._last_end: Any = None
+        self._steps = deque[tuple[int, int, torch.cuda.Event | None, torch.cuda.Event | None]]()
+        self._last_end: torch.cuda.Event | None = None
         self._histories: TokenHistories
 
     @property
@@ -78,9 +76,10 @@ class DraftWorker(BaseSpecWorker):
         if not isinstance(widest, DecodeCudaGraphRunner):
             return
         self._graphs = {self._most_rows: widest}
-        if self.model_runner.lora_manager is not None:
-            # It has buffers for the graphs of one number of rows.
-            self._choice = RowsChoice([self._most_rows])
+        # LoRA has buffers for the graphs of one number of rows.
+        if self.model_runner.lora_manager is None:
+            widths = [2**power for power in range(self._most_rows.bit_length())]
+            self._choice = RowsChoice(sorted({*widths, self._most_rows}))
         for rows in self._choice.widths:
             if rows not in self._graphs:
                 self._graphs[rows] = type(widest)(
@@ -97,7 +96,7 @@ class DraftWorker(BaseSpecWorker):
         """Called for each verification in turn, when the host has its result."""
         batch, rows, before, end = self._steps.popleft()
         # From end to end, so that what the host does between two steps counts, too.
-        ms = None if before is None else _milliseconds(before, end)
+        ms = before.elapsed_time(end) if before and end else None
         self._choice.measured(batch, rows, ms, num_correct_drafts_per_req)
 
     def clear_cache_pool(self) -> None:
@@ -172,7 +171,10 @@ class DraftWorker(BaseSpecWorker):
         new_seq_lens = committed + counts
         if on_publish is not None:
             on_publish(new_seq_lens)
-        end = _now(batch.seq_lens.is_cuda)
+        end = None
+        if self._graphs:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
         self._steps.append((len(batch.reqs), rows, self._last_end, end))
         self._last_end = end
         return self._result(result, sampled.flatten(), rows, counts, new_seq_lens)
@@ -234,22 +236,6 @@ class DraftWorker(BaseSpecWorker):
             ),
             speculative_num_draft_tokens=rows,
         )
-
-
-def _now(on_gpu: bool) -> Any:
-    """This moment, on a GPU when its stream gets there."""
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    """From one moment to another, which both have come."""
-    if isinstance(start, float):
-        return (end - start) * 1e3
-    return float(start.elapsed_time(end))
 
 
 def _of_rows(sampling: "SamplingBatchInfo", rows: int) -> "SamplingBatchInfo":
