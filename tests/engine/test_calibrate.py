@@ -350,10 +350,10 @@ def test_a_rule_is_measured_with_its_schedule(
     assert schedule.dense_layers == () and schedule.calibrated
     # Everything lies in the work folder, so nothing is measured again.
     monkeypatch.setattr(engine, "running_engine", None)
-    words[words.index("0.75")] = "0.8"
+    words[words.index("0.75")] = "0.7"
     assert cli.main(words) == 0
     again = BudgetSchedule.from_json(tmp_path / "m.json")
-    assert (again.selection, again.tail_target) == (rule, 0.8)
+    assert (again.selection, again.tail_target) == (rule, 0.7)
 
 
 def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> None:
