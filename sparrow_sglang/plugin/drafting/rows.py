@@ -3,23 +3,28 @@
 In: the time and the right drafts of each step, a few steps late. Out: the rows of the next one.
 """
 
+import itertools
 import math
+import operator
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-_MEASURED = 5
-"""Latest steps whose shortest time counts: others were kept waiting."""
+_FIRST, _LATEST = 2, 5
+"""Steps of each number of rows before one is chosen, and the latest ones, whose shortest time
+counts: others were kept waiting."""
 _SPENT = 0.0075
 """Share of the time that goes into steps of other rows, which are measured that way."""
 _GUESSED, _AVERAGED = 4, 32
-"""Steps of a request that the first guess of the share of right drafts counts as, and steps over
-which that share is averaged."""
+"""Steps of a request that the first guess of the share of right drafts counts as, a low one, and
+steps over which that share is averaged."""
 
 
 class RowsChoice:
     """Chooses the number of rows with which a token takes the least time.
 
-    A batch of the same size up to the next power of two takes about the same time.
+    It begins with one row, and may spend the time of one step on trials of others at once, further
+    ones as `_SPENT` says. A batch of the same size up to the next power of two takes about the same
+    time; what is known of drafts holds for all requests.
 
     Args:
         widths: numbers of rows to choose from, ascending; the first is 1, for no drafts.
@@ -27,14 +32,14 @@ class RowsChoice:
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = widths
-        # Of the drafts, how often the first so many are right; guessed at first.
-        self._right = [0.5**place for place in range(1, widths[-1])]
+        # How often each draft is right if those before it are; guessed at first.
+        self._right = [0.25, *[0.5] * (widths[-1] - 2)][: widths[-1] - 1]
         self._seen = [_GUESSED] * len(self._right)
         # By batch size: milliseconds of the latest steps by rows, and the time saved for trials.
         self._times: dict[int, dict[int, deque[float]]] = defaultdict(
-            lambda: {rows: deque(maxlen=_MEASURED) for rows in widths}
+            lambda: {rows: deque(maxlen=_LATEST) for rows in widths}
         )
-        self._saved: dict[int, float] = defaultdict(float)
+        self._saved: dict[int, float] = defaultdict(lambda: 1.0)
         self._last_taken: dict[tuple[int, int], int] = defaultdict(int)
         self._steps = 0
 
@@ -47,9 +52,8 @@ class RowsChoice:
         return chosen
 
     def _next(self, size: int) -> int:
-        # The longest first: those steps also tell how often drafts are right.
-        oldest = min(reversed(self.widths), key=lambda rows: self._last_taken[size, rows])
-        if any(len(times) < _MEASURED for times in self._times[size].values()):
+        oldest = min(self.widths, key=lambda rows: self._last_taken[size, rows])
+        if any(len(times) < _FIRST for times in self._times[size].values()):
             # In turn, so that what the first steps wait for counts for all.
             return oldest
         cost = {rows: self._cost(size, rows) for rows in self.widths}
@@ -69,14 +73,16 @@ class RowsChoice:
         if ms is not None:
             self._times[_size(batch)][rows].append(ms)
         for place in range(rows - 1):
-            share = sum(number > place for number in right) / len(right)
-            weight = len(right) / (min(self._seen[place], _AVERAGED) + len(right))
+            if not (reached := [number for number in right if number >= place]):
+                break
+            share = sum(number > place for number in reached) / len(reached)
+            weight = len(reached) / (min(self._seen[place], _AVERAGED) + len(reached))
             self._right[place] += weight * (share - self._right[place])
-            self._seen[place] += len(right)
+            self._seen[place] += len(reached)
 
     def _tokens(self, rows: int) -> float:
         """Tokens that a step gives a request."""
-        return 1 + sum(self._right[: rows - 1])
+        return 1 + sum(itertools.accumulate(self._right[: rows - 1], operator.mul))
 
     def _cost(self, size: int, rows: int) -> float:
         """Milliseconds of a token."""

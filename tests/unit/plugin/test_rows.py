@@ -48,14 +48,25 @@ def test_the_cheapest_rows_are_found(right, times, best, batch):
     time, chosen = simulate(RowsChoice(WIDTHS), right, times, batch)
     assert chosen.most_common(1)[0][0] == best
     cheapest = min(times[rows] / sum(right**place for place in range(rows)) for rows in WIDTHS)
-    assert time < 1.02 * cheapest
+    assert time < (1.02 if best == 1 else 1.03) * cheapest
 
 
-def test_a_short_answer_loses_little():
-    """The first steps of each number of rows are part of it."""
-    for batch in (1, 16):
-        time, _ = simulate(RowsChoice(WIDTHS), 0.0, {1: 1.0, 2: 1.13, 4: 1.38}, batch, steps=300)
-        assert time < 1.04
+@pytest.mark.parametrize(
+    ("batch", "times"),
+    [
+        (1, {1: 2.52, 2: 2.84, 4: 3.49}),
+        (4, {1: 2.90, 2: 3.29, 4: 4.01}),
+        (16, {1: 4.13, 2: 4.85, 4: 6.04}),
+    ],
+)
+def test_steps_of_qwen3_on_an_h100(batch, times):
+    """At 32K cached tokens; two rows are estimated. Nothing can be drafted at first."""
+    choice = RowsChoice(WIDTHS)
+    first, _ = simulate(choice, 0.0, times, batch, steps=150)
+    assert first < 1.04 * times[1]
+    later, chosen = simulate(choice, 0.0, times, batch, steps=2000)
+    assert later < 1.02 * times[1] and chosen[1] > 1850
+    assert simulate(choice, 0.7, times, batch, steps=500)[1][4] > 300
 
 
 def test_a_change_of_the_text_or_of_the_batch_is_noticed():
