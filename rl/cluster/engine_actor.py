@@ -38,8 +38,7 @@ class EngineActor:
     ) -> None:
         use_network_of_ray()
         self._engine = start(model_path, schedule, **server_args)
-        self._inboxes: defaultdict[int, SimpleQueue[Groups]]
-        self._inboxes = defaultdict(SimpleQueue)
+        self._inboxes: defaultdict[int, SimpleQueue[Groups]] = defaultdict(SimpleQueue)
         self._stopped = 0
 
     def ready(self) -> torch.dtype:

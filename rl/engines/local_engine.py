@@ -40,7 +40,8 @@ class LocalEngine(RolloutEngine):
 
     Must be built and used in one thread. On CUDA, SGLang's memory saver is on unless `server_args`
     say otherwise. Methods that wait for the engine raise `EngineDied` if one of its processes is
-    gone.
+    gone. `engine` is the `sglang.Engine`, for uses that this interface does not cover, and `dtype`
+    is what it computes in; weights are rounded to that.
     """
 
     def __init__(self, model_path: str, schedule: str = "auto", **server_args: Any) -> None:
@@ -52,11 +53,12 @@ class LocalEngine(RolloutEngine):
         import sglang
 
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        self._engine = sglang.Engine(**_engine_args(model_path, schedule) | server_args)
-        self._manager = self._engine.tokenizer_manager
-        self._processes = EngineProcesses(self._engine.get_all_child_pids())
+        self.engine = sglang.Engine(**_engine_args(model_path, schedule) | server_args)
+        self._manager = self.engine.tokenizer_manager
+        self.dtype: torch.dtype = self._manager.model_config.dtype
+        self._processes = EngineProcesses(self.engine.get_all_child_pids())
         self._run(self._take_signals_back(on_sigterm))
-        arguments = self._engine.server_args
+        arguments = self.engine.server_args
         self._saves_memory = arguments.enable_memory_saver
         self._released = False
         self._tp_size = arguments.tp_size
@@ -66,17 +68,6 @@ class LocalEngine(RolloutEngine):
         if arguments.attention_backend == BACKEND:
             loaded, _ = resolve_schedules(arguments, self._manager.model_config.hf_config)
             self._schedule = loaded.active.name
-
-    @property
-    def engine(self) -> Any:
-        """The `sglang.Engine`, for uses that this interface does not cover."""
-        return self._engine
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the engine computes in; weights are rounded to it."""
-        dtype: torch.dtype = self._manager.model_config.dtype
-        return dtype
 
     def stream(
         self,
@@ -93,7 +84,7 @@ class LocalEngine(RolloutEngine):
             )
         responses = Responses(
             self._manager,
-            self._engine.loop,
+            self.engine.loop,
             self._processes,
             sampling,
             self._version,
@@ -200,7 +191,7 @@ class LocalEngine(RolloutEngine):
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
         """See `RolloutEngine`; raises `EndpointError` if the engine was started densely."""
-        call = sparrow_call(self._engine, "schedule")
+        call = sparrow_call(self.engine, "schedule")
         try:
             self._run(call(schedule=schedule.model_dump(mode="json")))
         except ValueError as error:
@@ -224,11 +215,11 @@ class LocalEngine(RolloutEngine):
         """End this engine's processes, and no others: SGLang's shutdown would end all children."""
         import zmq
 
-        atexit.unregister(self._engine.shutdown)
+        atexit.unregister(self.engine.shutdown)
         self._processes.kill()
         # If the garbage collector closed a ZMQ context, the context would wait for ever to deliver
         # its messages to a dead process.
-        for owner in (self._engine, self._manager):
+        for owner in (self.engine, self._manager):
             for value in list(vars(owner).values()):
                 if isinstance(value, zmq.Socket):
                     value.context.destroy(linger=0)
@@ -249,7 +240,7 @@ class LocalEngine(RolloutEngine):
         return self._run(getattr(self._manager, method)(asked, None))
 
     def _run(self, call: Any) -> Any:
-        loop = self._engine.loop
+        loop = self.engine.loop
         task = loop.create_task(call)
         while not task.done():
             loop.run_until_complete(asyncio.wait({task}, timeout=POLL_S))
@@ -264,7 +255,7 @@ class LocalEngine(RolloutEngine):
         trainer. Dead processes are found by polling instead.
         """
         self._manager.auto_create_handle_loop()
-        take_signals_back(self._engine.loop, on_sigterm)
+        take_signals_back(self.engine.loop, on_sigterm)
         if self._manager._subprocess_watchdog is not None:
             self._manager._subprocess_watchdog.stop()
 
