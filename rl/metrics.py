@@ -129,29 +129,23 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
     for values, group in zip(rewards, groups, strict=True):
         by_task.setdefault(group.prompt.task, []).append(float(np.asarray(values).mean()))
     named = {f"sparrow/task/{task}/score": float(np.mean(of)) for task, of in by_task.items()}
-    segments = [segment for rollout in rollouts for segment in rollout.segments]
-    verified = [segment for segment in segments if segment.verifications]
-    drafts = {}
-    if steps := sum(segment.verifications for segment in verified):
+    optional = named if len(named) > 1 else {}
+    verified = [each for rollout in rollouts for each in rollout.segments if each.verifications]
+    if verified:
         tokens = sum(segment.end - segment.start - 1 for segment in verified)
-        drafts["sparrow/tokens_per_step"] = tokens / steps
-    return (
-        (named if len(named) > 1 else {})
-        | drafts
-        | {
-            "critic/score/mean": float(scores.mean()),
-            "critic/score/max": float(scores.max()),
-            "critic/score/min": float(scores.min()),
-            "prompt_length/mean": float(prompts.mean()),
-            "prompt_length/max": float(prompts.max()),
-            "response_length/mean": float(lengths.mean()),
-            "response_length/max": float(lengths.max()),
-            "response_length/clip_ratio": float(cut.mean()),
-            "sparrow/retracted_fraction": float(
-                np.mean([rollout.retracted for rollout in rollouts])
-            ),
-        }
-    )
+        steps = sum(segment.verifications for segment in verified)
+        optional["sparrow/tokens_per_step"] = tokens / steps
+    return optional | {
+        "critic/score/mean": float(scores.mean()),
+        "critic/score/max": float(scores.max()),
+        "critic/score/min": float(scores.min()),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/clip_ratio": float(cut.mean()),
+        "sparrow/retracted_fraction": float(np.mean([rollout.retracted for rollout in rollouts])),
+    }
 
 
 def kv_metrics(

@@ -127,18 +127,19 @@ class DraftWorker(BaseSpecWorker):
 
     def _remember_prompts(self, batch: "ScheduleBatch", tokens: torch.Tensor) -> None:
         """Start the history of each request whose prefill is over, with its first sampled token."""
-        texts = [[*req.origin_input_ids, *req.output_ids] for req in batch.reqs]
         whole = [
             place
-            for place, (req, text) in enumerate(zip(batch.reqs, texts, strict=True))
-            if sglang_versions.prefilled_tokens(req) == len(text)
+            for place, req in enumerate(batch.reqs)
+            if sglang_versions.prefilled_tokens(req)
+            == len(req.origin_input_ids) + len(req.output_ids)
         ]
         if not whole:
             return
         reqs = [batch.reqs[place] for place in whole]
         rows = [sglang_versions.kv_of(req).req_pool_idx for req in reqs]
         prompts = [array("q", req.origin_input_ids).tobytes() for req in reqs]
-        self._histories.start(rows, prompts, [texts[place] for place in whole])
+        texts = [[*req.origin_input_ids, *req.output_ids] for req in reqs]
+        self._histories.start(rows, prompts, texts)
         index = uploaded(whole, torch.int64, tokens.device)
         first = tokens[index][:, None]
         self._histories.accept(batch.req_pool_indices[index].long(), first, first)
