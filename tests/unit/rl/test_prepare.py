@@ -250,6 +250,8 @@ def test_a_check_says_what_the_run_would_say_of_its_folder(story, tmp_path, caps
     prompts = prepare(config).fingerprint
     state = {"config": config.model_dump(mode="json"), "prompts": prompts}
     (checkpoint / "state.json").write_text(json.dumps(state))
+    # `prepare` tries to write a model, for which transformers draws a bar unless told otherwise.
+    capsys.readouterr()
     for words, message in [
         ((), "holds a run already: resume it"),
         (("--resume", "--set=seed=1"), "seed=1: the run in"),
