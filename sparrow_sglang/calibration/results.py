@@ -150,9 +150,10 @@ def check_schedule(
 ) -> dict[str, Any]:
     """Tail per bin of generations under the schedule, against the target, as JSON values.
 
-    A bin's verdict is "holds" unless its whole confidence interval lies below the target
-    ("fails"); "too few tokens" or "too few prompts" where it cannot be judged, "dense" where every
-    layer reads the whole bin. `holds` is true if no bin fails and at least one holds or is dense.
+    A bin "holds" if its tail reaches the target, "fails" if its whole confidence interval lies
+    below, and is "undecided" in between; "too few tokens" or "too few prompts" where it cannot be
+    judged, "dense" where every layer reads the whole bin. `holds` is true if no bin fails and at
+    least one holds or is dense.
     """
     tails = bin_tails(generations, schedule.bin_tokens, schedule.page_size)
     least_read = schedule.layer_budgets(min(schedule.sparse_weights))
@@ -168,8 +169,10 @@ def check_schedule(
             verdict = "dense"
         elif tail is None or tail.tail_high is None or tail.tokens < min_tokens:
             verdict = shortage(tail, min_tokens)
+        elif tail.tail_high < target:
+            verdict = "fails"
         else:
-            verdict = "holds" if tail.tail_high >= target else "fails"
+            verdict = "holds" if tail.tail >= target else "undecided"
         rows.append(row | {"verdict": verdict})
     verdicts = [row["verdict"] for row in rows]
     return {

@@ -15,9 +15,12 @@ from sparrow_sglang.report.charts import PALETTE, Chart, Line
 from sparrow_sglang.report.page import Figure, ReportError, Section, Settings, Table, flat, number
 from sparrow_sglang.report.run_files import Row, RunFiles, read_run
 
+_REWARD, _PASS_RATE = "critic/score/mean", "eval/pass_rate"
+_GAP = f"{_REWARD} - {_PASS_RATE}"
 _QUANTITIES = {
-    "eval/pass_rate": "held-out pass rate",
-    "critic/score/mean": "reward",
+    _PASS_RATE: "held-out pass rate",
+    _REWARD: "reward",
+    _GAP: "reward less held-out pass rate",
     "sparrow/zero_std_fraction": "groups with equal rewards",
     "response_length/mean": "response length, tokens",
     "actor/entropy": "entropy, nats",
@@ -48,6 +51,10 @@ class SeededRun:
     made_by: Mapping[str, Any]
 
     def curve(self, metric: str) -> dict[int, float]:
+        """The metric by step. The gap is that of one policy: a step evaluates before it samples."""
+        if metric == _GAP:
+            rewards, rates = self.curve(_REWARD), self.curve(_PASS_RATE)
+            return {step: rewards[step] - rates[step] for step in rates if step in rewards}
         return {int(row["step"]): row[metric] for row in self.rows if metric in row}
 
     def at_the_end(self, metric: str) -> float | None:
@@ -171,8 +178,9 @@ def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:
     seeds = sorted({run.seed for run in runs})
     facts = [("runs", str(len(runs))), ("arms", str(len(by_arm))), ("seeds", str(len(seeds)))]
     notes = {
-        "at the end": "mean over the last fifth of a run's steps",
-        "over the run": "mean over all of its steps",
+        "at the end": "mean over the last fifth of the steps of a run that have the quantity",
+        "over the run": "mean over all of these steps",
+        _QUANTITIES[_GAP]: "sparse actor against dense policy, at the same weights",
         "±": "half of the 95 % interval over runs (Student's t; Welch's for differences)",
         "seeds": ", ".join(map(str, seeds)),
     }
@@ -180,7 +188,8 @@ def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:
 
 
 def comparison_data(runs: Sequence[SeededRun]) -> dict[str, Any]:
-    """The numbers of `comparison_section` for JSON: each value with `half` of its interval.
+    """The numbers of `comparison_section` for JSON: each value with `half` of its interval, and
+    what it is the mean of, by run.
 
     `made_by` are the devices, versions and commits of the runs, without repetition; `settings`
     those that all runs share.
@@ -212,8 +221,10 @@ def comparison_data(runs: Sequence[SeededRun]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Summary:
-    """An arm's mean and its difference from the first arm; None where there is nothing."""
+    """Values of an arm's runs, their mean and its difference from the first arm; None where there
+    is nothing."""
 
+    values: Sequence[float | None]
     mean: Interval | None
     difference: Interval | None
 
@@ -226,13 +237,14 @@ def _by_arm(runs: Sequence[SeededRun]) -> dict[str, list[SeededRun]]:
 def _summary(
     by_arm: Mapping[str, Sequence[SeededRun]], metric: str, span: str
 ) -> dict[str, _Summary]:
-    values = {
-        arm: [value for run in own if (value := getattr(run, _SPANS[span])(metric)) is not None]
-        for arm, own in by_arm.items()
+    by_run = {
+        arm: [getattr(run, _SPANS[span])(metric) for run in own] for arm, own in by_arm.items()
     }
+    values = {arm: [value for value in own if value is not None] for arm, own in by_run.items()}
     first = next(iter(values.values()))
     return {
         arm: _Summary(
+            by_run[arm],
             mean_interval(own) if own else None,
             difference_interval(own, first) if own and first and own is not first else None,
         )

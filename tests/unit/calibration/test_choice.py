@@ -116,6 +116,25 @@ def test_a_dense_bin_is_dense_in_the_layers_that_read_least() -> None:
     assert check_schedule(cheaper, 0.8, rates, 500)["bins"][4]["verdict"] == "fails"
 
 
+@pytest.mark.parametrize(
+    ("low_in_some", "verdict"), [(8, "holds"), (12, "undecided"), (80, "fails")]
+)
+def test_a_tail_below_the_target_fails_a_check_only_if_its_interval_does(
+    low_in_some: int, verdict: str
+) -> None:
+    """In 6 of 12 prompts `low_in_some` of 100 tokens have a low rate, so that 5 % have in 10."""
+    schedule = BudgetSchedule.fixed(64).model_copy(update={"bin_tokens": 400})
+    rates = [
+        Tokens(
+            f"{n}", np.full(100, 300), np.where(np.arange(100) < low_in_some * (n % 2), 0.5, 0.9)
+        )
+        for n in range(12)
+    ]
+    report = check_schedule(schedule, 0.8, rates, 500)
+    assert report["bins"][0]["verdict"] == verdict
+    assert report["holds"] == (verdict == "holds")
+
+
 def test_no_filled_bin_and_wrong_targets_are_refused() -> None:
     with pytest.raises(CalibrationError, match="the fullest has 10 at one budget"):
         choose(MeasuredTails({64: {1: tail(1, 0.9, tokens=10)}}, BIN, 500), 0.8, 2)

@@ -308,6 +308,7 @@ def write_seeds(folder: Path, values: dict[str, list[float]]) -> None:
                     "timing_s/rollout": 0.5,
                     "timing_s/step": 1.0,
                 }
+                | ({"eval/pass_rate": reward - 0.25} if step in (4, 9) else {})
                 for step, reward in enumerate(rewards)
             ]
             (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -338,7 +339,10 @@ def test_runs_are_compared_over_their_seeds(tmp_path: Path) -> None:
     assert content["settings"] == {"model.path": "m"}
     first, second = content["arms"]
     assert (second["arm"], second["seeds"], second["steps"]) == (arms[1], [0, 1, 2], [9, 9, 9])
+    gap = second["critic/score/mean - eval/pass_rate"]["over the run"]
+    assert gap["values"] == pytest.approx([0.25] * 3)
     found = second["critic/score/mean"]["at the end"]
+    assert found["values"] == pytest.approx([0.7, 0.9, 1.1])
     assert found["mean"]["value"] == pytest.approx(0.9)
     assert found["difference"] == pytest.approx({"value": 0.3, "half": float(half)}, rel=0.02)
     assert first["critic/score/mean"]["at the end"]["difference"] is None
