@@ -1,7 +1,5 @@
 """SGLang attention backend `sparrow`: dense prefill and extend, sparse decode.
 
-A verification of drafts is a decode step with several rows of each request.
-
 A pass runs in two steps, as SGLang's interface has it: `init_forward_metadata*` plans from lengths
 that the host knows, then `forward_extend` or `forward_decode` runs once per layer. The stock
 backend of the device computes prefill and writes its KV. It also decodes dense layers on a CPU and
@@ -23,7 +21,7 @@ from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.dense_side import build_dense_side, kv_scales
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
-from sparrow_sglang.attention_backends.metadata import BudgetTable, verification_rows
+from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import (
     PagedDecode,
     TorchPagedDecode,
@@ -157,8 +155,6 @@ class SparrowAttnBackend(AttentionBackend):
                 self.sparse.reserve(min(EAGER_ROWS, model_runner.req_to_token_pool.size))
         else:
             self.sparse = TorchPagedDecode(self.budgets, req_to_token)
-        # Rows of a captured verification: their requests, and their lengths.
-        self._graph_rows = torch.zeros(2, 0, dtype=torch.int64, device=req_to_token.device)
 
     @property
     def schedule(self) -> BudgetSchedule:
@@ -171,11 +167,8 @@ class SparrowAttnBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if self.stock_decode:
             self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
-        # SGLang may round batches up past the number of requests that it admits, and counts a
-        # request's rows as tokens.
-        self.sparse.reserve(max_num_tokens)
-        if max_num_tokens > self._graph_rows.shape[1]:
-            self._graph_rows = self._graph_rows.new_zeros(2, max_num_tokens)
+        # SGLang may round batches up past the number of requests that it admits.
+        self.sparse.reserve(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.dense.get_cuda_graph_seq_len_fill_value()
@@ -184,9 +177,6 @@ class SparrowAttnBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             return
         decode = forward_batch.forward_mode.is_decode()
-        if forward_batch.forward_mode.is_target_verify():
-            self._plan_verification(forward_batch)
-            return
         if self.stock_decode or not decode:
             with self._planning:
                 self.dense.init_forward_metadata(forward_batch)
@@ -201,9 +191,6 @@ class SparrowAttnBackend(AttentionBackend):
         self.decode_guard.planned(captured=True)
         if not in_capture:
             self.decode_guard.replayed()
-        if forward_batch.forward_mode.is_target_verify():
-            self._plan_verification(forward_batch, captured=True)
-            return
         if self.stock_decode:
             with self._planning:
                 self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -215,20 +202,6 @@ class SparrowAttnBackend(AttentionBackend):
             captured=True,
         )
 
-    def _plan_verification(self, forward_batch: "ForwardBatch", captured: bool = False) -> None:
-        """Plan a pass over the last token and the drafts of each request."""
-        rows, batch = forward_batch.spec_info.draft_token_num, forward_batch.batch_size
-        # A graph reads them at the same addresses at every replay.
-        kept = self._graph_rows[:, : batch * rows] if captured else None
-        indices, lengths = verification_rows(
-            forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch], rows, kept
-        )
-        if not captured:
-            self.decode_guard.planned()
-        of_requests = forward_batch.seq_lens_cpu
-        lengths_cpu = None if of_requests is None else of_requests + rows
-        self.sparse.plan_decode(indices, lengths, lengths_cpu, captured, rows)
-
     def forward_extend(
         self,
         q: torch.Tensor,
@@ -239,10 +212,6 @@ class SparrowAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if forward_batch.forward_mode.is_target_verify():
-            self.decode_guard.served()
-            _refuse_arguments(layer, kwargs | {"sinks": None})
-            return self._decode(q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks"))
         out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if layer.layer_id in self.landmarks:
             # Keys come from the pool and not from `k`: some models write their KV fused with RoPE.
@@ -264,29 +233,18 @@ class SparrowAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         self.decode_guard.served()
-        landmarks = self.landmarks.get(layer.layer_id)
-        if self.stock_decode and landmarks is None:
+        sparse = layer.layer_id in self.landmarks
+        if self.stock_decode and not sparse:
             return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        sinks = kwargs.get("sinks")
         _refuse_arguments(layer, kwargs | {"sinks": None})
-        if self.sparse.within_budget and landmarks is not None:
-            out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-            k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-            self.sparse.update_landmarks(k_buffer, landmarks)
-            return out
-        return self._decode(q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks"))
-
-    def _decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
-        save_kv_cache: bool,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """One layer of the planned rows, by the kernels of this package."""
         pool = self.token_to_kv_pool
+        if self.sparse.within_budget:
+            out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            self.sparse.update_landmarks(
+                pool.get_key_buffer(layer.layer_id), self.landmarks[layer.layer_id]
+            )
+            return out
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc)
             pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
@@ -295,8 +253,8 @@ class SparrowAttnBackend(AttentionBackend):
         v_buffer = pool.get_value_buffer(layer.layer_id)
         k_scale, v_scale = kv_scales(layer)
         sm_scale = layer.scaling * k_scale
-        landmarks = self.landmarks.get(layer.layer_id)
-        if landmarks is not None:
+        if sparse:
+            landmarks = self.landmarks[layer.layer_id]
             out = self.sparse.decode(
                 q, k_buffer, v_buffer, landmarks, layer.layer_id, sm_scale, v_scale, sinks
             )

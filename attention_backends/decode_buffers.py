@@ -9,7 +9,6 @@ from sparrow_sglang.attention_backends.kernels.decode import (
     allocate_decode_scratch,
     decode_launch,
 )
-from sparrow_sglang.attention_backends.kernels.limits import ROWS_PER_REQUEST
 from sparrow_sglang.attention_backends.kernels.select import (
     allocate_select_scratch,
     select_launch,
@@ -95,15 +94,14 @@ class DecodeBuffers:
 
     Args:
         shape: heads and pages.
-        rows: the largest batch; in a verification, of the rows of all requests.
+        rows: the largest batch.
         device: where the buffers live.
         launch_device: the device that launches are tuned for, if it is another one.
         budget_layers: layers with a budget of their own; 1 where all share one.
 
     Attributes:
         page_table: [rows, max_pages] int32; num_selected: [layers, rows] int32; page_ids: [rows,
-            Hkv, max_pages] int32; union_counts: [rows, Hkv] int32, pages that the rows of a request
-            select together; scratch of both kernels; launches of both, and of attention in
+            Hkv, max_pages] int32; scratch of both kernels; launches of both, and of attention in
             dense layers, by batch size.
     """
 
@@ -136,17 +134,11 @@ class DecodeBuffers:
         }
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
-        self.union_counts = torch.zeros(rows, heads, dtype=torch.int32, device=device)
         self.num_selected = torch.zeros(budget_layers, rows, dtype=torch.int32, device=device)
         self.select_scratch = allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
         launches = [*self.decode_launch.items(), *self.dense_launch.items()]
-        parts = max(
-            taken * batch * launch.splits
-            for batch, launch in launches
-            for taken in ROWS_PER_REQUEST
-            if taken * batch <= rows
-        )
+        parts = max(batch * launch.splits for batch, launch in launches)
         self.decode_scratch = allocate_decode_scratch(
             shape.num_q_heads * parts, rows * heads, head_dim, device
         )
@@ -154,7 +146,7 @@ class DecodeBuffers:
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        tensors = (self.page_table, self.page_ids, self.union_counts, self.num_selected)
+        tensors = (self.page_table, self.page_ids, self.num_selected)
         return sum(
             tensor.nbytes for tensor in (*tensors, *self.select_scratch, *self.decode_scratch)
         )

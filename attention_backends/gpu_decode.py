@@ -4,14 +4,11 @@ Its buffers are allocated once, so that a step can be captured in a CUDA graph a
 the device.
 """
 
-from collections.abc import Iterator
-
 import torch
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
 from sparrow_sglang.attention_backends.kernels.checks import dependent_launch
-from sparrow_sglang.attention_backends.kernels.limits import MAX_GROUP, ROWS_PER_REQUEST
 from sparrow_sglang.attention_backends.landmarks import Landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 
@@ -46,7 +43,6 @@ class TritonPagedDecode:
         self._seq_lens: torch.Tensor
         self._no_prefix: torch.Tensor
         self._longest = 0
-        self._rows_per_request = 1
 
     def reserve(self, max_batch: int) -> None:
         """Allocate buffers for batches of up to `max_batch` requests.
@@ -99,9 +95,8 @@ class TritonPagedDecode:
         self,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor | None,
+        seq_lens_cpu: torch.Tensor,
         captured: bool = False,
-        rows_per_request: int = 1,
     ) -> None:
         batch = len(seq_lens)
         buffers = self._reserved(batch)
@@ -111,7 +106,6 @@ class TritonPagedDecode:
                 f" announced at most {buffers.rows}"
             )
         self._captured |= captured
-        self._rows_per_request = self._grouped(rows_per_request)
         # The addresses must not change: a captured graph reads them at every replay.
         self._pages, self._num_selected = (
             buffers.page_table[:batch],
@@ -131,20 +125,6 @@ class TritonPagedDecode:
             num_selected=self._num_selected,
             least_pages=self._schedule.least_pages,
         )
-
-    def _grouped(self, rows_per_request: int) -> int:
-        """How many rows of a request the kernels take together; 1 where they do not fit."""
-        group = self._shape.num_q_heads // self._shape.num_kv_heads
-        fits = rows_per_request in ROWS_PER_REQUEST and group * rows_per_request <= MAX_GROUP
-        return rows_per_request if fits else 1
-
-    def _slices(self, batch: int) -> Iterator[tuple[slice, slice]]:
-        """Rows of whole requests that fit in the buffers, and those whose page tables they use."""
-        rows = self._rows_per_request
-        size = self._reserved(batch).rows // rows * rows
-        for start in range(0, batch, size):
-            # The last row of a request is the longest.
-            yield slice(start, start + size), slice(start + rows - 1, start + size, rows)
 
     def _reserved(self, batch: int) -> DecodeBuffers:
         """The buffers, allocated for `batch` if none were reserved yet, as in a warm-up."""
@@ -178,15 +158,11 @@ class TritonPagedDecode:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
         of_layer = self._num_selected[layer_id if len(self._num_selected) > 1 else 0]
-        for rows, longest in self._slices(len(q)):
-            pages, num_selected, seq_lens = (
-                self._pages[longest],
-                of_layer[rows],
-                self._seq_lens[rows],
-            )
-            requests = len(pages)
-            page_ids = buffers.page_ids[:requests]
-            union = buffers.union_counts[:requests] if self._rows_per_request > 1 else None
+        for start in range(0, len(q), buffers.rows):
+            rows = slice(start, start + buffers.rows)
+            pages, num_selected, seq_lens = self._pages[rows], of_layer[rows], self._seq_lens[rows]
+            batch = len(seq_lens)
+            page_ids = buffers.page_ids[:batch]
             select.select_pages(
                 q[rows],
                 k_buffer,
@@ -199,18 +175,16 @@ class TritonPagedDecode:
                 sink_pages=self._schedule.sink_pages,
                 recent_pages=self._schedule.recent_pages,
                 scratch=buffers.select_scratch,
-                launch=buffers.select_launch[requests],
+                launch=buffers.select_launch[batch],
                 best_head=self._schedule.selection.group_score == "best_head",
                 dependents=self._dependent,
-                rows_per_request=self._rows_per_request,
-                union_counts=union,
             )
             decode.sparse_decode(
                 q[rows],
                 k_buffer,
                 v_buffer,
                 page_ids,
-                num_selected if union is None else union,
+                num_selected,
                 seq_lens,
                 out[rows],
                 page_size=self._schedule.page_size,
@@ -218,9 +192,8 @@ class TritonPagedDecode:
                 v_scale=v_scale,
                 sinks=sinks,
                 scratch=buffers.decode_scratch,
-                launch=buffers.decode_launch[requests],
+                launch=buffers.decode_launch[batch],
                 after_select=self._dependent,
-                rows_per_request=self._rows_per_request,
             )
         return out
 
@@ -236,22 +209,22 @@ class TritonPagedDecode:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
         num_kv_heads = k_buffer.shape[1]
-        for rows, longest in self._slices(len(q)):
-            pages = self._pages[longest]
+        for start in range(0, len(q), buffers.rows):
+            rows = slice(start, start + buffers.rows)
+            pages, seq_lens = self._pages[rows], self._seq_lens[rows]
             decode.sparse_decode(
                 q[rows],
                 k_buffer,
                 v_buffer,
                 pages[:, None].expand(-1, num_kv_heads, -1),
                 None,
-                self._seq_lens[rows],
+                seq_lens,
                 out[rows],
                 page_size=self._schedule.page_size,
                 sm_scale=sm_scale,
                 v_scale=v_scale,
                 sinks=sinks,
                 scratch=buffers.decode_scratch,
-                launch=buffers.dense_launch[len(pages)],
-                rows_per_request=self._rows_per_request,
+                launch=buffers.dense_launch[len(seq_lens)],
             )
         return out

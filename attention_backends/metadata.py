@@ -158,31 +158,3 @@ class PageTable:
         """Physical pages that are full, each request's in turn, [number of full pages]."""
         position = torch.arange(self.physical.shape[1], device=self.physical.device)
         return self.physical[position < (self.seq_lens // page_size)[:, None]]
-
-
-def verification_rows(
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    rows: int,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The decode step of B * rows rows that a verification is.
-
-    Row j of request b is at b * rows + j, and has the length and therefore the budget, selection
-    and recent pages that plain decode has at its token.
-
-    Args:
-        req_pool_indices: [B], the requests' rows in SGLang's token table.
-        seq_lens: [B], cached tokens without those of this pass.
-        rows: tokens of each request in this pass: the last sampled one, then its drafts.
-        out: [2, B * rows] int64, where to write the result.
-
-    Returns:
-        req_pool_indices and seq_lens, [B * rows] each.
-    """
-    out = seq_lens.new_empty(2, len(seq_lens) * rows, dtype=torch.int64) if out is None else out
-    indices, lengths = out.view(2, -1, rows)
-    indices.copy_(req_pool_indices[:, None])
-    offsets = torch.arange(1, rows + 1, device=seq_lens.device)
-    torch.add(seq_lens[:, None], offsets, out=lengths)
-    return out[0], out[1]

@@ -35,17 +35,10 @@ class PagedDecode(Protocol):
         self,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor | None,
+        seq_lens_cpu: torch.Tensor,
         captured: bool = False,
-        rows_per_request: int = 1,
     ) -> None:
         """Prepare a decode step over requests of `seq_lens` [B] tokens, the new one included.
-
-        Of a verification these are the rows that `metadata.verification_rows` returns: each group
-        of `rows_per_request` is one request, at lengths that rise by 1.
-
-        Args:
-            seq_lens_cpu: may be None on a GPU.
 
         Raises:
             ValueError: the step is `captured` in a CUDA graph, or replays one, and has more
@@ -148,11 +141,9 @@ class TorchPagedDecode:
         self,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor | None,
+        seq_lens_cpu: torch.Tensor,
         captured: bool = False,
-        rows_per_request: int = 1,
     ) -> None:
-        assert seq_lens_cpu is not None, "SGLang has a copy on the host where there is no GPU"
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
         num_pages = self._pages.num_pages
         self._num_selected = self._budgets.num_selected(num_pages, req_pool_indices)

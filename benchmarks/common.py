@@ -232,12 +232,6 @@ def add_row(out: Path, row: Mapping[str, Any]) -> None:
     write_json(out, content)
 
 
-def verified_tokens_per_step(about: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens a step of a sequence after its first one, from `meta_info`; 1 without drafts."""
-    steps = sum(one.get("spec_verify_ct", 0) for one in about)
-    return sum(one["completion_tokens"] - 1 for one in about) / steps if steps else 1.0
-
-
 def in_fresh_process(function: Callable[..., None], *arguments: Any) -> bool:
     """Call a module-level function in a fresh Python process; whether it ended without an error.
 

@@ -34,7 +34,6 @@ from sparrow_sglang.benchmarks.common import (
     read_result,
     require_context,
     require_cuda,
-    verified_tokens_per_step,
 )
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
@@ -82,8 +81,7 @@ class Progress:
 
     `ended_s` is None while it runs. `first_token_s` are the times of first tokens, in their order.
     `turn_waits_s` holds the seconds to the first token of each further turn, `turn_cached` and
-    `turn_prefilled` the tokens of its prompt found in the prefix cache, and the others. `about` is
-    the `meta_info` of each turn that has ended.
+    `turn_prefilled` the tokens of its prompt found in the prefix cache, and the others.
     """
 
     tokens: list[int]
@@ -92,7 +90,6 @@ class Progress:
     turn_waits_s: list[float] = field(default_factory=list)
     turn_cached: list[int] = field(default_factory=list)
     turn_prefilled: list[int] = field(default_factory=list)
-    about: list[Mapping[str, Any]] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self, seconds: float) -> None:
@@ -204,7 +201,6 @@ def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
         "first_token_last_s": max(progress.first_token_s),
         "seconds": seconds,
         "tokens_per_s": output_tokens / seconds,
-        "tokens_per_step": verified_tokens_per_step(progress.about),
     }
     if progress.turn_waits_s:
         measured |= {
@@ -276,7 +272,6 @@ async def _turn(
         ids += part["output_ids"]
         progress.tokens[index] = before + len(ids)
         reason = about["finish_reason"]
-    progress.about.append(about)
     if len(ids) != new_tokens:
         raise RuntimeError(
             f"sequence {index} ended with {len(ids)} tokens instead of {new_tokens}: {reason}"
@@ -324,7 +319,7 @@ def summary(row: Mapping[str, Any]) -> str:
     text = (
         f"first token {row['first_token_median_s']:.2f} s (median),"
         f" {row['first_token_last_s']:.2f} s (last sequence); last token {row['seconds']:.1f} s;"
-        f" {row['tokens_per_s']:,.0f} tokens/s, {row['tokens_per_step']:.2f} tokens a step"
+        f" {row['tokens_per_s']:,.0f} tokens/s"
     )
     if "turn_first_token_median_s" in row:
         text += (

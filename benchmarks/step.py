@@ -32,7 +32,6 @@ from sparrow_sglang.benchmarks.common import (
     known_models,
     read_result,
     require_cuda,
-    verified_tokens_per_step,
 )
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.client.endpoint import connect
@@ -62,7 +61,6 @@ EXAMPLES = """\
   sparrow bench step --models qwen3-30b-a3b --tp 2 --ep 2 --schedules fixed-1024
   sparrow bench step --engine-args '{"kv_cache_dtype": "fp8_e4m3"}'
   sparrow bench step --engine-args '{"quantization": "fp8"}'
-  sparrow bench step --backends sparrow --engine-args '{"sparrow_draft_tokens": 3}'
   sparrow bench step --cases fill:1024-32768:900000        sequences of mixed length in a full pool
 """
 CASES = """\
@@ -191,9 +189,8 @@ def require_one_batch(latencies: Sequence[float], seconds: float) -> None:
 def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -> dict[str, Any]:
     """Milliseconds of a decode step at about `lengths` cached tokens, and seconds of a prefill.
 
-    With drafts, `step_ms` is the time of a token of each sequence. Both are medians of `repeats`;
-    the first prefill, in which kernels may be compiled, is recorded as `first_prefill_s` and does
-    not count.
+    Both are medians of `repeats`; the first prefill, in which kernels may be compiled, is recorded
+    as `first_prefill_s` and does not count.
     """
     draw = random.Random(1)
     prompts = [
@@ -201,10 +198,7 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
         for length in lengths
     ]
 
-    tokens_per_step = 1.0
-
     def generate(new_tokens: int) -> float:
-        nonlocal tokens_per_step
         start = time.perf_counter()
         answers = engine.generate(
             input_ids=prompts,
@@ -212,10 +206,7 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
         )
         seconds = time.perf_counter() - start
         if new_tokens == LONG:
-            about = [answer["meta_info"] for answer in answers]
-            tokens_per_step = verified_tokens_per_step(about)
-            if tokens_per_step == 1.0:
-                require_one_batch([one["e2e_latency"] for one in about], seconds)
+            require_one_batch([answer["meta_info"]["e2e_latency"] for answer in answers], seconds)
         return seconds
 
     def prefill() -> float:
@@ -232,7 +223,6 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
         "cached_tokens": sum(lengths),
         "step_ms": statistics.median(steps_ms),
         "step_ms_all": steps_ms,
-        "tokens_per_step": tokens_per_step,
         "prefill_s": statistics.median(prefills_s),
         "prefill_s_all": prefills_s,
         "first_prefill_s": first_prefill_s,
@@ -315,8 +305,7 @@ def measure(
             add_row(options.out, row)
             print(
                 f"{model} {served} {schedule_name or ''} {case}: step {row['step_ms']:.2f} ms"
-                f" (floor {row['floor_ms']:.2f}), {row['tokens_per_step']:.2f} tokens a step,"
-                f" prefill {row['prefill_s']:.3f} s",
+                f" (floor {row['floor_ms']:.2f}), prefill {row['prefill_s']:.3f} s",
                 flush=True,
             )
 

@@ -117,8 +117,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
 
     In a mixture of tasks, `sparrow/task/NAME/score` is the mean reward of each.
     `response_length/clip_ratio` is the share of responses that were cut at the length limit,
-    `sparrow/retracted_fraction` the share of responses with a request that the engine retracted,
-    and `sparrow/tokens_per_step` the tokens that a step gave a response, from engines with drafts.
+    `sparrow/retracted_fraction` the share of responses with a request that the engine retracted.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = np.concatenate([np.asarray(group, np.float64) for group in rewards])
@@ -129,13 +128,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> di
     for values, group in zip(rewards, groups, strict=True):
         by_task.setdefault(group.prompt.task, []).append(float(np.asarray(values).mean()))
     named = {f"sparrow/task/{task}/score": float(np.mean(of)) for task, of in by_task.items()}
-    optional = named if len(named) > 1 else {}
-    verified = [each for rollout in rollouts for each in rollout.segments if each.verifications]
-    if verified:
-        tokens = sum(segment.end - segment.start - 1 for segment in verified)
-        steps = sum(segment.verifications for segment in verified)
-        optional["sparrow/tokens_per_step"] = tokens / steps
-    return optional | {
+    return (named if len(named) > 1 else {}) | {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
         "critic/score/min": float(scores.min()),

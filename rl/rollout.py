@@ -139,8 +139,7 @@ def continued(
     # requests only a retracted one can have tokens.
     retracted = bool(meta.get("num_retractions", finish["type"] == ABORTED))
     cached = meta.get("cached_tokens", 0)
-    steps = meta.get("spec_verify_ct", 0)
-    segment = Segment(before, len(ids), weight_version, schedule, cached, retracted, steps)
+    segment = Segment(before, len(ids), weight_version, schedule, cached, retracted)
     longer = replace(
         rollout,
         response_ids=ids,

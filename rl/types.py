@@ -42,8 +42,7 @@ class Segment:
     All that precedes `start`, the prompt included, was prefilled densely for this request, except
     for `cached` tokens out of the prefix cache. The segment's tokens were decoded under `schedule`
     from the weights `weight_version`. If the engine has `retracted` the request, it later prefilled
-    some of these tokens as well, and does not say how many. `verifications` are the steps in which
-    an engine with drafts decoded the tokens after the first one, else 0.
+    some of these tokens as well, and does not say how many.
     """
 
     start: int
@@ -52,7 +51,6 @@ class Segment:
     schedule: str
     cached: int = 0
     retracted: bool = False
-    verifications: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,13 +105,8 @@ def stock_attention_backend(server_args: "ServerArgs", model_config: "ModelConfi
     unset: Any = copy.copy(record)
     # A struct's copy has its fields only.
     vars(unset).update(vars(record))
-    backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    # With drafts SGLang leaves out backends that cannot verify them; they need not.
-    names = (*backends, "speculative_algorithm", "speculative_eagle_topk")
-    for name in names:
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         _set_field(unset, name, None)
-    if decided := vars(unset).get("_resolved_overrides"):
-        vars(unset)["_resolved_overrides"] = [*decided, ("unset", dict.fromkeys(names))]
     hf_config = model_config.hf_config
     rules = collect_model_override_declarations(hf_config.architectures[0], unset, hf_config)
     chosen = [fields["attention_backend"] for _, fields in rules if "attention_backend" in fields]

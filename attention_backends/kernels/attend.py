@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask
-from sparrow_sglang.attention_backends.kernels.union import PAGE_MASK
 
 # The interpreter has no inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -46,56 +45,33 @@ def attend(
     end: tl.tensor,
     scale: tl.tensor,
     sink: tl.tensor,
-    row_end: tl.tensor,
-    row_bit: tl.tensor,
     ROW: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Output in the shape of `queries`, and base-2 log-sum-exp, over the tokens [first, end).
 
     `scale` is a factor of the logits, of all rows or one of each as a column. `sink` holds one more
     logit of each row, base 2, whose value is 0; -inf for none.
-
-    With ROWS > 1 the queries belong to several rows of a request. A query attends to tokens below
-    its `row_end`, and under UNION only to pages whose entry has its `row_bit`, see `union`.
     """
     columns = head_columns(D)
     largest = sink
     total = tl.where(sink > float("-inf"), 1.0, 0.0)
     acc = tl.zeros(queries.shape, tl.float32)
-    if ROWS > 1:
-        row_end = tl.minimum(row_end, end)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK)
         inside = token < end
         read = head_mask(inside[:, None], columns, D)
         page = tl.load(pages + token // PAGE, mask=inside, other=0)
-        if UNION:
-            page &= PAGE_MASK
         slot = page.to(tl.int64) * PAGE + token % PAGE
         at = slot[:, None] * ROW + columns[None, :]
         # The tensor cores take both operands in one dtype; it holds every FP8 number exactly.
         keys = tl.load(k_head + at, mask=read, other=0.0).to(queries.dtype)
         logits = tl.dot(queries, tl.trans(keys)) * scale
-        if ROWS == 1:
-            logits = tl.where(inside[None, :], logits, float("-inf"))
-        else:
-            seen = token[None, :] < row_end[:, None]
-            if UNION:
-                # Loaded again: an entry that is used here, too, would not be loaded ahead of its
-                # tile. The modifier, which is the default, keeps the compiler from merging both.
-                entry = tl.load(pages + token // PAGE, mask=inside, other=0, cache_modifier=".ca")
-                seen &= (entry[None, :] & row_bit[:, None]) != 0
-            logits = tl.where(seen, logits, float("-inf"))
+        logits = tl.where(inside[None, :], logits, float("-inf"))
         running = tl.maximum(largest, tl.max(logits, axis=1))
-        if ROWS > 1:
-            # A row may see none of these tokens, and -inf - -inf is not a number.
-            running = tl.maximum(running, -1e30)
         weights = tl.exp2(logits - running[:, None])
         shrink = tl.exp2(largest - running)
         # Slots past the end may hold anything, NaN too: read them as 0.

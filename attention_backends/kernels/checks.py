@@ -76,16 +76,14 @@ def check_landmarks(
         )
 
 
-def group_size(num_q_heads: int, num_kv_heads: int, rows_per_request: int = 1) -> int:
-    """Query heads per KV head; those of all rows of a request are 1 to MAX_GROUP."""
-    group, rest = divmod(num_q_heads, num_kv_heads)
-    if rest or not 1 <= group * rows_per_request <= MAX_GROUP:
+def group_size(num_q_heads: int, num_kv_heads: int) -> int:
+    """Query heads per KV head, 1 to MAX_GROUP."""
+    if num_q_heads % num_kv_heads or not 1 <= num_q_heads // num_kv_heads <= MAX_GROUP:
         raise ValueError(
-            f"num_q_heads={num_q_heads} with num_kv_heads={num_kv_heads} and "
-            f"rows_per_request={rows_per_request} is not supported: expected 1 to {MAX_GROUP} "
-            "query heads of a request for each KV head"
+            f"num_q_heads={num_q_heads} with num_kv_heads={num_kv_heads} is not supported: "
+            f"expected 1 to {MAX_GROUP} query heads for each KV head"
         )
-    return group
+    return num_q_heads // num_kv_heads
 
 
 @cache

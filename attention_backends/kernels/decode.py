@@ -1,4 +1,4 @@
-"""Attention of the query tokens of each request over its selected pages: split-KV, no host plan.
+"""Attention of one query token per request over its selected pages: split-KV, no host-side plan.
 
 In: queries, the KV pool, page ids from `select` and how many of them count. Out: [bs, Hq, D]. The
 split of the work depends on numbers that the kernel reads itself, so a captured launch serves every
@@ -23,13 +23,7 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     sm_count,
 )
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
-from sparrow_sglang.attention_backends.kernels.limits import (
-    HEAD_DIMS,
-    MAX_GROUP,
-    PAGE_SIZES,
-    ROWS_PER_REQUEST,
-)
-from sparrow_sglang.attention_backends.kernels.union import PAGE_BITS
+from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS, MAX_GROUP, PAGE_SIZES
 
 _LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -97,7 +91,7 @@ def allocate_decode_scratch(
 
     Args:
         parts: largest bs·Hq·splits of the launches that will use it.
-        rows: largest requests·Hkv.
+        rows: largest bs·Hkv.
     """
     return DecodeScratch(
         partial_out=torch.empty(parts, head_dim, dtype=torch.float32, device=device),
@@ -116,15 +110,17 @@ def _split_tokens(kept: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr) -> tl
 @triton.jit
 def _kept_tokens(
     num_selected: tl.tensor,
-    seq_len: tl.tensor,
+    seq_lens: tl.tensor,
+    row: tl.tensor,
     PAGE: tl.constexpr,
     EVERY_PAGE: tl.constexpr,
 ) -> tl.tensor:
-    """Tokens in the pages whose number `num_selected` points to; all are full but the last one."""
+    """Tokens in the selected pages of a row; all are full but the last one."""
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
     if EVERY_PAGE:
         return seq_len
     else:
-        count = tl.load(num_selected).to(tl.int32)
+        count = tl.load(num_selected + row).to(tl.int32)
         return tl.where(count > 0, (count - 1) * PAGE + (seq_len - 1) % PAGE + 1, 0)
 
 
@@ -175,77 +171,6 @@ def _merge_splits(
         store_head(out_row + member * D, columns, merged, D)
 
 
-@triton.jit
-def _member_offsets(
-    request: tl.tensor,
-    head: tl.tensor,
-    member: tl.tensor,
-    columns: tl.tensor,
-    row_stride: tl.tensor,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-) -> tl.tensor:
-    """Offsets [members, D] of a KV head's queries in q or out, all heads of a row in turn."""
-    row = request * ROWS + member[:, None] // GROUP
-    return row * row_stride + (head * GROUP + member[:, None] % GROUP) * D + columns[None, :]
-
-
-@triton.jit
-def _merge_splits_of_rows(
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,
-    out: tl.tensor,
-    pair: tl.tensor,
-    active: tl.tensor,
-    splits: tl.tensor,
-    out_stride: tl.tensor,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    MMA_ROWS: tl.constexpr,
-) -> None:
-    """Combine the splits of one (request, KV head), one split after the other.
-
-    There are several times as many queries as `_merge_splits` takes in turn.
-    """
-    columns = head_columns(D)
-    split = tl.arange(0, SPLITS_PAD)
-    # Eight heads of 128 columns are 32 registers; loads of the next splits need as many each.
-    CHUNK: tl.constexpr = min(MMA_ROWS, 1024 // columns.shape[0])
-    for start in tl.static_range(0, ROWS * GROUP, CHUNK):
-        member = start + tl.arange(0, CHUNK)
-        real = member < ROWS * GROUP
-        first = (pair.to(tl.int64) * (ROWS * GROUP) + member) * splits
-        # .cg reads from L2, because other SMs wrote these numbers.
-        lse = tl.load(
-            partial_lse + first[:, None] + split[None, :],
-            mask=real[:, None] & (split[None, :] < active),
-            other=-1e30,
-            cache_modifier=".cg",
-        )
-        top = tl.max(lse, axis=1)
-        total = tl.sum(tl.exp2(lse - top[:, None]), axis=1)
-        merged = tl.zeros((CHUNK, columns.shape[0]), tl.float32)
-        used = head_mask(real[:, None], columns, D)
-        for index in tl.range(0, active, loop_unroll_factor=4):
-            share = tl.load(partial_lse + first + index, mask=real, other=0.0, cache_modifier=".cg")
-            parts = tl.load(
-                partial_out + (first + index)[:, None] * D + columns[None, :],
-                mask=used,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            merged += parts * tl.exp2(share - top)[:, None]
-        merged /= total[:, None]
-        at = _member_offsets(
-            (pair // HEADS).to(tl.int64), pair % HEADS, member, columns, out_stride, ROWS, GROUP, D
-        )
-        tl.store(out + at, merged.to(out.dtype.element_ty), mask=used)
-
-
 # `splits` differs by batch size. If it were a constant, a kernel would be compiled for each value.
 @triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
@@ -278,47 +203,22 @@ def _decode_kernel(
     EVERY_PAGE: tl.constexpr,
     HAS_ATTN_SINKS: tl.constexpr,
     AFTER_SELECT: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
-    """Program (request · HEADS + head, split) attends to its share of the request's kept tokens.
-
-    A request has ROWS query rows, one after the other in q, seq_lens and out. With ROWS > 1 these
-    pages are the union of what the rows selected, and num_selected counts them by KV head.
-    """
+    """Program (row · HEADS + head, split) attends to its share of the row's kept tokens."""
     pair = tl.program_id(0)
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
-    if ROWS == 1:
-        seq_len = tl.load(seq_lens + row).to(tl.int32)
-        kept = _kept_tokens(num_selected + row, seq_len, PAGE, EVERY_PAGE)
-    else:
-        # Of the last row, which is the longest.
-        seq_len = tl.load(seq_lens + row * ROWS + ROWS - 1).to(tl.int32)
-        if AFTER_SELECT:
-            # Selection counts the union.
-            gdc_wait()
-        kept = _kept_tokens(num_selected + pair, seq_len, PAGE, EVERY_PAGE)
+    kept = _kept_tokens(num_selected, seq_lens, row, PAGE, EVERY_PAGE)
     share = _split_tokens(kept, splits, BLOCK)
     first = split * share
     # A row without tokens still has one program, which writes zeros.
     if (first < kept) | (split == 0):
         columns = head_columns(D)
         member = tl.arange(0, MMA_ROWS)
-        used = head_mask(member[:, None] < ROWS * GROUP, columns, D)
-        row_end, row_bit = member, member
-        if ROWS == 1:
-            offsets = (head * GROUP + member[:, None]) * D + columns[None, :]
-            queries = tl.load(q + row * q_stride + offsets, mask=used, other=0.0)
-        else:
-            offsets = _member_offsets(row, head, member, columns, q_stride, ROWS, GROUP, D)
-            queries = tl.load(q + offsets, mask=used, other=0.0)
-            # The last pages of the union are those of the last row, without a gap, so a row that
-            # is shorter by some tokens ends that many before the end.
-            real = member < ROWS * GROUP
-            lengths = tl.load(seq_lens + row * ROWS + member // GROUP, mask=real, other=0)
-            row_end = kept - (seq_len - lengths.to(tl.int32))
-            row_bit = 1 << (member // GROUP % ROWS + PAGE_BITS)
+        used = head_mask(member[:, None] < GROUP, columns, D)
+        offsets = (head * GROUP + member[:, None]) * D + columns[None, :]
+        queries = tl.load(q + row * q_stride + offsets, mask=used, other=0.0)
         if k_buffer.dtype.element_ty == tl.float8e4nv:
             operand, factor = half_queries(queries, scale)
         else:
@@ -326,11 +226,10 @@ def _decode_kernel(
         sink = tl.full((MMA_ROWS,), float("-inf"), tl.float32)
         if HAS_ATTN_SINKS:
             # Only split 0 includes the sinks; the merge combines it with the other splits.
-            mine = (member < ROWS * GROUP) & (split == 0)
-            at = sinks + head * GROUP + (member if ROWS == 1 else member % GROUP)
-            loaded = tl.load(at, mask=mine, other=float("-inf"))
+            mine = (member < GROUP) & (split == 0)
+            loaded = tl.load(sinks + head * GROUP + member, mask=mine, other=float("-inf"))
             sink = loaded.to(tl.float32) * 1.4426950408889634  # log2(e)
-        if AFTER_SELECT and ROWS == 1:
+        if AFTER_SELECT:
             # Everything read up to here was written before the selection kernel started.
             gdc_wait()
         pages = page_ids + row * ids_row_stride + head * ids_head_stride
@@ -346,28 +245,20 @@ def _decode_kernel(
             end,
             factor,
             sink,
-            row_end,
-            row_bit,
             HEADS * D,
             D,
             PAGE,
             BLOCK,
             STAGES,
-            ROWS,
-            ROWS > 1 and not EVERY_PAGE,
         )
         result *= v_scale
         out_row = out + row * out_stride + head * GROUP * D
         if share >= kept:
-            if ROWS == 1:
-                own = member[:, None] * D + columns[None, :]
-                tl.store(out_row + own, result.to(out.dtype.element_ty), mask=used)
-            else:
-                own = _member_offsets(row, head, member, columns, out_stride, ROWS, GROUP, D)
-                tl.store(out + own, result.to(out.dtype.element_ty), mask=used)
+            own = member[:, None] * D + columns[None, :]
+            tl.store(out_row + own, result.to(out.dtype.element_ty), mask=used)
         else:
-            part = (pair.to(tl.int64) * (ROWS * GROUP) + member) * splits + split
-            tl.store(partial_lse + part, lse, mask=member < ROWS * GROUP)
+            part = (pair.to(tl.int64) * GROUP + member) * splits + split
+            tl.store(partial_lse + part, lse, mask=member < GROUP)
             tl.store(partial_out + part[:, None] * D + columns[None, :], result, mask=used)
             # Every thread must have stored its part before this program reports its arrival.
             tl.debug_barrier()
@@ -376,34 +267,9 @@ def _decode_kernel(
             if arrived == active - 1:
                 # Reset the counter for the next launch, or the next replay of a graph.
                 tl.store(arrivals + pair, 0)
-                if ROWS == 1:
-                    _merge_splits(
-                        partial_out,
-                        partial_lse,
-                        out_row,
-                        pair,
-                        active,
-                        splits,
-                        GROUP,
-                        D,
-                        SPLITS_PAD,
-                    )
-                else:
-                    _merge_splits_of_rows(
-                        partial_out,
-                        partial_lse,
-                        out,
-                        pair,
-                        active,
-                        splits,
-                        out_stride,
-                        HEADS,
-                        ROWS,
-                        GROUP,
-                        D,
-                        SPLITS_PAD,
-                        MMA_ROWS,
-                    )
+                _merge_splits(
+                    partial_out, partial_lse, out_row, pair, active, splits, GROUP, D, SPLITS_PAD
+                )
 
 
 def _check_scratch(scratch: DecodeScratch, rows: int, group: int, splits: int) -> None:
@@ -416,8 +282,8 @@ def _check_scratch(scratch: DecodeScratch, rows: int, group: int, splits: int) -
         )
     if splits > 1 and scratch.arrivals.shape[0] < rows:
         raise ValueError(
-            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least requests·Hkv="
-            f"{rows}; allocate it with more rows"
+            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
+            "allocate it with more rows"
         )
 
 
@@ -456,23 +322,19 @@ def sparse_decode(
     launch: DecodeLaunch,
     sinks: torch.Tensor | None = None,
     after_select: bool = False,
-    rows_per_request: int = 1,
 ) -> None:
     """Attend exactly to the selected pages, as `reference.sparse_decode` defines it.
 
     With the page table for every head (`page_table[:, None].expand(bs, Hkv, max_pages)`) and
     without num_selected, the same launch is dense decode.
 
-    With n rows_per_request, rows b·n to b·n + n-1 are those of request b, whose lengths ascend by
-    1, and page_ids and num_selected are the union that `select_pages` wrote.
-
     Args:
-        q: [bs, Hq, D]; 1 to 16 query heads of a request for each KV head.
+        q: [bs, Hq, D]; 1 to 16 query heads for each KV head.
         k_buffer, v_buffer: [num_slots, Hkv, D], contiguous, in q's dtype or both in FP8 (e4m3).
-        page_ids: [requests, Hkv, K] int32, physical pages in ascending logical order; the head axis
-            may be expanded.
-        num_selected: [bs] int32, how many entries of page_ids are valid, or [requests, Hkv] of a
-            union; None for all pages of a row.
+        page_ids: [bs, Hkv, K] int32, physical pages in ascending logical order; the head axis may
+            be expanded.
+        num_selected: [bs] int32, how many entries of page_ids are valid; None for all pages of a
+            row.
         seq_lens: [bs] int32 or int64, the current token included.
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
         sm_scale: factor of the logits, the scale of FP8 keys included.
@@ -483,20 +345,17 @@ def sparse_decode(
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
-    group = group_size(num_q_heads, num_kv_heads, rows_per_request)
-    requests = batch // rows_per_request
+    group = group_size(num_q_heads, num_kv_heads)
     check_member("page_size", page_size, PAGE_SIZES)
-    check_member("rows_per_request", rows_per_request, ROWS_PER_REQUEST)
-    check_tensor("page_ids", page_ids, (requests, num_kv_heads, None), (torch.int32,))
+    check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
     if num_selected is not None:
-        counts = (batch,) if rows_per_request == 1 else (requests, num_kv_heads)
-        check_tensor("num_selected", num_selected, counts, (torch.int32,))
+        check_tensor("num_selected", num_selected, (batch,), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     _check_pools(q, k_buffer, v_buffer, out)
     if sinks is not None:
         check_tensor("sinks", sinks, (num_q_heads,), (torch.float32, *FLOAT_DTYPES))
-    _check_scratch(scratch, requests * num_kv_heads, group * rows_per_request, launch.splits)
-    _decode_kernel[(requests * num_kv_heads, launch.splits)](
+    _check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
+    _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
         v_buffer,
@@ -526,7 +385,6 @@ def sparse_decode(
         EVERY_PAGE=num_selected is None,
         HAS_ATTN_SINKS=sinks is not None,
         AFTER_SELECT=after_select,
-        ROWS=rows_per_request,
         num_warps=launch.num_warps,
         # Triton's interpreter does not take this argument.
         **({"launch_pdl": True} if after_select else {}),

@@ -7,8 +7,6 @@ MAX_GROUP = 16
 """A group of query heads is one operand of the tensor cores, whose smallest M is 16."""
 MAX_PAGES = 32767
 """The compaction of selected pages packs two page counts into one int32, 15 bits for the upper."""
-ROWS_PER_REQUEST = (1, 2, 4)
-"""Query rows of a request that one program serves: each landmark and page is read once for all."""
 INT4_LANDMARKS = (1, 2, 4, 8)
 """int4 landmarks of a page: a tile holds whole pages."""
 PAIRS_MULTIPLE = 8

@@ -32,49 +32,21 @@ def split_query(group_query: tl.tensor, COLUMNS: tl.constexpr, DTYPE: tl.constex
 
 
 @triton.jit
-def split_queries_of_rows(
-    q_group: tl.tensor,
-    q_stride: tl.tensor,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DTYPE: tl.constexpr,
-) -> tl.tensor:
-    """As `split_query`, the mean queries of ROWS rows, each in columns of its own."""
-    channel = head_columns(D)
-    mean = _score_query(
-        q_group, channel, channel < D, False, GROUP, GROUP, D, COLUMNS, q_stride, ROWS
-    )
-    high = mean.to(DTYPE)
-    rest = mean - high.to(tl.float32)
-    middle = rest.to(DTYPE)
-    low = (rest - middle.to(tl.float32)).to(DTYPE)
-    place = (tl.arange(0, COLUMNS) % (COLUMNS // ROWS))[None, :]
-    split = tl.where(place == 0, high, tl.zeros_like(high))
-    split = tl.where(place == 1, middle, split)
-    return tl.where(place == 2, low, split)
-
-
-@triton.jit
 def score_pages(
     query: tl.tensor,
     head_landmarks: tl.tensor,
     pages: tl.tensor,
     keys: tl.tensor,
-    keys_stride: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
     page_stride: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
     """Write the keys of pages [first, end), each of which has one landmark of D numbers.
 
-    `query` holds the group's mean query as `split_query` gives it, or `split_queries_of_rows`; a
-    row's keys lie at keys + j * keys_stride.
+    `query` is the group's mean query as `split_query` gives it.
     """
     columns = head_columns(D)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
@@ -86,14 +58,8 @@ def score_pages(
             mask=head_mask(inside[:, None], columns, D),
             other=0.0,
         )
-        if ROWS == 1:
-            score = tl.sum(tl.dot(tile, query), axis=1)
-            tl.store(keys + index, order_keys(score), mask=inside)
-        else:
-            products = tl.reshape(tl.dot(tile, query), (BLOCK, ROWS, query.shape[1] // ROWS))
-            score = tl.sum(products, axis=2)
-            at = keys + tl.arange(0, ROWS)[None, :] * keys_stride + index[:, None]
-            tl.store(at, order_keys(score), mask=inside[:, None])
+        score = tl.sum(tl.dot(tile, query), axis=1)
+        tl.store(keys + index, order_keys(score), mask=inside)
 
 
 @triton.jit
@@ -106,27 +72,12 @@ def _score_query(
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
-    q_stride: tl.tensor,
-    ROWS: tl.constexpr,
 ) -> tl.tensor:
     """fp32 queries [channels, COLUMNS], each in four columns; 0 in padding.
 
-    Under BEST_HEAD these are the heads of the group, some of them twice; else their mean. Those of
-    ROWS rows follow each other.
+    Under BEST_HEAD these are the heads of the group, some of them twice; else their mean.
     """
-    if ROWS > 1:
-        query = tl.arange(0, COLUMNS) // 4
-        PER_ROW: tl.constexpr = COLUMNS // (4 * ROWS)
-        at = q_group + (query // PER_ROW)[None, :] * q_stride + channel[:, None]
-        if BEST_HEAD:
-            at += (query % PER_ROW % GROUP)[None, :] * D
-            return tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32)
-        else:
-            total = tl.zeros((channel.shape[0], COLUMNS), tl.float32)
-            for head in tl.static_range(GROUP):
-                total += tl.load(at + head * D, mask=exists[:, None], other=0.0).to(tl.float32)
-            return total / GROUP
-    elif BEST_HEAD:
+    if BEST_HEAD:
         head = (tl.arange(0, COLUMNS) // 4) % GROUP
         at = q_group + head[None, :] * D + channel[:, None]
         return tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32)
@@ -166,8 +117,6 @@ def score_int4_pages(
     keys: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    q_stride: tl.tensor,
-    keys_stride: tl.tensor,
     BEST_HEAD: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -177,11 +126,8 @@ def score_int4_pages(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
     """Write the keys of pages [first, end), each of which has LANDMARKS int4 landmarks.
-
-    The queries are those of ROWS rows, q_stride apart; a row's keys lie at keys + j * keys_stride.
 
     Codes stay integers: converting 4 bits to a float costs more than loading them. A query
     becomes a fixed-point number of 31 bits, or 27 in second members, at the exponent of its largest
@@ -190,8 +136,8 @@ def score_int4_pages(
     no page.
     """
     # Columns 4h to 4h + 3 hold the digits of query h; tensor cores take 8 columns or more.
-    COLUMNS: tl.constexpr = max(8, 4 * ROWS * (GROUP_PAD if BEST_HEAD else 1))
-    TILE: tl.constexpr = LANDMARKS * BLOCK
+    COLUMNS: tl.constexpr = 4 * GROUP_PAD if BEST_HEAD and GROUP_PAD > 1 else 8
+    ROWS: tl.constexpr = LANDMARKS * BLOCK
     pair = pair_columns(PAIRS)
     WIDTH: tl.constexpr = pair.shape[0]
     # A query's channels: first members of RUN pairs, their second ones, then the next pairs.
@@ -200,9 +146,7 @@ def score_int4_pages(
     of_pair = tl.arange(0, 2 * WIDTH) // (2 * RUN) * RUN + tl.arange(0, 2 * WIDTH) % RUN
     exists = of_pair < PAIRS
     channel = tl.load(pairs + head * PAIRS + of_pair, mask=exists, other=0) + member * (D // 2)
-    query = _score_query(
-        q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS, q_stride, ROWS
-    )
+    query = _score_query(q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS)
     largest = tl.max(tl.abs(query), 0)
     finite = (tl.max((query != query).to(tl.int32), axis=0) == 0) & (largest < float("inf"))
     # 2**exponent in fp32 is (127 + exponent) << 23; below 30 the digits' units would be denormal.
@@ -219,7 +163,7 @@ def score_int4_pages(
     # First members are stored as 8 + code; starting at this offset cancels the 8.
     offset = -8 * tl.sum(tl.where(member[:, None] == 0, digits, 0), axis=0)
     digits = digits.to(tl.int8)
-    start_value = tl.zeros((TILE, COLUMNS), tl.int32) + offset[None, :]
+    start_value = tl.zeros((ROWS, COLUMNS), tl.int32) + offset[None, :]
     # Sums of two neighbouring digits are combined as integers, so only even columns need a unit.
     unit = ((exponent - 29 + 8 * (tl.arange(0, COLUMNS) % 4)) << 23).to(tl.float32, bitcast=True)
     unit = tl.where(finite, unit, float("nan"))
@@ -238,23 +182,18 @@ def score_int4_pages(
             tile = tl.load(at, mask=pair[None, None, :] < PAIRS)
         scale = tl.load(scales + row)
         # Landmarks of a page are BLOCK rows apart, so that the same thread holds them.
-        tile = tl.reshape(tl.permute(tile, (1, 0, 2)), (TILE, WIDTH))
-        scale = tl.reshape(tl.permute(scale, (1, 0)), (TILE,)).to(tl.float32)
+        tile = tl.reshape(tl.permute(tile, (1, 0, 2)), (ROWS, WIDTH))
+        scale = tl.reshape(tl.permute(scale, (1, 0)), (ROWS,)).to(tl.float32)
         first_codes, second_codes = _unpack(tile)
-        first_codes = tl.reshape(first_codes, (TILE, WIDTH // RUN, RUN))
-        second_codes = tl.reshape(second_codes, (TILE, WIDTH // RUN, RUN))
+        first_codes = tl.reshape(first_codes, (ROWS, WIDTH // RUN, RUN))
+        second_codes = tl.reshape(second_codes, (ROWS, WIDTH // RUN, RUN))
         both = tl.permute(tl.join(first_codes, second_codes), (0, 1, 3, 2))
-        sums = tl.dot(tl.reshape(both, (TILE, 2 * WIDTH)), digits, start_value, out_dtype=tl.int32)
-        low, high = tl.split(tl.reshape(sums, (TILE, COLUMNS // 2, 2)))
+        sums = tl.dot(tl.reshape(both, (ROWS, 2 * WIDTH)), digits, start_value, out_dtype=tl.int32)
+        low, high = tl.split(tl.reshape(sums, (ROWS, COLUMNS // 2, 2)))
         parts = (low + 256 * high).to(tl.float32) * unit[None, :]
-        product = tl.sum(tl.reshape(parts, (TILE, COLUMNS // 4, 2)), axis=2) * scale[:, None]
+        product = tl.sum(tl.reshape(parts, (ROWS, COLUMNS // 4, 2)), axis=2) * scale[:, None]
         # A product that is not a number does not count, unless there is no other.
         score = tl.max(tl.reshape(product, (LANDMARKS, BLOCK, COLUMNS // 4)), axis=0)
+        score = tl.max(score, axis=1)
         block_index = start + tl.arange(0, BLOCK)
-        if ROWS == 1:
-            score = tl.max(score, axis=1)
-            tl.store(keys + block_index, order_keys(score), mask=block_index < end)
-        else:
-            score = tl.max(tl.reshape(score, (BLOCK, ROWS, COLUMNS // (4 * ROWS))), axis=2)
-            at = keys + tl.arange(0, ROWS)[None, :] * keys_stride + block_index[:, None]
-            tl.store(at, order_keys(score), mask=(block_index < end)[:, None])
+        tl.store(keys + block_index, order_keys(score), mask=block_index < end)

@@ -24,20 +24,13 @@ from sparrow_sglang.attention_backends.kernels.checks import (
 )
 from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask
 from sparrow_sglang.attention_backends.kernels.landmark import update_landmark_of_last_page
-from sparrow_sglang.attention_backends.kernels.limits import (
-    HEAD_DIMS,
-    MAX_PAGES,
-    PAGE_SIZES,
-    ROWS_PER_REQUEST,
-)
+from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS, MAX_PAGES, PAGE_SIZES
 from sparrow_sglang.attention_backends.kernels.score import (
     score_int4_pages,
     score_pages,
-    split_queries_of_rows,
     split_query,
 )
 from sparrow_sglang.attention_backends.kernels.topk import store_selected
-from sparrow_sglang.attention_backends.kernels.union import PAGE_BITS, store_union
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
@@ -137,7 +130,6 @@ def _select_kernel(
     keys_stride: tl.tensor,
     width: tl.tensor,
     splits: tl.tensor,
-    union_counts: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -156,12 +148,8 @@ def _select_kernel(
     SHORT_ROW: tl.constexpr,
     CHUNK: tl.constexpr,
     DEPENDENTS: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
-    """Program (request · HEADS + head, split) scores its share; the last split to finish selects.
-
-    A request has ROWS query rows, one after the other in q, seq_lens and num_selected. With
-    ROWS > 1 the pages written are the union of what the rows select, see `union`.
+    """Program (row · HEADS + head, split) scores its share; the last split to finish selects.
 
     PAIRS: number of rotary pairs that the int4 landmarks in `landmarks` and `scales` keep, listed
     in `pairs`; 0 where `landmarks` are means of whole pages.
@@ -172,16 +160,10 @@ def _select_kernel(
     head = pair % HEADS
     # A small batch mostly waits for the loads before the first landmark: they are issued together,
     # before any branch.
-    if ROWS == 1:
-        keep = tl.load(num_selected + row)
-        seq_len = tl.load(seq_lens + row).to(tl.int32)
-    else:
-        of_request = row * ROWS + tl.arange(0, ROWS)
-        keep = tl.load(num_selected + of_request)
-        lengths = tl.load(seq_lens + of_request).to(tl.int32)
-        seq_len = tl.max(lengths, axis=0)
-    q_group = q + row * ROWS * q_stride + head * GROUP * D
-    if PAIRS == 0 and ROWS == 1:
+    keep = tl.load(num_selected + row)
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    q_group = q + row * q_stride + head * GROUP * D
+    if PAIRS == 0:
         member = tl.arange(0, GROUP_PAD)
         columns = head_columns(D)
         group = tl.load(
@@ -192,15 +174,7 @@ def _select_kernel(
     num_pages = tl.cdiv(seq_len, PAGE)
     pages = page_table + row * table_stride
     selected = page_ids + pair.to(tl.int64) * width
-    row_keys = keys + pair.to(tl.int64) * ROWS * keys_stride
-    if ROWS == 1:
-        keeps_all = keep >= num_pages
-        filled = seq_len
-    else:
-        keeps_all = tl.min(keep - tl.cdiv(lengths, PAGE), axis=0) >= 0
-        # One row at most filled a page: there are fewer rows than tokens in a page.
-        filled = seq_len // PAGE * PAGE
-        filled = tl.where(filled >= tl.min(lengths, axis=0), filled, 0)
+    row_keys = keys + pair.to(tl.int64) * keys_stride
     if UPDATE_LANDMARK:
         if split == 0:
             update_landmark_of_last_page(
@@ -209,7 +183,7 @@ def _select_kernel(
                 scales,
                 pairs,
                 pages,
-                filled,
+                seq_len,
                 head,
                 HEADS,
                 D,
@@ -218,16 +192,12 @@ def _select_kernel(
                 PAIRS,
             )
 
-    if keeps_all:
+    if keep >= num_pages:
         if split == 0:
             for base in range(0, num_pages, CHUNK):
                 index = base + tl.arange(0, CHUNK)
                 page = tl.load(pages + index, mask=index < num_pages, other=0)
-                if ROWS > 1:
-                    page |= tl.full((CHUNK,), (1 << ROWS) - 1, tl.int32) << PAGE_BITS
                 tl.store(selected + index, page, mask=index < num_pages)
-            if ROWS > 1:
-                tl.store(union_counts + pair, num_pages)
     else:
         middle = num_pages - SINK_PAGES - RECENT_PAGES
         share = tl.cdiv(tl.cdiv(middle, splits), BLOCK) * BLOCK
@@ -246,8 +216,6 @@ def _select_kernel(
                     row_keys,
                     first,
                     end,
-                    q_stride,
-                    keys_stride,
                     BEST_HEAD,
                     GROUP,
                     GROUP_PAD,
@@ -257,29 +225,13 @@ def _select_kernel(
                     PAIRS,
                     BLOCK,
                     STAGES,
-                    ROWS,
                 )
             else:
-                if ROWS == 1:
-                    mean_query = tl.sum(group.to(tl.float32), axis=0) / GROUP
-                    query = split_query(mean_query, MMA_COLUMNS, landmarks.dtype.element_ty)
-                else:
-                    query = split_queries_of_rows(
-                        q_group, q_stride, ROWS, GROUP, D, MMA_COLUMNS, landmarks.dtype.element_ty
-                    )
+                mean_query = tl.sum(group.to(tl.float32), axis=0) / GROUP
+                query = split_query(mean_query, MMA_COLUMNS, landmarks.dtype.element_ty)
+                head_landmarks = landmarks + head * D
                 score_pages(
-                    query,
-                    landmarks + head * D,
-                    pages,
-                    row_keys,
-                    keys_stride,
-                    first,
-                    end,
-                    HEADS * D,
-                    D,
-                    BLOCK,
-                    STAGES,
-                    ROWS,
+                    query, head_landmarks, pages, row_keys, first, end, HEADS * D, D, BLOCK, STAGES
                 )
             if DEPENDENTS:
                 # Attention starts up while the last programs select, and waits for them.
@@ -295,39 +247,7 @@ def _select_kernel(
                 if active > 1:
                     # Reset the counter for the next launch, or the next replay of a graph.
                     tl.store(arrivals + pair, 0)
-                if ROWS > 1:
-                    if num_pages <= SHORT_ROW:
-                        count = store_union(
-                            row_keys,
-                            keys_stride,
-                            pages,
-                            selected,
-                            tl.cdiv(lengths, PAGE),
-                            keep,
-                            num_pages,
-                            SINK_PAGES,
-                            RECENT_PAGES,
-                            RADIX,
-                            ROWS,
-                            SHORT_ROW,
-                        )
-                    else:
-                        count = store_union(
-                            row_keys,
-                            keys_stride,
-                            pages,
-                            selected,
-                            tl.cdiv(lengths, PAGE),
-                            keep,
-                            num_pages,
-                            SINK_PAGES,
-                            RECENT_PAGES,
-                            RADIX,
-                            ROWS,
-                            CHUNK,
-                        )
-                    tl.store(union_counts + pair, count)
-                elif num_pages <= SHORT_ROW:
+                if num_pages <= SHORT_ROW:
                     store_selected(
                         row_keys,
                         pages,
@@ -367,11 +287,7 @@ def _check_scratch(scratch: SelectScratch, rows: int, max_pages: int) -> None:
 
 
 def _check_pools(
-    q: torch.Tensor,
-    k_buffer: torch.Tensor,
-    landmarks: Landmarks,
-    page_ids: torch.Tensor,
-    requests: int,
+    q: torch.Tensor, k_buffer: torch.Tensor, landmarks: Landmarks, page_ids: torch.Tensor
 ) -> None:
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
@@ -379,7 +295,7 @@ def _check_pools(
     check_tensor("q", q, (batch, num_q_heads, head_dim), FLOAT_DTYPES)
     check_tensor("k_buffer", k_buffer, (None, num_kv_heads, head_dim), KV_DTYPES)
     check_landmarks(landmarks, num_kv_heads, head_dim, k_buffer.dtype)
-    check_tensor("page_ids", page_ids, (requests, num_kv_heads, None), (torch.int32,))
+    check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
     check_contiguous("k_buffer", k_buffer)
     check_contiguous("page_ids", page_ids)
     if q.stride(1) != head_dim:
@@ -403,60 +319,39 @@ def select_pages(
     update_landmark: bool = True,
     best_head: bool = False,
     dependents: bool = False,
-    rows_per_request: int = 1,
-    union_counts: torch.Tensor | None = None,
 ) -> None:
     """Choose the pages of one decode step of one layer, as `reference.select_pages` defines them.
 
-    With n rows_per_request, rows b·n to b·n + n-1 are those of request b, whose lengths ascend by
-    1, and n - 1 <= (recent_pages - 1)·page_size, so that no row scores a page that another fills.
-    What is written is the union of the n choices, for `sparse_decode` with the same n.
-
     Args:
-        q: [bs, Hq, D], queries after RoPE; 1 to 16 query heads of a request for each KV head.
+        q: [bs, Hq, D], queries after RoPE; 1 to 16 query heads for each KV head.
         k_buffer: [num_slots, Hkv, D], contiguous; the current token's key is in it already.
         landmarks: means of whole pages in the dtype of the keys, or int4 ones; with update_landmark
             those of each page that the current token filled are written.
-        page_table: [requests, max_pages] int32, physical pages.
+        page_table: [bs, max_pages] int32, physical pages.
         seq_lens: [bs] int32 or int64, the current token included.
         num_selected: [bs] int32, pages to keep of each row: all of them, or at least
             sink_pages + recent_pages.
-        page_ids: [requests, Hkv, K] int32, contiguous, K at least the largest count; entries past a
+        page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
             row's count are left as they are.
         recent_pages: at least 1: the page being written is never scored.
         best_head: score a page by the best of the group's heads, which needs int4 landmarks;
             otherwise by the mean of their queries.
         dependents: the next launch of the stream is `sparse_decode` with `after_select`, and
             `checks.dependent_launch` allows it.
-        union_counts: [requests, Hkv] int32, written: pages in each union; with n > 1 only.
-
-    Raises:
-        ValueError: a tensor or number is none that the kernels are built for.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
-    group = group_size(num_q_heads, num_kv_heads, rows_per_request)
-    requests = batch // rows_per_request
+    group = group_size(num_q_heads, num_kv_heads)
     max_pages = page_table.shape[1]
     check_member("page_size", page_size, PAGE_SIZES)
     if sink_pages < 0 or recent_pages < 1:
         raise ValueError(
             f"sink_pages={sink_pages}, recent_pages={recent_pages}: expected >= 0 and >= 1"
         )
-    check_member("rows_per_request", rows_per_request, ROWS_PER_REQUEST)
-    if rows_per_request - 1 > (recent_pages - 1) * page_size:
-        raise ValueError(
-            f"rows_per_request={rows_per_request} with recent_pages={recent_pages}: expected at "
-            f"most {(recent_pages - 1) * page_size + 1} rows"
-        )
-    check_tensor("page_table", page_table, (requests, None), (torch.int32,))
+    check_tensor("page_table", page_table, (batch, None), (torch.int32,))
     check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
     check_tensor("num_selected", num_selected, (batch,), (torch.int32,))
-    if union_counts is not None:
-        check_tensor("union_counts", union_counts, (requests, num_kv_heads), (torch.int32,))
-    elif rows_per_request > 1:
-        raise ValueError("union_counts=None: expected a tensor with rows_per_request > 1")
-    _check_pools(q, k_buffer, landmarks, page_ids, requests)
+    _check_pools(q, k_buffer, landmarks, page_ids)
     _check_scratch(scratch, batch * num_kv_heads, max_pages)
     pairs = 0
     if isinstance(landmarks, Int4Landmarks):
@@ -466,7 +361,7 @@ def select_pages(
         if best_head:
             raise ValueError("group_score 'best_head' is not supported with landmarks of 16 bits")
         stored, count = (landmarks.means,) * 3, 1
-    _select_kernel[(requests * num_kv_heads, launch.splits)](
+    _select_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
         *stored,
@@ -481,7 +376,6 @@ def select_pages(
         scratch.keys.stride(0),
         page_ids.shape[2],
         launch.splits,
-        page_ids if union_counts is None else union_counts,
         HEADS=num_kv_heads,
         GROUP=group,
         D=head_dim,
@@ -500,6 +394,5 @@ def select_pages(
         SHORT_ROW=_SHORT_ROW,
         CHUNK=max(_SHORT_ROW, min(triton.next_power_of_2(max_pages), 2048)),
         DEPENDENTS=dependents,
-        ROWS=rows_per_request,
         num_warps=launch.num_warps,
     )

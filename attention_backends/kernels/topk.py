@@ -23,7 +23,7 @@ def order_keys(scores: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def load_keys(keys: tl.tensor, index: tl.tensor, first: tl.tensor, end: tl.tensor) -> tl.tensor:
+def _load_keys(keys: tl.tensor, index: tl.tensor, first: tl.tensor, end: tl.tensor) -> tl.tensor:
     """uint32 keys of the scored pages [first, end); 0, below every key, elsewhere."""
     # .cg reads from L2, because another SM may have written the keys.
     bits = tl.load(
@@ -33,42 +33,34 @@ def load_keys(keys: tl.tensor, index: tl.tensor, first: tl.tensor, end: tl.tenso
 
 
 @triton.jit
-def finite_scores(keys: tl.tensor) -> tl.tensor:
-    """The fp32 scores of these keys; 0 of a score that is not finite, and where no page is."""
-    # Scores that are not finite have key 0x00800000, elements that hold no page have 0.
-    finite = keys > 0x00800000
+def _values(keys: tl.tensor) -> tl.tensor:
+    """The fp32 scores of these keys: the inverse of `order_keys`."""
     bits = keys.to(tl.int32, bitcast=True)
-    values = (bits ^ (~(bits >> 31) | -2147483648)).to(tl.float32, bitcast=True)
-    return tl.where(finite, values, 0.0)
-
-
-@triton.jit
-def normal_cut(mean: tl.tensor, square: tl.tensor, share: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The score that `share` of the scores would exceed if they were normal, and their deviation.
-
-    `mean` is that of the scores, and `square` that of their squares.
-    """
-    deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0))
-    # Quantile of the normal distribution to 0.003, Abramowitz and Stegun 26.2.22.
-    tail = tl.maximum(tl.minimum(share, 1.0 - share), 1e-6)
-    root = tl.sqrt(-2.0 * tl.log(tail))
-    quantile = root - (2.30753 + 0.27061 * root) / (1.0 + root * (0.99229 + 0.04481 * root))
-    return mean + tl.where(share > 0.5, -quantile, quantile) * deviation, deviation
+    return (bits ^ (~(bits >> 31) | -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _guess_threshold(
     keys: tl.tensor, number: tl.tensor, share: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`normal_cut` of the `number` scored pages that `keys`, [1, CHUNK], holds."""
-    scores = finite_scores(keys)
+    """The score that `share` of the scores would exceed if they were normal, and their deviation.
+
+    `keys`, [1, CHUNK], holds `number` scored pages. Scores that are not finite count as 0.
+    """
+    # Scores that are not finite have key 0x00800000, elements that hold no page have 0.
+    scores = tl.where(keys > 0x00800000, _values(keys), 0.0)
     # One reduction sums the scores and their squares.
     moment = tl.arange(0, 2)
     powers = tl.where(moment[:, None] == 0, scores, scores * scores)
     sums = tl.sum(powers, axis=1) / tl.maximum(number, 1)
     mean = tl.sum(tl.where(moment == 0, sums, 0.0), axis=0)
     square = tl.sum(tl.where(moment == 1, sums, 0.0), axis=0)
-    return normal_cut(mean, square, share)
+    deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0))
+    # Quantile of the normal distribution to 0.003, Abramowitz and Stegun 26.2.22.
+    tail = tl.maximum(tl.minimum(share, 1.0 - share), 1e-6)
+    root = tl.sqrt(-2.0 * tl.log(tail))
+    quantile = root - (2.30753 + 0.27061 * root) / (1.0 + root * (0.99229 + 0.04481 * root))
+    return mean + tl.where(share > 0.5, -quantile, quantile) * deviation, deviation
 
 
 @triton.jit
@@ -116,7 +108,7 @@ def _find_threshold(
         cuts = tl.minimum(tl.maximum(cuts, low + 1), high - 1)
         counts = tl.sum((resident >= cuts[:, None]).to(tl.int32), axis=1)
         for base in range(CHUNK, end, CHUNK):
-            more = load_keys(keys, base + lane, first, end)
+            more = _load_keys(keys, base + lane, first, end)
             counts += tl.sum((more >= cuts[:, None]).to(tl.int32), axis=1)
         enough = counts >= wanted
         from_low = tl.minimum(from_low, tl.min(tl.where(enough, counts, 0x7FFFFFFF), axis=0))
@@ -184,7 +176,7 @@ def store_selected(
     wanted = num_selected - SINK_PAGES - RECENT_PAGES
     # The first CHUNK keys and page ids stay in registers.
     lane = tl.arange(0, CHUNK)[None, :]
-    resident = load_keys(keys, lane, first, end)
+    resident = _load_keys(keys, lane, first, end)
     page = tl.load(pages + lane, mask=lane < num_pages, other=0)
     low, high, above = _find_threshold(resident, keys, first, end, wanted, RADIX, CHUNK)
     # Keys inside the bracket tie (or are all wanted): the first of them fill up the budget.
@@ -196,7 +188,7 @@ def store_selected(
     for base in range(CHUNK, num_pages, CHUNK):
         carry += tl.sum(tl.sum(packed, axis=1), axis=0)
         index = base + lane
-        key = load_keys(keys, index, first, end)
+        key = _load_keys(keys, index, first, end)
         page = tl.load(pages + index, mask=index < num_pages, other=0)
         packed = _store_chunk(
             key, page, index, selected, num_pages, end, low, high, room, carry, SINK_PAGES

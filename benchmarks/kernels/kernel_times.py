@@ -32,7 +32,6 @@ from sparrow_sglang.benchmarks.kernels.cases import (
     replay_us,
 )
 from sparrow_sglang.benchmarks.kernels.peers import flashinfer_decode, torch_select
-from sparrow_sglang.benchmarks.kernels.rows import measure_rows
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
@@ -121,19 +120,6 @@ def time_rule(table: Table, pools: Pools, schedule: BudgetSchedule, quick: bool)
         table.measure(_select_name(shape), shape.select_bytes, partial(_measure, selecting))
         attending = cache(partial(DecodeCase, pools, shape))
         table.measure(_decode_name(shape), shape.decode_bytes(pools), partial(_measure, attending))
-
-
-def time_rows(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
-    """A whole layer with one, two and four rows of each request."""
-    page_bytes = schedule.selection.landmark_bytes(PAGE_SIZE, HEAD_DIM, 2)
-    for batch, rows in itertools.product((1, 4, 16), (1, 2, 4)):
-        budget = schedule.kv_budget_tokens(32768) // PAGE_SIZE
-        shape = Shape(batch, 32768, budget, landmark_bytes=page_bytes)
-        table.measure(
-            f"layer bs {batch} context 32K pages {budget} rows {rows}",
-            shape.select_bytes + shape.decode_bytes(pools),
-            partial(measure_rows, pools, shape, schedule, rows),
-        )
 
 
 def time_landmarks(table: Table, pools: Pools) -> None:
@@ -272,9 +258,6 @@ def _parser() -> OneLineParser:
         "--sweep", action="store_true", help="time launch configurations instead of cases"
     )
     parser.add_argument(
-        "--rows", action="store_true", help="time a layer with several rows of a request instead"
-    )
-    parser.add_argument(
         "--schedule",
         metavar="SCHEDULE",
         help="time selection by the rule of this schedule (shipped name or .json file) and"
@@ -302,13 +285,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     table = Table(args.out, copy_bandwidth())
     begin(parser, args, selection=str(rule), copy_bandwidth=table.copy_bandwidth)
-    small = args.quick or args.sweep or args.rows
+    small = args.quick or args.sweep
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     pools = Pools.random(2**20, 2**17 if small else 2**20, rule, kv_dtype)
     if schedule and args.sweep:
         sweep_rule(table, pools, schedule)
-    elif args.rows:
-        time_rows(table, pools, schedule or load_schedule("qwen3-1.7b-0.86", PAGE_SIZE))
     elif schedule:
         time_rule(table, pools, schedule, args.quick)
     elif args.sweep:

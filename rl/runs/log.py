@@ -171,8 +171,6 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         if read == cached:
             words.append("nothing sparse: all lengths are within the budget")
     words.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
-    if "sparrow/tokens_per_step" in metrics:
-        words.append(f"{metrics['sparrow/tokens_per_step']:.2f} tokens a step")
     if metrics.get(ALARM):
         words.append(
             "ALARM: entropy and reward have fallen while the tail rose, the policy may be"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.attention_backends.metadata import verification_rows
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.mismatch.exact_rates import COMPARE, RATES, RECORD, VARIABLE
 from sparrow_sglang.plugin.state import PROCESS, require_scheduler_state
@@ -42,7 +41,7 @@ def remember_places(
 
     Checked with 0.5.17; see `scheduler_hooks.remember_options`.
     """
-    if not _records() or not forward_batch.forward_mode.is_extend_without_speculative():
+    if not _records() or not forward_batch.forward_mode.is_extend():
         return
     model = batch.model_config
     _the_record(model.hidden_size, model.dtype).assign(
@@ -77,13 +76,9 @@ def keep_or_compare(
     record = _the_record(hidden_states.shape[1], hidden_states.dtype)
     if batch.forward_mode.is_decode():
         record.keep(hidden_states, batch.req_pool_indices, batch.seq_lens)
-    elif batch.forward_mode.is_target_verify():
-        # States of drafts that are not accepted are overwritten by a later step.
-        rows = batch.spec_info.draft_token_num
-        record.keep(hidden_states, *verification_rows(batch.req_pool_indices, batch.seq_lens, rows))
     output = original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
     compared = require_scheduler_state().compared
-    if batch.forward_mode.is_extend_without_speculative() and compared:
+    if batch.forward_mode.is_extend() and compared:
         from sglang.srt.layers.logits_processor import LogitsMetadata
 
         metadata = LogitsMetadata.from_forward_batch(batch)

@@ -22,7 +22,6 @@ from sparrow_sglang.plugin import (
 )
 from sparrow_sglang.plugin.audit import top_logprobs
 from sparrow_sglang.plugin.cpu import fallbacks
-from sparrow_sglang.plugin.drafting import checks as drafting
 from sparrow_sglang.plugin.state import Hook
 from sparrow_sglang.sglang_versions import located
 
@@ -80,10 +79,6 @@ HOOKS = tuple(Hook(*row) for row in (
      "batch model_runner"),
     (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
      "req tree_cache is_insert|checkpoint"),
-    ("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", "AROUND",
-     drafting.choose_worker, "server_args"),
-    ("sglang.srt.managers.overlap_utils.decide_needs_cpu_seq_lens", "AROUND",
-     drafting.without_lengths_on_host),
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     # Schedulers: the audit, and exact acceptance rates.
     (f"{_FORWARD_BATCH}.init_new", "AFTER", top_logprobs.remember_temperatures, "batch"),
@@ -98,10 +93,6 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.utils.common.support_triton", "REPLACE", fallbacks.no_triton, "backend"),
     (f"{_MEMORY}.allocation.get_last_loc", "REPLACE", fallbacks.last_locations,
      "req_to_token req_pool_indices_tensor prefix_lens_tensor"),
-    (f"{_MEMORY}.allocation.assign_req_to_token_pool_func", "REPLACE", fallbacks.assign_slots,
-     "req_pool_indices req_to_token start_offset end_offset out_cache_loc"),
-    (f"{_MEMORY}.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", "AROUND",
-     fallbacks.no_copies_of_slots),
     (f"{_CONFIGURATOR}._build_token_to_kv_pool", "AROUND", fallbacks.with_pool_for_windows),
     (f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", "AROUND",
      fallbacks.with_pool_for_windows),

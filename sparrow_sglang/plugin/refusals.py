@@ -24,7 +24,6 @@ from sparrow_sglang.hf_config import (
     num_layers_of,
     window_layers,
 )
-from sparrow_sglang.plugin.drafting.checks import argument_problems
 from sparrow_sglang.plugin.layer_refusals import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
@@ -95,6 +94,7 @@ _RULES = (
         f"expected one of {PAGE_SIZES}",
         "pass --page-size 16, or leave it out",
     ),
+    _flag("speculative_algorithm", "verification decodes several tokens at once, densely"),
     _flag("enable_hierarchical_cache", f"HiCache: {_PAST_THE_BACKEND}"),
     _flag("hicache_storage_backend", f"HiCache: {_PAST_THE_BACKEND}"),
     _flag("enable_lmcache", _PAST_THE_BACKEND),
@@ -210,7 +210,6 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
         value = getattr(server_args, rule.field)
         if rule.refused(value):
             problems.append(f"{rule.field}={value!r}: {rule.why}; {rule.fix}")
-    problems += argument_problems(server_args)
     if server_args.sparrow_audit_log is not None and not server_args.sparrow_audit_rate:
         problems.append(
             f"sparrow_audit_log={server_args.sparrow_audit_log!r}: nothing is audited, so nothing"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.plugin import server_args
-from sparrow_sglang.plugin.drafting.checks import draft_problems
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
     HOOKS,
@@ -74,7 +73,6 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     refuse(model_problems(model_config))
     loaded, source = server_args.resolve_schedules(runner.server_args, model_config.hf_config)
     refuse(device_problems(view, model_config, loaded.active))
-    refuse(draft_problems(view, model_config, loaded.active))
     refuse(runner_problems(runner))
     place = ranks(runner)
     if place.tp_rank == place.pp_rank == 0 and not place.dp_rank:

@@ -15,7 +15,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.plugin.drafting import checks as drafting
 from sparrow_sglang.plugin.request_checks import (
     UNREADABLE,
     require_samples,
@@ -87,8 +86,6 @@ def check_request(
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size)
-        if getattr(manager.server_args, drafting.FIELD):
-            drafting.require_draftable(request)
 
 
 def report_in_response(

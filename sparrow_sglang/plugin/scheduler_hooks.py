@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang import sglang_versions
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.plugin.drafting import checks as drafting
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.plugin.state import PROCESS
@@ -42,10 +41,9 @@ def remember_options(
     if PROCESS.scheduler is None:
         _require_another_backend(model_runner)
         return
-    mode = forward_batch.forward_mode
-    if mode.is_decode() or mode.is_target_verify():
+    if forward_batch.forward_mode.is_decode():
         PROCESS.scheduler.guard.announced()
-    if not mode.is_extend_without_speculative():
+    if not forward_batch.forward_mode.is_extend():
         return
     PROCESS.scheduler.budgets.set_options(
         [sglang_versions.kv_of(req).req_pool_idx for req in batch.reqs],
@@ -183,16 +181,6 @@ def reserve_decode_buffers(
     if server_args.max_running_requests is not None:
         requests = server_args.max_running_requests // parallel.attn_dp_size
         rows = min(rows, rows_of_graphs(server_args, requests))
-    drafts = getattr(server_args, drafting.FIELD)
-    if graphs.backend != "disabled":
-        rows *= drafts + 1
-    if drafts:
-        from sparrow_sglang.plugin.drafting.histories import num_bytes
-
-        # SGLang admits as many requests as these arguments say where drafts are verified.
-        available_bytes -= num_bytes(
-            server_args.max_running_requests + 1, kvc.model_config.context_len
-        )
     loaded, _ = resolve_schedules(server_args, kvc.model_config.hf_config)
     shape = DecodeShape.of_model(
         loaded.active, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype

@@ -20,7 +20,6 @@ from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_F
 from sparrow_sglang.config import AUTO, named_schedules
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.adapter_checks import check_folders
-from sparrow_sglang.plugin.drafting import checks as drafting
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     device_problems,
@@ -84,13 +83,6 @@ FIELDS = {
         str | None,
         None,
         "Folder in which the attention backend 'sparrow' logs the mismatch of audited requests.",
-    ),
-    drafting.FIELD: ServerField(
-        int,
-        0,
-        "Tokens that the attention backend 'sparrow' drafts from earlier text of a request and of"
-        " others with its prompt, to verify them in the same step; 3 suits reasoning. Tokens keep"
-        " their distribution and log-probs. Default: 0, one token a step.",
     ),
 }
 
@@ -228,7 +220,6 @@ def _check_around_resolution(cls: Any) -> None:
             if self.page_size is None:
                 # SGLang's own default is 1; landmarks need pages.
                 self.page_size = PAGE_SIZE
-            drafting.set_arguments(self)
         original(self)
         if sparse:
             _check_resolved(self)
@@ -310,7 +301,6 @@ def _check_resolved(server_args: "ServerArgs") -> None:
         refuse(rank_problems(view, model_config))
         loaded, _ = resolve_schedules(server_args, model_config.hf_config)
         refuse(device_problems(view, model_config, loaded.active))
-        refuse(drafting.draft_problems(view, model_config, loaded.active))
 
 
 def _require_plugin() -> None:

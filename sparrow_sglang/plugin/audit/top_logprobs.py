@@ -33,13 +33,9 @@ def remember_temperatures(
 
     original = get_bool_env_var("SGLANG_RETURN_ORIGINAL_LOGPROB")
     untempered = original or forward_batch.sampling_info.is_all_greedy
-    # A verification has several rows of each request, whose lists are made in one call.
-    mode = forward_batch.forward_mode
-    rows = forward_batch.spec_info.draft_token_num if mode.is_target_verify() else 1
     state.temperatures = {
-        place * rows + row: req.sampling_params.temperature
-        for place, req in enumerate(() if untempered else batch.reqs)
-        for row in range(rows)
+        row: req.sampling_params.temperature
+        for row, req in enumerate(() if untempered else batch.reqs)
         if isinstance(parameters := req.sampling_params.custom_params, dict)
         and parameters.get(AUDITED) is True
     }

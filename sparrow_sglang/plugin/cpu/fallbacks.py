@@ -75,28 +75,6 @@ def last_locations(
     return last_locations_in_torch()(req_to_token, req_pool_indices, prefix_lens)
 
 
-def assign_slots(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    batch_size: int,
-) -> None:
-    """REPLACE hook: SGLang writes the slots of several tokens of a request by Triton or AMX."""
-    counts = (end_offset - start_offset).long()
-    row = torch.arange(batch_size).repeat_interleave(counts)
-    within = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-    place = req_pool_indices[row].long(), start_offset[row].long() + within
-    req_to_token[place] = out_cache_loc[: len(row)].to(req_to_token.dtype)
-
-
-def no_copies_of_slots(original: Callable[..., None], pool: Any) -> None:
-    """AROUND hook: where drafts are verified, SGLang tries a Triton kernel that moves slots of
-    trees; drafts here are chains, whose slots stay (0.5.23)."""
-    pool._kv_copy_config = None
-
-
 def no_binding(*args: Any, **kwargs: Any) -> None:
     """REPLACE hook: SGLang requires one NUMA node per rank, to bind its AMX kernels (0.5.17)."""
 

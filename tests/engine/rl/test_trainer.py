@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
-from unittest import mock
 
 import ascii_task
 import numpy as np
@@ -21,7 +20,6 @@ from training import ALL, FP32, optimizer_steps, settings, turns_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin.drafting.rows import RowsChoice
 from sparrow_sglang.rl import adapter_gate, trainer
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.collect import base
@@ -72,18 +70,6 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
     np.testing.assert_allclose(logged, [row["critic/score/mean"] for row in steps], rtol=1e-6)
     state = json.loads((folder / "state.json").read_text())
     assert state["metrics"]["critic/score/mean"] == steps[-1]["critic/score/mean"]
-
-
-def test_a_run_with_drafts(byte_model, tmp_path):
-    """Recorded log-probs are those of the sparse policy, of which the mismatch is computed."""
-    config = settings(byte_model, tmp_path / "run", "fixed-48", steps=2)
-    config.engine.server_args["sparrow_draft_tokens"] = 3
-    with mock.patch.object(RowsChoice, "choose", lambda self, batch: 4):
-        trainer.train(config)
-    for row in rows(config.run_dir)[:2]:
-        assert row["sparrow/tokens_per_step"] > 1
-        estimate = row["sparrow/accept_mean_estimate"]
-        assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.03)
 
 
 def test_shorter_steps_learn_as_much(byte_model, tmp_path):

@@ -135,16 +135,14 @@ def assert_no_spills(
     assert " REG:" in usage and " STACK:0 " in usage, usage
 
 
-@pytest.mark.parametrize(
-    ("splits", "rows"), [*((splits, 1) for splits in _SPLIT_PADS), (64, 2), (64, 4)]
-)
-def test_attention_spills_no_registers(tmp_path: Path, splits: int, rows: int) -> None:
+@pytest.mark.parametrize("splits", _SPLIT_PADS)
+def test_attention_spills_no_registers(tmp_path: Path, splits: int) -> None:
     """A program is one warp, whose registers must hold a tile, and then the parts it merges."""
     launch = DecodeLaunch(splits)
     constants = {
         "sinks": None, "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SPLITS_PAD": splits,
         "MMA_ROWS": 16, "BLOCK": launch.block_tokens, "STAGES": launch.stages,
-        "EVERY_PAGE": False, "HAS_ATTN_SINKS": False, "AFTER_SELECT": False, "ROWS": rows,
+        "EVERY_PAGE": False, "HAS_ATTN_SINKS": False, "AFTER_SELECT": False,
     }  # fmt: skip
     types = dict.fromkeys(("q", "k_buffer", "v_buffer", "out"), "*bf16")
     types |= dict.fromkeys(("page_ids", "num_selected", "seq_lens", "arrivals"), "*i32")
@@ -154,19 +152,18 @@ def test_attention_spills_no_registers(tmp_path: Path, splits: int, rows: int) -
     assert_no_spills(tmp_path, decode._decode_kernel, types, constants, **options)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_selection_spills_no_registers(tmp_path: Path, rows: int) -> None:
-    """The keys of all rows of a request stay in registers while thresholds are searched."""
+def test_selection_spills_no_registers(tmp_path: Path) -> None:
+    """A row's keys stay in registers while the threshold is searched."""
     launch = select_launch(1, 8, DIM, PAGES, CPU, int4_landmarks=4)
     constants = {
         "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SINK_PAGES": 1, "RECENT_PAGES": 2,
         "UPDATE_LANDMARK": True, "LANDMARKS": 4, "PAIRS": 32, "BEST_HEAD": True, "GROUP_PAD": 4,
         "MMA_COLUMNS": 16, "BLOCK": launch.block_pages, "STAGES": launch.stages,
-        "RADIX": launch.radix, "SHORT_ROW": 512, "CHUNK": 2048, "DEPENDENTS": False, "ROWS": rows,
+        "RADIX": launch.radix, "SHORT_ROW": 512, "CHUNK": 2048, "DEPENDENTS": False,
     }  # fmt: skip
     types = dict.fromkeys(("q", "k_buffer"), "*bf16")
     types |= {"landmarks": "*u8", "scales": "*fp16", "pairs": "*i64"}
-    pointers = ("page_table", "seq_lens", "num_selected", "page_ids", "union_counts", "keys")
+    pointers = ("page_table", "seq_lens", "num_selected", "page_ids", "keys")
     types |= dict.fromkeys((*pointers, "arrivals"), "*i32")
     kernel = select._select_kernel
     assert_no_spills(tmp_path, kernel, types, constants, num_warps=launch.num_warps)

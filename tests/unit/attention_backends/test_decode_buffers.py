@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pools import Pool, make_schedule
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sparrow_sglang.attention_backends import gpu_decode
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
@@ -60,10 +59,8 @@ def step() -> TritonPagedDecode:
 @pytest.fixture
 def backend(step) -> SparrowAttnBackend:
     backend = object.__new__(SparrowAttnBackend)
-    backend.req_to_token_pool = SimpleNamespace(req_to_token=step._req_to_token)
     backend.dense, backend.sparse = Dense(), step
     backend._planning, backend.stock_decode = nullcontext(), True
-    backend._graph_rows = torch.zeros(2, 0, dtype=torch.int64)
     backend.decode_guard = DecodeGuard()
     backend.decode_guard.served()
     return backend
@@ -93,13 +90,7 @@ def test_stock_buffers_for_captured_decode_are_allocated_only_where_they_are_use
 def batch_of(size: int) -> SimpleNamespace:
     rows = torch.zeros(size, dtype=torch.int64)
     ones = torch.ones_like(rows)
-    return SimpleNamespace(
-        batch_size=size,
-        req_pool_indices=rows,
-        seq_lens=ones,
-        seq_lens_cpu=ones,
-        forward_mode=ForwardMode.DECODE,
-    )
+    return SimpleNamespace(batch_size=size, req_pool_indices=rows, seq_lens=ones, seq_lens_cpu=ones)
 
 
 def captured_batches() -> list[int]:
@@ -125,14 +116,6 @@ def test_every_captured_batch_lies_in_buffers_that_stay(backend, planned):
         assert len(table) == counts.shape[1] == len(replayed)
         assert table.data_ptr() == replayed.data_ptr() == captured[0][0].data_ptr()
         assert counts.data_ptr() == recounted.data_ptr() == captured[0][1].data_ptr()
-
-
-def test_graphs_of_fewer_rows_leave_those_of_more_their_buffers(backend):
-    backend.init_cuda_graph_state(16, 64)
-    before = backend._graph_rows.data_ptr(), backend.sparse._buffers
-    backend.init_cuda_graph_state(16, 32)
-    assert (backend._graph_rows.data_ptr(), backend.sparse._buffers) == before
-    assert backend._graph_rows.shape[1] == 64
 
 
 def test_a_captured_batch_that_does_not_fit_is_refused(backend, planned):
@@ -182,14 +165,12 @@ def test_more_programs_share_an_sm_where_the_cache_is_fp8(
     assert found == [splits, fp8_splits]
 
 
-@pytest.mark.parametrize("rows_per_request", [1, 2, 4])
-def test_scratch_holds_the_splits_of_all_rows(rows_per_request):
-    """Requests with several rows are split as much as those with one."""
+def test_scratch_holds_the_splits_of_every_batch():
     shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, CONTEXT)
     buffers = DecodeBuffers(shape, 16, torch.device("cpu"))
-    for requests in range(1, 16 // rows_per_request + 1):
-        for launches in (buffers.decode_launch, buffers.dense_launch):
-            parts = rows_per_request * requests * HEADS[0] * launches[requests].splits
+    for launches in (buffers.decode_launch, buffers.dense_launch):
+        for batch in range(1, 17):
+            parts = batch * HEADS[0] * launches[batch].splits
             assert parts <= len(buffers.decode_scratch.partial_lse)
 
 
@@ -218,7 +199,6 @@ class TestMemory:
                 "prefill_attention_backend": None,
                 "decode_attention_backend": None,
                 "sparrow_schedule": "fixed-512",
-                "sparrow_draft_tokens": 0,
                 "page_size": 16,
                 "max_running_requests": None,
                 "cuda_graph_config": SimpleNamespace(

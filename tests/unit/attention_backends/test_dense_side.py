@@ -33,11 +33,11 @@ GPUS = {
 def on_gpu(make_args, tmp_path, monkeypatch):
     """Arguments and config of a model, as a server on such a GPU has them."""
 
-    def build(gpu: str, fields: dict, asked: str | None = None, drafts: int = 0) -> tuple:
+    def build(gpu: str, fields: dict, asked: str | None = None) -> tuple:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         # Resolved on this machine, which refuses the flag.
-        args = make_args(save_config(folder, **fields), sparrow_draft_tokens=drafts)
+        args = make_args(save_config(folder, **fields))
         msgspec.structs.force_setattr(args, "sparrow_dense_backend", asked)
         # SGLang takes this machine for a platform of its own kind.
         platform = SimpleNamespace(is_out_of_tree=lambda: False)
@@ -70,12 +70,6 @@ def test_dense_passes_go_where_stock_sglang_sends_them(on_gpu, gpu, fields, chos
     args, config = on_gpu(gpu, fields)
     assert dense_backend(args, config) == chosen
     assert args.attention_backend == "sparrow"
-
-
-def test_drafts_make_no_difference(on_gpu):
-    """SGLang would take FlashInfer, as FA3 verifies no trees in pages."""
-    args, config = on_gpu("hopper", LLAMA, drafts=3)
-    assert dense_backend(args, config) == "fa3"
 
 
 def test_the_flag_names_another_backend(on_gpu):

@@ -10,7 +10,7 @@ import torch
 from command_lines import refusal
 
 from sparrow_sglang.benchmarks import step
-from sparrow_sglang.benchmarks.common import add_row, known_models, verified_tokens_per_step
+from sparrow_sglang.benchmarks.common import add_row, known_models
 from sparrow_sglang.benchmarks.step import (
     batch_lengths,
     compare,
@@ -175,12 +175,6 @@ def test_a_step_is_timed_without_prefill_and_prefill_with_an_empty_cache(
     measured = time_steps(Engine(monkeypatch), [1000, 500], 50_000, repeats=2)
     assert measured["step_ms"] == 2000 and measured["prefill_s_all"] == [102, 102]
     assert (measured["batch"], measured["cached_tokens"]) == (2, 1500)
-
-
-def test_tokens_a_step_are_counted_after_the_first_one() -> None:
-    about = [{"completion_tokens": 11, "spec_verify_ct": 5}, {"completion_tokens": 31}]
-    assert verified_tokens_per_step([about[0], about[1] | {"spec_verify_ct": 15}]) == 2.0
-    assert verified_tokens_per_step(about[1:]) == 1.0
 
 
 def test_sparse_rows_are_compared_with_the_fastest_dense_row_of_model_and_case() -> None:

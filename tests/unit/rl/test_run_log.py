@@ -161,8 +161,6 @@ def test_the_line_of_a_step_says_where_nothing_was_sparse_or_learnt() -> None:
         assert words in line
     assert "no gradient: all groups equal" in line
     sparse = {"sparrow/kv_tokens_cached": 90.0, "sparrow/accept_p05": 0.9}
-    sparse["sparrow/tokens_per_step"] = 1.75
     line = step_line(6, 8, metrics | sparse | {"actor/optimizer_steps": 1.0})
     assert "p05 acceptance 0.900, KV read 57 of 90 tokens" in line
-    assert "10 tokens/s, 1.75 tokens a step |" in line
     assert "nothing sparse" not in line and "no gradient" not in line

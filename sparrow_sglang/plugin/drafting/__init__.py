@@ -1,1 +1,0 @@
-"""Several tokens a step: drafts from earlier text, and their exact verification."""
