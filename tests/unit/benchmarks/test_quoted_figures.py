@@ -48,6 +48,7 @@ def test_training_runs_of_the_fidelity_page() -> None:
         assert int(cells["seeds"]) == len(arm["seeds"])
         for head, metric, span, places in (
             ("pass rate", "eval/pass_rate", "at the end", 3),
+            ("reward at the end", "critic/score/mean", "at the end", 3),
             ("reward", "critic/score/mean", "over the run", 3),
             ("tail", "sparrow/accept_p05", "over the run", 3),
             ("KV read", "sparrow/kv_tokens_read", "over the run", 0),
@@ -58,6 +59,8 @@ def test_training_runs_of_the_fidelity_page() -> None:
             if places and head != "tail" and difference and difference["half"] is not None:
                 text += f" ({difference['value']:+.3f}±{difference['half']:.3f})"
             assert cells[head] == text, (schedule, head)
+    equal = arms[2]["sparrow/zero_std_fraction"]["at the end"]["mean"]["value"]
+    assert f"{100 * equal:.0f} % of their groups have equal rewards" in page
 
 
 def budgets_of_gemma(rule: str, target: float) -> tuple[float, float]:
