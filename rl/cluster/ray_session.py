@@ -2,6 +2,7 @@
 
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -61,10 +62,12 @@ def actor_options(server_args: Mapping[str, Any], **variables: str) -> dict[str,
     which depend on `server_args`: otherwise two GPUs of one host would exchange memory handles of
     different kinds, and wait for each other for ever. A value that the user has exported stays.
     """
+    # Exported for all of Ray, as some frameworks ask for, it would give trainers the same GPU.
+    variables.setdefault("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "0")
     for name, arguments in _NCCL_ARGUMENTS.items():
         wanted = any(server_args.get(argument) for argument in arguments)
         variables[name] = "1" if wanted else os.environ.get(name, "0")
-    installed = (sys.prefix, sys.base_prefix)
+    installed = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
     folders = [os.path.abspath(folder) for folder in sys.path]
     own = [folder for folder in folders if not folder.startswith(installed)]
     variables["PYTHONPATH"] = os.pathsep.join(own)

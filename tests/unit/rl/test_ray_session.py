@@ -1,13 +1,15 @@
-"""The network of a run's actors."""
+"""The network of a run's actors, and the folders that they import from."""
 
 import os
+import sys
+import sysconfig
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import ray
 
-from sparrow_sglang.rl.cluster.ray_session import use_network_of_ray
+from sparrow_sglang.rl.cluster.ray_session import actor_options, use_network_of_ray
 
 
 def test_gloo_uses_the_network_of_ray_unless_the_user_names_one(
@@ -28,3 +30,13 @@ def test_gloo_uses_the_network_of_ray_unless_the_user_names_one(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     use_network_of_ray()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_actors_import_from_the_folders_of_the_user_wherever_these_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = [f"{sys.prefix}-tasks", f"{sys.base_prefix}/src/app"]
+    installed = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
+    monkeypatch.setattr(sys, "path", [own[0], *installed, own[1]])
+    variables = actor_options({})["runtime_env"]["env_vars"]
+    assert variables["PYTHONPATH"].split(os.pathsep) == own
