@@ -41,8 +41,9 @@ class EngineActor:
         self._inboxes: defaultdict[int, SimpleQueue[Groups]] = defaultdict(SimpleQueue)
         self._stopped = 0
 
+    @ray.method(concurrency_group=CONTROL)
     def ready(self) -> torch.dtype:
-        """The engine's dtype."""
+        """The engine's dtype, once it serves; answered while another call is under way, too."""
         return self._engine.dtype
 
     def stream(self, sampling: Sampling, rollout: int) -> Iterator[tuple[int, Group]]:

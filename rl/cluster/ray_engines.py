@@ -10,6 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -221,11 +222,17 @@ class RayEngines(RolloutEngine):
             self._call_all("prepare_load")
             try:
                 adapter = send({slot: engine.actor for slot, engine in self._engines.items()})
-            except (BroadcastTimeout, TrainersLost):
-                # Nobody is left who could send, or engines would get stuck again.
+            except TrainersLost:
+                # Nobody is left who could send.
                 raise
-            except (EngineDied, RuntimeError):
-                if self._call_all("require_alive", timeout_s=STUCK_TIMEOUT_S):
+            except (EngineDied, RuntimeError) as error:
+                logger.warning("weights were not sent: %s", _reason(error))
+                signs = {slot: one.actor.ready.remote() for slot, one in self._engines.items()}
+                all_run = self._all_answer(signs, STUCK_TIMEOUT_S)
+                if all_run and isinstance(error, BroadcastTimeout):
+                    # The cause is the network, so engines would get stuck again.
+                    raise
+                if self._call_all("require_alive", timeout_s=STUCK_TIMEOUT_S) and all_run:
                     raise
             else:
                 if self._call_all("finish_load", version):
@@ -304,12 +311,15 @@ class RayEngines(RolloutEngine):
         A dead engine is replaced by another, which gets no call: `_await_start` gives it all that
         the others have.
         """
-        deaths = self._deaths
         calls = {
             slot: engine.actor.call.remote(method, *arguments)
             for slot, engine in self._engines.items()
         }
-        deadline = time.monotonic() + timeout_s
+        return self._all_answer(calls, timeout_s)
+
+    def _all_answer(self, calls: Mapping[int, Any], timeout_s: float) -> bool:
+        """Wait for the engines' answers; replaces those that do not answer in time."""
+        deaths, deadline = self._deaths, time.monotonic() + timeout_s
         for slot, call in calls.items():
             try:
                 ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
@@ -335,15 +345,16 @@ class RayEngines(RolloutEngine):
     def _await_start(self, slot: int) -> None:
         """Wait for the engine, and give it the weights and the schedule that the others have."""
         actor = self._engines[slot].actor
+        get: Callable[[Any], Any] = partial(ray.get, timeout=START_TIMEOUT_S)
         try:
-            self.dtype = ray.get(actor.ready.remote(), timeout=START_TIMEOUT_S)
+            self.dtype = get(actor.ready.remote())
             # During an update there is nothing to send yet: `load` sends again.
-            ray.get(actor.call.remote("prepare_load"))
+            get(actor.call.remote("prepare_load"))
             if self._send is not None:
                 self._send({slot: actor})
-                ray.get(actor.call.remote("finish_load", self._version))
+                get(actor.call.remote("finish_load", self._version))
             if self._schedule is not None:
-                ray.get(actor.call.remote("set_schedule", self._schedule))
+                get(actor.call.remote("set_schedule", self._schedule))
         except GetTimeoutError:
             raise EngineDied(
                 f"a rollout engine did not start within {START_TIMEOUT_S:.0f} s: it is still"
@@ -359,6 +370,6 @@ def _left(group: Group) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """The cause of an engine's death, without Ray's ids and tracebacks, which come first."""
+    """The cause of a failure, without Ray's ids and tracebacks, which come first."""
     text = str(getattr(error, "cause", error)).strip() or repr(error)
     return text.splitlines()[-1]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sparrow_sglang.rl.engines.processes import EngineDied
+from sparrow_sglang.rl.engines.responses import POLL_S
 
 LIMIT_S = 180.0
 """Time limit for all engines to join, and for one bucket to be sent and loaded; the first bucket's
@@ -98,7 +99,8 @@ def _join(store: dist.TCPStore, world: int, name: str) -> Any:
         backend="nccl" if torch.cuda.is_available() else "gloo",
         # The same prefix as SGLang's ranks use, which get an address instead of a store.
         store=dist.PrefixStore(name, store),
-        timeout=timedelta(seconds=LIMIT_S),
+        # Longer than the limit here, as NCCL ends this process when its own runs out.
+        timeout=timedelta(seconds=2 * LIMIT_S),
         world_size=world,
         rank=0,
         group_name=name,
@@ -124,18 +126,22 @@ def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) ->
     """What `call()` returns here, once the engines have answered; the first error as it arrives."""
     deadline = time.monotonic() + LIMIT_S
     # In a thread, because the call would wait for an engine that has died.
-    ours = _in_background(call)
-    waiting, late = list(answers.values()), ["the trainer"]
-    while waiting:
-        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            late = [f"engine {slot}" for slot, answer in answers.items() if answer in waiting]
+    ours, waiting = _in_background(call), list(answers.values())
+    while waiting or not ours.done():
+        if time.monotonic() > deadline:
             break
-        ray.get(done)
-    else:
-        wait([ours], max(0.0, deadline - time.monotonic()))
         if ours.done():
-            return ours.result()
+            # An error of this process, for which the engines would wait in vain.
+            ours.result()
+        if waiting:
+            done, waiting = ray.wait(waiting, timeout=POLL_S)
+            ray.get(done)
+        else:
+            wait([ours], POLL_S)
+    else:
+        return ours.result()
+    late = [f"engine {slot}" for slot, answer in answers.items() if answer in waiting]
+    late = late or ["the trainer"]
     raise BroadcastTimeout(
         f"{what} was not done within {LIMIT_S:.0f} s, {', '.join(late)} of {len(answers)} did not"
         " get through: check that the hosts reach each other on all ports, that NCCL_SOCKET_IFNAME"

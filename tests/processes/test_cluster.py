@@ -78,6 +78,9 @@ def cluster() -> Iterator[Cluster]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would kill actors while other tests need most of the memory.
         "RAY_memory_monitor_refresh_ms": "0",
+        # How long a process may stand still, seven minutes otherwise.
+        "RAY_grpc_client_keepalive_time_ms": "5000",
+        "RAY_grpc_client_keepalive_timeout_ms": "15000",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
@@ -270,10 +273,16 @@ def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
     config = settings(model, tmp_path / "parts", **sections, **parts)
     call, stream = RemoteLearner._call, RayEngines.stream
     engines_of_the_run: list[RayEngines] = []
-    left = ["engine in send", "trainer in update", "host in update", "driver in rollout"]
+    left = [
+        "engine stops in rollout",
+        "engine in send",
+        "trainer in update",
+        "host in update",
+        "driver in rollout",
+    ]
 
     def doomed(learner: RemoteLearner, method: str, *arguments: Any) -> Any:
-        if method == "send" and left[0] == "engine in send" and engines_of_the_run:
+        if method == "send" and left[0] == "engine in send" and len(arguments[0]) == 2:
             left.pop(0)
             os.kill(pids(engines_of_the_run[-1])[1], signal.SIGKILL)
         elif method == "update" and left[0] == "trainer in update":
@@ -288,6 +297,9 @@ def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
 
     def interrupted(engines: RayEngines, *arguments: Any) -> Iterator[Any]:
         engines_of_the_run.append(engines)
+        if left[0] == "engine stops in rollout":
+            left.pop(0)
+            os.kill(pids(engines)[1], signal.SIGSTOP)
         for number, answer in enumerate(stream(engines, *arguments)):
             if number == 0 and left == ["driver in rollout"] and engines._version == "2":
                 os.kill(os.getpid(), signal.SIGTERM)
