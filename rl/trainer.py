@@ -46,9 +46,12 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
             wrong, or at odds with the run in `run_dir`; nothing has been lost then.
         EngineDied, RolloutError: the rollouts of a step cannot be completed.
         TrainersLost: trainer workers died more than `cluster.max_restarts` times.
+        RewardsFailed: the reward function cannot be loaded, or failed for every response.
         FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not
             finite. A single such step is skipped.
     """
+    # An engine in this process raises the root logger's level, which would hide our warnings.
+    logging.getLogger("sparrow_sglang").setLevel(logging.WARNING)
     setup = prepare(config)
     with _connected(config):
         failures, newest = 0, newest_checkpoint(config.run_dir)

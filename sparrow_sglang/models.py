@@ -108,8 +108,10 @@ def path_problem(model: str) -> str | None:
     Anything that may be a name on the hub is left to transformers.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "config.json").exists():
-        what = "the folder has no config.json"
+    if folder.is_dir():
+        what = _config_problem(folder / "config.json")
+        if what is None:
+            return None
     elif model.startswith(("/", "./", "../", "~")) and not folder.exists():
         what = "no such folder"
     else:
@@ -117,8 +119,23 @@ def path_problem(model: str) -> str | None:
     return f"{what}{relative_note(model)}{_EXPECTED_MODEL}"
 
 
+def _config_problem(config: Path) -> str | None:
+    if not config.exists():
+        return "the folder has no config.json"
+    try:
+        values = json.loads(config.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        return f"its config.json cannot be read ({error})"
+    if not isinstance(values, dict) or not values.get("architectures"):
+        return "its config.json names no architectures"
+    return None
+
+
 def missing_weights(folder: Path) -> str | None:
     """What the weights in a checkpoint's folder lack, in one line; None if nothing."""
+    problems = map(_truncated, sorted(folder.glob("*.safetensors")))
+    if problem := next(filter(None, problems), None):
+        return problem
     for index in sorted(folder.glob("*.index.json")):
         try:
             names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
@@ -129,6 +146,28 @@ def missing_weights(folder: Path) -> str | None:
         return None
     if not any(found for kind in _WEIGHTS for found in folder.glob(kind)):
         return f"{folder} has no weights: expected {', '.join(_WEIGHTS)}"
+    return None
+
+
+def _truncated(weights: Path) -> str | None:
+    """Says that a safetensors file is shorter than its own header says; None if it is not."""
+    try:
+        size = weights.stat().st_size
+        with weights.open("rb") as file:
+            start = file.read(8)
+            if start == b"version ":
+                return f"{weights} is a pointer of Git LFS: fetch the file itself by `git lfs pull`"
+            expected = 8 + int.from_bytes(start, "little")
+            if expected <= size:
+                header = json.loads(file.read(expected - 8).decode())
+                tensors = (row for name, row in header.items() if name != "__metadata__")
+                expected += max((row["data_offsets"][1] for row in tensors), default=0)
+    except OSError as error:
+        return f"{weights} cannot be read ({error.strerror or error})"
+    except (ValueError, AttributeError, LookupError, TypeError):
+        return f"{weights} is damaged: its header cannot be read; download it again"
+    if size < expected:
+        return f"{weights} is incomplete, {size} of {expected} bytes: download it again"
     return None
 
 

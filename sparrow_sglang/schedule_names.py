@@ -41,15 +41,23 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
         if len(match[1]) > len(str(MAX_TOKENS)):
             raise ScheduleError(f"schedule {quoted(spec)}: expected at most fixed-{MAX_TOKENS}")
         return BudgetSchedule.fixed(int(match[1]), page_size)
-    if spec in known_schedules():
-        return _for_page_size(shipped_schedule(spec), page_size, spec)
-    if spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
-        return _for_page_size(_from_file(spec), page_size, spec)
+    named = spec in known_schedules()
+    if named or spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
+        return _for_page_size(read_schedule(spec), page_size, spec)
     nearest = nearest_first(spec, known_schedules())[:_NAMED]
     raise ScheduleError(
         f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
-        f" fixed-<tokens>, or a shipped name, of which the nearest are {', '.join(nearest)}"
+        " fixed-<tokens>, or a name that `sparrow schedules` lists; the nearest are"
+        f" {', '.join(nearest)}"
     )
+
+
+def read_schedule(spec: str) -> BudgetSchedule:
+    """The schedule of a shipped name or of a file, whatever its page size.
+
+    Raises `ScheduleError` if there is none or it is invalid.
+    """
+    return shipped_schedule(spec) if spec in known_schedules() else _from_file(spec)
 
 
 def schedule_for_model(

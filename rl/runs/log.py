@@ -15,6 +15,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
+from sparrow_sglang.rl.tasks.rewards import FAILURES
 from sparrow_sglang.run_folder import (
     EVALUATIONS_FILE,
     EVENTS_FILE,
@@ -176,6 +177,9 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
             "ALARM: entropy and reward have fallen while the tail rose, the policy may be"
             " collapsing"
         )
+    failed = sum(metrics.get(f"sparrow/reward_{kind}", 0.0) for kind in FAILURES)
+    if failed:
+        words.append(f"{failed:.0f} rewards failed")
     if metrics.get("actor/optimizer_steps") == metrics.get("actor/skipped_steps") == 0:
         words.append("no gradient: all groups equal")
     if metrics.get("actor/skipped_steps"):

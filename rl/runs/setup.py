@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,13 @@ import numpy as np
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
+from sparrow_sglang.models import (
+    EMBEDDED_MODEL_NAME,
+    missing_weights,
+    model_folder,
+    model_problem,
+    path_problem,
+)
 from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
 from sparrow_sglang.rl.runs.log import check_logging
@@ -75,6 +82,9 @@ def _check_settings(config: TrainConfig) -> None:
     check_logging(config.logging)
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
+    folder = Path(config.model.path)
+    if folder.is_dir() and (problem := missing_weights(folder)):
+        raise InputError(f"model.path: {problem}")
     if problem := unknown_argument(config.engine.server_args):
         raise InputError(f"engine.server_args.{problem}")
     # The variable is read as SGLang reads it, whose processes inherit it.

@@ -2,7 +2,8 @@
 
 In: groups, and a task's reward function. Out: one array of rewards per group, in the same order,
 sub-scores, and counts of failures. A call that raises, crashes or hangs scores 0; a worker process
-that has crashed or hangs is replaced.
+that has crashed or hangs is replaced. Where all calls fail there is nothing to learn from, and
+`RewardsFailed` is raised.
 """
 
 import inspect
@@ -26,8 +27,13 @@ from sparrow_sglang.rl.types import Group
 
 logger = logging.getLogger(__name__)
 
+FAILURES = ("errors", "crashes", "timeouts")
 # The number of a group, and the range of samples of it that one job scores.
 Place = tuple[int, range]
+
+
+class RewardsFailed(RuntimeError):
+    """The reward function cannot be loaded, or failed for every response."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +53,7 @@ class Scores:
 
     def metrics(self) -> dict[str, float]:
         """The number of responses whose scoring failed, by kind of failure."""
-        return {
-            "sparrow/reward_errors": float(self.errors),
-            "sparrow/reward_crashes": float(self.crashes),
-            "sparrow/reward_timeouts": float(self.timeouts),
-        }
+        return {f"sparrow/reward_{kind}": float(getattr(self, kind)) for kind in FAILURES}
 
 
 def part_metrics(parts: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, float]:
@@ -87,7 +89,7 @@ class RewardPool:
     def score(self, groups: Sequence[Group]) -> Scores:
         """The reward of every rollout; those missing after `total_timeout_s` are timeouts.
 
-        Raises `RuntimeError` if a process cannot even load the function.
+        Raises `RewardsFailed`.
         """
         with self.scoring() as scoring:
             return scoring.scores([scoring.add(group) for group in groups])
@@ -122,7 +124,7 @@ class RewardPool:
             if kind in ("crashes", "timeouts"):
                 if place is None and not worker.ready:
                     self.close()
-                    raise RuntimeError(f"the reward {self.reward!r} cannot be loaded: {value}")
+                    raise RewardsFailed(f"the reward {self.reward!r} cannot be loaded: {value}")
                 worker.stop()
                 self._workers[self._workers.index(worker)] = Worker(self.reward)
             if place is not None:
@@ -180,7 +182,8 @@ class _Work:
         self._left = 0
         # When those that are missing are given up, in seconds of the monotonic clock.
         self.deadline = math.inf
-        self._counts = {"errors": 0, "crashes": 0, "timeouts": 0}
+        self._counts = dict.fromkeys(FAILURES, 0)
+        self._last_failure = ""
 
     @property
     def done(self) -> bool:
@@ -225,9 +228,11 @@ class _Work:
                 self._rewards[number][sample] = reward
                 self._parts[number][sample] = parts
         else:
-            self._counts[kind] += len(samples)
             prompt = self.groups[number].prompt
-            logger.warning("prompt %s/%s: %s: %s", prompt.task, prompt.id, kind, value)
+            self._last_failure = f"prompt {prompt.task}/{prompt.id}: {kind}: {value}"
+            if not self._counts[kind]:
+                logger.warning("reward failed, first of its kind: %s", self._last_failure)
+            self._counts[kind] += len(samples)
         # Updated last, as another thread reads these to see whether the rewards are complete.
         self._open[number] -= len(samples)
         self._left -= len(samples)
@@ -237,6 +242,9 @@ class _Work:
         return None if self._open[number] else self._rewards[number]
 
     def scores(self, numbers: Iterable[int]) -> Scores:
+        count = sum(len(group.rollouts) for group in self.groups)
+        if count and sum(self._counts.values()) == count:
+            raise RewardsFailed(f"all {count} rewards failed, the last: {self._last_failure}")
         chosen = list(numbers)
         parts = tuple(tuple(self._parts[number]) for number in chosen)
         return Scores(tuple(self._rewards[number] for number in chosen), parts, **self._counts)

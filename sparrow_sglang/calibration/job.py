@@ -43,6 +43,7 @@ from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, whole_pages
 from sparrow_sglang.models import model_folder, model_problem
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import NAME, PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule_names import read_schedule
 from sparrow_sglang.selection import SelectionRule
 
 MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
@@ -164,7 +165,7 @@ def calibration_job(options: CalibrationOptions) -> Job:
 def check_job(options: CalibrationOptions) -> Job:
     """The job that checks schedules; raises `ValueError` on options that cannot work."""
     model = find_model(options.model_path, options.engine_args)
-    schedules = [BudgetSchedule.from_json(path) for path in options.check]
+    schedules = [read_schedule(spec) for spec in options.check]
     page_size = schedules[0].page_size
     names = [schedule.name for schedule in schedules]
     if len(set(names)) < len(names) or any(s.page_size != page_size for s in schedules):
@@ -189,7 +190,7 @@ def check_job(options: CalibrationOptions) -> Job:
         if target is None:
             raise CalibrationError(f"--check: {schedule.name} has no tail_target: pass --target")
         targets.append(target)
-    first = Path(options.check[0])
+    first = options.check[0].removesuffix(".json")
     measured = [
         [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers]
         + ([rule_settings(s.selection)] if s.selection != SelectionRule() else [])
@@ -204,8 +205,8 @@ def check_job(options: CalibrationOptions) -> Job:
         part="check",
         settings={"page_size": page_size, "schedules": measured},
         schedule=",".join(map(str, options.check)),
-        folder=options.work or first.with_suffix(".check"),
-        out=options.out or first.with_suffix(".check.json"),
+        folder=options.work or Path(f"{first}.check"),
+        out=options.out or Path(f"{first}.check.json"),
         targets=targets,
         schedules=schedules,
     )

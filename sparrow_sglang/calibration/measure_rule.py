@@ -90,16 +90,16 @@ def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _step_of(job: Job, name: str, schedule: BudgetSchedule, **settings: Any) -> Job:
     """The job of one step, in a folder of its own, on an engine that starts with `schedule`."""
-    folder = job.folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "first-schedule.json"
-    schedule.save(path)
-    return replace(
+    folder, first = job.folder / name, "first-schedule.json"
+    step = replace(
         job,
         folder=folder,
         settings=job.settings | {"step": name} | settings,
-        engine_args=job.engine_args | {"sparrow_schedule": str(path)},
+        engine_args=job.engine_args | {"sparrow_schedule": str(folder / first)},
     )
+    with step.work.writing(first) as draft:
+        schedule.save(draft)
+    return step
 
 
 def _even(job: Job, rule: SelectionRule) -> BudgetSchedule:
@@ -150,7 +150,8 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     variances = np.zeros(shape)
     for layer, rows in found["layers"].items():
         variances[int(layer)] = rows
-    write_json(path, variances.tolist())
+    with step.work.writing(path.name) as draft:
+        write_json(draft, variances.tolist())
     return variances
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.prompts import read_prompts
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, path_problem
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule_names import read_schedule
 
 DEFAULT_TARGET = 0.86
 PUBLISHED = "published"
@@ -25,7 +26,7 @@ class CalibrationOptions:
 
     Attributes:
         target: tails to hold, one schedule each; empty for the default.
-        check: schedule files to check; empty to calibrate.
+        check: files or shipped names of schedules to check; empty to calibrate.
         budgets: in tokens; empty for those that suit the model's context.
         rule: one of `RULES`; None for `calibrated`, or `published` where the model has layers with
             linear attention.
@@ -78,4 +79,6 @@ class CalibrationOptions:
             # Two tokens for any text check a file's form without a tokenizer.
             read_prompts(self.prompts, lambda text, add_special_tokens=True: [0, 0], sys.maxsize)
         for path in self.check:
-            BudgetSchedule.from_json(path)
+            read_schedule(path)
+        if self.out is not None and (self.out.suffix != ".json" or self.out.is_dir()):
+            raise CalibrationError(f"--out {self.out}: expected the name of a .json file")

@@ -53,7 +53,7 @@ class WorkFolder:
                 " earlier run of the same command made"
             ) from None
         if found is None:
-            with self._writing(SETTINGS) as draft:
+            with self.writing(SETTINGS) as draft:
                 draft.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
             return
         wanted = json.loads(json.dumps(settings))
@@ -89,11 +89,12 @@ class WorkFolder:
         }
         numbers = json.dumps([s.sample for s in samples]).encode()
         table = pyarrow.table(columns).replace_schema_metadata({_SAMPLES_KEY: numbers})
-        with self._writing(f"batch-{samples[0].sample:08d}.parquet") as draft:
+        with self.writing(f"batch-{samples[0].sample:08d}.parquet") as draft:
             parquet.write_table(table, draft)
 
     @contextmanager
-    def _writing(self, name: str) -> Iterator[Path]:
+    def writing(self, name: str) -> Iterator[Path]:
+        """A draft of the file `name`. Raises `CalibrationError` if it cannot be written."""
         try:
             with replacing(self.path / name) as draft:
                 yield draft

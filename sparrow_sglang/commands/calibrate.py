@@ -77,7 +77,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=(),
         metavar="SCHEDULE",
-        help="do not calibrate, but measure whether these schedule files hold their targets",
+        help="do not calibrate, but measure whether these schedules, files or shipped names, hold"
+        " their targets",
     )
     add(
         "--work",

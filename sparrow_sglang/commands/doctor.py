@@ -24,9 +24,10 @@ from sparrow_sglang.commands.serve import (
     model_argument,
     parse_server_args,
 )
-from sparrow_sglang.config import SCHEDULE_VARIABLE, ConfigError
+from sparrow_sglang.config import SCHEDULE_VARIABLE, SOURCE_VARIABLE, ConfigError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
+from sparrow_sglang.noise import VARIABLE as NOISE_VARIABLE
 from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
@@ -36,6 +37,7 @@ from sparrow_sglang.sglang_install import (
     installed_version,
     version_problems,
 )
+from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -49,6 +51,8 @@ VARIABLES = (
     SCHEDULE_VARIABLE,
     "SPARROW_CACHE",
 )
+# The other ones are set by this package itself, or by its developers.
+_KNOWN = (*VARIABLES, SOURCE_VARIABLE, "SPARROW_COMMIT", "SPARROW_RECORD", NOISE_VARIABLE)
 
 
 class Check(NamedTuple):
@@ -122,6 +126,10 @@ def _check_environment() -> Check:
         ours = ",".join(ENTRY_POINTS.values())
         detail = f"SGLANG_PLUGINS={','.join(names)} leaves sparrow out: unset it, or add {ours}"
         return Check("FAIL", "environment", detail)
+    unknown = [n for n in os.environ if n.startswith("SPARROW_") and n not in _KNOWN]
+    if unknown:
+        near = nearest_first(unknown[0], [name.lower() for name in _KNOWN])[0].upper()
+        return Check("WARN", "environment", f"nobody reads {unknown[0]}: did you mean {near}?")
     listed = ", ".join(f"{name}={value}" for name, value in values.items())
     return Check("ok", "environment", listed or f"none of {', '.join(VARIABLES)} is set")
 

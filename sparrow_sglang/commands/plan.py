@@ -25,6 +25,7 @@ from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 _HUB_TIMEOUT_S = 10.0
+_MAX_LENGTH = 10_000_000  # every step up to it is computed, in some seconds
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -117,6 +118,11 @@ def make_plan(args: argparse.Namespace) -> Plan:
         room = text_config(config).get("max_position_embeddings", 2**30) - args.prompt_tokens
         fitting = [length for length in DEFAULT_LENGTHS if length <= room]
         lengths = sorted(args.length or fitting or [max(1, room)])
+    if args.prompt_tokens + lengths[-1] > _MAX_LENGTH:
+        raise InputError(
+            f"a prompt of {args.prompt_tokens} and a response of {lengths[-1]} tokens: expected"
+            f" --prompt-tokens and the longest length to be at most {_MAX_LENGTH} together"
+        )
     schedule = _read_schedule(args.schedule, config, args.page_size).for_model(config)
     return Plan(
         model=model,

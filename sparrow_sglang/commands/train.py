@@ -112,13 +112,14 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     from sparrow_sglang.rl.learner import TrainersLost
     from sparrow_sglang.rl.rollout import RolloutError
     from sparrow_sglang.rl.runs.termination import Stopped
+    from sparrow_sglang.rl.tasks.rewards import RewardsFailed
     from sparrow_sglang.rl.trainer import train
 
     # The progress bars of transformers last a second each and would interrupt ours.
     logging.disable_progress_bar()
     try:
         folder = train(config, args.resume)
-    except (EngineDied, RolloutError, TrainersLost, FloatingPointError) as error:
+    except (EngineDied, RolloutError, RewardsFailed, TrainersLost, FloatingPointError) as error:
         return _say_where_it_stands(config, f"error: {error}", 1)
     except Stopped as stop:
         return _say_where_it_stands(config, "stopped", int(stop.code or 0))

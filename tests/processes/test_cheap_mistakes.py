@@ -43,6 +43,7 @@ sys.exit(f"imported {slow}" if slow else code)
             "",
             "gone.json (relative to {cwd}): cannot be read",
         ),
+        (["calibrate", "--out", "m.yaml"], "", "--out m.yaml: expected the name of a .json file"),
         (["calibrate", "--engine-args", '{"tp_sise": 2}'], "", "did you mean 'tp_size'"),
         (
             ["calibrate", "--check", "m.json", "--rule", "calibrated"],

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from reward_groups import group, obey
 
-from sparrow_sglang.rl.tasks.rewards import RewardPool, part_metrics
+from sparrow_sglang.rl.tasks.rewards import RewardPool, RewardsFailed, part_metrics
 from sparrow_sglang.rl.types import Prompt
 
 
@@ -53,6 +53,11 @@ def test_failing_rewards_are_zero_and_are_counted(pool: RewardPool) -> None:
     assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
 
 
+def test_a_function_that_always_fails_is_an_error(pool: RewardPool) -> None:
+    with pytest.raises(RewardsFailed, match="all 3 rewards failed, the last: prompt .*: errors"):
+        pool.score([group("a", 0.0, ["raise", "nan"]), group("b", 0.0, ["raise"])])
+
+
 def starts_a_process(prompt: Prompt, text: str) -> float:
     with subprocess.Popen(["sleep", "600"]) as process:
         Path(text).write_text(str(process.pid))
@@ -62,7 +67,8 @@ def starts_a_process(prompt: Prompt, text: str) -> float:
 def test_what_a_reward_has_started_ends_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with RewardPool(starts_a_process, workers=1, timeout_s=3.0) as pool:
-        assert pool.score([group("a", 0.0, [str(file)])]).timeouts == 1
+        with pytest.raises(RewardsFailed, match="all 1 rewards failed, the last: .*: timeouts"):
+            pool.score([group("a", 0.0, [str(file)])])
         assert not psutil.pid_exists(int(file.read_text()))
 
 
@@ -85,7 +91,7 @@ def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
 
 def test_a_reward_that_cannot_be_loaded_is_an_error() -> None:
     with RewardPool(RefusesToLoad(), workers=1) as pool:
-        with pytest.raises(RuntimeError, match="cannot be loaded: .* status 7"):
+        with pytest.raises(RewardsFailed, match="cannot be loaded: .* status 7"):
             pool.score([group("a", 0.0, ["1"])])
 
 
@@ -122,7 +128,7 @@ def test_scoring_that_is_given_up_does_not_wait() -> None:
 def test_a_thread_says_that_a_reward_cannot_be_loaded() -> None:
     with RewardPool(RefusesToLoad(), workers=1) as pool, pool.scoring() as scoring:
         scoring.add(group("a", 0.0, ["1"]))
-        with pytest.raises(RuntimeError, match="cannot be loaded: .* status 7"):
+        with pytest.raises(RewardsFailed, match="cannot be loaded: .* status 7"):
             scoring.wait()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from engines import random_prompt
 from servers import start_server
@@ -196,3 +197,18 @@ def test_a_start_of_logprobs_that_nobody_asked_for_stays_without_effect(server: 
     assert cached == [cached[0]] * 3
     assert cached[0] >= 256
     server.wait_for(set().union(*(names for names, _ in found)))
+
+
+def test_a_server_that_stops_does_not_wait_for_the_audit(server: Server) -> None:
+    """This is the last test of its server."""
+    names, _ = server.generate(400, count=8)
+    port = int(server.url.rpartition(":")[2])
+    [pid] = {
+        each.pid
+        for each in psutil.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port
+    }
+    process = psutil.Process(pid)
+    process.terminate()
+    process.wait(SECONDS)
+    assert not names <= server.audited()

@@ -62,7 +62,8 @@ class Auditor:
     where priorities are on. Requests that do not fit the queue are dropped and counted. `rate`, the
     share of auditable requests to audit, may be set at any time; at 0 only the load is published.
 
-    No score starts while generation is paused, while memory is released, or within `held_back`.
+    No score starts while generation is paused, while memory is released, while the server stops, or
+    within `held_back`.
 
     Everything runs on the event loop of SGLang's TokenizerManager except comparing a response's
     lists and writing the log, neither of which touches the report.
@@ -210,7 +211,8 @@ class Auditor:
                 )
                 for rid, prompt_tokens in self._prompt_tokens.items()
             )
-            if self._log is not None and self._log.is_due():
+            # A server that stops has no later time for what waits.
+            if self._log is not None and (self._log.is_due() or self._manager.gracefully_exit):
                 await self._flush(self._log)
             audits = self.rate or self._has_scored
             # Rarely, as tails take CPU time of the process that serves users.
@@ -225,6 +227,9 @@ class Auditor:
 
     def _may_start(self, recorded: RecordedRequest) -> bool:
         if not self.rate or self._holds or self._released or self._manager.is_pause:
+            return False
+        # SGLang stops once no request is left, so that each score would delay it.
+        if self._manager.gracefully_exit:
             return False
         tokens = recorded.held_tokens
         if self._prompt_tokens and tokens > self._allowance:

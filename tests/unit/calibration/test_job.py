@@ -9,7 +9,9 @@ import pytest
 from transformers import Qwen3_5Config
 
 from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.calibration.engine import MeasuringEngine
 from sparrow_sglang.calibration.job import calibration_job, check_job, find_model, origin
+from sparrow_sglang.calibration.measure_rule import with_chosen_rule
 from sparrow_sglang.calibration.options import CalibrationOptions
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -71,6 +73,21 @@ def test_a_check_judges_by_the_target_that_was_asked_for(
         check_job(replace(check, page_size=64))
 
 
+def test_a_shipped_schedule_is_checked_by_its_name(options: CalibrationOptions) -> None:
+    assert options.prompts is not None
+    options.prompts.write_text(json.dumps({"input_ids": list(range(4000))}) + "\n")
+    job = check_job(
+        CalibrationOptions(
+            model_path=options.model_path,
+            prompts=options.prompts,
+            check=["smollm2-135m-0.75"],
+            engine_args={"context_length": 4096},
+        )
+    )
+    assert [s.name for s in job.schedules] == ["smollm2-135m-0.75"] and job.targets == [0.75]
+    assert job.out == Path("smollm2-135m-0.75.check.json")
+
+
 @pytest.mark.parametrize("name", ["page_size", "sparrow_schedule", "random_seed"])
 def test_the_engine_is_not_told_otherwise(options: CalibrationOptions, name: str) -> None:
     with pytest.raises(CalibrationError, match=f"--engine-args {name} is not set there"):
@@ -126,3 +143,10 @@ def test_a_model_of_several_modalities_is_known_by_its_language_model(tmp_path: 
     assert schedule.matches(model.hf_config)
     text.num_hidden_layers += 4
     assert not schedule.matches(config)
+
+
+def test_a_work_folder_that_cannot_be_made_is_one_error(options: CalibrationOptions) -> None:
+    assert options.prompts is not None
+    job = calibration_job(replace(options, work=options.prompts / "work"))
+    with pytest.raises(CalibrationError, match="p.jsonl/work/pairs: cannot be used"):
+        with_chosen_rule(job, MeasuringEngine())

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from sparrow_sglang.commands import doctor
-from sparrow_sglang.models import model_problem
+from sparrow_sglang.models import missing_weights, model_problem
 
 ALLOWED = "expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
 
@@ -47,3 +47,40 @@ def test_a_hub_that_cannot_be_reached_is_not_called_a_missing_model() -> None:
 
 def test_a_folder_without_a_config_is_not_called_missing(tmp_path: Path) -> None:
     assert "no such folder" not in problem("--model-path", str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"architectures": null}'])
+def test_a_config_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert f"--model-path {tmp_path}: its config.json " in problem("--model-path", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n", "git lfs pull"),
+        (b"", "is incomplete, 0 of 8 bytes"),
+        (b"<html>not found</html>", "is incomplete, 22 of "),
+        (b"\x02" + bytes(7) + b"[]", "header cannot be read"),
+        (None, "is incomplete, {less} of {size} bytes"),
+    ],
+)
+def test_weights_that_were_not_downloaded_whole_are_named(
+    tiny_llama: str, tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    [source] = Path(tiny_llama).glob("*.safetensors")
+    assert missing_weights(Path(tiny_llama)) is None
+    whole = source.read_bytes()
+    (tmp_path / source.name).write_bytes(whole[:-1] if content is None else content)
+    found = missing_weights(tmp_path) or ""
+    assert said.format(less=len(whole) - 1, size=len(whole)) in found
+    assert str(tmp_path / source.name) in found
+
+
+def test_a_variable_with_a_typing_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARROW_SHEDULE", "fixed-512")
+    [check] = [check for check in doctor.examine([]) if check.name == "environment"]
+    assert (check.status, check.detail) == (
+        "WARN",
+        "nobody reads SPARROW_SHEDULE: did you mean SPARROW_SCHEDULE?",
+    )

@@ -201,6 +201,7 @@ def test_refuses_counts_below_one(plan: Plan, capsys: pytest.CaptureFixture[str]
         (["--schedule", "qwen3-1.7b-0.87"], "is not known"),
         (["--schedule", "fixed-100"], "budget_tokens"),
         (["--lengths-file", "absent.jsonl"], "absent.jsonl: cannot be read"),
+        (["--length", "8", "10000000000"], "at most 10000000"),
     ],
 )
 def test_refuses_options_that_make_no_sense(plan: Plan, options: list[str], message: str) -> None:

@@ -159,7 +159,9 @@ def test_the_line_of_a_step_says_where_nothing_was_sparse_or_learnt() -> None:
     assert line.startswith("step 6 (7/8), reward 0.500")
     for words in ("p05 acceptance –,", "nothing sparse: all lengths are within the budget"):
         assert words in line
-    assert "no gradient: all groups equal" in line
+    assert "no gradient: all groups equal" in line and "failed" not in line
+    failed = {"sparrow/reward_errors": 2.0, "sparrow/reward_timeouts": 1.0}
+    assert "3 rewards failed" in step_line(6, 8, metrics | failed)
     sparse = {"sparrow/kv_tokens_cached": 90.0, "sparrow/accept_p05": 0.9}
     line = step_line(6, 8, metrics | sparse | {"actor/optimizer_steps": 1.0})
     assert "p05 acceptance 0.900, KV read 57 of 90 tokens" in line
