@@ -34,6 +34,11 @@ def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
         return "TACO or APPS (input_output)", {"prompt": _with_starter(row)} | tests
     if row.get("prompt") is None and _first(row, _QUESTIONS) is not None:
         return _of_table(row)
+    if row.get("prompt") is None:
+        raise ValueError(
+            "field 'prompt' is missing: expected it or 'problem', or task.columns.prompt with the"
+            f" column's name; found {', '.join(row) or 'none'}"
+        )
     return "prompt and answer or tests", _named(row)
 
 

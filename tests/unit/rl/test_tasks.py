@@ -68,6 +68,7 @@ def test_messages_instruction_and_heldout_file(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": 1}\n[1]\n', r"data.jsonl:2: holds a list"),
         ('\n{"prompt": "a"}\n', r"data.jsonl:2: field 'answer' is missing: expected a number"),
         ('{"answer": 1}\n', r"data.jsonl:1: field 'prompt' is missing: .*found answer"),
+        ('{"task": 1, "gold": 2}\n', r"task.columns.prompt with .*; found task, gold"),
         ('{"prompt": "", "answer": 1}\n', r"data.jsonl:1: prompt='': expected a string"),
         ('{"prompt": "a", "answer": []}\n', r"data.jsonl:1: answer=\[\]: expected a number"),
         ('{"prompt": "a", "answer": true}\n', r"data.jsonl:1: answer=True"),
