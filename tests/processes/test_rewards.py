@@ -73,8 +73,9 @@ def test_what_a_reward_has_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_one_deadline_holds_for_all_rewards_of_a_step() -> None:
-    with RewardPool(obey, workers=2, timeout_s=600.0, total_timeout_s=5.0) as pool:
+    with RewardPool(obey, workers=2, timeout_s=600.0) as pool:
         pool.score([group("warm", 0.0, ["1", "2", "3"])])
+        pool.total_timeout_s = 5.0
         groups = [group("a", 0.0, ["7", *["hang"] * 40])]
         before = time.monotonic()
         scores = pool.score(groups)
