@@ -126,16 +126,11 @@ def _config_problem(config: Path) -> str | None:
         values = json.loads(config.read_text("utf-8"))
     except (OSError, ValueError) as error:
         return f"its config.json cannot be read ({error})"
-    if not isinstance(values, dict) or not values.get("architectures"):
-        return "its config.json names no architectures"
-    return None
+    return None if isinstance(values, dict) else "its config.json holds no JSON object"
 
 
 def missing_weights(folder: Path) -> str | None:
     """What the weights in a checkpoint's folder lack, in one line; None if nothing."""
-    problems = map(_truncated, sorted(folder.glob("*.safetensors")))
-    if problem := next(filter(None, problems), None):
-        return problem
     for index in sorted(folder.glob("*.index.json")):
         try:
             names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
@@ -143,10 +138,12 @@ def missing_weights(folder: Path) -> str | None:
             return f"{index} cannot be read ({error}); expected an index with a weight_map"
         if missing := sorted(name for name in names if not (folder / name).exists()):
             return f"{folder} lacks {len(missing)} of {len(names)} files of weights: {missing[0]}"
-        return None
-    if not any(found for kind in _WEIGHTS for found in folder.glob(kind)):
-        return f"{folder} has no weights: expected {', '.join(_WEIGHTS)}"
-    return None
+        break
+    else:
+        if not any(found for kind in _WEIGHTS for found in folder.glob(kind)):
+            return f"{folder} has no weights: expected {', '.join(_WEIGHTS)}"
+    problems = map(_truncated, sorted(folder.glob("*.safetensors")))
+    return next(filter(None, problems), None)
 
 
 def _truncated(weights: Path) -> str | None:

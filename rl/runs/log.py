@@ -177,7 +177,7 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
             "ALARM: entropy and reward have fallen while the tail rose, the policy may be"
             " collapsing"
         )
-    failed = sum(metrics.get(f"sparrow/reward_{kind}", 0.0) for kind in FAILURES)
+    failed = sum(metrics.get(name, 0.0) for name in FAILURES.values())
     if failed:
         words.append(f"{failed:.0f} rewards failed")
     if metrics.get("actor/optimizer_steps") == metrics.get("actor/skipped_steps") == 0:

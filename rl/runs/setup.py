@@ -82,9 +82,6 @@ def _check_settings(config: TrainConfig) -> None:
     check_logging(config.logging)
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
-    folder = Path(config.model.path)
-    if folder.is_dir() and (problem := missing_weights(folder)):
-        raise InputError(f"model.path: {problem}")
     if problem := unknown_argument(config.engine.server_args):
         raise InputError(f"engine.server_args.{problem}")
     # The variable is read as SGLang reads it, whose processes inherit it.
@@ -118,6 +115,9 @@ def prepare(config: TrainConfig) -> Setup:
         for name, prompts in sets.items()
     }
     _check_context(config, model_config)
+    folder = Path(model_path)
+    if folder.is_dir() and (problem := missing_weights(folder)):
+        raise InputError(f"model.path: {problem}")
     _check_model(config, model_path, model_config, tokenizer)
     engine = config.engine
     if engine.schedule == AUTO:

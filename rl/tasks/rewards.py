@@ -27,7 +27,12 @@ from sparrow_sglang.rl.types import Group
 
 logger = logging.getLogger(__name__)
 
-FAILURES = ("errors", "crashes", "timeouts")
+# Kinds of failures, and the metrics that count them.
+FAILURES = {
+    "errors": "sparrow/reward_errors",
+    "crashes": "sparrow/reward_crashes",
+    "timeouts": "sparrow/reward_timeouts",
+}
 # The number of a group, and the range of samples of it that one job scores.
 Place = tuple[int, range]
 
@@ -53,7 +58,7 @@ class Scores:
 
     def metrics(self) -> dict[str, float]:
         """The number of responses whose scoring failed, by kind of failure."""
-        return {f"sparrow/reward_{kind}": float(getattr(self, kind)) for kind in FAILURES}
+        return {name: float(getattr(self, kind)) for kind, name in FAILURES.items()}
 
 
 def part_metrics(parts: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, float]:

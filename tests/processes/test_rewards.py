@@ -81,6 +81,7 @@ def test_one_deadline_holds_for_all_rewards_of_a_step() -> None:
         scores = pool.score(groups)
         assert time.monotonic() - before < 60
         assert (scores.rewards[0][0], scores.timeouts) == (7, 40)
+        pool.total_timeout_s = 300.0
         assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
 
 
