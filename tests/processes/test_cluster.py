@@ -78,6 +78,8 @@ def cluster() -> Iterator[Cluster]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would kill actors while other tests need most of the memory.
         "RAY_memory_monitor_refresh_ms": "0",
+        # As in other tests of this process.
+        "RAY_AUTH_MODE": "disabled",
         # How long a process may stand still, seven minutes otherwise.
         "RAY_grpc_client_keepalive_time_ms": "5000",
         "RAY_grpc_client_keepalive_timeout_ms": "15000",

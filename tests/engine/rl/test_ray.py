@@ -46,6 +46,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray would kill actors while other tests need most of the memory.
     "RAY_memory_monitor_refresh_ms": "0",
+    # Without, Ray sets it to "token", and goes by that in this process after the variable is unset.
+    "RAY_AUTH_MODE": "disabled",
 }
 # The environment, which these responses do not reach, travels to the actors.
 SAMPLING = Sampling(max_new_tokens=20, environment=Environment(ascii_task.say_more))
