@@ -260,6 +260,8 @@ def test_fewer_gpus_than_needed_are_refused(cluster: Cluster, model: str, tmp_pa
         trainer.train(settings(model, tmp_path / "run", **parts))
 
 
+# Each death starts new actors, which are processes that import torch and SGLang.
+@pytest.mark.timeout(1800)
 def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
     cluster: Cluster, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any
 ) -> None:
