@@ -58,12 +58,13 @@ unit-rest: $(STAMP)
 test-processes: $(STAMP)
 	$(BIN)/python -m pytest tests/processes $(PYTEST_FLAGS)
 
-# These two only compute, so they leave the processor to tests that also wait for processes.
+# These two only compute, so they leave the processor to tests that also wait for processes, and get
+# more time.
 test-unit: $(STAMP)
-	nice -n 15 $(BIN)/python -m pytest tests/unit $(PYTEST_FLAGS)
+	nice -n 15 $(BIN)/python -m pytest tests/unit --timeout 1800 $(PYTEST_FLAGS)
 
 test-gpu: $(STAMP)
-	nice -n 15 $(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
+	nice -n 15 $(BIN)/python -m pytest tests/gpu --timeout 1800 $(PYTEST_FLAGS)
 
 # verl and slime need other versions of our dependencies, so each has an environment of its own.
 test-frameworks: $(STAMP)
