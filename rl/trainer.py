@@ -50,8 +50,6 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
         FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not
             finite. A single such step is skipped.
     """
-    # An engine in this process raises the root logger's level, which would hide our warnings.
-    logging.getLogger("sparrow_sglang").setLevel(logging.WARNING)
     setup = prepare(config)
     with _connected(config):
         failures, newest = 0, newest_checkpoint(config.run_dir)

@@ -16,6 +16,7 @@ from sparrow_sglang.client.endpoint import EndpointError, sparrow_call
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
+from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.buckets import NamedTensors, pack, serialized
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
@@ -52,6 +53,7 @@ class LocalEngine(RolloutEngine):
         """
         import sglang
 
+        keep_warnings()
         on_sigterm = signal.getsignal(signal.SIGTERM)
         self.engine = sglang.Engine(**_engine_args(model_path, schedule) | server_args)
         self._manager = self.engine.tokenizer_manager

@@ -15,6 +15,7 @@ from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.config import schedule_from
 from sparrow_sglang.mismatch.exact_rates import recording
 from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.progress import Progress
 
 
@@ -79,6 +80,7 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
     if not torch.cuda.is_available():
         room = 2 * int(engine_args.get("context_length", 4096))
         defaults |= {"dtype": "float32", "max_total_tokens": room}
+    keep_warnings()
     try:
         engine = sglang.Engine(model_path=model_path, **(defaults | engine_args))
     except (ValueError, TypeError, OSError, RuntimeError) as error:

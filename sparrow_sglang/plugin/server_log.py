@@ -30,6 +30,15 @@ def announce(line: str) -> None:
     _logger.info(line)
 
 
+def keep_warnings() -> None:
+    """Let this package's warnings through: an engine raises the root logger's level.
+
+    A level that the user has chosen for this package stays.
+    """
+    if _logger.level == logging.NOTSET:
+        _logger.setLevel(logging.WARNING)
+
+
 def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
     """One schedule in one line.
 

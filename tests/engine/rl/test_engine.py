@@ -1,5 +1,6 @@
 """The rollout engine in this process: what it records, and whose weights it samples from."""
 
+import logging
 import os
 import signal
 from copy import deepcopy
@@ -52,6 +53,11 @@ def engine(sharp_llama):
 @pytest.fixture(scope="module")
 def model(sharp_llama):
     return AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
+
+
+def test_an_engine_does_not_hide_warnings_of_this_package(engine) -> None:
+    assert logging.getLogger().level > logging.WARNING
+    assert logging.getLogger("sparrow_sglang.rl.turns").isEnabledFor(logging.WARNING)
 
 
 def test_groups_come_in_the_order_of_the_prompts_and_are_complete(engine) -> None:
