@@ -52,6 +52,14 @@ class ClippedAdamW(torch.optim.AdamW):
         self._grad_clip = grad_clip
         self._ranks = ranks
         self.skipped_in_a_row = 0
+        # AdamW would allocate these zeros in its first step, when an engine on the same GPU has
+        # sized its KV cache by the memory that was free.
+        self.load_moments(
+            [
+                {name: torch.zeros_like(p.detach()) for name in MOMENTS} | {"step": torch.zeros(())}
+                for p in parameters
+            ]
+        )
 
     def clipped_step(self) -> float:
         """Take one step if the gradient is finite; clears it, and returns its norm before clipping.
@@ -80,16 +88,8 @@ class ClippedAdamW(torch.optim.AdamW):
             group["lr"] = lr
 
     def moments(self) -> list[dict[str, torch.Tensor]]:
-        """`MOMENTS` of each parameter; zeros before its first step, which AdamW starts from."""
-        return [
-            {
-                name: self.state[p][name]
-                if p in self.state
-                else torch.zeros_like(p.detach() if name != "step" else torch.empty(()))
-                for name in MOMENTS
-            }
-            for p in self._parameters
-        ]
+        """`MOMENTS` of each parameter."""
+        return [{name: self.state[p][name] for name in MOMENTS} for p in self._parameters]
 
     def load_moments(self, moments: Sequence[dict[str, torch.Tensor]]) -> None:
         """Take over what `moments` gave."""

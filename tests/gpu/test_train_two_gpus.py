@@ -70,7 +70,8 @@ def sparrow_train(run_dir: Path, *words: str, **settings: Any) -> None:
     command += [f"--set={key}={value}" for key, value in values.items()]
     # The run must import from the same paths as these tests.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run(command, check=True, timeout=400, env=environment)
+    # On a new machine each process compiles kernels first.
+    subprocess.run(command, check=True, timeout=900, env=environment)
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
@@ -84,6 +85,7 @@ def divisible(tmp_path: Path) -> str:
     return ascii_task.save_model_of_bytes(tmp_path / "model", **sizes, intermediate_size=1024)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "parts",
     [

@@ -168,6 +168,15 @@ class TestGradient:
         for master, (_, weight) in zip(copies, dense.named_weights(), strict=True):
             assert torch.equal(weight, master.bfloat16())
 
+    def test_the_optimizer_holds_its_memory_before_an_engine_takes_what_is_free(self) -> None:
+        def held() -> int:
+            return sum(tensor.nbytes for tensor in tree_leaves(dict(dense.optimizer.state)))
+
+        dense = policy()
+        before = held()
+        dense.loss_step(BATCH, lambda logprobs, _: logprobs.sum())
+        assert before == held() > 2 * sum(w.nbytes for _, w in dense.named_weights())
+
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_a_gradient_that_is_not_finite_is_skipped_with_a_warning(
         self, dtype: str, monkeypatch: pytest.MonkeyPatch
