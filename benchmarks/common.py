@@ -14,7 +14,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.hf_config import text_config
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder, path_problem
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE
@@ -110,8 +110,8 @@ def known_models() -> list[str]:
     return sorted(folder.name for folder in MODELS.iterdir())
 
 
-def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
-    """The model and sides that the options name. Raises `ValueError`."""
+def comparison(options: argparse.Namespace) -> Comparison:
+    """The model and sides that the options name. Raises `ValueError`, before torch is imported."""
     if options.model_path is None:
         if options.model not in known_models():
             raise ValueError(
@@ -126,15 +126,17 @@ def comparison(options: argparse.Namespace, on_gpu: bool) -> Comparison:
             raise ValueError(f"--model-path {options.model_path}: {error}") from None
     config = _read_config(path)
     if options.schedule is not None:
-        load_schedule(options.schedule, PAGE_SIZE)
+        load_schedule(options.schedule, PAGE_SIZE).for_model(config)
     schedule = options.schedule or schedule_for_model(config, PAGE_SIZE).name
     dense = options.dense_backend
-    if not on_gpu and dense == STOCK:
-        dense = "torch_native"
     if dense == BACKEND:
         raise ValueError(
             f"--dense-backend {dense}: expected a dense backend of SGLang, e.g. flashinfer or fa3"
         )
+    from torch.cuda import is_available
+
+    if dense == STOCK and not is_available():
+        dense = "torch_native"
     return Comparison(
         model=options.model if options.model_path is None else path.name,
         path=path,
@@ -261,13 +263,16 @@ def measure_sides(
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
+    if problem := path_problem(str(folder)):
+        raise ValueError(f"--model-path {folder}: {problem}")
     try:
         config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        config = None
-    if not isinstance(config, dict) or not {"vocab_size", "max_position_embeddings"} <= set(config):
+    except OSError:
+        config = {}
+    fields = ("vocab_size", "max_position_embeddings")
+    if not all(isinstance(text_config(config).get(field), int) for field in fields):
         raise ValueError(
             f"--model-path {folder}: expected the folder of a Hugging Face model, with a"
-            " config.json that gives vocab_size and max_position_embeddings"
+            f" config.json that gives {' and '.join(fields)}"
         )
     return config

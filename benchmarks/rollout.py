@@ -386,13 +386,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay, print and write; the exit code is 1 if a side failed, 2 on bad options or no GPU."""
-    import torch
-
     parser = _parser()
     options = parser.parse_args(argv)
     try:
         lengths = request_lengths(options)
-        compared = comparison(options, torch.cuda.is_available())
+        compared = comparison(options)
         require_context(
             engine_arguments(options.engine_args).get("context_length")
             or compared.config["max_position_embeddings"],

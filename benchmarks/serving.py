@@ -244,12 +244,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
+def _check(options: argparse.Namespace) -> Comparison:
     if not 0 <= options.range_ratio <= 1:
         raise ValueError(f"--range-ratio {options.range_ratio}: expected a share from 0 to 1")
     if not options.request_rate > 0:
         raise ValueError(f"--request-rate {options.request_rate}: expected more than 0")
-    compared = comparison(options, on_gpu)
+    compared = comparison(options)
     context = int(compared.config["max_position_embeddings"])
     require_context(context, options.input_len, options.output_len)
     return compared
@@ -257,18 +257,18 @@ def _check(options: argparse.Namespace, on_gpu: bool) -> Comparison:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code is 1 if a side failed, 2 on bad options or no GPU."""
-    import torch
-
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     flags = words[split + 1 :]
     parser = _parser()
     options = parser.parse_args(words[:split])
-    on_gpu = torch.cuda.is_available()
     try:
-        compared = _check(options, on_gpu)
+        compared = _check(options)
     except ValueError as error:
         parser.error(str(error))
+    from torch.cuda import is_available
+
+    on_gpu = is_available()
     if not compared.has_weights:
         require_cuda(parser, ENGINE_MEMORY_GB, "weights and KV cache")
     begin(parser, options, server_flags=flags)

@@ -33,7 +33,6 @@ from sparrow_sglang.benchmarks.common import (
     read_result,
     require_cuda,
 )
-from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
 from sparrow_sglang.hf_config import text_config
@@ -259,10 +258,12 @@ def measure(
     options: argparse.Namespace, model: str, backend: str, schedule_name: str | None
 ) -> None:
     """Add a row to `--out` for each case of one model and backend."""
-    bandwidth = copy_bandwidth()
     import sglang
     import torch
 
+    from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
+
+    bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     shape = model_shape(model, kv_cache_dtype(options))
     schedule = None

@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from typing import Any
 from sparrow_sglang import gemma
 from sparrow_sglang.atomic_write import delete_drafts, replacing
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.json_values import relative_note
+from sparrow_sglang.json_values import cut, quoted, relative_note
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,12 @@ def _config_problem(config: Path) -> str | None:
         values = json.loads(config.read_text("utf-8"))
     except (OSError, ValueError) as error:
         return f"its config.json cannot be read ({error})"
-    return None if isinstance(values, dict) else "its config.json holds no JSON object"
+    if not isinstance(values, dict):
+        return "its config.json holds no JSON object"
+    names = values.get("architectures")
+    if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+        return None
+    return f"architectures={quoted(names)} in its config.json: not a list of a class's name or more"
 
 
 def missing_weights(folder: Path) -> str | None:
@@ -183,11 +189,13 @@ def model_problem(path: str, error: Exception) -> str:
     from httpx import TransportError
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    # The field that transformers' validation refuses is on the first line, the reason on the next.
+    lines = re.sub(r":\n\s*", ": ", str(error)).splitlines() or [""]
+    reason = cut(lines[0].rstrip("."))
     if problem := path_problem(path):
         return problem
     if Path(path).exists():
-        what = reason
+        what = f"it cannot be read ({type(error).__name__}: {reason})"
     elif _caused_by(error, HFValidationError):
         what = f"no such folder{relative_note(path)}"
     elif _caused_by(error, TransportError, LocalEntryNotFoundError):

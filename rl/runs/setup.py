@@ -167,7 +167,7 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model_config = AutoConfig.from_pretrained(model_path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises anything on a config that it does not expect
         reason = model_problem(model_path, error)
         raise InputError(f'{asked}: {reason}, or "{EMBEDDED_MODEL_NAME}"') from None
     if problem := unsupported(model_config):

@@ -307,7 +307,7 @@ def find_model(spec: str, engine_args: dict[str, Any]) -> Model:
     path = model_folder(spec)
     try:
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises anything on a config that it does not expect
         raise CalibrationError(f"--model-path {spec}: {model_problem(path, error)}") from None
     context = engine_args.get("context_length") or model_value(config, "max_position_embeddings")
     if context is None:

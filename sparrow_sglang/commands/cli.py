@@ -180,15 +180,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _bench(benchmark: str, argv: Sequence[str]) -> int:
-    # Imported here because the benchmarks import torch, and that of the kernels Triton, too.
-    if benchmark == "kernels":
-        from sparrow_sglang.benchmarks.kernels import kernel_times
-
-        return kernel_times.main(argv)
-    from sparrow_sglang.benchmarks import rollout, serving, step, train
-
-    run = {"step": step, "rollout": rollout, "serving": serving, "train": train}
-    return run[benchmark].main(argv)
+    # Only the one that is asked for, as some import torch, Triton and transformers.
+    name = "kernels.kernel_times" if benchmark == "kernels" else benchmark
+    code: int = import_module(f"sparrow_sglang.benchmarks.{name}").main(argv)
+    return code
 
 
 if __name__ == "__main__":

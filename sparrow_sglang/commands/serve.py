@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.json_values import cut
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     ModelError,
@@ -169,10 +170,7 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     model = model_argument(argv)
     if model is not None and (problem := path_problem(model)):
         raise InputError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
-    try:
-        parser = _sglang_parser()
-    except ImportError as error:
-        raise InputError(import_problem(error)) from error
+    parser = _sglang_parser()
     full = with_defaults(_with_config_file(argv, parser))
     model_path = parser.parse_args(full).model_path
     from sglang.srt.server_args import prepare_server_args
@@ -185,8 +183,11 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
         return server_args
     except AssertionError as error:
         raise InputError(" ".join(str(error).split()) or "SGLang refuses these flags") from error
-    except OSError as error:
-        if Path(model_path, "config.json").exists():
+    except (ValueError, RuntimeError):
+        raise
+    except Exception as error:
+        # On a config that they do not expect, transformers and SGLang raise anything.
+        if isinstance(error, OSError) and Path(model_path, "config.json").exists():
             raise
         problem = model_problem(model_path, error)
         raise InputError(f"{_MODEL_FLAGS[0]} {model_path}: {problem}") from error
@@ -243,11 +244,13 @@ def _resolve_name(argv: Sequence[str], i: int) -> str:
 
 
 def check_port(argv: Sequence[str]) -> None:
-    """Raise `InputError` if another process listens where the server would, which SGLang notices
+    """Raise `InputError` if the server could not listen at its host and port, which SGLang notices
     only once the model is loaded."""
+    if _value(argv, "--config") is not None:
+        argv = _with_config_file(argv, _sglang_parser())
     host = _value(argv, "--host") or _DEFAULT_HOST
     port = _value(argv, "--port") or _DEFAULT_PORT
-    if not port.isdecimal() or _value(argv, "--config") is not None:
+    if not port.isdecimal():
         return
     if not 0 < int(port) < 65536:
         raise InputError(f"--port {port}: expected a port from 1 to 65535")
@@ -259,12 +262,17 @@ def check_port(argv: Sequence[str]) -> None:
             # Set as the server sets it, so that recently closed connections do not block the port.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
+    except (OSError, UnicodeError) as error:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise InputError(
                 f"--port {port}: another process listens on {host}:{port}; stop it, or choose"
                 f" another port, such as --port {int(port) + 1}"
             ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"--host {cut(host)} --port {port}: cannot listen there ({reason}); expected a name or"
+            " an address of this machine, and a port that this user may open"
+        ) from None
 
 
 def _value(argv: Sequence[str], *flags: str) -> str | None:
@@ -290,9 +298,11 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def _sglang_parser() -> argparse.ArgumentParser:
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import ServerArgs
-
+    try:
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import ServerArgs
+    except ImportError as error:
+        raise InputError(import_problem(error)) from error
     load_plugins()
     parser = _OneLineParser(prog="sparrow serve")
     ServerArgs.add_cli_args(parser)

@@ -6,6 +6,7 @@ problem, naming field, value, reason and remedy.
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_FIELD, dense_problems
@@ -215,6 +216,14 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             f"sparrow_audit_log={server_args.sparrow_audit_log!r}: nothing is audited, so nothing"
             " would be logged; pass --sparrow-audit-rate 0.01, or remove --sparrow-audit-log"
         )
+    elif server_args.sparrow_audit_log is not None:
+        folder = Path(server_args.sparrow_audit_log).absolute()
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            problems.append(
+                f"sparrow_audit_log={str(folder)!r}: {there} is no folder that can be written to;"
+                " pass another --sparrow-audit-log"
+            )
     # A string or a mapping until SGLang has parsed it; neither has the attribute.
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     backend = getattr(graphs, "backend", None)

@@ -21,6 +21,9 @@ sys.exit(f"imported {slow}" if slow else code)
     [
         (["serve", "--port", "99999"], "", "--port 99999: expected a port from 1 to 65535"),
         (["serve", "--model-path", "./gone"], "", "./gone: no such folder (relative to {cwd})"),
+        (["bench", "serving", "--model-path", "gone"], "", "--model-path gone: expected the"),
+        (["bench", "rollout", "--model-path", "gone"], "", "--model-path gone: expected the"),
+        (["bench", "step", "--models", "gone"], "", "--models 'gone': expected some of"),
         (["train", "gone.toml"], "", "gone.toml (relative to {cwd}): cannot be read"),
         (["train", "run.toml"], "steps = 0\n" + RUN, "steps=0 is not allowed"),
         (["train", "run.toml"], RUN.replace("math", "maths"), "did you mean 'math'?"),

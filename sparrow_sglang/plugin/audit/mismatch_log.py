@@ -53,11 +53,9 @@ class MismatchLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises `OSError` if the folder cannot be made or written to."""
+        """Raises `OSError` if the folder cannot be made."""
         self._folder = folder
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(self._folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"mismatch log {self._folder}: the folder is not writable")
         self._flushing = threading.Lock()
         self._waiting: list[NDArray[Any]] = []
         self._since = 0.0

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from sparrow_sglang.commands import doctor
+from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.models import missing_weights, model_problem
 
+LLAMA = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", %s}'
 ALLOWED = "expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
 
 
@@ -49,10 +50,29 @@ def test_a_folder_without_a_config_is_not_called_missing(tmp_path: Path) -> None
     assert "no such folder" not in problem("--model-path", str(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["[]", "{"])
-def test_a_config_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[]", "its config.json holds no JSON object"),
+        ("{", "its config.json cannot be read"),
+        ('{"architectures": null}', "architectures=None in its config.json: not a list"),
+        ('{"architectures": []}', "architectures=[] in its config.json: not a list"),
+        (LLAMA % '"num_attention_heads": 0', "it cannot be read (ZeroDivisionError: "),
+        (LLAMA % '"hidden_size": "wide"', "Field 'hidden_size' expected int, got str"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+) -> None:
     (tmp_path / "config.json").write_text(content)
-    assert f"--model-path {tmp_path}: its config.json " in problem("--model-path", str(tmp_path))
+    found = problem("--model-path", str(tmp_path))
+    assert found.startswith(f"--model-path {tmp_path}: ") and said in found
+    (tmp_path / "run.toml").write_text(
+        f"run_dir = '{tmp_path}/run'\nmodel.path = '{tmp_path}'\ntask.name = 'story'\n"
+    )
+    for argv in (["calibrate", "--model-path", str(tmp_path)], ["train", f"{tmp_path}/run.toml"]):
+        assert cli.main(argv) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

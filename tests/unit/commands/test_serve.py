@@ -152,6 +152,19 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "host.invalid", "a..b"])
+def test_a_host_that_is_not_this_machine_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, host: str
+) -> None:
+    config = tmp_path / "server.yaml"
+    config.write_text(f"host: {host}\nport: 31234\n")
+    for argv in (["--host", host, "--port=31234"], ["--config", str(config)]):
+        assert cli.main(["serve", *argv]) == 2
+        said = capsys.readouterr().err
+        assert f"--host {host} --port 31234: cannot listen there (" in said
+        assert said.count("\n") == 1
+
+
 def test_help_all_lists_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help-all"]) == 0
     out = capsys.readouterr().out

@@ -255,6 +255,10 @@ def test_other_ends_of_a_range(make_args, fields):
         ),
         ({"sparrow_audit_log": "x"}, ["sparrow_audit_log='x': nothing is audited"]),
         (
+            {"sparrow_audit_rate": 0.1, "sparrow_audit_log": f"{__file__}/log"},
+            [f"sparrow_audit_log='{__file__}/log': {__file__} is no folder that can be written to"],
+        ),
+        (
             {"cuda_graph_backend_prefill": "full", "device": "cuda"},
             ["cuda_graph_config[prefill].backend='full'", "pass --cuda-graph-backend-prefill b"],
         ),
