@@ -15,9 +15,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import landmark
-from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
-from sparrow_sglang.attention_backends.kernels.select import SelectLaunch
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.benchmarks.common import add_row, begin, bench_parser, require_cuda
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
@@ -63,11 +61,6 @@ _QUICK_DECODE = [
     Shape(64, 16384, 192),
     Shape(256, 4096, 96),
 ]
-# Tokens, warps and stages of a tile, by bytes of a number in the KV cache.
-_TILES = {
-    2: [(64, 4, 3), (64, 4, 5), (128, 4, 3), (64, 2, 5), (32, 2, 5), (32, 1, 5)],
-    1: [(32, 1, 5), (32, 1, 9), (64, 1, 5), (64, 2, 5), (64, 2, 9), (128, 4, 5), (128, 4, 3)],
-}
 _DENSE = [Shape(16, 32768, 2048), Shape(64, 2048, 128, group=4), Shape(1, 8192, 512)]
 
 
@@ -93,9 +86,9 @@ class Table:
         print(f"{name}: {found} (floor {floor:.1f})", flush=True)
 
 
-def _measure(case: Callable[[], Any], launch: Any = None) -> dict[str, Any]:
-    """Check, then time one launch shape of a case; the case's default shape if none is given."""
-    launch = launch or case().launch_shape
+def _measure(case: Callable[[], Any]) -> dict[str, Any]:
+    """Check, then time a case."""
+    launch = case().launch_shape
     error = case().check(launch)
     us = replay_us(case().launches(launch))
     return {"us": round(us, 2), "error": error, "launch": launch._asdict()}
@@ -210,52 +203,10 @@ def time_peers(table: Table, pools: Pools) -> None:
         table.measure(title, num_bytes, partial(measure, flashinfer_decode, attending))
 
 
-def sweep(table: Table, pools: Pools) -> None:
-    """Launch shapes around the default ones, each checked before it is timed."""
-    tiles = [(128, 3, 4), (128, 2, 4), (64, 3, 4), (64, 4, 4), (128, 3, 8)]
-    for shape, splits, warp_counts in (
-        (Shape(16, 32768, 256), (1, 2, 4), (4, 8)),
-        (Shape(1, 32768, 256), (8, 16), (4,)),
-        (Shape(64, 16384, 192), (1, 2), (4,)),
-    ):
-        selecting = cache(partial(SelectCase, pools, shape))
-        choices = itertools.product(splits, warp_counts, tiles)
-        for split, warps, (block, stages, radix) in choices:
-            launch = SelectLaunch(split, block, warps, stages, radix)
-            name = f"{_select_name(shape)} s{split} n{block} w{warps} st{stages} r{radix}"
-            table.measure(name, shape.select_bytes, partial(_measure, selecting, launch))
-    for shape, splits in ((Shape(16, 32768, 256), (2, 4, 8)), (Shape(1, 32768, 256), (16, 32))):
-        attending = cache(partial(DecodeCase, pools, shape))
-        for split, (block, warps, stages) in itertools.product(splits, _TILES[pools.k.itemsize]):
-            shaped = DecodeLaunch(split, block, warps, stages)
-            name = f"{_decode_name(shape)} s{split} n{block} w{warps} st{stages}"
-            table.measure(name, shape.decode_bytes(pools), partial(_measure, attending, shaped))
-
-
-def sweep_rule(table: Table, pools: Pools, schedule: BudgetSchedule) -> None:
-    """Launch shapes of selection by a schedule's rule; tiles are given in landmarks, not pages."""
-    page_bytes = schedule.selection.landmark_bytes(PAGE_SIZE, HEAD_DIM, 2)
-    per_page = schedule.selection.landmarks_per_page(PAGE_SIZE)
-    # Landmarks, warps, stages.
-    tiles = [(256, 4, 3), (256, 4, 5), (256, 4, 7), (512, 4, 5), (512, 8, 5), (128, 4, 7)]
-    for batch, context, splits in ((16, 32768, (1, 2, 4)), (1, 32768, (8, 16, 32))):
-        budget = schedule.kv_budget_tokens(context) // PAGE_SIZE
-        shape = Shape(batch, context, budget, landmark_bytes=page_bytes)
-        selecting = cache(partial(SelectCase, pools, shape))
-        choices = itertools.product(splits, tiles, (4, 8))
-        for split, (landmarks, warps, stages), radix in choices:
-            launch = SelectLaunch(split, landmarks // per_page, warps, stages, radix)
-            name = f"{_select_name(shape)} s{split} l{landmarks} w{warps} st{stages} r{radix}"
-            table.measure(name, shape.select_bytes, partial(_measure, selecting, launch))
-
-
 def _parser() -> OneLineParser:
     parser = bench_parser("kernels", DESCRIPTION, EXAMPLES, "kernels.json")
     parser.add_argument(
         "--quick", action="store_true", help="main shapes only, without other libraries"
-    )
-    parser.add_argument(
-        "--sweep", action="store_true", help="time launch configurations instead of cases"
     )
     parser.add_argument(
         "--schedule",
@@ -285,15 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     table = Table(args.out, copy_bandwidth())
     begin(parser, args, selection=str(rule), copy_bandwidth=table.copy_bandwidth)
-    small = args.quick or args.sweep
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
-    pools = Pools.random(2**20, 2**17 if small else 2**20, rule, kv_dtype)
-    if schedule and args.sweep:
-        sweep_rule(table, pools, schedule)
-    elif schedule:
+    pools = Pools.random(2**20, 2**17 if args.quick else 2**20, rule, kv_dtype)
+    if schedule:
         time_rule(table, pools, schedule, args.quick)
-    elif args.sweep:
-        sweep(table, pools)
     else:
         time_landmarks(table, pools)
         time_snapshot(table, pools)
@@ -301,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.quick and args.kv_cache_dtype == "auto":
             time_peers(table, pools)
     ours_failed = [row for row in table.rows if "failed" in row and ": " not in row["name"]]
-    return 1 if ours_failed and not args.sweep else 0
+    return 1 if ours_failed else 0
 
 
 if __name__ == "__main__":

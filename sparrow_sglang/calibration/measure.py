@@ -1,14 +1,13 @@
 """Measure acceptance rates of sparse generations, sample by sample, into a work folder.
 
 In: prompts and variants, each a way to decode sparsely. Out: the acceptance rate of every token
-that was decoded sparsely, along a fresh sample or the response that a prompt brings.
+that was decoded sparsely, along a fresh sample.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,17 +20,6 @@ from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, 
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
-
-if TYPE_CHECKING:
-    import torch
-
-GIVEN_RESPONSE_ENGINE_ARGS = {
-    "enable_custom_logit_processor": True,
-    "disable_overlap_schedule": True,
-}
-"""What an engine needs to decode along given responses: an overlapping scheduler would launch a
-step before the request has the token of the previous one."""
-_GIVEN = "sparrow_given_response"
 
 
 @dataclass(frozen=True)
@@ -97,14 +85,11 @@ def plan_samples(
     for prompt in prompts:
         length = len(prompt.input_ids)
         # A sequence that fills the context could be generated, but not scored.
-        room, count = min(new_tokens, context - 1 - length), repeats
-        if prompt.response_ids:
-            # Along a given response all samples would be equal.
-            room, count = min(room, len(prompt.response_ids)), 1
+        room = min(new_tokens, context - 1 - length)
         steps = range(length + 1, length + room)
         for variant in variants:
             if any(variant.measures(cached) for cached in steps):
-                samples += [Sample(len(samples) + i, prompt, variant, room) for i in range(count)]
+                samples += [Sample(len(samples) + i, prompt, variant, room) for i in range(repeats)]
     return samples
 
 
@@ -184,14 +169,7 @@ def _measure_batch(
     count = progress.counter("measuring", len(samples), "generations")
 
     def compare(slot: int, answer: Mapping[str, Any]) -> dict[str, Any]:
-        sample = samples[slot]
-        given = list(sample.prompt.response_ids[: sample.new_tokens])
-        if given and answer["output_ids"] != given:
-            raise CalibrationError(
-                f"prompt {sample.prompt.name}: the engine generated other tokens than the given"
-                " response; expected SGLang to apply the logit processor of the request"
-            )
-        return comparing_request(slot, sample.prompt.input_ids, answer["output_ids"])
+        return comparing_request(slot, samples[slot].prompt.input_ids, answer["output_ids"])
 
     def keep(slot: int, answer: Mapping[str, Any]) -> None:
         sample = samples[slot]
@@ -210,41 +188,14 @@ def _request(sample: Sample, slot: int) -> dict[str, Any]:
     prompt, variant = sample.prompt, sample.variant
     custom: dict[str, Any] = {"sparrow": variant.options} if variant.options else {}
     custom |= record_into(slot, len(prompt.input_ids))
-    if prompt.response_ids:
-        custom[_GIVEN] = list(prompt.response_ids)
     return {
         "input_ids": list(prompt.input_ids),
-        "custom_logit_processor": _given_response() if prompt.response_ids else None,
         "sampling_params": {
             # Sample without truncation, as the acceptance rate compares whole distributions.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": -1,
             "max_new_tokens": sample.new_tokens,
-            "ignore_eos": bool(prompt.response_ids),
             "custom_params": custom,
         },
     }
-
-
-@cache
-def _given_response() -> str:
-    """An SGLang logit processor that allows one token per step, the next of the given response."""
-    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
-
-    class OneToken(CustomLogitProcessor):  # type: ignore[misc]
-        def __call__(
-            self, logits: "torch.Tensor", custom_param_list: list[dict[str, Any]] | None = None
-        ) -> "torch.Tensor":
-            steps = [
-                # After each chunk of a long prompt SGLang samples, too, and discards the token.
-                parameters[_GIVEN][min(len(request.output_ids), len(parameters[_GIVEN]) - 1)]
-                for parameters in custom_param_list or ()
-                for request in [parameters["__req__"]]
-            ]
-            logits.fill_(-float("inf"))
-            for row, token in enumerate(steps):
-                logits[row, token] = 0.0
-            return logits
-
-    return str(OneToken.to_str())
