@@ -233,17 +233,15 @@ class SparrowAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         self.decode_guard.served()
-        sparse = layer.layer_id in self.landmarks
-        if self.stock_decode and not sparse:
+        landmarks = self.landmarks.get(layer.layer_id)
+        if self.stock_decode and landmarks is None:
             return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = kwargs.get("sinks")
         _refuse_arguments(layer, kwargs | {"sinks": None})
         pool = self.token_to_kv_pool
         if self.sparse.within_budget:
             out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-            self.sparse.update_landmarks(
-                pool.get_key_buffer(layer.layer_id), self.landmarks[layer.layer_id]
-            )
+            self.sparse.update_landmarks(pool.get_key_buffer(layer.layer_id), landmarks)
             return out
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc)
@@ -253,8 +251,7 @@ class SparrowAttnBackend(AttentionBackend):
         v_buffer = pool.get_value_buffer(layer.layer_id)
         k_scale, v_scale = kv_scales(layer)
         sm_scale = layer.scaling * k_scale
-        if sparse:
-            landmarks = self.landmarks[layer.layer_id]
+        if landmarks is not None:
             out = self.sparse.decode(
                 q, k_buffer, v_buffer, landmarks, layer.layer_id, sm_scale, v_scale, sinks
             )

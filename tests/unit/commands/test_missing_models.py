@@ -76,25 +76,24 @@ def test_a_config_that_cannot_be_used_is_refused_by_every_command(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    "content",
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n", "git lfs pull"),
-        (b"", "is incomplete, 0 of 8 bytes"),
-        (b"<html>not found</html>", "is incomplete, 22 of "),
-        (b"\x02" + bytes(7) + b"[]", "header cannot be read"),
-        (None, "is incomplete, {less} of {size} bytes"),
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n",
+        b"",
+        b"<html>not found</html>",
+        b"\x02" + bytes(7) + b"[]",
+        None,
     ],
 )
 def test_weights_that_were_not_downloaded_whole_are_named(
-    tiny_llama: str, tmp_path: Path, content: bytes | None, said: str
+    tiny_llama: str, tmp_path: Path, content: bytes | None
 ) -> None:
     [source] = Path(tiny_llama).glob("*.safetensors")
     assert missing_weights(Path(tiny_llama)) is None
     whole = source.read_bytes()
     (tmp_path / source.name).write_bytes(whole[:-1] if content is None else content)
     found = missing_weights(tmp_path) or ""
-    assert said.format(less=len(whole) - 1, size=len(whole)) in found
-    assert str(tmp_path / source.name) in found
+    assert found.startswith(f"{tmp_path / source.name} is incomplete or damaged")
 
 
 def test_a_variable_with_a_typing_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
