@@ -39,7 +39,6 @@ from sparrow_sglang.calibration.rule import (
     variance_kept,
 )
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.config import schedule_from
 from sparrow_sglang.hf_config import (
     head_dim_of,
     num_kv_heads_of,
@@ -121,10 +120,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     if path.exists():
         return np.array(json.loads(path.read_text("utf-8")))
     room = job.model.context - UNSCORED
-    with (
-        schedule_from("sparrow calibrate, which measures rotary pairs"),
-        closing(Progress(len(prompts), "prompt")) as progress,
-    ):
+    with closing(Progress(len(prompts), "prompt")) as progress:
         progress.show("starting the engine")
         with engine.running_engine(job.model.path, step.engine_args) as running:
             try:

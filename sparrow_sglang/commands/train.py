@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.config import AUTO, MODEL_DEFAULT, schedule_from
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.defaults import commented_defaults
@@ -77,11 +76,8 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     if args.check:
         return _check_all(config, args)
-    auto = config.engine.schedule == AUTO
-    source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
     try:
-        with schedule_from(source):
-            return _train(config, args)
+        return _train(config, args)
     except KeyboardInterrupt:
         # Interrupted before the run handles signals itself.
         return _say_where_it_stands(config, "stopped", 130)

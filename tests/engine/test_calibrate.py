@@ -145,17 +145,10 @@ def test_a_target_that_no_budget_holds_is_no_schedule(
     monkeypatch.setattr(engine, "running_engine", None)
     words = command(model, calibrated / "p.jsonl", *BUDGETS)
     assert cli.main([*words, "--target", "0.99999", "--out", str(calibrated / "none.json")]) == 2
-    out, error = capsys.readouterr()
-    (line,) = error.strip().splitlines()
+    (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("sparrow calibrate: error: target 0.99999: no measured budget holds it")
-    assert "came closest" in line and "no schedule is written" in line and "are kept in" in line
+    assert "no schedule is written" in line and "are kept in" in line
     assert not (calibrated / "none.json").exists()
-    hints = [line for line in out.splitlines() if "no budget holds 0.99999" in line]
-    bins = {int(line.split("-")[0].removeprefix("positions ")) // 64 for line in hints}
-    stored = BudgetSchedule.from_json(calibrated / "m-0.75.json").provenance["tails"]
-    rows = [row for of_budget in stored.values() for row in of_budget]
-    filled = {row["bin"] for row in rows if row["tokens"] >= 200 and row["tail_low"] is not None}
-    assert bins == filled and all("came closest" in line and "; try " in line for line in hints)
     # A target that is held is still written.
     both = ["--target", "0.75", "0.99999", "--out", str(calibrated / "both.json")]
     assert cli.main([*words, *both]) == 2
