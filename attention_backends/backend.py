@@ -239,7 +239,7 @@ class SparrowAttnBackend(AttentionBackend):
         sinks = kwargs.get("sinks")
         _refuse_arguments(layer, kwargs | {"sinks": None})
         pool = self.token_to_kv_pool
-        if self.sparse.within_budget:
+        if self.sparse.within_budget and landmarks is not None:
             out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             self.sparse.update_landmarks(pool.get_key_buffer(layer.layer_id), landmarks)
             return out

@@ -5,7 +5,6 @@ In: jobs. Out: rewards with their sub-scores, or the reason of a failure.
 
 import math
 import multiprocessing
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -20,6 +19,9 @@ import psutil
 Reward = Callable[..., Any]
 # Task name, the reward's positional arguments, and its keyword arguments.
 Job = tuple[str, tuple[Any, Any], dict[str, Any]]
+# "reward", "errors", "crashes", "timeouts", or "unloaded" if the function cannot be loaded; and the
+# rewards with their sub-scores, or the reason.
+Outcome = tuple[str, Any]
 # Time for a worker to import the reward function with its libraries, such as sympy.
 START_UP_S = 120.0
 # Time for what a stopped worker has started to end by itself.
@@ -27,49 +29,49 @@ _CLEANUP_S = 2.0
 
 
 class Worker:
-    """One process and the deadline of its current job; `deadline` is None while it has no job."""
+    """One process that scores one job at a time."""
 
     def __init__(self, reward: Reward | Mapping[str, Reward]) -> None:
         # Not fork: the child would inherit threads and a CUDA context that it cannot use.
         context = multiprocessing.get_context("forkserver")
-        self.connection, theirs = context.Pipe()
+        self._connection, theirs = context.Pipe()
         # Not a daemon, as daemons may not start processes, which a reward may need to do.
         self._process = context.Process(target=_answer, args=(theirs, reward), daemon=False)
         self._process.start()
         theirs.close()
-        self.ready = False
-        self.deadline: float | None = time.monotonic() + START_UP_S
+        self._ready = False
+        self.ended = False
 
-    def send(self, job: Job, timeout_s: float) -> None:
-        self.deadline = time.monotonic() + timeout_s
-        try:
-            self.connection.send(job)
-        except (BrokenPipeError, ConnectionResetError):
-            # `outcome` will find the connection closed, and report how the process ended.
-            pass
+    def score(self, job: Job, timeout_s: float) -> Outcome:
+        """The outcome of `job`, "timeouts" after `timeout_s`."""
+        if not self._ready:
+            kind, value = self._receive(START_UP_S)
+            if kind != "ready":
+                return "unloaded", value
+            self._ready = True
+        # If the process has ended, `_receive` finds the connection closed, and says how.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send(job)
+        return self._receive(timeout_s)
 
-    def outcome(self) -> tuple[str, Any]:
-        """("ready" | "reward" | "errors" | "crashes" | "timeouts", value or reason)."""
-        self.deadline = None
-        if not self.connection.poll():
-            return "timeouts", "no reward in time"
+    def _receive(self, timeout_s: float) -> Outcome:
         try:
-            kind, value = self.connection.recv()
+            if not self._connection.poll(timeout_s):
+                return "timeouts", "no reward in time"
+            outcome: Outcome = self._connection.recv()
+            return outcome
         except (EOFError, ConnectionResetError):
             self._process.join(5)
             return "crashes", f"the process ended with status {self._process.exitcode}"
-        self.ready = True
-        return kind, value
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """Kill the process and what it has started; it holds nothing that needs saving."""
-        self.connection.close()
+        self.ended = True
         started: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             started = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
         self._process.join()
-        self._process.close()
         # The sandbox cleans up on SIGTERM.
         for process in started:
             with suppress(psutil.NoSuchProcess):

@@ -8,21 +8,18 @@ that has crashed or hangs is replaced. Where all calls fail there is nothing to 
 
 import inspect
 import logging
-import math
-import multiprocessing
 import threading
-import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.rl.tasks.reward_worker import Job, Reward, Worker, reward_of
+from sparrow_sglang.rl.tasks.reward_worker import Job, Outcome, Reward, Worker, reward_of
 from sparrow_sglang.rl.types import Group
 
 logger = logging.getLogger(__name__)
@@ -33,8 +30,7 @@ FAILURES = {
     "crashes": "sparrow/reward_crashes",
     "timeouts": "sparrow/reward_timeouts",
 }
-# The number of a group, and the range of samples of it that one job scores.
-Place = tuple[int, range]
+_POLL_S = 0.1
 
 
 class RewardsFailed(RuntimeError):
@@ -86,10 +82,13 @@ class RewardPool:
         total_timeout_s: float = 300.0,
     ) -> None:
         self.reward = reward
-        self._count = workers
-        self._timeout_s = timeout_s
         self.total_timeout_s = total_timeout_s
-        self._workers: list[Worker] = []
+        self._timeout_s = timeout_s
+        # Each thread waits for one process at a time.
+        self._threads = ThreadPoolExecutor(workers, "sparrow-rewards")
+        self._idle: list[Worker] = []
+        self._busy: set[Worker] = set()
+        self._lock = threading.Lock()
 
     def score(self, groups: Sequence[Group]) -> Scores:
         """The reward of every rollout; those missing after `total_timeout_s` are timeouts.
@@ -101,7 +100,7 @@ class RewardPool:
 
     @contextmanager
     def scoring(self) -> Iterator["Scoring"]:
-        """Score groups in a thread while others are still being sampled.
+        """Score groups while others are still being sampled.
 
         Nothing else may be scored meanwhile. Groups that are not scored when the block ends are
         abandoned.
@@ -110,45 +109,42 @@ class RewardPool:
         try:
             yield scoring
         finally:
-            scoring.stop()
+            self.give_up(scoring.jobs)
 
-    def _advance(self, work: "_Work", wake: Connection) -> None:
-        """Hand out jobs, wait for a message of a worker or `wake`, or a deadline, and handle it."""
-        if time.monotonic() > work.deadline:
-            self._give_up(work)
-            return
-        while len(self._workers) < min(self._count, len(work.jobs)):
-            self._workers.append(Worker(self.reward))
-        for worker in self._workers:
-            if work.jobs and worker.ready and id(worker) not in work.places:
-                work.places[id(worker)] = work.jobs.popleft()
-                worker.send(work.job(work.places[id(worker)]), self._timeout_s)
-        for worker in self._changed(wake, work.deadline):
-            kind, value = worker.outcome()
-            place = work.places.pop(id(worker), None)
-            if kind in ("crashes", "timeouts"):
-                if place is None and not worker.ready:
-                    self.close()
-                    raise RewardsFailed(f"the reward {self.reward!r} cannot be loaded: {value}")
-                worker.stop()
-                self._workers[self._workers.index(worker)] = Worker(self.reward)
-            if place is not None:
-                work.take(place, kind, value)
+    def submit(self, job: Job) -> "Future[Outcome]":
+        """Have a worker score `job`; the future raises `RewardsFailed`."""
+        return self._threads.submit(self._run, job)
 
-    def _give_up(self, work: "_Work") -> None:
-        """Count all jobs that are left as timeouts, and end the workers that still compute."""
-        for worker in [one for one in self._workers if id(one) in work.places]:
-            work.jobs.append(work.places.pop(id(worker)))
-            worker.stop()
-            self._workers.remove(worker)
-        while work.jobs:
-            work.take(work.jobs.popleft(), "timeouts", "the time for the step's rewards is over")
+    def _run(self, job: Job) -> Outcome:
+        with self._lock:
+            worker = self._idle.pop() if self._idle else Worker(self.reward)
+            self._busy.add(worker)
+        kind, value = worker.score(job, self._timeout_s)
+        with self._lock:
+            self._busy.remove(worker)
+            if kind in ("reward", "errors") and not worker.ended:
+                self._idle.append(worker)
+                return kind, value
+        worker.end()
+        if kind == "unloaded":
+            raise RewardsFailed(f"the reward {self.reward!r} cannot be loaded: {value}")
+        return kind, value
+
+    def give_up(self, jobs: "Iterable[Future[Outcome]]") -> None:
+        """Cancel jobs that are not done, and end the workers that compute one."""
+        left = [job for job in jobs if not job.done() and not job.cancel()]
+        while left:
+            with self._lock:
+                for worker in self._busy:
+                    worker.end()
+            left = list(wait(left, _POLL_S).not_done)
 
     def close(self) -> None:
         """End all processes."""
-        for worker in self._workers:
-            worker.stop()
-        self._workers.clear()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._idle:
+            worker.end()
+        self._idle.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -156,169 +152,98 @@ class RewardPool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _changed(self, wake: Connection, deadline: float) -> list[Worker]:
-        """Wait until a worker has a message or is past its deadline, or `wake` has a message.
-
-        Waits until `deadline` at most. Returns these workers; a message on `wake` is read and
-        dropped.
-        """
-        busy = [worker for worker in self._workers if worker.deadline is not None]
-        deadlines = [worker.deadline for worker in busy if worker.deadline is not None]
-        end = min([deadline, *deadlines])
-        limit = None if end == math.inf else max(0.0, end - time.monotonic())
-        ready = wait([*(worker.connection for worker in busy), wake], limit)
-        if wake in ready:
-            wake.recv()
-        now = time.monotonic()
-        return [one for one in busy if one.connection in ready or (one.deadline or 0.0) <= now]
-
-
-class _Work:
-    """Groups, numbered in the order they are added, with their open jobs and their rewards."""
-
-    def __init__(self, reward: Reward | Mapping[str, Reward]) -> None:
-        self._reward = reward
-        self.groups: list[Group] = []
-        self.jobs: deque[Place] = deque()
-        self.places: dict[int, Place] = {}
-        self._rewards: list[NDArray[np.float64]] = []
-        self._parts: list[list[Mapping[str, float]]] = []
-        self._open: list[int] = []
-        self._left = 0
-        # When those that are missing are given up, in seconds of the monotonic clock.
-        self.deadline = math.inf
-        self._counts = dict.fromkeys(FAILURES, 0)
-        self._last_failure = ""
-
-    @property
-    def done(self) -> bool:
-        return not self._left
-
-    def add(self, group: Group) -> None:
-        number, size = len(self.groups), len(group.rollouts)
-        self.groups.append(group)
-        self._rewards.append(np.zeros(size))
-        self._parts.append([{}] * size)
-        self._open.append(size)
-        self._left += size
-        step = size if "texts" in self._parameters(group) else 1
-        self.jobs.extend((number, range(i, i + step)) for i in range(0, size, step))
-
-    def job(self, place: Place) -> Job:
-        """The job in the form that a worker gets."""
-        number, samples = place
-        group = self.groups[number]
-        rollouts = [group.rollouts[sample] for sample in samples]
-        parameters = self._parameters(group)
-        if "texts" in parameters:
-            reasons = [rollout.finish_reason for rollout in rollouts]
-            more = {"finish_reasons": reasons} if "finish_reasons" in parameters else {}
-            prompts = [group.prompt] * len(rollouts)
-            return group.prompt.task, (prompts, [rollout.text for rollout in rollouts]), more
-        (rollout,) = rollouts
-        known = {"finish_reason": rollout.finish_reason, "turns": rollout.turns}
-        one = {name: value for name, value in known.items() if name in parameters}
-        return group.prompt.task, (group.prompt, rollout.text), one
-
-    def _parameters(self, group: Group) -> Collection[str]:
-        return inspect.signature(reward_of(self._reward, group.prompt.task)).parameters
-
-    def take(self, place: Place, kind: str, value: Any) -> None:
-        """Store the outcome of a job."""
-        number, samples = place
-        if kind == "reward" and len(value) != len(samples):
-            kind, value = "errors", f"{len(value)} rewards for {len(samples)} responses"
-        if kind == "reward":
-            for sample, (reward, parts) in zip(samples, value, strict=True):
-                self._rewards[number][sample] = reward
-                self._parts[number][sample] = parts
-        else:
-            prompt = self.groups[number].prompt
-            self._last_failure = f"prompt {prompt.task}/{prompt.id}: {kind}: {value}"
-            if not self._counts[kind]:
-                logger.warning("reward failed, first of its kind: %s", self._last_failure)
-            self._counts[kind] += len(samples)
-        # Updated last, as another thread reads these to see whether the rewards are complete.
-        self._open[number] -= len(samples)
-        self._left -= len(samples)
-
-    def rewards(self, number: int) -> NDArray[np.float64] | None:
-        """Rewards of a group, None until all of its responses are scored."""
-        return None if self._open[number] else self._rewards[number]
-
-    def scores(self, numbers: Iterable[int]) -> Scores:
-        count = sum(len(group.rollouts) for group in self.groups)
-        if count and sum(self._counts.values()) == count:
-            raise RewardsFailed(f"all {count} rewards failed, the last: {self._last_failure}")
-        chosen = list(numbers)
-        parts = tuple(tuple(self._parts[number]) for number in chosen)
-        return Scores(tuple(self._rewards[number] for number in chosen), parts, **self._counts)
-
 
 class Scoring:
-    """Groups that a thread scores while more are added; see `RewardPool.scoring`."""
+    """Groups that are scored while more are added; see `RewardPool.scoring`."""
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
-        self._work = _Work(pool.reward)
-        self._changed = threading.Condition()
-        self._asleep, self._waker = multiprocessing.Pipe(duplex=False)
-        self._added: deque[Group] = deque()
-        self._count = 0
-        self._stopped = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="sparrow-rewards", daemon=True)
-        self._thread.start()
+        self._groups: list[Group] = []
+        # Of each group, the samples that a job scores.
+        self._jobs: list[list[tuple[range, Future[Outcome]]]] = []
+        self._late: set[Future[Outcome]] = set()
 
     def add(self, group: Group) -> int:
         """Queue a group to be scored; returns its number, counted from 0."""
-        self._added.append(group)
-        self._waker.send(None)
-        self._count += 1
-        return self._count - 1
+        reward = reward_of(self._pool.reward, group.prompt.task)
+        parameters, size = inspect.signature(reward).parameters, len(group.rollouts)
+        step = size if "texts" in parameters else 1
+        parts = [range(first, first + step) for first in range(0, size, step)]
+        submit = self._pool.submit
+        self._jobs.append([(part, submit(_job(group, part, parameters))) for part in parts])
+        self._groups.append(group)
+        return len(self._groups) - 1
 
     def rewards(self, number: int) -> NDArray[np.float64] | None:
         """Rewards [n] of a group, None while some are missing."""
-        with self._changed:
-            return self._work.rewards(number) if number < len(self._work.groups) else None
+        if not all(job.done() for _, job in self._jobs[number]):
+            return None
+        return self._scored(number, Counter())[0]
 
     def wait(self) -> None:
         """Wait until all groups are scored, for `total_timeout_s` at most, after which those left
         are timeouts; raises what `RewardPool.score` raises."""
-        self._work.deadline = time.monotonic() + self._pool.total_timeout_s
-        self._waker.send(None)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._error or (len(self._work.groups) == self._count and self._work.done)
-            )
-        self._work.deadline = math.inf
-        if self._error is not None:
-            raise self._error
+        jobs = set(self.jobs) - self._late
+        found = wait(jobs, self._pool.total_timeout_s, FIRST_EXCEPTION)
+        for job in found.done:
+            job.result()
+        self._late |= found.not_done
+        self._pool.give_up(found.not_done)
+
+    @property
+    def jobs(self) -> "list[Future[Outcome]]":
+        """All jobs so far."""
+        return [job for jobs in self._jobs for _, job in jobs]
 
     def scores(self, numbers: Iterable[int]) -> Scores:
         """Scores of these groups, in this order, with the failure counts of all groups."""
         self.wait()
-        return self._work.scores(numbers)
+        counts: Counter[str] = Counter(dict.fromkeys(FAILURES, 0))
+        scored = [self._scored(number, counts) for number in range(len(self._groups))]
+        rewards, parts, failure = zip(*scored, strict=True) if scored else ((), (), ())
+        count = sum(map(len, rewards))
+        last = next(filter(None, reversed(failure)), "")
+        if count and counts.total() == count:
+            raise RewardsFailed(f"all {count} rewards failed, the last: {last}")
+        if last:
+            logger.warning("%d rewards failed, the last: %s", counts.total(), last)
+        chosen = list(numbers)
+        return Scores(
+            tuple(rewards[number] for number in chosen),
+            tuple(parts[number] for number in chosen),
+            **counts,
+        )
 
-    def stop(self) -> None:
-        """End the thread; workers that still compute a reward are replaced when next needed."""
-        self._stopped = True
-        self._waker.send(None)
-        self._thread.join()
-        if not self._work.done:
-            self._pool.close()
-        self._asleep.close()
-        self._waker.close()
+    def _scored(
+        self, number: int, counts: Counter[str]
+    ) -> tuple[NDArray[np.float64], tuple[Mapping[str, float], ...], str]:
+        """Rewards and sub-scores of a group whose jobs are done, and its last failure; counts
+        failures."""
+        prompt, size = self._groups[number].prompt, len(self._groups[number].rollouts)
+        rewards, failure = np.zeros(size), ""
+        parts: list[Mapping[str, float]] = [{}] * size
+        for samples, job in self._jobs[number]:
+            late = job in self._late
+            kind, value = ("timeouts", "the step's time is over") if late else job.result()
+            if kind == "reward" and len(value) != len(samples):
+                kind, value = "errors", f"{len(value)} rewards for {len(samples)} responses"
+            if kind == "reward":
+                for sample, (reward, part) in zip(samples, value, strict=True):
+                    rewards[sample], parts[sample] = reward, part
+            else:
+                failure = f"prompt {prompt.task}/{prompt.id}: {kind}: {value}"
+                counts[kind] += len(samples)
+        return rewards, tuple(parts), failure
 
-    def _run(self) -> None:
-        try:
-            while not self._stopped:
-                with self._changed:
-                    while self._added:
-                        self._work.add(self._added.popleft())
-                    self._changed.notify_all()
-                self._pool._advance(self._work, self._asleep)
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+
+def _job(group: Group, samples: range, parameters: Mapping[str, Any]) -> Job:
+    """The call of a reward function with these `parameters` for some of a group's samples."""
+    prompt, rollouts = group.prompt, [group.rollouts[sample] for sample in samples]
+    if "texts" in parameters:
+        reasons = {"finish_reasons": [rollout.finish_reason for rollout in rollouts]}
+        more = reasons if "finish_reasons" in parameters else {}
+        return prompt.task, ([prompt] * len(rollouts), [one.text for one in rollouts]), more
+    (rollout,) = rollouts
+    known = {"finish_reason": rollout.finish_reason, "turns": rollout.turns}
+    given = {name: value for name, value in known.items() if name in parameters}
+    return prompt.task, (prompt, rollout.text), given
