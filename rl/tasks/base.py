@@ -59,7 +59,7 @@ class SkippedRow:
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts to train on and others to evaluate on, and `reward(prompt, text)`, 0 to 1.
+    """Prompts to train on and others to evaluate on, and `reward(prompt, text)`.
 
     `heldout` is one set, or several by name. `reward` is a function of a module, as it is sent to
     other processes by name, or a mapping with one such function for each `Prompt.task`;

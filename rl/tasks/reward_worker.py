@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from sparrow_sglang.json_values import cut, quoted
+
 # (prompt, text) -> reward, or a mapping of "score" and sub-scores. A function with a parameter
 # `finish_reason` gets SGLang's finish reason too, and with a parameter `turns` all of the model's
 # turns, of which the text is the last. A function (prompts, texts), optionally with a parameter
@@ -26,6 +28,8 @@ Outcome = tuple[str, Any]
 START_UP_S = 120.0
 # Time for what a stopped worker has started to end by itself.
 _CLEANUP_S = 2.0
+# Advantages are 32-bit numbers.
+_LARGEST = 1e38
 
 
 class Worker:
@@ -99,16 +103,26 @@ def _answer(connection: Connection, reward: Reward | Mapping[str, Reward]) -> No
             results = list(result) if isinstance(arguments[1], list) else [result]
             answer: tuple[str, Any] = "reward", [_split(value) for value in results]
         except Exception as error:
-            answer = "errors", f"{type(error).__name__}: {error}"
+            answer = "errors", cut(f"{type(error).__name__}: {error}")
         connection.send(answer)
 
 
 def _split(value: Any) -> tuple[float, dict[str, float]]:
     """Reward and sub-scores."""
     parts = {**value} if isinstance(value, Mapping) else {"score": value}
-    numbers = {name: float(part) for name, part in parts.items()}
-    if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
-        raise ValueError(
-            f"returned {value}: expected a finite number, or some, one of them 'score'"
-        )
+    if "score" not in parts:
+        raise ValueError(f"returned {quoted(value)}: expected a number, or some with a 'score'")
+    numbers = {name: _number(name, part) for name, part in parts.items()}
     return numbers.pop("score"), numbers
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        raise ValueError(
+            f"returned {name}={quoted(value)}: expected a finite number of at most {_LARGEST:g}"
+        )
+    return number

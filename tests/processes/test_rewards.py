@@ -19,6 +19,11 @@ def told(prompt: Prompt, text: str, finish_reason: str) -> float:
     return float(finish_reason == "length")
 
 
+def literal(prompt: Prompt, text: str) -> object:
+    """What `text` says in Python."""
+    return eval(text, {"inf": float("inf"), "nan": float("nan")})
+
+
 class RefusesToLoad:
     """Pickles, but cannot be loaded elsewhere."""
 
@@ -51,6 +56,30 @@ def test_failing_rewards_are_zero_and_are_counted(pool: RewardPool) -> None:
     # The programs that hang do so for ten minutes.
     assert time.monotonic() - before < 120
     assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
+
+
+def test_any_finite_number_is_a_reward() -> None:
+    texts = ["-2.5", "1e9", "True", "{'score': 3, 'length': -1e30}"]
+    with RewardPool(literal, workers=1) as pool:
+        assert pool.score([group("a", 0.0, texts)]).rewards[0].tolist() == [-2.5, 1e9, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("nan", "returned score=nan: expected a finite number of at most 1e+38"),
+        ("{'score': 1, 'length': -inf}", "returned length=-inf: expected a finite number"),
+        ("10 ** 400", "returned score=10000"),
+        ("None", "returned score=None: expected a finite number"),
+        ("{'length': 1}", "returned {'length': 1}: expected a number, or some with a 'score'"),
+        ("'x' * 100_000", "returned score='xxxx"),
+    ],
+)
+def test_what_is_no_reward_is_named_with_its_value(returned: str, said: str) -> None:
+    with RewardPool(literal, workers=1) as pool, pytest.raises(RewardsFailed) as failed:
+        pool.score([group("a", 0.0, [returned])])
+    assert f"errors: ValueError: {said}" in str(failed.value)
+    assert len(str(failed.value)) < 400
 
 
 def test_a_function_that_always_fails_is_an_error(pool: RewardPool) -> None:
