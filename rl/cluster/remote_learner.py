@@ -6,6 +6,7 @@ never pass through this process.
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import ray
@@ -33,11 +34,7 @@ _GRACE_S = 30.0
 
 def _on_all_workers(method: str) -> Any:
     """That method of `Learner` on all workers; it returns what the first one returns."""
-
-    def call(learner: "RemoteLearner", *arguments: Any) -> Any:
-        return learner._call(method, *map(learner._shared, arguments))
-
-    return call
+    return lambda learner, *arguments: learner._call(method, *arguments)
 
 
 class RemoteLearner(Learner):
@@ -53,9 +50,10 @@ class RemoteLearner(Learner):
         assert config.cluster is not None, "a run without [cluster] has a learner of its own"
         self._cluster = cluster = config.cluster
         self._config = config
-        self._held: tuple[Batch | None, Any] = None, None
         self._workers: list[Any] = []
-        world, limit = cluster.trainers, cluster.collective_timeout_s
+        # A batch stays in Ray's object store as long as calls are about it.
+        self._put = lru_cache(maxsize=1)(ray.put)
+        world = cluster.trainers
         unit = {"GPU": 1.0} if ray_gpus() else {"CPU": 0.01}
         self._group: PlacementGroup = placement_group([unit] * world, strategy="PACK")
         try:
@@ -69,17 +67,17 @@ class RemoteLearner(Learner):
             kind: Any = ray.remote(**options)(TrainerActor)
             for bundle in range(world):
                 strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
-                self._workers.append(kind.options(scheduling_strategy=strategy).remote())
+                worker = kind.options(scheduling_strategy=strategy).remote(config, cluster)
+                self._workers.append(worker)
             found = self._get([worker.place.remote() for worker in self._workers])
             # Neighbours in rank are on the same host, where NCCL is fastest.
             order = sorted(range(world), key=lambda index: found[index])
             self._workers = [self._workers[index] for index in order]
-            self._places = [found[index] for index in order]
-            address = self._get([self._workers[0].listen.remote(limit)])[0]
-            threads = self._threads()
+            self._places = [found[index][:2] for index in order]
+            address, threads = found[order[0]][2], self._threads()
             loaded = self._get(
                 [
-                    worker.load.remote(config, Ranks(rank, world), address, limit, threads[rank])
+                    worker.load.remote(Ranks(rank, world), address, threads[rank])
                     for rank, worker in enumerate(self._workers)
                 ]
             )
@@ -115,9 +113,7 @@ class RemoteLearner(Learner):
         engine.resume()
 
         def send(actors: Actors) -> str | None:
-            cluster = self._cluster
-            about = (cluster.gpus_per_engine, cluster.colocate, engine.dtype, version, adapted)
-            sent: str | None = self._call("send", dict(actors), *about)
+            sent: str | None = self._call("send", dict(actors), engine.dtype, version, adapted)
             return sent
 
         return engine.load(send, version)
@@ -148,18 +144,10 @@ class RemoteLearner(Learner):
             places.append((nodes[0], ",".join(devices)))
         return places
 
-    def _shared(self, argument: Any) -> Any:
-        """A batch goes into Ray's object store, where it stays as long as calls are about it."""
-        if not isinstance(argument, Batch):
-            return argument
-        if self._held[0] is not argument:
-            self._held = argument, ray.put(argument)
-        return self._held[1]
-
     def _call(self, method: str, *arguments: Any) -> Any:
         """What `method` of the learner returns on the first worker, once all are done."""
         # Stored once, instead of once for each worker.
-        stored = ray.put(arguments)
+        stored = ray.put([self._put(a) if isinstance(a, Batch) else a for a in arguments])
         return self._get([worker.call.remote(method, stored) for worker in self._workers])[0]
 
     def _get(self, calls: list[Any]) -> list[Any]:

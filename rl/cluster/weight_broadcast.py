@@ -4,10 +4,9 @@ In: packed weights on the worker's device. Out: the same bucket, loaded by every
 """
 
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.engines.responses import POLL_S
 
 LIMIT_S = 180.0
 """Time limit for all engines to join, and for one bucket to be sent and loaded; the first bucket's
@@ -124,26 +122,17 @@ def _destroy(group: Any) -> None:
 
 def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) -> Any:
     """What `call()` returns here, once the engines have answered; the first error as it arrives."""
-    deadline = time.monotonic() + LIMIT_S
     # In a thread, because the call would wait for an engine that has died.
-    ours, waiting = _in_background(call), list(answers.values())
-    while waiting or not ours.done():
-        if time.monotonic() > deadline:
-            break
-        if ours.done():
-            # An error of this process, for which the engines would wait in vain.
-            ours.result()
-        if waiting:
-            done, waiting = ray.wait(waiting, timeout=POLL_S)
-            ray.get(done)
-        else:
-            wait([ours], POLL_S)
-    else:
+    ours = _in_background(call)
+    theirs = {answer.future(): f"engine {slot}" for slot, answer in answers.items()}
+    done, late = wait([ours, *theirs], LIMIT_S, FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if not late:
         return ours.result()
-    late = [f"engine {slot}" for slot, answer in answers.items() if answer in waiting]
-    late = late or ["the trainer"]
+    names = [name for future, name in theirs.items() if future in late] or ["the trainer"]
     raise BroadcastTimeout(
-        f"{what} was not done within {LIMIT_S:.0f} s, {', '.join(late)} of {len(answers)} did not"
+        f"{what} was not done within {LIMIT_S:.0f} s, {', '.join(names)} of {len(answers)} did not"
         " get through: check that the hosts reach each other on all ports, that NCCL_SOCKET_IFNAME"
         " names the right network and every NCCL_* variable is the same on all of them"
         " (NCCL_DEBUG=INFO says what NCCL waits for)"

@@ -121,12 +121,7 @@ def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "task"),
-    [
-        ("story_smollm2.toml", "story"),
-        ("ray_cluster/story.toml", "story"),
-        ("ray_cluster/cluster.toml", "math"),
-    ],
+    ("path", "task"), [("story_smollm2.toml", "story"), ("ray_cluster/cluster.toml", "math")]
 )
 def test_the_examples_are_valid(path: str, task: str) -> None:
     assert TrainConfig.load(EXAMPLES / path).task.name == task
