@@ -168,19 +168,20 @@ class SparseAdapter:
             "sparrow/distill_grad_norm": self._optimizer.clipped_step()
         }
 
-    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def merged_weights(
+        self, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights plus `scale` times the adapter, under their checkpoint names.
 
-        Adapted weights are summed and given in fp32, so that only the engine's own cast rounds
-        them.
+        Adapted weights are summed in fp32 and then rounded, to `dtype` if it is given.
         """
         for name, parameter, master in self._policy.named_parameters():
             layer = self._layers.get(name.removesuffix(".weight"))
             if layer is None or self.scale == 0:
-                yield name, full_tensor(parameter.detach())
+                yield name, full_tensor(parameter.detach().to(dtype or parameter.dtype))
             else:
                 rows = self._merged_rows(layer, parameter, master, self.scale)
-                yield name, full_tensor(as_dtensor_like(rows, parameter))
+                yield name, full_tensor(as_dtensor_like(rows.to(dtype or rows.dtype), parameter))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`scale` times the adapter, under PEFT's names, which SGLang's LoRA manager takes too."""

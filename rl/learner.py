@@ -205,10 +205,12 @@ class Learner:
         engine.set_adapter(ADAPTER, adapter.tensors(), adapter.lora_config())
         return ADAPTER
 
-    def weights(self, adapted: bool) -> NamedTensors:
-        """The weights for an engine; all ranks must iterate over all of them."""
-        merged = self.adapter if self._config.distill.delivery == "merged" else None
-        return merged.merged_weights() if merged and adapted else self.policy.named_weights()
+    def weights(self, adapted: bool, dtype: torch.dtype | None = None) -> NamedTensors:
+        """The weights for an engine, rounded to `dtype` if it is given; all ranks must iterate over
+        all of them."""
+        if adapted and self.adapter is not None and self._config.distill.delivery == "merged":
+            return self.adapter.merged_weights(dtype)
+        return self.policy.named_weights(dtype)
 
     @property
     def unmerged_adapter(self) -> SparseAdapter | None:

@@ -271,14 +271,15 @@ class DensePolicy:
         for (name, parameter), master in zip(self._named, self._masters, strict=True):
             yield name, parameter, master.detach()
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their checkpoint names, tied weights once.
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights under their checkpoint names, tied weights once; rounded to `dtype` if given.
 
-        On one rank they share memory with the parameters, so a step changes them. With several
-        ranks each weight is gathered into a copy, and all ranks must iterate.
+        On one rank those that keep their dtype share memory with the parameters, so a step changes
+        them. With several ranks each weight is gathered into a copy, and all ranks must iterate.
         """
         for name, parameter in self._named:
-            yield name, full_tensor(parameter.detach())
+            # Rounded first: this halves what is gathered, and the memory that it takes.
+            yield name, full_tensor(parameter.detach().to(dtype or parameter.dtype))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -23,9 +23,9 @@ def save_model(policy: DensePolicy, folder: Path | None) -> None:
     """
     dtype = policy.compute_dtype
     exported = {}
-    for name, weight in policy.named_weights():
+    for name, weight in policy.named_weights(dtype):
         if folder is not None:
-            exported[name] = weight.to("cpu", dtype)
+            exported[name] = weight.cpu()
     if folder is not None:
         export(policy.model, exported, dtype, folder)
 
