@@ -1,6 +1,7 @@
 """One trainer worker as a Ray actor: a `Learner` with a shard of the policy on one GPU."""
 
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
@@ -84,7 +85,7 @@ class TrainerActor:
         """
         colocated = self._cluster.colocate
         failure: Exception | None = None
-        for bucket in pack(self._learner.weights(adapted), dtype):
+        for bucket in pack(self._learner.weights(adapted, dtype)):
             # Iterated to the end in any case: all ranks gather each tensor together.
             if failure is not None:
                 continue
@@ -132,14 +133,16 @@ class TrainerActor:
         return next((one for one in self._ranks.each(failure) if one is not None), None)
 
 
-def _failure_of(work: Any) -> Exception | None:
+def _failure_of(work: Callable[[], object]) -> Exception | None:
     """Why `work()` failed, in a form that other processes can read."""
     try:
         work()
-    except ray.exceptions.RayTaskError as error:
-        return error.cause if isinstance(error.cause, Exception) else error
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-        return EngineDied(f"an engine did not take the weights: {error}")
     except Exception as error:
+        # They hold the process group, and while that exists engines wait for the others of it.
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            return error.cause if isinstance(error.cause, Exception) else error
+        if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.GetTimeoutError):
+            return EngineDied(f"an engine did not take the weights: {error}")
         return error
     return None

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import entropy
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
@@ -69,7 +68,7 @@ class Sampler:
             token = int(torch.multinomial(distribution, 1))
             ids.append(token)
             logprobs.append(math.log(distribution[token]))
-            self.entropies.append(entropy(distribution.numpy()))
+            self.entropies.append(float(torch.special.entr(distribution).sum()))
         answer = tuple(ids[-TOKENS:])
         text = "".join(chr(token % 128) if token % 2 else "é" for token in answer)
         return Rollout(
