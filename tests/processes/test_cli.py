@@ -1,65 +1,127 @@
-"""The command `sparrow` as a process: its words and its exit codes."""
+"""The command `sparrow`: its words and exit codes, and that mistakes are found within a second.
 
+All command lines run in one process, before anything that takes longer to import than to answer.
+"""
+
+import json
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+RUN = "run_dir = 'run'\n[task]\nname = 'math'\ntrain_path = 'rows.jsonl'\n"
+MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-1.7b"
+ANSWERED = [
+    (["--help"], ["sparrow serve", "sparrow doctor", "KV pages"]),
+    (["serve", "--help"], ["examples:", "--help-all", "sparrow doctor"]),
+    (["serve", "-h", "--port", "1"], ["examples:"]),
+    (["doctor", "--help"], ["examples:", "exit code 1"]),
+    (["plan", "--help"], ["Predict", "--model-path", "--lengths-file"]),
+    (["plan", "--model-path", str(MODEL)], ["Expected rollout speed-up"]),
+    (["bench", "--help"], ["examples", "sparrow bench step --models", "NVIDIA GPU"]),
+    (["bench", "step", "-h"], ["examples", "fill:LOW-HIGH:TOKENS", "qwen3-14b"]),
+    (["--version"], [version("sparrow-sglang")]),
+]
+# A command line, the run.toml in its folder, and the error.
+REFUSED = [
+    (["srve"], "", "invalid choice: 'srve' (choose from 'serve', 'doctor'"),
+    ([], "", "required: COMMAND"),
+    (["plan"], "", "required: --model-path"),
+    (["bench"], "", "required: benchmark"),
+    (["bench", "stp"], "", "'stp' (choose from 'step', 'kernels', 'rollout', 'serving', 'train')"),
+    (["bench", "--", "step"], "", "without --"),
+    (["serve", "--port", "99999"], "", "--port 99999: expected a port from 1 to 65535"),
+    (["serve", "--model-path", "./gone"], "", "./gone: no such folder (relative to {cwd})"),
+    (["bench", "serving", "--model-path", "gone"], "", "--model-path gone: expected the"),
+    (["bench", "rollout", "--model-path", "gone"], "", "--model-path gone: expected the"),
+    (["bench", "step", "--models", "gone"], "", "--models 'gone': expected some of gemma3-12b"),
+    (["train", "gone.toml"], "", "gone.toml (relative to {cwd}): cannot be read"),
+    (["train", "run.toml"], "steps = 0\n" + RUN, "steps=0 is not allowed"),
+    (["train", "run.toml"], RUN.replace("math", "maths"), "did you mean 'math'?"),
+    (["train", "run.toml"], RUN, "rows.jsonl:2: not JSON"),
+    (["train", "run.toml"], RUN.replace("rows", "gone"), "train_path='gone.jsonl': No such"),
+    (["train", "run.toml"], RUN + "[engine]\nschedule = 'fixd-512'\n", "engine.schedule: schedule"),
+    (
+        ["train", "run.toml"],
+        RUN + "[engine]\nschedule = 'dense'\nserver_args = {tp_sise = 2}\n",
+        "engine.server_args.tp_sise is no argument of SGLang: did you mean 'tp_size'",
+    ),
+    (["calibrate", "--prompts", "gone.jsonl"], "", "--prompts gone.jsonl (relative to {cwd})"),
+    (["calibrate", "--prompts", "texts.jsonl"], "", "texts.jsonl:1: "),
+    (["calibrate", "--check", "gone.json"], "", "gone.json (relative to {cwd}): cannot be read"),
+    (["calibrate", "--out", "m.yaml"], "", "--out m.yaml: expected the name of a .json file"),
+    (["calibrate", "--engine-args", '{"tp_sise": 2}'], "", "did you mean 'tp_size'"),
+    (
+        ["calibrate", "--check", "m.json", "--rule", "calibrated"],
+        "",
+        "--rule calibrated has no meaning with --check",
+    ),
+]
+PROGRAM = """
+import contextlib, io, json, os, pathlib, sys
+from sparrow_sglang.commands.cli import main
 
-def run(*argv: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "sparrow_sglang.commands.cli", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--help"], ["sparrow serve", "sparrow doctor", "KV pages"]),
-        (["serve", "--help"], ["examples:", "--help-all", "sparrow doctor"]),
-        (["serve", "-h", "--port", "1"], ["examples:"]),
-        (["doctor", "--help"], ["examples:", "exit code 1"]),
-        (["plan", "--help"], ["Predict", "--model-path", "--lengths-file"]),
-        (["bench", "--help"], ["examples", "sparrow bench step --models", "NVIDIA GPU"]),
-        (["bench", "step", "-h"], ["examples", "fill:LOW-HIGH:TOKENS", "qwen3-14b"]),
-        (["--version"], [version("sparrow-sglang")]),
-    ],
-)
-def test_help_and_version_need_no_sglang(argv: list[str], words: list[str]) -> None:
-    done = run(*argv)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(word in done.stdout for word in words)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["srve"], "invalid choice: 'srve' (choose from 'serve', 'doctor'"),
-        ([], "required: COMMAND"),
-        (["plan"], "required: --model-path"),
-        (["bench"], "required: benchmark"),
-        (["bench", "stp"], "'stp' (choose from 'step', 'kernels', 'rollout', 'serving', 'train')"),
-        (["bench", "step", "--models", "qwen3"], "--models 'qwen3': expected some of gemma3-12b"),
-        (["bench", "--", "step"], "without --"),
-    ],
-)
-def test_a_wrong_command_is_one_line(argv: list[str], message: str) -> None:
-    done = run(*argv)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_a_plan_needs_neither_torch_nor_sglang_nor_scipy() -> None:
-    """Importing any of them takes longer than the answer."""
-    model = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-1.7b"
-    code = """
-import sys
-from sparrow_sglang.commands import cli
-code = cli.main(sys.argv[1:])
-sys.exit(code or " ".join({"torch", "sglang", "scipy"} & set(sys.modules)) or 0)
+for argv, config in json.load(sys.stdin):
+    pathlib.Path("run.toml").write_text(config)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(argv)
+        except SystemExit as ended:
+            code = ended.code
+    slow = {"torch", "sglang", "transformers", "scipy"} & set(sys.modules)
+    print(json.dumps([code, out.getvalue(), err.getvalue(), sorted(slow)]))
 """
-    command = [sys.executable, "-c", code, "plan", "--model-path", str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Expected rollout speed-up" in done.stdout
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+    imported: list[str]
+
+
+class Answers(NamedTuple):
+    folder: Path
+    answered: list[Said]
+    refused: list[Said]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "rows.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n{"prompt": \n')
+    (folder / "texts.jsonl").write_text('{"text": "no prompt"}\n')
+    lines: list[Any] = [(argv, "") for argv, _ in ANSWERED]
+    lines += [(argv, config) for argv, config, _ in REFUSED]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [Said(*json.loads(line)) for line in done.stdout.splitlines()]
+    return Answers(folder, said[: len(ANSWERED)], said[len(ANSWERED) :])
+
+
+@pytest.mark.parametrize("number", range(len(ANSWERED)), ids=[" ".join(a) for a, _ in ANSWERED])
+def test_what_is_asked_is_answered(answers: Answers, number: int) -> None:
+    said, (_, words) = answers.answered[number], ANSWERED[number]
+    assert (said.code, said.err, said.imported) == (0, "", [])
+    assert all(word in said.out for word in words)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[" ".join(a) for a, *_ in REFUSED])
+def test_a_mistake_is_one_line_before_anything_slow_is_imported(
+    answers: Answers, number: int
+) -> None:
+    said, (*_, message) = answers.refused[number], REFUSED[number]
+    assert message.format(cwd=answers.folder) in said.err
+    assert (said.code, said.out, said.imported) == (2, "", [])
+    assert said.err.count("\n") == 1
