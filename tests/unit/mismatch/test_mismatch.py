@@ -37,7 +37,7 @@ def top_k(probs: NDArray[np.float64], k: int) -> tuple[NDArray[np.int64], NDArra
 class TestExact:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-    @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+    @pytest.mark.parametrize("chunk", [1, 7, 1000])
     def test_equals_a_float64_loop(
         self, dtype: torch.dtype, temperature: float, chunk: int
     ) -> None:

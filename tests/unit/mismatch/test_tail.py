@@ -68,8 +68,7 @@ class TestTailStatistics:
         same, apart = statistics.bins()
         assert (same.tail, same.mean, apart.tail, apart.mean) == (1.0, 1.0, 0.0, 0.0)
 
-    @pytest.mark.parametrize("spread", [0.0, 0.6, 1.0])
-    @pytest.mark.parametrize("clusters", [8, 20, 60])
+    @pytest.mark.parametrize(("clusters", "spread"), [(8, 0.0), (8, 1.0), (20, 0.6), (60, 1.0)])
     def test_confidence_intervals_cover_the_truth(self, clusters: int, spread: float) -> None:
         """They do so also for few prompts, and where the rates of one prompt are alike."""
         reference = np.random.default_rng(99)

@@ -84,11 +84,11 @@ def test_going_on_is_a_test_at_95_percent(tail_share, most):
     draw, moved = np.random.default_rng(0), 0
     for _ in range(200):
         shares = tail_share * draw.gamma(4, 1 / 4, 40)
-        measured = step(0.0, prompts=40, tokens=1000)
+        measured = step(0.0, prompts=40, tokens=200)
         measured.rates[:] = 1.0
         for prompt, share in enumerate(shares):
             own = np.flatnonzero(measured.owners == prompt)
-            measured.rates[own[: int(round(share * 1000))]] = 0.5
+            measured.rates[own[: int(round(share * 200))]] = 0.5
         moved += ladder(patience=1).observe(measured) is not None
     assert moved / 200 <= most
     assert (moved / 200 > 0.9) == (most == 1.0)
