@@ -50,10 +50,9 @@ def test_nothing_of_a_bad_adapter_is_delivered(sharp_llama, delivery):
     assert all(not value.any() for name, value in adapter.tensors().items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("delivery", ["merged", "lora"])
-def test_a_good_adapter_is_delivered(sharp_llama, delivery):
+def test_a_good_adapter_is_delivered(sharp_llama):
     policy = new_policy(sharp_llama)
-    adapter = SparseAdapter(policy, settings(delivery=delivery, lr=1e-2))
+    adapter = SparseAdapter(policy, settings(lr=1e-2))
     for _ in range(8):
         adapter.step(SEQUENCES, SCHEDULE)
     metrics = choose_scale(adapter, policy, BATCH, SCHEDULE, 1.0)

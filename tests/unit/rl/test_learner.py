@@ -102,12 +102,9 @@ def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
     assert chosen.segments == segments(0, 2, 4) and rest == (SCHEDULE, TEMPERATURE)
 
 
-@pytest.mark.parametrize("delivery", ["merged", "lora"])
-def test_on_the_same_responses_a_policy_with_an_adapter_learns_the_same(
-    sharp_llama: str, delivery: str
-) -> None:
+def test_on_the_same_responses_a_policy_with_an_adapter_learns_the_same(sharp_llama: str) -> None:
     """Weights, moments and log-probs agree bit for bit, whatever share of the adapter is in use."""
-    given = config(distill={"enabled": True, "delivery": delivery, "rank": 4, "lr": 1e-2})
+    given = config(distill={"enabled": True, "rank": 4, "lr": 1e-2})
     draw = torch.Generator().manual_seed(0)
     advantages, recorded = torch.randn(2, 360, generator=draw)
     responses = replace(batch(), advantages=advantages, rollout_logprobs=recorded - 5)
