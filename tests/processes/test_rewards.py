@@ -101,17 +101,20 @@ def test_what_a_reward_has_started_ends_with_it(tmp_path: Path) -> None:
         assert not psutil.pid_exists(int(file.read_text()))
 
 
-def test_one_deadline_holds_for_all_rewards_of_a_step() -> None:
+def test_scoring_ends_early_where_it_is_given_up_or_its_time_is_over() -> None:
     with RewardPool(obey, workers=2, timeout_s=600.0) as pool:
-        pool.score([group("warm", 0.0, ["1", "2", "3"])])
-        pool.total_timeout_s = 5.0
-        groups = [group("a", 0.0, ["7", *["hang"] * 40])]
         before = time.monotonic()
-        scores = pool.score(groups)
-        assert time.monotonic() - before < 60
+        with pytest.raises(KeyError), pool.scoring() as scoring:
+            scoring.add(group("a", 0.0, ["hang"]))
+            raise KeyError
+        assert pool.score([group("b", 0.0, ["1", "2", "3"])]).rewards[0].tolist() == [1, 2, 3]
+        # One deadline holds for all rewards of a step.
+        pool.total_timeout_s = 5.0
+        scores = pool.score([group("c", 0.0, ["7", *["hang"] * 40])])
         assert (scores.rewards[0][0], scores.timeouts) == (7, 40)
         pool.total_timeout_s = 300.0
-        assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
+        assert pool.score([group("d", 0.0, ["5"])]).rewards[0].tolist() == [5]
+        assert time.monotonic() - before < 120
 
 
 def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
@@ -120,47 +123,34 @@ def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
         assert [rewards.tolist() for rewards in pool.score(groups).rewards] == [[0], [1, 1]]
 
 
+def test_groups_are_scored_while_others_are_added(pool: RewardPool) -> None:
+    with pool.scoring() as scoring:
+        assert scoring.add(group("a", 0.0, ["slow 1", "2"])) == 0
+        deadline = time.monotonic() + 120
+        while scoring.rewards(0) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # The rewards are there before anybody has called `scores`.
+        assert scoring.rewards(0).tolist() == [1, 2]
+        assert scoring.add(group("b", 10.0, ["crash", "4", "raise"])) == 1
+        assert scoring.add(group("c", 0.0, ["5"])) == 2
+        scores = scoring.scores([2, 1])
+        assert [rewards.tolist() for rewards in scores.rewards] == [[5], [0, 14, 0]]
+        assert (scores.errors, scores.crashes, scores.timeouts) == (1, 1, 0)
+        # Groups may be added after that.
+        scoring.add(group("d", 0.0, ["6"]))
+        assert scoring.scores([3]).rewards[0].tolist() == [6]
+    assert pool.score([group("e", 0.0, ["7"])]).rewards[0].tolist() == [7]
+
+
 def test_a_reward_that_cannot_be_loaded_is_an_error() -> None:
     with RewardPool(RefusesToLoad(), workers=1) as pool:
         with pytest.raises(RewardsFailed, match="cannot be loaded: .* status 7"):
             pool.score([group("a", 0.0, ["1"])])
-
-
-def test_groups_are_scored_while_others_are_added() -> None:
-    with RewardPool(obey, workers=2, timeout_s=3.0) as pool:
+        # In a thread, too.
         with pool.scoring() as scoring:
-            assert scoring.add(group("a", 0.0, ["slow 1", "2"])) == 0
-            deadline = time.monotonic() + 120
-            while scoring.rewards(0) is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            # The rewards are there before anybody has called `scores`.
-            assert scoring.rewards(0).tolist() == [1, 2]
-            assert scoring.add(group("b", 10.0, ["crash", "4", "raise"])) == 1
-            assert scoring.add(group("c", 0.0, ["5"])) == 2
-            scores = scoring.scores([2, 1])
-            assert [rewards.tolist() for rewards in scores.rewards] == [[5], [0, 14, 0]]
-            assert (scores.errors, scores.crashes, scores.timeouts) == (1, 1, 0)
-            # Groups may be added after that.
-            scoring.add(group("d", 0.0, ["6"]))
-            assert scoring.scores([3]).rewards[0].tolist() == [6]
-        assert pool.score([group("e", 0.0, ["7"])]).rewards[0].tolist() == [7]
-
-
-def test_scoring_that_is_given_up_does_not_wait() -> None:
-    with RewardPool(obey, workers=1, timeout_s=600.0) as pool:
-        before = time.monotonic()
-        with pytest.raises(KeyError), pool.scoring() as scoring:
-            scoring.add(group("a", 0.0, ["hang"]))
-            raise KeyError
-        assert time.monotonic() - before < 60
-        assert pool.score([group("b", 0.0, ["5"])]).rewards[0].tolist() == [5]
-
-
-def test_a_thread_says_that_a_reward_cannot_be_loaded() -> None:
-    with RewardPool(RefusesToLoad(), workers=1) as pool, pool.scoring() as scoring:
-        scoring.add(group("a", 0.0, ["1"]))
-        with pytest.raises(RewardsFailed, match="cannot be loaded: .* status 7"):
-            scoring.wait()
+            scoring.add(group("a", 0.0, ["1"]))
+            with pytest.raises(RewardsFailed, match="cannot be loaded: .* status 7"):
+                scoring.wait()
 
 
 def in_parts(prompt: Prompt, text: str) -> dict[str, float]:
