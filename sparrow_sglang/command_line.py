@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
+from sparrow_sglang.json_values import shortened
+
 
 def at_least(least: int) -> Callable[[str], int]:
     """An argparse `type` of whole numbers from `least` on."""
@@ -28,4 +30,4 @@ class OneLineParser(argparse.ArgumentParser):
     """`error` ends the process with exit code 2 and one line instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: error: {shortened(message)}; see {self.prog} --help\n")

@@ -6,6 +6,7 @@ Imports neither torch nor SGLang.
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ def cut(text: str, limit: int = _MAX_QUOTE) -> str:
     """At most `limit` characters of `text`, on one line: what cannot be printed is escaped."""
     shown = text if text.isprintable() else repr(text)[1:-1]
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
+
+
+def shortened(message: str) -> str:
+    """`message` with its words cut to 300 characters, such as values from outside."""
+    return re.sub(r"\S{300,}", lambda word: cut(word[0], 300), message)
 
 
 def relative_note(path: str | os.PathLike[str]) -> str:

@@ -86,11 +86,11 @@ def path_problem(model: str) -> str | None:
     Anything that may be a name on the hub is left to transformers.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         what = _config_problem(folder / "config.json")
         if what is None:
             return None
-    elif model.startswith(("/", "./", "../", "~")) and not folder.exists():
+    elif model.startswith(("/", "./", "../", "~")) and not os.path.exists(folder):
         what = "no such folder"
     else:
         return None

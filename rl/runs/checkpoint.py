@@ -28,7 +28,7 @@ from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import Learner, TrainersLost
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import METRICS_FILE
 
@@ -166,7 +166,7 @@ class Checkpoints:
         target = self._folder / f"step-{state.step:06d}"
         self._folder.mkdir(parents=True, exist_ok=True)
         delete_drafts(self._folder)
-        with replacing(target) as draft:
+        with _written(target), replacing(target) as draft:
             learner.save(draft)
             tokenizer.save_pretrained(draft / "model")
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -220,14 +220,33 @@ def _follow_umask(folder: Path) -> None:
 
 
 @contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Turn any error in the block into `OSError`: torch raises many, none of which says so, where
+    the disk is full."""
+    try:
+        yield
+    except TrainersLost:
+        raise
+    except (Exception, dcp.api.CheckpointException) as error:
+        free = shutil.disk_usage(folder.parent).free / 2**20
+        raise OSError(
+            f"{folder} cannot be written ({_reason(error)}); {free:,.0f} MiB are free there"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    last = (str(error).strip().splitlines() or [""])[-1]
+    return cut(f"{type(error).__name__}: {last}")
+
+
+@contextmanager
 def _readable(folder: Path) -> Iterator[None]:
     """Turn any error in the block, as a damaged checkpoint may raise many, into `InputError`."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         raise InputError(
-            f"{folder} cannot be read ({cut(reason)}): delete it to go on from the one before"
+            f"{folder} cannot be read ({_reason(error)}): delete it to go on from the one before"
         ) from error
 
 

@@ -122,7 +122,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         except BaseException as error:
             try:
                 run.save()
-            except TrainersLost as lost:
+            except (TrainersLost, OSError) as lost:
                 raise error from lost
             raise
         run.save()

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from sparrow_sglang import noise
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.errors import InputError, SparrowError
+from sparrow_sglang.json_values import shortened
 
 DESCRIPTION = """\
 Sparse decode for stock SGLang: each generated token reads a budget of KV pages instead of all of
@@ -145,7 +146,7 @@ def _serve(argv: Sequence[str]) -> int:
         else:
             serve.serve(argv)
     except InputError as error:
-        print(f"sparrow serve: error: {error}", file=sys.stderr)
+        print(f"sparrow serve: error: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("sparrow serve: stopped", file=sys.stderr)
@@ -158,7 +159,7 @@ def _doctor(argv: Sequence[str]) -> int:
 
     statuses: set[str] = set()
     for check in doctor.examine(argv):
-        print(f"{check.status:<5} {check.name:<12} {check.detail}", flush=True)
+        print(f"{check.status:<5} {check.name:<12} {shortened(check.detail)}", flush=True)
         statuses.add(check.status)
     if "FAIL" in statuses:
         print("Something is in the way; see FAIL above.")
@@ -170,8 +171,8 @@ def _doctor(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         code: int = args.run(args)
-    except (ValueError, SparrowError) as error:
-        print(f"sparrow {args.command}: error: {error}", file=sys.stderr)
+    except (ValueError, SparrowError, OSError) as error:
+        print(f"sparrow {args.command}: error: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"sparrow {args.command}: stopped", file=sys.stderr)

@@ -112,7 +112,10 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     try:
         folder = train(config, args.resume)
-    except (EngineDied, RolloutError, RewardsFailed, TrainersLost, FloatingPointError) as error:
+    except (
+        *(EngineDied, RolloutError, RewardsFailed, TrainersLost, FloatingPointError),
+        OSError,  # such as a full disk
+    ) as error:
         return _say_where_it_stands(config, f"error: {error}", 1)
     except Stopped as stop:
         return _say_where_it_stands(config, "stopped", int(stop.code or 0))

@@ -109,7 +109,7 @@ class Auditor:
     def on_requests(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
         """Note requests on their way to the scheduler; ask chosen ones to return log-probs."""
         if self._worker is None or self._worker.done():
-            self._worker = asyncio.get_running_loop().create_task(self._work())
+            self._worker = asyncio.get_running_loop().create_task(self._run())
         for request in requests:
             if request.extra_key == self._namespace:
                 self._sent = request.rid
@@ -200,6 +200,14 @@ class Auditor:
             # request object, which stays as it is.
             ask_for_logprobs(request, self._top_k)
 
+    async def _run(self) -> None:
+        try:
+            await self._work()
+        finally:
+            # Ctrl-C ends the event loop.
+            if self._log is not None:
+                await self._flush(self._log)
+
     async def _work(self) -> None:
         while True:
             self._forget_vanished()
@@ -211,7 +219,7 @@ class Auditor:
                 )
                 for rid, prompt_tokens in self._prompt_tokens.items()
             )
-            # A server that stops has no later time for what waits.
+            # After SIGTERM, SGLang kills this process once no request is left.
             if self._log is not None and (self._log.is_due() or self._manager.gracefully_exit):
                 await self._flush(self._log)
             audits = self.rate or self._has_scored

@@ -3,13 +3,17 @@
 import asyncio
 import sys
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.mismatch.scores import TOP_K
 from sparrow_sglang.plugin.audit.auditor import Auditor
+from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog, read_mismatch_log
 from sparrow_sglang.plugin.audit.recorded import MAX_TOKENS, RecordedRequest, skip_reason
 from sparrow_sglang.plugin.audit.statistics import SKIPPED
 from sparrow_sglang.request_options import RequestOption
@@ -83,6 +87,35 @@ def test_only_responses_under_the_active_schedule_are_audited() -> None:
     others = (None, RequestOption(None), RequestOption(ACTIVE, 32))
     for option in (*others, RequestOption(BudgetSchedule.fixed(96))):
         assert skip_reason(tokenized(), option, ACTIVE, False) == "own_schedule"
+
+
+@pytest.mark.parametrize("ending", ["SIGTERM", "Ctrl-C"])
+def test_a_server_that_stops_writes_what_it_has_measured(tmp_path: Path, ending: str) -> None:
+    """On SIGTERM SGLang first lets requests end; on Ctrl-C the event loop ends."""
+    manager: Any = SimpleNamespace(
+        server_args=SimpleNamespace(enable_metrics=False),
+        model_config=SimpleNamespace(vocab_size=50),
+        rid_to_state={},
+        is_pause=False,
+        gracefully_exit=False,
+    )
+    log = MismatchLog(tmp_path)
+    auditor = Auditor(manager, 1.0, ACTIVE, log, set())
+
+    async def serve() -> None:
+        auditor.on_requests([])
+        rows = np.zeros(3, TOKEN_ROW)
+        rows["request_id"] = "a"
+        log.append(rows)
+        # Longer than it takes an audit to look for what is due.
+        await asyncio.sleep(0.5)
+        assert not list(tmp_path.iterdir())
+        manager.gracefully_exit = ending == "SIGTERM"
+        while manager.gracefully_exit and not read_mismatch_log(tmp_path).num_rows:
+            await asyncio.sleep(0.05)
+
+    asyncio.run(serve())
+    assert read_mismatch_log(tmp_path)["request_id"].to_pylist() == ["a"] * 3
 
 
 def test_responses_of_old_weights_are_forgotten_before_and_after_an_update() -> None:
