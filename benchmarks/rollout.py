@@ -54,22 +54,25 @@ DESCRIPTION = """\
 Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
 exactly as many tokens as its length says, until the last one is done. Reports seconds to the first
 token and to the last one, tokens/s, and the generated tokens and running sequences at each second.
-Weights are random (nothing is downloaded) unless
+With --turns, each response is split into so many turns, and each further turn is a new request with
+all before it and a message as its prompt. Weights are random (nothing is downloaded) unless
 --model-path names a model.
 """
 EXAMPLES = """\
   sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K
   sparrow bench rollout --sequences 128 --mean-tokens 10000 --out rollout.json
+  sparrow bench rollout --turns 8             conversations of eight turns
   sparrow bench rollout --model qwen3-8b --lengths-file lengths.jsonl
 """
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence: its prompt's token ids, and the number of tokens to generate."""
+    """One sequence: its prompt's token ids, the tokens of each turn, and those of each message."""
 
     prompt: list[int]
-    new_tokens: int
+    turns: list[int]
+    message: list[int]
 
 
 @dataclass
@@ -77,11 +80,16 @@ class Progress:
     """What has been seen of each request, in seconds since the start.
 
     `ended_s` is None while it runs. `first_token_s` are the times of first tokens, in their order.
+    `turn_waits_s` holds the seconds to the first token of each further turn, `turn_cached` and
+    `turn_prefilled` the tokens of its prompt found in the prefix cache, and the others.
     """
 
     tokens: list[int]
     ended_s: list[float | None]
     first_token_s: list[float] = field(default_factory=list)
+    turn_waits_s: list[float] = field(default_factory=list)
+    turn_cached: list[int] = field(default_factory=list)
+    turn_prefilled: list[int] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self, seconds: float) -> None:
@@ -132,30 +140,44 @@ def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[in
 def request_lengths(options: argparse.Namespace) -> list[int]:
     """Response lengths in tokens, cut off at --max-tokens.
 
-    Raises `ValueError` if --lengths-file or --mean-tokens is not usable, or if --sequences is not a
-    multiple of the group size.
+    Raises `ValueError` if --lengths-file or --mean-tokens is not usable, if --sequences is not a
+    multiple of the group size, or if a length is shorter than --turns.
     """
     if options.sequences % GROUP:
         raise ValueError(
             f"--sequences {options.sequences}: expected a multiple of {GROUP}, the size of a group"
         )
     if options.lengths_file is None:
-        return synthetic_lengths(
+        lengths = synthetic_lengths(
             options.sequences, options.mean_tokens, options.max_tokens, options.seed
         )
-    recorded = read_lengths(options.lengths_file)[: options.sequences]
-    return [min(length, options.max_tokens) for length in recorded]
+    else:
+        recorded = read_lengths(options.lengths_file)[: options.sequences]
+        lengths = [min(length, options.max_tokens) for length in recorded]
+    if min(lengths) < options.turns:
+        raise ValueError(
+            f"--turns {options.turns}: expected at most {min(lengths)}, the tokens of the shortest"
+            " response"
+        )
+    return lengths
 
 
 def make_requests(
-    lengths: Sequence[int], prompt_tokens: int, vocab_size: int, seed: int
+    lengths: Sequence[int], options: argparse.Namespace, vocab_size: int, seed: int
 ) -> list[Request]:
-    """A request per length; each eight consecutive ones share a random prompt."""
+    """A request per length; each eight consecutive ones share a random prompt.
+
+    Tokens are shared out evenly among the turns.
+    """
     draw = random.Random(seed)
     requests: list[Request] = []
     for start in range(0, len(lengths), GROUP):
-        prompt = draw.choices(range(vocab_size), k=prompt_tokens)
-        requests += [Request(prompt, length) for length in lengths[start : start + GROUP]]
+        prompt = draw.choices(range(vocab_size), k=options.prompt_tokens)
+        for length in lengths[start : start + GROUP]:
+            each, rest = divmod(length, options.turns)
+            turns = [each + (turn < rest) for turn in range(options.turns)]
+            message = draw.choices(range(vocab_size), k=options.message_tokens)
+            requests.append(Request(prompt, turns, message))
     return requests
 
 
@@ -169,8 +191,9 @@ def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
     progress = Progress([0] * number, [None] * number)
     seconds: float = engine.loop.run_until_complete(_replay(engine, requests, progress))
     output_tokens = sum(progress.tokens)
-    return {
+    measured = {
         "sequences": number,
+        "turns": len(requests[0].turns),
         "prompt_tokens": sum(len(request.prompt) for request in requests),
         "output_tokens": output_tokens,
         "longest": max(progress.tokens),
@@ -178,36 +201,24 @@ def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
         "first_token_last_s": max(progress.first_token_s),
         "seconds": seconds,
         "tokens_per_s": output_tokens / seconds,
-        "ended_s": progress.ended_s,
-        "curve": progress.curve,
     }
+    if progress.turn_waits_s:
+        measured |= {
+            "turn_first_token_median_s": median(progress.turn_waits_s),
+            "turn_cached_tokens_mean": fmean(progress.turn_cached),
+            "turn_prefilled_tokens_mean": fmean(progress.turn_prefilled),
+        }
+    return measured | {"ended_s": progress.ended_s, "curve": progress.curve}
 
 
 async def _replay(engine: Any, requests: Sequence[Request], progress: Progress) -> float:
     start = time.perf_counter()
 
     async def follow(index: int, request: Request) -> None:
-        parts = await engine.async_generate(
-            input_ids=request.prompt,
-            sampling_params={
-                "max_new_tokens": request.new_tokens,
-                "ignore_eos": True,
-                "temperature": 1.0,
-                "stream_interval": STREAM_INTERVAL,
-            },
-            stream=True,
-        )
-        reason = None
-        async for part in parts:
-            if not progress.tokens[index]:
-                progress.first_token_s.append(time.perf_counter() - start)
-            progress.tokens[index] += len(part["output_ids"])
-            reason = part["meta_info"]["finish_reason"]
-        if progress.tokens[index] != request.new_tokens:
-            raise RuntimeError(
-                f"sequence {index} ended with {progress.tokens[index]} tokens instead of"
-                f" {request.new_tokens}: {reason}"
-            )
+        context = list(request.prompt)
+        for turn, new_tokens in enumerate(request.turns):
+            context += request.message if turn else []
+            context += await _turn(engine, context, new_tokens, index, turn, start, progress)
         progress.ended_s[index] = time.perf_counter() - start
 
     async def watch() -> None:
@@ -225,6 +236,49 @@ async def _replay(engine: Any, requests: Sequence[Request], progress: Progress) 
     return seconds
 
 
+async def _turn(
+    engine: Any,
+    context: list[int],
+    new_tokens: int,
+    index: int,
+    turn: int,
+    start: float,
+    progress: Progress,
+) -> list[int]:
+    """Generate one turn of sequence `index`; returns its token ids."""
+    sent, before = time.perf_counter(), progress.tokens[index]
+    parts = await engine.async_generate(
+        input_ids=context,
+        sampling_params={
+            "max_new_tokens": new_tokens,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "stream_interval": STREAM_INTERVAL,
+        },
+        stream=True,
+    )
+    ids: list[int] = []
+    reason = None
+    async for part in parts:
+        about = part["meta_info"]
+        if not ids:
+            now = time.perf_counter()
+            if turn:
+                progress.turn_waits_s.append(now - sent)
+                progress.turn_cached.append(about["cached_tokens"])
+                progress.turn_prefilled.append(len(context) - about["cached_tokens"])
+            else:
+                progress.first_token_s.append(now - start)
+        ids += part["output_ids"]
+        progress.tokens[index] = before + len(ids)
+        reason = about["finish_reason"]
+    if len(ids) != new_tokens:
+        raise RuntimeError(
+            f"sequence {index} ended with {len(ids)} tokens instead of {new_tokens}: {reason}"
+        )
+    return ids
+
+
 def engine_defaults(
     compared: Comparison, side: Side, requests: Sequence[Request], on_gpu: bool
 ) -> dict[str, Any]:
@@ -235,7 +289,10 @@ def engine_defaults(
     if on_gpu:
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
     # On a CPU, float32 is the fast path of plain torch. The KV pool has room for all sequences.
-    room = sum(len(each.prompt) + each.new_tokens + 2 * PAGE_SIZE for each in requests)
+    room = sum(
+        len(each.prompt) + sum(each.turns) + len(each.turns) * len(each.message) + 2 * PAGE_SIZE
+        for each in requests
+    )
     return arguments | {"dtype": "float32", "max_total_tokens": room}
 
 
@@ -245,12 +302,12 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> N
     import torch
 
     vocab_size = compared.config["vocab_size"]
-    prompt_tokens, seed = options.prompt_tokens, options.seed
-    requests = make_requests(request_lengths(options), prompt_tokens, vocab_size, seed)
+    requests = make_requests(request_lengths(options), options, vocab_size, options.seed)
     defaults = engine_defaults(compared, side, requests, torch.cuda.is_available())
     with sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
         served = backend_of(engine) if side.backend == STOCK else side.backend
-        replay(engine, make_requests([32] * GROUP, prompt_tokens, vocab_size, seed + 1))
+        warm_up = [max(32, options.turns)] * GROUP
+        replay(engine, make_requests(warm_up, options, vocab_size, options.seed + 1))
         measured = replay(engine, requests)
     row = {"model": compared.model, "backend": served, "schedule": side.schedule} | measured
     add_row(options.out, row)
@@ -259,11 +316,18 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> N
 
 def summary(row: Mapping[str, Any]) -> str:
     """What is printed of a row."""
-    return (
+    text = (
         f"first token {row['first_token_median_s']:.2f} s (median),"
         f" {row['first_token_last_s']:.2f} s (last sequence); last token {row['seconds']:.1f} s;"
         f" {row['tokens_per_s']:,.0f} tokens/s"
     )
+    if "turn_first_token_median_s" in row:
+        text += (
+            f"; further turns: first token {row['turn_first_token_median_s']:.2f} s (median),"
+            f" {row['turn_prefilled_tokens_mean']:,.0f} tokens prefilled,"
+            f" {row['turn_cached_tokens_mean']:,.0f} cached (means)"
+        )
+    return text
 
 
 def compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
@@ -308,6 +372,13 @@ def _parser() -> argparse.ArgumentParser:
         ' or JSONL, with items like 1234 or {"length": 1234}',
     )
     add("--prompt-tokens", type=count, default=256, help="tokens per prompt (default: %(default)s)")
+    add("--turns", type=count, default=1, help="turns of a sequence (default: %(default)s)")
+    add(
+        "--message-tokens",
+        type=count,
+        default=64,
+        help="tokens between two turns (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="seed of prompts and order (default: %(default)s)")
     add_engine_arguments(parser)
     return parser
@@ -324,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine_arguments(options.engine_args).get("context_length")
             or compared.config["max_position_embeddings"],
             options.prompt_tokens,
-            max(lengths),
+            max(lengths) + (options.turns - 1) * options.message_tokens,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -6,8 +6,9 @@ computes with it: it is disabled except inside `SparseAdapter.enabled`, and a st
 leaves the policy's weights as they are (Algorithm 1 of arXiv:2606.08446).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from transformers import PreTrainedModel
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.config import DistillConfig
-from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of
+from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig
+from sparrow_sglang.rl.correction import correct
+from sparrow_sglang.rl.loss import MiniBatchLoss
+from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of, token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
 from sparrow_sglang.rl.policy.packing import Packed
@@ -36,6 +39,30 @@ ADAPTER = "sparrow"
 
 # Lower bound of the probability mass outside the top-k lists: rounding hides anything smaller.
 _LEAST_REST = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyTerm:
+    """Inputs of the sparse actor's policy loss, for the N response tokens of a step.
+
+    `rollout_logprobs` and `advantages` are fp32 [N]; `lengths` [S] say how many tokens belong to
+    each response; `settings` name the correction and the clip.
+    """
+
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    lengths: Sequence[int]
+    settings: AlgorithmConfig
+
+    def loss(self, now: torch.Tensor) -> MiniBatchLoss:
+        """The loss, a mean over all N tokens, of an actor that gives them the log-probs `now` [N].
+
+        Only one step is taken from these log-probs, so the clip has no effect. The correction is
+        for the difference between `now` and the log-probs that the actor recorded when it sampled.
+        """
+        weights = correct(now, self.rollout_logprobs, self.lengths, self.settings).weights
+        alike = torch.ones(len(now))
+        return MiniBatchLoss(now, self.advantages, weights, self.settings, alike)
 
 
 class SparseAdapter:
@@ -134,39 +161,59 @@ class SparseAdapter:
         self,
         sequences: Sequence[TokenSequence],
         schedule: BudgetSchedule,
+        term: PolicyTerm | None = None,
         temperature: float = 1.0,
     ) -> dict[str, float]:
         """One optimizer step that lowers KL(sparse || dense), a mean over response tokens.
 
         Both distributions are taken at `temperature`. The dense one is that of the policy's current
-        weights, which the next rollouts will use. A gradient that is not finite is logged, and the
-        adapter stays as it is.
+        weights, which the next rollouts will use. The policy loss of `term` is added with the
+        weight that the settings give it; if that weight is above 0, `term` must be given. A
+        gradient that is not finite is logged, and the adapter stays as it is.
         """
-        policy = self._policy
+        policy, settings = self._policy, self._settings
+        policy_loss = None
+        if settings.policy_loss:
+            assert term is not None, "a policy loss needs advantages"
+            with self.enabled():
+                policy_loss = term.loss(torch.cat(policy.score(sequences, temperature, schedule)))
         policy.model.train()
         tokens = sum(len(response) for _, response in sequences)
-        total = 0.0
+        divergence = (
+            exact_kl
+            if settings.loss == "exact"
+            else lambda sparse, dense: top_k_kl(sparse, dense, settings.top_k)
+        )
+        totals = {"sparrow/distill_kl": 0.0}
 
-        def loss_of(packed: Packed) -> torch.Tensor:
+        def parts_of(packed: Packed) -> dict[str, torch.Tensor]:
             with torch.no_grad():
                 dense = policy.hidden(packed)
             with self.enabled():
                 sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
-            return summed_kl(sparse, dense, policy.head, self._settings.top_k, temperature) / tokens
+            total = summed(divergence, sparse, dense, policy.head, temperature)
+            parts = {"sparrow/distill_kl": total / tokens}
+            if policy_loss is not None and not packed.idle:
+                logprobs, _ = token_logprobs(sparse, policy.head, packed.targets, temperature)
+                parts["sparrow/distill_pg_loss"] = policy_loss(logprobs, packed.where)
+            return parts
 
         with policy.frozen():
             for packed in policy.micro_batches(sequences):
-                loss = policy.gathered(partial(loss_of, packed))
+                parts = policy.gathered(partial(parts_of, packed))
+                loss = parts["sparrow/distill_kl"]
+                if "sparrow/distill_pg_loss" in parts:
+                    loss = loss + settings.policy_loss * parts["sparrow/distill_pg_loss"]
                 # The backward pass recomputes checkpointed layers, with the adapter as before.
                 with self.enabled():
                     loss.backward()
-                total += float(loss.detach())
+                for name, part in parts.items():
+                    totals[name] = totals.get(name, 0.0) + float(part.detach())
         for parameter in self._params:
             if parameter.grad is not None:
                 policy.ranks.add(parameter.grad)
-        return policy.ranks.total({"sparrow/distill_kl": total}) | {
-            "sparrow/distill_grad_norm": self._optimizer.clipped_step()
-        }
+        totals = policy.ranks.total(totals)
+        return totals | {"sparrow/distill_grad_norm": self._optimizer.clipped_step()}
 
     def merged_weights(
         self, dtype: torch.dtype | None = None
@@ -287,15 +334,25 @@ def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
     return listed + rest_p * (rest_p.log() - rest_q.log())
 
 
-def summed_kl(
-    sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, k: int, temperature: float
+def exact_kl(sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """KL(sparse || dense) over the whole vocabulary: [n] from logits [n, V]."""
+    p, q = sparse.log_softmax(-1), dense.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def summed(
+    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    sparse: torch.Tensor,
+    dense: torch.Tensor,
+    head: torch.Tensor,
+    temperature: float,
 ) -> torch.Tensor:
-    """Sum of `top_k_kl` over last hidden states [n, H], in chunks whose logits the backward pass
-    recomputes."""
+    """Sum of `divergence` over rows, in chunks whose logits the backward pass recomputes."""
 
     def part(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(left, head, temperature), logits_of(right, head, temperature)
-        return top_k_kl(*logits, k).sum()
+        return divergence(
+            logits_of(left, head, temperature), logits_of(right, head, temperature)
+        ).sum()
 
     rows = max(1, CHUNK_ELEMENTS // head.shape[0])
     parts: list[torch.Tensor] = [

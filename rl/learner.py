@@ -20,11 +20,11 @@ from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch, sampled_tokens
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter
+from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
 from sparrow_sglang.rl.engines.buckets import NamedTensors
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
-from sparrow_sglang.rl.loss import MiniBatchLoss, token_shares
+from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, token_shares
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.stored import load_state, save_model, save_state
 from sparrow_sglang.rl.ranks import ALONE, Ranks
@@ -50,10 +50,12 @@ class Scored:
 class Updated:
     """What the optimizer steps of a batch gave.
 
-    `skipped_in_a_row` counts the optimizer steps skipped since the last one taken.
+    `scored` has the log-probs and entropies from before the update, also of responses that `score`
+    left to it. `skipped_in_a_row` counts the optimizer steps skipped since the last one taken.
     """
 
     metrics: dict[str, float]
+    scored: Scored
     skipped_in_a_row: int
 
 
@@ -109,10 +111,20 @@ class Learner:
         """End the processes of the learner, if it has any."""
 
     def score(self, batch: Batch) -> Scored:
-        """Log-probs and entropies of the batch under the current policy."""
-        sequences = [rollout.parts for rollout in batch.rollouts]
-        parts = self.policy.score_with_entropy(sequences, self._config.rollout.temperature)
-        return Scored(*map(torch.cat, parts))
+        """Log-probs and entropies of the batch under the current policy.
+
+        With `old_logprobs = "update"` only those of responses outside the loss are computed;
+        `update` fills in the others.
+        """
+        settings, count = self._config, len(batch.advantages)
+        by_update = settings.algorithm.old_logprobs == "update"
+        wanted = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
+        sequences, tokens = batch.part(wanted)
+        scored = Scored(torch.empty(count), torch.empty(count))
+        if sequences:
+            parts = self.policy.score_with_entropy(sequences, settings.rollout.temperature)
+            scored.logprobs[tokens], scored.entropies[tokens] = map(torch.cat, parts)
+        return scored
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
         """Log-probs [N] of the reference policy; None without a KL term."""
@@ -137,15 +149,16 @@ class Learner:
     def update(
         self,
         batch: Batch,
-        logprobs: torch.Tensor,
-        weights: torch.Tensor,
+        scored: Scored,
+        weights: torch.Tensor | None,
         reference: torch.Tensor | None,
         lr: float,
     ) -> Updated:
         """One optimizer step per mini-batch; metrics are means over those that were taken.
 
-        `logprobs` [N] are those of the policy before the update, `weights` [N] the correction's,
-        and `reference` [N] is for the KL term.
+        `weights` [N] are those of the correction. If they are None, each loss computes its own, and
+        fills in the log-probs and entropies that are missing in `scored`. `reference` [N] is for
+        the KL term.
         """
         policy, config = self.policy, self._config
         settings, temperature = config.algorithm, config.rollout.temperature
@@ -155,15 +168,19 @@ class Learner:
         for sequences, tokens in batch.mini_batches(settings.mini_batches):
             lengths = [sampled_tokens(sequence) for sequence in sequences]
             shares = token_shares(settings.aggregation, lengths, _most_tokens(config))
-            loss = MiniBatchLoss(
-                logprobs[tokens],
-                batch.advantages[tokens],
-                weights[tokens],
-                settings,
-                shares,
-                None if reference is None else reference[tokens],
-            )
-            result = policy.loss_step(sequences, loss, temperature)
+            kept = None if reference is None else reference[tokens]
+            advantages, entropies = batch.advantages[tokens], None
+            loss: MiniBatchLoss
+            if weights is None:
+                rollout, entropies = batch.rollout_logprobs[tokens], torch.zeros(len(tokens))
+                loss = OnPolicyLoss(rollout, advantages, lengths, settings, shares, kept)
+            else:
+                dense = scored.logprobs[tokens]
+                loss = MiniBatchLoss(dense, advantages, weights[tokens], settings, shares, kept)
+            result = policy.loss_step(sequences, loss, temperature, entropies)
+            if entropies is not None:
+                scored.logprobs[tokens] = policy.ranks.add(loss.dense_logprobs)
+                scored.entropies[tokens] = entropies
             if result.taken:
                 metrics = policy.ranks.total(loss.metrics)
                 rows.append(metrics | {"actor/grad_norm": result.grad_norm})
@@ -171,7 +188,7 @@ class Learner:
                 skipped += 1
         means = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
         counts = {"actor/optimizer_steps": float(len(rows)), "actor/skipped_steps": float(skipped)}
-        return Updated(means | counts, policy.optimizer.skipped_in_a_row)
+        return Updated(means | counts, scored, policy.optimizer.skipped_in_a_row)
 
     def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
         """Take one step of the adapter towards the policy of the next rollouts; returns metrics.
@@ -185,8 +202,11 @@ class Learner:
         chosen = batch.holdout_of(measured).sample_evenly(self._config.distill.sequences)
         if not chosen.rollouts:
             return {}
+        term = PolicyTerm(
+            chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
+        )
         temperature = self._config.rollout.temperature
-        metrics = self.adapter.step(chosen.segments, schedule, temperature)
+        metrics = self.adapter.step(chosen.segments, schedule, term, temperature)
         held_out = batch.sample_evenly(measured)
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 

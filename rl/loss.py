@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparrow_sglang.rl.config import AlgorithmConfig
+from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.metrics import LOG_RATIO_BOUND
 
 
@@ -121,3 +122,36 @@ class MiniBatchLoss:
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         return loss
+
+
+class OnPolicyLoss(MiniBatchLoss):
+    """The loss of a batch's only optimizer step, which takes the dense log-probs from its own
+    forward pass: the policy has not changed since the batch began.
+
+    Called for each of the step's micro-batches, which hold whole sequences. `lengths` [S] says how
+    many of the n tokens belong to each sequence. `dense_logprobs` and `weights` start as zeros, and
+    each call fills in those of its tokens.
+    """
+
+    def __init__(
+        self,
+        rollout_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        lengths: Sequence[int],
+        settings: AlgorithmConfig,
+        shares: torch.Tensor,
+        reference_logprobs: torch.Tensor | None = None,
+    ) -> None:
+        dense, weights = torch.zeros(2, len(advantages))
+        super().__init__(dense, advantages, weights, settings, shares, reference_logprobs)
+        self._rollout_logprobs = rollout_logprobs
+        self._owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+    def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """As `MiniBatchLoss`. Raises `ValueError` on log-probs that are not finite."""
+        where = where.cpu()
+        dense, rollout = logprobs.detach().float().cpu(), self._rollout_logprobs[where]
+        lengths = self._owner[where].unique_consecutive(return_counts=True)[1].tolist()
+        self.dense_logprobs[where] = dense
+        self.weights[where] = correct(dense, rollout, lengths, self.settings).weights
+        return super().__call__(logprobs, where)

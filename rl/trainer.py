@@ -15,9 +15,9 @@ from sparrow_sglang.rl.batch import Batch, evenly
 from sparrow_sglang.rl.collect import dynamic_sampling, partial, whole
 from sparrow_sglang.rl.collect.base import Collected, Collector
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.correction import correct
+from sparrow_sglang.rl.correction import Correction, correct
 from sparrow_sglang.rl.evaluation import evaluate
-from sparrow_sglang.rl.learner import TrainersLost
+from sparrow_sglang.rl.learner import Scored, TrainersLost
 from sparrow_sglang.rl.metrics import kv_metrics, prefill_metrics, rollout_metrics
 from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.runs.log import Clock
@@ -106,7 +106,8 @@ def train_step(run: Run, step: int) -> None:
 
     with clock("logprobs"):
         scored = learner.score(batch)
-    correction = correct(scored.logprobs, batch.rollout_logprobs, batch.lengths, config.algorithm)
+    on_policy = config.algorithm.old_logprobs == "update"
+    correction = None if on_policy else _correct(batch, scored, config)
     reference = None
     # Both passes change the weights in place and restore them, which a signal must not cut short.
     if config.algorithm.kl_coefficient:
@@ -120,13 +121,15 @@ def train_step(run: Run, step: int) -> None:
     with held_back(f"update of step {step}"):
         with run.updating(collected):
             with clock("update"):
-                updated = learner.update(batch, scored.logprobs, correction.weights, reference, lr)
+                weights = None if correction is None else correction.weights
+                updated = learner.update(batch, scored, weights, reference, lr)
             move = actor.ladder.observe(acceptance) if acceptance else None
             distilled: dict[str, float] = {}
             if config.distill.enabled:
                 with clock("distill"):
                     distilled = learner.distill(batch, actor.schedule)
         # From here on the step is taken, and is saved even if a log cannot be written.
+        correction = correction or _correct(batch, updated.scored, config)
         if move is not None:
             run.log.event(step, move.line(), asdict(move))
         _keep_responses(run, step, collected, acceptance.tails() if acceptance else {})
@@ -139,7 +142,7 @@ def train_step(run: Run, step: int) -> None:
             | correction.metrics
             | measured
             | read
-            | {"actor/entropy": float(scored.entropies.double().mean())}
+            | {"actor/entropy": float(updated.scored.entropies.double().mean())}
             | updated.metrics
             | distilled
             | {"actor/lr": lr}
@@ -212,6 +215,10 @@ def _progress_metrics(run: Run) -> dict[str, float]:
         "sparrow/response_tokens_seen": float(run.state.tokens),
         "sparrow/epochs": used / len(run.setup.train),
     }
+
+
+def _correct(batch: Batch, scored: Scored, config: TrainConfig) -> Correction:
+    return correct(scored.logprobs, batch.rollout_logprobs, batch.lengths, config.algorithm)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -5,14 +5,19 @@ Imports neither torch nor SGLang.
 
 import os
 import tomllib
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.environment import exported
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut, quoted, relative_note
 
 SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"
+SOURCE_VARIABLE = "SPARROW_SCHEDULE_SOURCE"
+"""Set by commands that pass a schedule on to an engine: the source that they took it from."""
 AUTO = "auto"
+MODEL_DEFAULT = "the model's default"
 
 
 class ConfigError(InputError):
@@ -29,11 +34,12 @@ def named_schedules(flag: str | None) -> tuple[tuple[str, ...], str]:
     Raises:
         ConfigError: the value is no string, is empty, or has an empty part.
     """
-    source, value = "--sparrow-schedule", flag
+    source = os.environ.get(SOURCE_VARIABLE) or "--sparrow-schedule"
+    value: object = flag
     if value is None:
         source, value = SCHEDULE_VARIABLE, os.environ.get(SCHEDULE_VARIABLE) or None
     if value is None:
-        return (AUTO,), "the model's default"
+        return (AUTO,), MODEL_DEFAULT
     names = tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else ("",)
     if not all(names):
         raise ConfigError(
@@ -41,6 +47,11 @@ def named_schedules(flag: str | None) -> tuple[tuple[str, ...], str]:
             f" {AUTO!r}, or several separated by commas, none of them empty"
         )
     return names, source
+
+
+def schedule_from(source: str) -> AbstractContextManager[None]:
+    """Within, engines that are started report `source` as the source of their schedule."""
+    return exported(SOURCE_VARIABLE, source)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Which SGLang is installed, and whether it is not too old.
+"""Which SGLang is installed, and whether it is usable: complete, installed once, not too old.
 
 Versions nobody has tried are not refused here: `sparrow_sglang.plugin.registration` probes what the
 hooks need of them. SGLang is not imported.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,26 +16,40 @@ LOCKED = "0.5.23"
 """The version that the README installs, and that CI tests."""
 INSTALL = f"pip install sglang=={LOCKED}, or another of {', '.join(SUPPORTED)}"
 
+UNKNOWN = "of an unknown version"
+
 
 def installed_version() -> str:
-    """The version of SGLang, as the installer knows it."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "of an unknown version"
+    """The version of the SGLang that would be imported, as the installer knows it."""
+    installed = _installed()
+    return installed[0].version if installed else UNKNOWN
 
 
 def version_problems() -> list[str]:
-    """One sentence if SGLang is missing, or older than supported."""
+    """One sentence if SGLang is missing, incomplete, installed twice, or older than supported."""
     package = find_spec("sglang")
+    installed = _installed()
     if package is None or package.origin is None:
-        return [f"SGLang is not installed; {INSTALL}"]
-    found = installed_version()
+        what = "is installed in part: its package is missing" if installed else "is not installed"
+        return [f"SGLang {what}; {INSTALL}"]
+    folder = Path(package.origin).parent
+    if not (folder / "srt" / "server_args.py").is_file():
+        return [
+            f"SGLang in {folder} is installed in part: srt/server_args.py is missing; {INSTALL}"
+        ]
+    versions = list(dict.fromkeys(distribution.version for distribution in installed))
+    if len(versions) > 1:
+        return [f"SGLang is on the path {len(versions)} times ({', '.join(versions)}): keep one"]
     try:
-        known = Version(found)
+        known = Version(installed[0].version) if installed else None
     except InvalidVersion:
-        folder = Path(package.origin).parent
-        return [f"SGLang {found} in {folder}: expected one that pip knows; {INSTALL}"]
+        known = None
+    if known is None:
+        return [f"SGLang {installed_version()} in {folder}: expected one that pip knows; {INSTALL}"]
+    own = Path(str(installed[0].locate_file("sglang/__init__.py")))
+    # An editable installation has no package beside its metadata.
+    if own.is_file() and own.resolve().parent != folder.resolve():
+        return [f"SGLang is on the path twice, in {folder} and {own.parent}: keep one"]
     if known < Version(SUPPORTED[0]):
         return [f"SGLang {known}: expected {SUPPORTED[0]} or newer; {INSTALL}"]
     return []
@@ -44,3 +58,7 @@ def version_problems() -> list[str]:
 def import_problem(error: ImportError) -> str:
     """The message for an SGLang that lacks a part of itself or a package that it needs."""
     return f"SGLang {installed_version()} cannot be imported ({error}); {INSTALL}"
+
+
+def _installed() -> list[Distribution]:
+    return list(distributions(name="sglang"))

@@ -192,6 +192,11 @@ class TrainConfig(Section):
                 f"algorithm.mini_batches={parts} does not divide rollout.prompts_per_step="
                 f"{prompts}: expected a divisor, so that every optimizer step sees as many groups"
             )
+        if parts > 1 and self.algorithm.old_logprobs == "update":
+            raise ValueError(
+                f"algorithm.old_logprobs='update' with mini_batches={parts}: later steps need"
+                " log-probs from before the first; expected 'scored', or mini_batches = 1"
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,11 @@ from pydantic import (
 
 from sparrow_sglang.rl.config.section import Name, Section, TomlArray, TomlPath
 
+_UNTRUNCATED = (
+    "the sampler records log-probs of the untruncated distribution, so tokens drawn from a"
+    " truncated one would be corrected by ratios of a distribution that they do not follow"
+)
+
 
 class TaskSource(Section):
     """Prompts and their reward, from a task."""
@@ -106,13 +111,16 @@ class RolloutConfig(Section):
     sampled with. A step waits for groups that would exceed it in the next step (AReaL's guide:
     max_head_offpolicyness 4)."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Sampling temperature of rollouts (slime, verl, Sparrow: 1); there is no top_p or top_k, as a
-    truncated distribution is not the recorded one. SGLang records log-probs at this
+    """Sampling temperature of rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this
     temperature; the policy's log-probs, the acceptance rates and DistillSparse are computed at the
     same temperature."""
     timeout_s: PositiveFloat = 7200.0
     """Seconds without a finished response after which an engine counts as dead: more than the
     longest response takes."""
+    top_p: float = 1.0
+    """Only 1, no truncation, is accepted."""
+    top_k: int = -1
+    """Only -1, no truncation, is accepted."""
 
     @model_validator(mode="after")
     def _one_order_of_groups(self) -> Self:
@@ -132,6 +140,14 @@ class RolloutConfig(Section):
                 f"{self.max_new_tokens}: expected at most as many"
             )
         return self
+
+    @field_validator("top_p", "top_k")
+    @classmethod
+    def _sampled_distribution_is_recorded(cls, value: float, info: Any) -> float:
+        expected = cls.model_fields[info.field_name].default
+        if value != expected:
+            raise ValueError(f"expected {expected:g}: {_UNTRUNCATED}")
+        return value
 
 
 class EvaluationConfig(Section):

@@ -54,6 +54,10 @@ class AlgorithmConfig(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps per rollout batch. With 1, the policy ratio is 1 and clipping has no
     effect."""
+    old_logprobs: Literal["scored", "update"] = "scored"
+    """Where dense log-probs of the batch come from: a forward pass of their own ("scored"), or,
+    with one mini-batch, the update's forward pass ("update"), which computes the same (verl and TRL
+    do so on policy)."""
 
 
 class OptimizerConfig(Section):
@@ -108,9 +112,15 @@ class DistillConfig(Section):
     """Learning rate of the adapter's own AdamW (1e-3 raised the demo model's tails on an H200)."""
     sequences: PositiveInt = 32
     """Responses per step to learn from, spread evenly over the batch."""
+    loss: Literal["top_k", "exact"] = "top_k"
+    """KL(sparse || dense): "top_k" takes the likeliest tokens of both sides and adds up all others
+    in one bucket, "exact" takes the whole vocabulary."""
     top_k: PositiveInt = 20
-    """KL(sparse || dense) is taken over as many likeliest tokens of each side, and one bucket of
-    all others (the public release keeps 20)."""
+    """Likeliest tokens of each side under "top_k" (the public release keeps 20)."""
+    policy_loss: float = Field(default=0.0, ge=0)
+    """Weight of the sparse actor's own policy loss, which is added to the KL and corrected as
+    `algorithm` says; 0 for the KL alone. Above 0, the responses are scored once more. (The paper's
+    Algorithm 1 adds the two and gives no weight.)"""
     delivery: Literal["merged", "lora"] = "merged"
     """How rollouts get the adapter: "merged" adds it to the weights that are synced, which costs
     decode nothing; "lora" loads it as unmerged LoRA through SGLang's LoRA manager."""

@@ -163,7 +163,7 @@ class DensePolicy:
         for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
             where = packed.where.cpu()
-            part, entropy = self._logprobs(packed, temperature, rule, True)
+            part, entropy = self._logprobs(packed, temperature, True, rule)
             logprobs[where], entropies[where] = part.cpu(), entropy.cpu()
         logprobs, entropies = self.ranks.add(logprobs), self.ranks.add(entropies)
         return list(logprobs.split(counts)), list(entropies.split(counts))
@@ -172,8 +172,8 @@ class DensePolicy:
         self,
         packed: Packed,
         temperature: float,
+        entropies: bool,
         rule: SparseRule | None = None,
-        entropies: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`token_logprobs` of a micro-batch."""
         return self.gathered(
@@ -244,10 +244,12 @@ class DensePolicy:
         sequences: Sequence[TokenSequence],
         loss: Loss,
         temperature: float = 1.0,
+        entropies: torch.Tensor | None = None,
     ) -> StepResult:
         """Take one optimizer step with the clipped gradient of the summed micro-batch losses.
 
-        A gradient that is not finite is logged, and weights and optimizer stay as they are.
+        `entropies`, [N] zeros on the CPU, is filled with what `score_with_entropy` would give. A
+        gradient that is not finite is logged, and weights and optimizer stay as they are.
         """
         self.model.train()
         # If the loss raised in an earlier call, that call has left gradients behind.
@@ -255,12 +257,16 @@ class DensePolicy:
         self.optimizer.zero_grad()
         total, count = torch.zeros(1, dtype=torch.float64), 0
         for packed in self.micro_batches(sequences):
-            logprobs, _ = self._logprobs(packed, temperature)
+            logprobs, entropy = self._logprobs(packed, temperature, entropies is not None)
+            if entropies is not None:
+                entropies[packed.where.cpu()] = entropy.cpu()
             part = logprobs.sum() if packed.idle else loss(logprobs, packed.where)
             # FSDP averages gradients over ranks; the factor turns the mean into a sum.
             (part * self.ranks.world).backward()
             total, count = total + float(part.detach()), count + 1
         self.ranks.add(total)
+        if entropies is not None:
+            self.ranks.add(entropies)
         norm = self.optimizer.clipped_step()
         self._round_masters()
         return StepResult(float(total), norm, count)

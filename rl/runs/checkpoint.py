@@ -14,8 +14,9 @@ import json
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
+from sparrow_sglang.atomic_write import DRAFT_PREFIX, delete_drafts, replacing, write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner, TrainersLost
+from sparrow_sglang.rl.policy.stored import export
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import METRICS_FILE
 
@@ -217,6 +220,53 @@ def _follow_umask(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o666 & ~mask)
+
+
+def try_checkpoint(
+    config: TrainConfig, model: PreTrainedModel, model_path: str, tokenizer: Any
+) -> None:
+    """Write and read back a checkpoint of `model` that holds a single weight, and delete it.
+
+    `model` has the architecture of the policy, its weights on no device. Raises `InputError` if
+    anything on the way fails, or if the disk has no room for the run's checkpoints.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    folder = next(
+        path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists()
+    )
+    _require_space(config, folder, parameters)
+    try:
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(model_path)
+        with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=folder) as draft:
+            name, weight = next(iter(model.named_parameters()))
+            weights = {name: torch.zeros(1, dtype=weight.dtype)}
+            export(model, weights, weight.dtype, Path(draft))
+            tokenizer.save_pretrained(draft)
+            AutoConfig.from_pretrained(draft)
+            AutoTokenizer.from_pretrained(draft)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise InputError(
+            f"model.path={config.model.path!r}: a checkpoint of it in {folder} cannot be written"
+            f" and read again ({cut(reason)}); nothing would be left of the run"
+        ) from error
+
+
+def _require_space(config: TrainConfig, folder: Path, parameters: int) -> None:
+    # Weights, moments and the exported weights, in fp32 at most; one more while one is written.
+    each = 16 * parameters
+    there = len(list((config.run_dir / "checkpoints").glob("step-*")))
+    every = config.checkpoint.every_steps or config.steps
+    kept = min(config.checkpoint.keep + 1, 1 + config.steps // every)
+    kept += bool(config.evaluation.every_steps)
+    needed, free = max(1, kept - there) * each, shutil.disk_usage(folder).free
+    if needed > free:
+        raise InputError(
+            f"run_dir={str(config.run_dir)!r}: {free / 2**30:.1f} GiB are free there, and"
+            f" checkpoints of {each / 2**30:.1f} GiB take {needed / 2**30:.1f} GiB more; expected a"
+            f" lower checkpoint.keep than {config.checkpoint.keep}, or another disk"
+        )
 
 
 @contextmanager

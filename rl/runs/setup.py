@@ -118,8 +118,7 @@ def prepare(config: TrainConfig) -> Setup:
     folder = Path(model_path)
     if folder.is_dir() and (problem := missing_weights(folder)):
         raise InputError(f"model.path: {problem}")
-    if config.distill.enabled:
-        _check_modules(config, model_config)
+    _check_model(config, model_path, model_config, tokenizer)
     engine = config.engine
     if engine.schedule == AUTO:
         # The engine gets the schedule's name, as SPARROW_SCHEDULE in the environment could turn
@@ -243,16 +242,19 @@ def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, 
     return tuple(schedules)
 
 
-def _check_modules(config: TrainConfig, model_config: Any) -> None:
+def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokenizer: Any) -> None:
+    """Checks the adapter's modules, and that checkpoints of the model can be written and read."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from sparrow_sglang.rl.distill import require_modules
+    from sparrow_sglang.rl.runs.checkpoint import try_checkpoint
 
     with torch.device("meta"):
-        require_modules(
-            AutoModelForCausalLM.from_config(model_config), config.distill.target_modules
-        )
+        model = AutoModelForCausalLM.from_config(model_config)
+    if config.distill.enabled:
+        require_modules(model, config.distill.target_modules)
+    try_checkpoint(config, model, model_path, tokenizer)
 
 
 def _check_context(config: TrainConfig, model_config: Any) -> None:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.config import TaskSource
-from sparrow_sglang.rl.tasks import code, files, math, story
+from sparrow_sglang.rl.tasks import calculator, code, files, math, story
 from sparrow_sglang.rl.tasks.base import ChatRender, Render, SkippedRow, Task
 from sparrow_sglang.rl.tasks.imported import imported
 from sparrow_sglang.rl.tasks.reward_worker import Reward
@@ -118,6 +118,7 @@ TASKS: dict[str, Load] = {
     "math": math.load,
     "code": code.load,
     "story": story.load,
+    "calculator": calculator.load,
     "files": files.load,
     "mix": _load_mix,
 }

@@ -133,16 +133,24 @@ def _words(text: str) -> str:
 
 def _parts(text: str) -> list[str]:
     """The elements of a list without brackets, in which `a \\pm b` is two."""
-    if not re.search(r"[(\[]|\\\{", text):
-        text = _GROUPED.sub(lambda found: found.group().replace(",", ""), text)
+    text = (
+        _GROUPED.sub(lambda found: found.group().replace(",", ""), text) if _is_flat(text) else text
+    )
     whole = re.fullmatch(r"\\\{(.*)\\\}|\{.*\}", text, re.S)
     if text.startswith("{") and whole:
         # Braces that TeX would not print.
         text = rf"\{{{text[1:-1]}\}}"
     elements = [text] if whole else _split(text)
+    if len(elements) == 1 and re.match(r"[A-Za-z]\s*=[^=]*$", elements[0]):
+        # A name before the first element of a list of values.
+        elements = _split(text)
     signed = [sign for part in elements for sign in _signs(part)]
     # An element that is written twice is one.
     return list({re.sub(r"\s", "", part): part.strip() for part in signed if part.strip()}.values())
+
+
+def _is_flat(text: str) -> bool:
+    return not re.search(r"[(\[]|\\\{", text)
 
 
 def _split(text: str, separators: str = r",|;|\band\b|\bor\b") -> list[str]:
@@ -191,9 +199,13 @@ def _same_parts(golds: Sequence[str], answers: Sequence[str]) -> bool:
 
 def _elements(parts: Sequence[str]) -> list[str]:
     if len(parts) == 1:
-        braced = re.fullmatch(r"\\\{(.*)\\\}", _assignment(parts[0])[1], re.S)
+        name, value = _assignment(parts[0])
+        braced = re.fullmatch(r"\\\{(.*)\\\}", value, re.S) if name or value else None
         if braced:
             return _split(braced[1])
+        tuple_ = re.fullmatch(r"\((.*)\)", value, re.S)
+        if tuple_ and len(_split(tuple_[1])) > 1 and _split(tuple_[1])[0] != value:
+            return list(parts)
     return list(parts)
 
 

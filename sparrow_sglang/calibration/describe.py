@@ -3,6 +3,7 @@
 In: tails per budget and bin, and schedules made of them. Out: text.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -41,6 +42,59 @@ def describe_tails(tails: MeasuredTails, targets: Sequence[float]) -> str:
             lines.append(_table_line(span, budget, interval(tail), verdict))
             span = ""
     return "\n".join(lines)
+
+
+def describe_misses(tails: MeasuredTails, target: float) -> list[str]:
+    """A line on each bin where no measured budget holds: which came closest, and what to try."""
+    lines = []
+    for index in tails.bins:
+        found = tails.closest(index, target)
+        if found is None:
+            continue
+        budget, tail = found
+        end = tails.whole_budget(index)
+        largest = max(b for b, bins in tails.by_budget.items() if index in bins and b < end)
+        between = (largest + end) // (2 * tails.page) * tails.page
+        hints = []
+        if (tail.tail_high or 0) >= target:
+            hints.append("more prompts or --samples")
+        if between > largest:
+            hints.append(f"--budgets with {between}, and a --work of its own")
+        if tail.tail_low:
+            hints.append(f"a --target of at most {_floor(tail.tail_low)}")
+        lines.append(
+            f"positions {_positions(index, tails.bin_tokens)}: no budget holds {target:g};"
+            f" {_closest_words(budget, tail)}; try {', or '.join(hints) or 'longer prompts'}"
+        )
+    return lines
+
+
+def nothing_holds(tails: MeasuredTails, target: float) -> str:
+    """Why no schedule is written, and what to try."""
+    missed = [(index, tails.closest(index, target)) for index in tails.bins]
+    found = [(index, *each) for index, each in missed if each is not None]
+    words = "the budgets hold every measured position whole"
+    if found:
+        index, budget, tail = max(found, key=lambda each: each[2].tail_low or 0)
+        where = _positions(index, tails.bin_tokens)
+        words = f"{_closest_words(budget, tail)}, at positions {where}"
+    return (
+        f"target {target:g}: no measured budget holds it in any bin, so there is nothing to"
+        f" calibrate by and no schedule is written; {words}: expected larger --budgets, more"
+        " prompts or --samples, or a lower --target"
+    )
+
+
+def _closest_words(budget: int, tail: BinTail) -> str:
+    return (
+        f"{budget} came closest, with a tail of {tail.tail:.3f}"
+        f" (interval {tail.tail_low:.3f}-{tail.tail_high:.3f})"
+    )
+
+
+def _floor(tail: float) -> str:
+    """`tail` rounded down to two decimals."""
+    return f"{math.floor(tail * 100) / 100:.2f}"
 
 
 def _positions(index: int, bin_tokens: int) -> str:

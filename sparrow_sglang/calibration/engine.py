@@ -12,6 +12,7 @@ from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.measure import measure
 from sparrow_sglang.client.control import set_schedule
+from sparrow_sglang.config import schedule_from
 from sparrow_sglang.mismatch.exact_rates import recording
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_log import keep_warnings
@@ -38,7 +39,10 @@ class MeasuringEngine(ExitStack):
                 self._engine = None
                 self.close()
                 progress.show("starting the engine")
-                with recording(job.options.batch, job.options.new_tokens):
+                with (
+                    recording(job.options.batch, job.options.new_tokens),
+                    schedule_from("sparrow calibrate, whose requests ask for their own"),
+                ):
                     engine = running_engine(job.model.path, job.engine_args)
                     self._engine = self.enter_context(engine)
             measure(self._engine, job.samples, job.work, job.options.batch, progress)

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from sparrow_sglang.calibration.choice import CalibrationError
 from sparrow_sglang.calibration.measure import (
+    GIVEN_RESPONSE_ENGINE_ARGS,
     DecodeVariant,
     Sample,
     fixed_budget,
@@ -252,13 +253,17 @@ def _job(
         prompts=prompts,
         samples=samples,
         settings=_settings(options, model, prompts) | settings,
-        engine_args=_engine_args(options, model.context, page_size, schedule),
+        engine_args=_engine_args(options, model.context, page_size, schedule, prompts),
         **fields,
     )
 
 
 def _engine_args(
-    options: CalibrationOptions, context: int, page_size: int, schedule: str
+    options: CalibrationOptions,
+    context: int,
+    page_size: int,
+    schedule: str,
+    prompts: Sequence[Prompt],
 ) -> dict[str, Any]:
     defaults = {
         "context_length": context,
@@ -274,6 +279,8 @@ def _engine_args(
             f"--engine-args dp_size={replicas}: expected 1, as a response is compared on the engine"
             " that generated it; start one calibration for each GPU"
         )
+    if any(prompt.response_ids for prompt in prompts):
+        defaults |= GIVEN_RESPONSE_ENGINE_ARGS
     return defaults | options.engine_args
 
 

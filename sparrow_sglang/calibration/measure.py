@@ -1,13 +1,14 @@
 """Measure acceptance rates of sparse generations, sample by sample, into a work folder.
 
 In: prompts and variants, each a way to decode sparsely. Out: the acceptance rate of every token
-that was decoded sparsely, along a fresh sample.
+that was decoded sparsely, along a fresh sample or the response that a prompt brings.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +21,17 @@ from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, 
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
+
+if TYPE_CHECKING:
+    import torch
+
+GIVEN_RESPONSE_ENGINE_ARGS = {
+    "enable_custom_logit_processor": True,
+    "disable_overlap_schedule": True,
+}
+"""What an engine needs to decode along given responses: an overlapping scheduler would launch a
+step before the request has the token of the previous one."""
+_GIVEN = "sparrow_given_response"
 
 
 @dataclass(frozen=True)
@@ -85,11 +97,14 @@ def plan_samples(
     for prompt in prompts:
         length = len(prompt.input_ids)
         # A sequence that fills the context could be generated, but not scored.
-        room = min(new_tokens, context - 1 - length)
+        room, count = min(new_tokens, context - 1 - length), repeats
+        if prompt.response_ids:
+            # Along a given response all samples would be equal.
+            room, count = min(room, len(prompt.response_ids)), 1
         steps = range(length + 1, length + room)
         for variant in variants:
             if any(variant.measures(cached) for cached in steps):
-                samples += [Sample(len(samples) + i, prompt, variant, room) for i in range(repeats)]
+                samples += [Sample(len(samples) + i, prompt, variant, room) for i in range(count)]
     return samples
 
 
@@ -169,7 +184,14 @@ def _measure_batch(
     count = progress.counter("measuring", len(samples), "generations")
 
     def compare(slot: int, answer: Mapping[str, Any]) -> dict[str, Any]:
-        return comparing_request(slot, samples[slot].prompt.input_ids, answer["output_ids"])
+        sample = samples[slot]
+        given = list(sample.prompt.response_ids[: sample.new_tokens])
+        if given and answer["output_ids"] != given:
+            raise CalibrationError(
+                f"prompt {sample.prompt.name}: the engine generated other tokens than the given"
+                " response; expected SGLang to apply the logit processor of the request"
+            )
+        return comparing_request(slot, sample.prompt.input_ids, answer["output_ids"])
 
     def keep(slot: int, answer: Mapping[str, Any]) -> None:
         sample = samples[slot]
@@ -188,14 +210,41 @@ def _request(sample: Sample, slot: int) -> dict[str, Any]:
     prompt, variant = sample.prompt, sample.variant
     custom: dict[str, Any] = {"sparrow": variant.options} if variant.options else {}
     custom |= record_into(slot, len(prompt.input_ids))
+    if prompt.response_ids:
+        custom[_GIVEN] = list(prompt.response_ids)
     return {
         "input_ids": list(prompt.input_ids),
+        "custom_logit_processor": _given_response() if prompt.response_ids else None,
         "sampling_params": {
             # Sample without truncation, as the acceptance rate compares whole distributions.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": -1,
             "max_new_tokens": sample.new_tokens,
+            "ignore_eos": bool(prompt.response_ids),
             "custom_params": custom,
         },
     }
+
+
+@cache
+def _given_response() -> str:
+    """An SGLang logit processor that allows one token per step, the next of the given response."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class OneToken(CustomLogitProcessor):  # type: ignore[misc]
+        def __call__(
+            self, logits: "torch.Tensor", custom_param_list: list[dict[str, Any]] | None = None
+        ) -> "torch.Tensor":
+            steps = [
+                # After each chunk of a long prompt SGLang samples, too, and discards the token.
+                parameters[_GIVEN][min(len(request.output_ids), len(parameters[_GIVEN]) - 1)]
+                for parameters in custom_param_list or ()
+                for request in [parameters["__req__"]]
+            ]
+            logits.fill_(-float("inf"))
+            for row, token in enumerate(steps):
+                logits[row, token] = 0.0
+            return logits
+
+    return str(OneToken.to_str())

@@ -39,6 +39,7 @@ from sparrow_sglang.calibration.rule import (
     variance_kept,
 )
 from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.config import schedule_from
 from sparrow_sglang.hf_config import (
     head_dim_of,
     num_kv_heads_of,
@@ -120,7 +121,10 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     if path.exists():
         return np.array(json.loads(path.read_text("utf-8")))
     room = job.model.context - UNSCORED
-    with closing(Progress(len(prompts), "prompt")) as progress:
+    with (
+        schedule_from("sparrow calibrate, which measures rotary pairs"),
+        closing(Progress(len(prompts), "prompt")) as progress,
+    ):
         progress.show("starting the engine")
         with engine.running_engine(job.model.path, step.engine_args) as running:
             try:
@@ -129,7 +133,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
                 # Send prompts one by one, so that every run sums in the same order.
                 for prompt in prompts:
                     request = {
-                        "input_ids": list(prompt.input_ids[:room]),
+                        "input_ids": [*prompt.input_ids, *prompt.response_ids][:room],
                         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
                         "log_metrics": False,
                     }

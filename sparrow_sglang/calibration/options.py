@@ -76,8 +76,8 @@ class CalibrationOptions:
         if problem := path_problem(self.model_path):
             raise CalibrationError(f"--model-path {self.model_path}: {problem}")
         if self.prompts is not None:
-            # A token for any text checks a file's form without a tokenizer.
-            read_prompts(self.prompts, lambda text: [0], sys.maxsize)
+            # Two tokens for any text check a file's form without a tokenizer.
+            read_prompts(self.prompts, lambda text, add_special_tokens=True: [0, 0], sys.maxsize)
         for path in self.check:
             read_schedule(path)
         if self.out is not None and (self.out.suffix != ".json" or self.out.is_dir()):

@@ -6,16 +6,23 @@ In: a file or nothing. Out: token ids with a name each, checked against the mode
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeGuard
 
 from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.json_values import relative_note
+from sparrow_sglang.json_values import cut, relative_note
 
-Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
-"""Converts a string, or chat messages, to token ids."""
+
+class Tokenize(Protocol):
+    """Converts a string, or chat messages, to token ids."""
+
+    def __call__(
+        self, text: str | list[dict[str, Any]], add_special_tokens: bool = True
+    ) -> list[int]:
+        """Without `add_special_tokens`, a string gets no tokens of a text's start or end."""
+
 
 # Tokens of the context that SGLang (0.5.17) does not allow for input; a sequence to score is input.
 UNSCORED = 6
@@ -34,10 +41,14 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap."""
+    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap.
+
+    `response_ids` is the given response to decode along; empty to sample one.
+    """
 
     name: str
     input_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
 
 
 def tokenizer_of(model_path: str) -> Tokenize:
@@ -47,7 +58,7 @@ def tokenizer_of(model_path: str) -> Tokenize:
     """
     loaded: list[Any] = []
 
-    def tokenize(text: str | list[dict[str, Any]]) -> list[int]:
+    def tokenize(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
         if not loaded:
             from transformers import AutoTokenizer
 
@@ -55,7 +66,7 @@ def tokenizer_of(model_path: str) -> Tokenize:
         if loaded[0].chat_template is None and not isinstance(text, str):
             text = "\n\n".join(str(message.get("content", "")) for message in text)
         if isinstance(text, str):
-            return list(loaded[0](text)["input_ids"])
+            return list(loaded[0](text, add_special_tokens=add_special_tokens)["input_ids"])
         ids = loaded[0].apply_chat_template(
             text, add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -66,7 +77,8 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
 def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     """Prompts of a JSONL file, one `{"prompt": text}`, `{"messages": [...]}` or
-    `{"input_ids": [...]}` a line. Lines with the same prompt share a name.
+    `{"input_ids": [...]}` a line; a `"response"`, text or token ids, is decoded along. Lines with
+    the same prompt share a name.
 
     Raises `CalibrationError`, naming the line, on an empty file, a line of another form and a
     prompt that leaves no room for a token in `context`.
@@ -84,7 +96,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        ids = _prompt_ids(line, f"{path}:{number}", tokenize)
+        ids, response = _prompt_ids(line, f"{path}:{number}", tokenize)
         longest = context - NEEDED_ROOM - UNSCORED
         if len(ids) > longest:
             raise CalibrationError(
@@ -92,7 +104,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
                 f" model's context of {context}: expected at most {longest}"
             )
         name = names.setdefault(tuple(ids), f"{number}-{_digest(ids)[:8]}")
-        prompts.append(Prompt(name, tuple(ids)))
+        prompts.append(Prompt(name, tuple(ids), tuple(response)))
     if not prompts:
         raise CalibrationError(
             f'--prompts {path}: holds no prompts; expected one per line, e.g. {{"prompt": "..."}}'
@@ -100,7 +112,8 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     return prompts
 
 
-def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
+def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt and of its response, which is empty where none is given."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -112,14 +125,27 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
         found = tokenize(text)
     elif isinstance(messages, list) and all(isinstance(entry, dict) for entry in messages):
         found = tokenize(messages) if messages else []
-    elif isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
+    elif _are_ids(ids):
         found = ids
     if not found:
         raise CalibrationError(
             f'{where}: {line.strip()[:60]!r} is no prompt; expected {{"prompt": text}},'
             ' {"messages": [...]} or {"input_ids": [numbers]}, with at least one token'
         )
-    return found
+    response = fields.get("response", [])
+    following = response
+    if isinstance(response, str) and response:
+        following = tokenize(response, add_special_tokens=False)
+    if "response" in fields and not (_are_ids(following) and len(following) > 1):
+        raise CalibrationError(
+            f"{where}: response {cut(repr(response))}: expected a text or token ids, two tokens or"
+            " more; or none, to sample one"
+        )
+    return found, following
+
+
+def _are_ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
 
 
 def builtin_prompts(
@@ -187,7 +213,12 @@ def _corpus(part: str) -> str:
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
     """SHA-256 over names and token ids, in order."""
-    content = json.dumps([[prompt.name, prompt.input_ids] for prompt in prompts])
+    content = json.dumps(
+        [
+            [prompt.name, prompt.input_ids, *([prompt.response_ids] if prompt.response_ids else [])]
+            for prompt in prompts
+        ]
+    )
     return hashlib.sha256(content.encode()).hexdigest()
 
 

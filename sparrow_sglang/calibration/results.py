@@ -20,8 +20,10 @@ from sparrow_sglang.calibration.choice import (
 )
 from sparrow_sglang.calibration.describe import (
     describe,
+    describe_misses,
     describe_tails,
     interval,
+    nothing_holds,
 )
 from sparrow_sglang.calibration.job import Job, origin
 from sparrow_sglang.calibration.measure import tokens_by_schedule
@@ -54,6 +56,7 @@ def write_schedules(job: Job) -> Iterator[str]:
     yield f"{describe_tails(tails, job.targets)}\n"
     failures = []
     for path, target in job.files.items():
+        yield from describe_misses(tails, target)
         try:
             schedule = make_schedule(
                 path.stem, target, tails, job.page_size, job.model.context, evidence, rule
@@ -99,11 +102,7 @@ def make_schedule(
     """
     choices = choose(tails, target, -(-context // tails.bin_tokens))
     if not any(choice.basis == "measured" for choice in choices):
-        raise CalibrationError(
-            f"target {target:g}: no measured budget holds it in any bin, so there is nothing to"
-            " calibrate by and no schedule is written: expected larger --budgets, more prompts or"
-            " --samples, or a lower --target"
-        )
+        raise CalibrationError(nothing_holds(tails, target))
     rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
     fields: dict[str, Any] = {}
     if rule is not None:

@@ -24,7 +24,7 @@ from sparrow_sglang.commands.serve import (
     model_argument,
     parse_server_args,
 )
-from sparrow_sglang.config import SCHEDULE_VARIABLE, ConfigError
+from sparrow_sglang.config import SCHEDULE_VARIABLE, SOURCE_VARIABLE, ConfigError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.noise import VARIABLE as NOISE_VARIABLE
@@ -52,7 +52,7 @@ VARIABLES = (
     "SPARROW_CACHE",
 )
 # The other ones are set by this package itself, or by its developers.
-_KNOWN = (*VARIABLES, "SPARROW_COMMIT", "SPARROW_RECORD", NOISE_VARIABLE)
+_KNOWN = (*VARIABLES, SOURCE_VARIABLE, "SPARROW_COMMIT", "SPARROW_RECORD", NOISE_VARIABLE)
 
 
 class Check(NamedTuple):

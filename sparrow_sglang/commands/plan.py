@@ -1,6 +1,6 @@
 """`sparrow plan`: where the time of a decode step goes, and what a schedule is expected to save.
 
-In: a model's config.json, a schedule, lengths, a GPU. Out: a few tables as text.
+In: a model's config.json, a schedule, lengths, a GPU or its intensity. Out: a few tables as text.
 Needs no GPU and imports neither torch nor SGLang.
 """
 
@@ -17,7 +17,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import model_folder, model_problem
-from sparrow_sglang.planning.cost_model import GPUS
+from sparrow_sglang.planning.cost_model import GPUS, Hardware
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
@@ -85,11 +85,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="KV cache dtype of the server; the paper's formula always counts 2 bytes per value"
         " (default: %(default)s)",
     )
-    parser.add_argument(
+    hardware = parser.add_mutually_exclusive_group()
+    hardware.add_argument(
         "--gpu",
         choices=sorted(GPUS),
         default="h200",
         help="GPU whose data sheet is used (default: %(default)s)",
+    )
+    hardware.add_argument(
+        "--intensity", type=float, help="FLOPs per byte of another device, instead"
     )
     parser.set_defaults(run=run)
     return parser
@@ -103,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """Read and check everything that the parsed options name."""
+    if args.intensity is not None and not 0 < args.intensity < float("inf"):
+        raise InputError(f"--intensity={args.intensity}: expected FLOPs per byte, e.g. 206 (H200)")
     model, config = _read_config(args.model_path)
     shape = ModelShape.from_config(config)
     shape = dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[args.kv_cache_dtype])
@@ -123,7 +129,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         shape=shape,
         schedule=schedule,
         calibration=schedule.calibration(config),
-        hardware=GPUS[args.gpu],
+        hardware=GPUS[args.gpu] if args.intensity is None else Hardware("", args.intensity, 1.0),
         lengths=tuple(lengths),
         expected=args.lengths_file is not None,
         prompt_tokens=args.prompt_tokens,

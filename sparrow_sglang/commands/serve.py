@@ -8,11 +8,13 @@ import argparse
 import copy
 import errno
 import os
+import signal
 import socket
+import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
@@ -95,6 +97,7 @@ def serve(argv: Sequence[str]) -> None:
         ready = True
         _announce_again(server_args)
 
+    _explain_interrupts()
     try:
         if uses_sparrow(server_args) and not server_args.encoder_only:
             # Repeat the scheduler's line when the server is ready, after SGLang's own messages.
@@ -107,6 +110,35 @@ def serve(argv: Sequence[str]) -> None:
             raise
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _explain_interrupts() -> None:
+    """Say at the first Ctrl-C what the server waits for; end at once at the second.
+
+    uvicorn then finishes the requests under way. At the second one SGLang would print tracebacks.
+    """
+    import uvicorn
+    from sglang.srt.utils import kill_process_tree
+
+    original = uvicorn.Server.handle_exit
+
+    def handle_exit(server: Any, sig: int, frame: Any) -> None:
+        if sig == signal.SIGINT:
+            if server.should_exit:
+                print("sparrow serve: stopped", file=sys.stderr, flush=True)
+                kill_process_tree(os.getpid(), include_parent=False)
+                os._exit(130)
+            running = len(server.server_state.tasks)
+            if running:
+                print(
+                    f"sparrow serve: waiting for {running} requests under way; press Ctrl-C again"
+                    " to stop at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        original(server, sig, frame)
+
+    uvicorn.Server.handle_exit = handle_exit  # type: ignore
 
 
 def _announce_again(server_args: "ServerArgs") -> None:

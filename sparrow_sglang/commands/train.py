@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.config import AUTO, MODEL_DEFAULT, schedule_from
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.defaults import commented_defaults
@@ -59,7 +60,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="check the settings, data and files, and exit",
+        help="check the settings, estimate the GPU memory that they need, and exit",
     )
     parser.set_defaults(run=run)
     return parser
@@ -76,25 +77,31 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     if args.check:
         return _check_all(config, args)
+    auto = config.engine.schedule == AUTO
+    source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
     try:
-        return _train(config, args)
+        with schedule_from(source):
+            return _train(config, args)
     except KeyboardInterrupt:
         # Interrupted before the run handles signals itself.
         return _say_where_it_stands(config, "stopped", 130)
 
 
 def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     from sparrow_sglang.rl.runs.checkpoint import Checkpoints
+    from sparrow_sglang.rl.runs.memory_check import memory_report
     from sparrow_sglang.rl.runs.setup import prepare
 
     logging.disable_progress_bar()
     setup = prepare(config)
     checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
     checkpoints.starting_point(config, args.resume, setup.fingerprint)
-    print("\n".join(["the settings can be run", *setup.notes]))
-    return 0
+    lines, fits = memory_report(config, AutoConfig.from_pretrained(setup.model_path))
+    print("\n".join(["the settings can be run", *setup.notes, *lines]))
+    return 0 if fits else 1
 
 
 def _train(config: TrainConfig, args: argparse.Namespace) -> int:

@@ -28,8 +28,9 @@ class Plan:
     """Everything that the tables are computed from.
 
     `lengths` are generated tokens; `expected` says whether they are a sample of real generations,
-    to be averaged over, rather than lengths of interest. `calibration` says whether the schedule
-    was calibrated for the model.
+    to be averaged over, rather than lengths of interest. `hardware` has no name and a peak of 0
+    where only its intensity is known: then the tables count FLOPs instead of milliseconds.
+    `calibration` says whether the schedule was calibrated for the model.
     """
 
     model: str
@@ -65,10 +66,11 @@ def _headline(plan: Plan) -> str:
         if plan.expected
         else f"generations of {lengths[0]:,} tokens"
     )
+    device = plan.hardware.name or f"a device of {plan.hardware.intensity:.0f} FLOPs per byte"
     return (
         f"{plan.model} decodes {_speedups(plan, lengths)[1]} as fast as dense under"
-        f" {plan.schedule.name}:\n{what}, {plan.batch} at a time on {plan.hardware.name}, if every"
-        " part of a step ran at the device's peak rate"
+        f" {plan.schedule.name}:\n{what}, {plan.batch} at a time on {device}, if every part of a"
+        " step ran at the device's peak rate"
     )
 
 
@@ -87,21 +89,26 @@ def _header(plan: Plan) -> str:
             f" of one token, of {shape.weights_read(math.inf) / 1e9:.2f} billion"
             f" ({shape.experts.per_token} of {shape.experts.number} experts)"
         )
+    device = f"{hardware.intensity:.0f} FLOPs in the time of reading a byte"
+    if hardware.name:
+        device = (
+            f"{hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s in bf16,"
+            f" {hardware.bytes_per_s / 1e12:.2f} TB/s, {device}"
+        )
     return (
         f"model: {shape.num_layers} layers{other}, {shape.num_q_heads} query and"
         f" {shape.num_kv_heads} KV heads of {shape.head_dim}, {weights},"
         f" {shape.kv_width:,} KV values of {8 * shape.kv_itemsize} bits per token\n"
         f"schedule {schedule.name} ({state}): {schedule.budget_tokens[0]:,} to"
         f" {schedule.budget_tokens[-1]:,} tokens, pages of {schedule.page_size}\n"
-        f"{hardware.name}: {hardware.flops_per_s / 1e12:.0f} TFLOP/s in bf16,"
-        f" {hardware.bytes_per_s / 1e12:.2f} TB/s, {hardware.intensity:.0f} FLOPs in the time of"
-        f" reading a byte; batch {plan.batch}, prompt {plan.prompt_tokens:,} tokens"
+        f"{device}; batch {plan.batch}, prompt {plan.prompt_tokens:,} tokens"
     )
 
 
 def _step_table(plan: Plan) -> str:
-    intensity = plan.hardware.intensity
-    scale = plan.batch * 1e3 / plan.hardware.flops_per_s
+    timed, intensity = bool(plan.hardware.name), plan.hardware.intensity
+    unit = "ms" if timed else f"TFLOP (a byte read counts as {intensity:.0f} FLOPs)"
+    scale = plan.batch * (1e3 / plan.hardware.flops_per_s if timed else 1e-12)
     rows = []
     for length in plan.shown:
         cached = plan.prompt_tokens + length
@@ -121,7 +128,7 @@ def _step_table(plan: Plan) -> str:
     states = ["states"] if plan.shape.linear else []
     heads = ["cached", "decode", "weights", "KV", "scoring", *states, "compute", "total"]
     heads.append("speed-up")
-    return "Where a decode step goes, ms at peak rates\n" + _table(heads, rows)
+    return f"Where a decode step goes, {unit} at peak rates\n" + _table(heads, rows)
 
 
 def _rollout_table(plan: Plan) -> str:

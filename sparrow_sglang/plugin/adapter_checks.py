@@ -1,4 +1,4 @@
-"""Checks of LoRA adapters that a running server gets: pushed, or loaded by SGLang's own routes.
+"""Checks of LoRA adapters, of all ways in: pushed, loaded by SGLang's own routes, or at the start.
 
 In: PEFT's adapter_config.json and the factors. Out: nothing, or a `ControlError`.
 
@@ -8,7 +8,7 @@ shape ends the scheduler (0.5.17), and passes over config fields that it does no
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,7 @@ def _check_shape(
         )
 
 
-def check_folder(path: str, hf_config: Any) -> None:
+def check_folders(paths: Iterable[str], hf_config: Any) -> None:
     """Raise `ControlError` if SGLang would compute an adapter in a folder, or on the hub, wrongly.
 
     SGLang itself refuses ranks and modules for which the server has no memory, and adapts modules
@@ -132,13 +132,14 @@ def check_folder(path: str, hf_config: Any) -> None:
         shapes = module_shapes(hf_config)
     except ControlError:
         shapes = {}
-    try:
-        _check_files(path, shapes)
-    except (ValueError, OSError) as error:
-        raise ControlError(f"adapter {path}: {error}") from None
+    for path in paths:
+        try:
+            _check_folder(path, shapes)
+        except (ValueError, OSError) as error:
+            raise ControlError(f"adapter {path}: {error}") from None
 
 
-def _check_files(path: str, shapes: Shapes) -> None:
+def _check_folder(path: str, shapes: Shapes) -> None:
     from safetensors.torch import load_file
 
     folder = Path(path).expanduser()

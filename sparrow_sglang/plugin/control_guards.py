@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
-from sparrow_sglang.plugin.adapter_checks import check_config, check_folder
+from sparrow_sglang.plugin.adapter_checks import check_config, check_folders
 from sparrow_sglang.plugin.scheduler_calls import ControlError, drained, is_idle
 from sparrow_sglang.plugin.state import ServerState, server_state
 
@@ -142,7 +142,7 @@ async def load_adapter(call: Call, manager: Any, state: ServerState, request: An
     try:
         if hasattr(request, "lora_path"):
             hf_config = manager.model_config.hf_config
-            await asyncio.to_thread(check_folder, request.lora_path, hf_config)
+            await asyncio.to_thread(check_folders, [request.lora_path], hf_config)
         else:
             # Tensors in shared memory can be received only once.
             check_config(request.config_dict)

@@ -27,7 +27,7 @@ from sparrow_sglang.hf_config import (
 )
 from sparrow_sglang.plugin.layer_refusals import layer_problems
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
-from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size
+from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
 from sparrow_sglang.sglang_install import installed_version, version_problems
 from sparrow_sglang.sglang_versions import (
     decode_may_become_prefill,
@@ -75,7 +75,20 @@ def _flag(field: str, why: str) -> _Rule:
     return _Rule(field, bool, why, f"remove --{field.replace('_', '-')}")
 
 
+def _ranks(field: str) -> _Rule:
+    return _Rule(
+        field,
+        lambda value: value is not None and value < 1,
+        "expected 1 or more",
+        f"pass --{field.replace('_', '-')} 1, or leave it out",
+    )
+
+
 _RULES = (
+    _ranks("tp_size"),
+    _ranks("dp_size"),
+    _ranks("pp_size"),
+    _ranks("ep_size"),
     _Rule(
         "page_size",
         lambda value: value is not None and value not in PAGE_SIZES,
@@ -228,6 +241,12 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             f"CUDA graphs of a prefill with enable_dp_attention: {_DECODE_AS_PREFILL}; pass"
             " --disable-prefill-cuda-graph"
         )
+    tp_size, dp_size = server_args.tp_size, server_args.dp_size
+    if server_args.enable_dp_attention and dp_size > 0 and tp_size % dp_size:
+        problems.append(
+            f"enable_dp_attention with tp_size={tp_size}, dp_size={dp_size}: its replicas share the"
+            " ranks evenly; pass a --tp-size that is a multiple of --dp-size"
+        )
     for variable, why in _ENVIRONMENT.items():
         if hasattr(envs, variable) and getattr(envs, variable).get():
             problems.append(f"{variable}=1: {why}; unset it")
@@ -290,6 +309,45 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         for what, present in properties.items()
         if present
     ]
+
+
+def rank_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
+    """Why the attention heads or the experts of a model cannot be split among the ranks.
+
+    SGLang's models assert this, without a message, while they are built.
+    """
+    text = model_config.hf_text_config
+    heads = {
+        "query heads": model_config.num_attention_heads,
+        "KV heads": model_config.get_total_num_kv_heads(),
+    }
+    if LINEAR in layer_types_of(text):
+        heads["key heads of linear attention"] = text.linear_num_key_heads
+
+    def can_split(ranks: int) -> bool:
+        # KV heads are repeated where there are more ranks than heads.
+        repeated = ranks % heads["KV heads"] == 0
+        return all(
+            count % ranks == 0 or (name == "KV heads" and repeated) for name, count in heads.items()
+        )
+
+    view, ranks = resolved(server_args), attention_tp_size(server_args)
+    model = "model " + " ".join(model_config.hf_config.architectures or ["of unknown kind"])
+    problems = []
+    if not can_split(ranks):
+        counts = ", ".join(f"{count} {name}" for name, count in heads.items())
+        allowed = ", ".join(str(n) for n in range(1, heads["query heads"] + 1) if can_split(n))
+        problems.append(
+            f"tp_size={view.tp_size}: {model} has {counts}, which {ranks} attention ranks cannot"
+            f" share evenly; pass a --tp-size that makes it one of {allowed}"
+        )
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    if (experts + view.ep_num_redundant_experts) % view.ep_size:
+        problems.append(
+            f"ep_size={view.ep_size}: {model} has {experts} experts, which {view.ep_size} ranks"
+            " cannot share evenly; pass an --ep-size that divides them"
+        )
+    return problems
 
 
 def _lacks_triton() -> bool:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from engines import save_tiny_model, start_engine
+from oracle import ContractModel
 
 from sparrow_sglang.calibration import engine
 from sparrow_sglang.calibration.engine import stop_waiting_when_it_dies
@@ -145,10 +146,17 @@ def test_a_target_that_no_budget_holds_is_no_schedule(
     monkeypatch.setattr(engine, "running_engine", None)
     words = command(model, calibrated / "p.jsonl", *BUDGETS)
     assert cli.main([*words, "--target", "0.99999", "--out", str(calibrated / "none.json")]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    out, error = capsys.readouterr()
+    (line,) = error.strip().splitlines()
     assert line.startswith("sparrow calibrate: error: target 0.99999: no measured budget holds it")
-    assert "no schedule is written" in line and "are kept in" in line
+    assert "came closest" in line and "no schedule is written" in line and "are kept in" in line
     assert not (calibrated / "none.json").exists()
+    hints = [line for line in out.splitlines() if "no budget holds 0.99999" in line]
+    bins = {int(line.split("-")[0].removeprefix("positions ")) // 64 for line in hints}
+    stored = BudgetSchedule.from_json(calibrated / "m-0.75.json").provenance["tails"]
+    rows = [row for of_budget in stored.values() for row in of_budget]
+    filled = {row["bin"] for row in rows if row["tokens"] >= 200 and row["tail_low"] is not None}
+    assert bins == filled and all("came closest" in line and "; try " in line for line in hints)
     # A target that is held is still written.
     both = ["--target", "0.75", "0.99999", "--out", str(calibrated / "both.json")]
     assert cli.main([*words, *both]) == 2
@@ -174,6 +182,31 @@ def test_a_schedule_that_promises_too_much_fails_the_check(calibrated: Path, mod
     words = command(model, calibrated / "p.jsonl")
     out = ["--out", str(calibrated / "bold.check.json")]
     assert cli.main([*words, "--check", str(calibrated / "bold.json"), *out]) == 1
+
+
+def test_rates_along_a_given_response_are_those_of_that_response(
+    model: str, tmp_path: Path
+) -> None:
+    draw = random.Random(5)
+    rows = [
+        {key: [draw.randrange(3, 32) for _ in range(size)] for key, size in sizes.items()}
+        for sizes in ({"input_ids": 90, "response": 40}, {"input_ids": 140, "response": 30})
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    schedule = BudgetSchedule(
+        name="small", page_size=16, bin_tokens=64, budget_tokens=(64,), tail_target=0.1
+    )
+    schedule.save(tmp_path / "small.json")
+    words = command(model, tmp_path / "p.jsonl", "--check", str(tmp_path / "small.json"))
+    assert cli.main([*words, "--work", str(tmp_path / "w"), "--out", str(tmp_path / "c.json")]) == 0
+    settings = json.loads((tmp_path / "w" / "settings.json").read_text())
+    measured = WorkFolder(tmp_path / "w", settings).load().values()
+    sparse, dense = ContractModel(model, schedule), ContractModel(model)
+    for row, tokens in zip(rows, measured, strict=True):
+        p, q = (torch.exp(m.log_probs(row["input_ids"], row["response"])) for m in (sparse, dense))
+        expected = torch.minimum(p, q).sum(-1)[1:]
+        assert len(tokens.rates) == len(row["response"]) - 1
+        np.testing.assert_allclose(tokens.rates, expected, atol=1e-4)
 
 
 def _run_in_child(argv: list[str], kill_after_batches: int | None, report: Path) -> None:

@@ -51,7 +51,9 @@ KILLS = int(os.environ.get("SPARROW_KILLS", 0))
 RESPONSES = int(os.environ.get("SPARROW_RESPONSES", 0))
 SEED = int(os.environ.get("SPARROW_SEED", 0))
 
-DISTILL = {"distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3}}
+DISTILL = {
+    "distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3, "policy_loss": 0.5},
+}
 # From a schedule that reads everything to one that does not, after the first step.
 LADDER = {
     "engine": {"schedule": "fixed-64"},
@@ -163,7 +165,7 @@ def test_a_cluster_reports_and_saves_what_one_process_does(
     cluster: Cluster, model: str, tmp_path: Path
 ) -> None:
     """An engine of two GPUs reads the weights of two trainers."""
-    algorithm = {"kl_coefficient": 0.1}
+    algorithm = {"old_logprobs": "update", "kl_coefficient": 0.1}
     one, many = (
         settings(model, tmp_path / name, algorithm=algorithm, **LADDER) for name in ("one", "many")
     )

@@ -1,5 +1,6 @@
 """`sparrow bench rollout`: the replay on real engines, and the command."""
 
+import argparse
 import asyncio
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from engines import start_engine
 from small_benchmarks import ROLLOUT
 
-from sparrow_sglang.benchmarks import common
+from sparrow_sglang.benchmarks import common, rollout
 from sparrow_sglang.benchmarks.common import Side
 from sparrow_sglang.benchmarks.rollout import Request, make_requests, replay
 from sparrow_sglang.commands import cli
@@ -27,7 +28,8 @@ def test_every_sequence_runs_to_its_own_length(
 ) -> None:
     monkeypatch.setattr("sparrow_sglang.benchmarks.rollout.SAMPLE_S", 0.05)
     lengths = [1, 200, 17, 64, 3, 90, 16, 40]
-    requests = make_requests(lengths, 40, vocab_size=256, seed=0)
+    options = argparse.Namespace(prompt_tokens=40, turns=1, message_tokens=0)
+    requests = make_requests(lengths, options, vocab_size=256, seed=0)
     with start_engine(
         tiny_qwen3,
         attention_backend="sparrow",
@@ -38,7 +40,7 @@ def test_every_sequence_runs_to_its_own_length(
         result = replay(engine, requests)
         engine.loop.create_task(abort_once_running(engine.tokenizer_manager))
         with pytest.raises(RuntimeError, match=r"sequence 0 ended with \d+ tokens instead of 4000"):
-            replay(engine, [Request(requests[0].prompt, 4000)])
+            replay(engine, [Request(requests[0].prompt, [4000], [])])
     assert (result["sequences"], result["prompt_tokens"]) == (8, 320)
     assert (result["output_tokens"], result["longest"]) == (sum(lengths), 200)
     assert result["tokens_per_s"] == pytest.approx(sum(lengths) / result["seconds"])
@@ -104,3 +106,20 @@ def test_both_sides_serve_the_same_requests_and_come_into_one_file(
         ),
     }
     assert {"device", "packages", "commit", "command"} <= set(result)
+
+
+def test_a_further_turn_prefills_the_sparse_turn_again_and_a_dense_one_the_message_only(
+    tiny_qwen3: str, tmp_path: Path, in_this_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "request_lengths", lambda options: [80] * 8)
+    out = tmp_path / "turns.json"
+    words = f"--model-path {tiny_qwen3} --schedule fixed-64 --sequences 8 --prompt-tokens 128"
+    words += f" --turns 2 --message-tokens 10 --mean-tokens 80 --out {out}"
+    assert cli.main(["bench", "rollout", *words.split()]) == 0
+    sparse, dense = json.loads(out.read_text())["rows"]
+    # The last token of a turn has no KV yet, and whole pages are kept.
+    for row, kept in ((sparse, 128), (dense, (128 + 40 - 1) // 16 * 16)):
+        assert (row["turns"], row["output_tokens"]) == (2, 8 * 80)
+        assert row["turn_cached_tokens_mean"] == kept
+        assert row["turn_prefilled_tokens_mean"] == 128 + 40 + 10 - kept
+        assert row["turn_first_token_median_s"] > 0

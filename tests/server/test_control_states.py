@@ -170,3 +170,14 @@ def test_an_adapter_that_sglang_would_compute_wrongly_is_not_loaded(
     assert "expected floating-point numbers [8, 144]" in refused.json()["error_message"]
     assert load("right", adapter).status_code == 200
     assert generated(client, lora_path="right") == 2
+
+
+def test_the_adapters_of_the_start_are_checked(model: str, adapter: str, tmp_path: Path) -> None:
+    from sparrow_sglang.commands.serve import parse_server_args
+    from sparrow_sglang.errors import InputError
+
+    words = [model, "--sparrow-schedule", "fixed-64", "--enable-lora", "--lora-backend"]
+    words += ["torch_native", "--skip-tokenizer-init", "--lora-paths"]
+    assert parse_server_args([*words, f"a={adapter}"]).enable_lora
+    with pytest.raises(InputError, match="use_rslora=True: SGLang cannot serve it"):
+        parse_server_args([*words, f"a={changed(adapter, tmp_path, with_rslora)}"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparrow_sglang.config import named_schedules
+from sparrow_sglang.config import named_schedules, schedule_from
 from sparrow_sglang.errors import InputError
 
 
@@ -32,3 +32,10 @@ def test_bad_values_are_refused_with_their_source(monkeypatch, value):
 def test_several_schedules_are_separated_by_commas():
     names, _ = named_schedules("m-0.86, fixed-512,x/y.json")
     assert names == ("m-0.86", "fixed-512", "x/y.json")
+
+
+def test_a_command_that_passes_a_schedule_on_names_where_it_has_it_from():
+    with schedule_from("engine.schedule in run.toml"):
+        assert named_schedules("m-0.86")[1] == "engine.schedule in run.toml"
+        assert named_schedules(None)[1] == "SPARROW_SCHEDULE"
+    assert named_schedules("m-0.86")[1] == "--sparrow-schedule"

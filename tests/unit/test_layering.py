@@ -22,6 +22,7 @@ LAYERS = [
         "command_line",
         "environment",
         "errors",
+        "gemma",
         "hf_config",
         "json_values",
         "models",

@@ -73,8 +73,8 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path, schedule):
 
 
 def test_shorter_steps_learn_as_much(byte_model, tmp_path):
-    """Rewards are scored while rolling out, and groups replaced."""
-    base = settings(byte_model, tmp_path / "run", "dense")
+    """Rewards are scored while rolling out, groups replaced, old log-probs from the update."""
+    base = settings(byte_model, tmp_path / "run", "dense", algorithm={"old_logprobs": "update"})
     config = base.model_copy(
         update={
             "task": base.task.model_copy(update={"overlap_rewards": True}),

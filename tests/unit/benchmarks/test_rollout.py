@@ -1,5 +1,6 @@
 """`sparrow bench rollout` without an engine: lengths, requests, options, a side that fails."""
 
+import argparse
 import json
 import math
 import statistics
@@ -39,9 +40,11 @@ def test_synthetic_lengths_follow_the_cut_off_log_normal_law() -> None:
     )
 
 
-def test_eight_sequences_share_a_prompt() -> None:
-    requests = make_requests(list(range(3, 23)), 32, vocab_size=50, seed=3)
-    assert [request.new_tokens for request in requests] == list(range(3, 23))
+def test_eight_sequences_share_a_prompt_and_turns_share_the_tokens() -> None:
+    options = argparse.Namespace(prompt_tokens=32, turns=3, message_tokens=5)
+    requests = make_requests(list(range(3, 23)), options, vocab_size=50, seed=3)
+    assert [sum(request.turns) for request in requests] == list(range(3, 23))
+    assert requests[5].turns == [3, 3, 2] and len(requests[5].message) == 5
     prompts = [request.prompt for request in requests]
     assert all(len(prompt) == 32 and set(prompt) <= set(range(50)) for prompt in prompts)
     for start, stop in ((0, 8), (8, 16), (16, 20)):
@@ -84,6 +87,8 @@ def test_what_was_measured_survives_a_side_that_fails(
         (["--sequences", "0"], "--sequences: expected 1 or more, got 0"),
         (["--mean-tokens", "500"], "--mean-tokens 500: expected 1 or more, and less than"),
         (["--prompt-tokens", "4050"], "do not fit into the model's context of 4096"),
+        (["--turns", "100"], "--turns 100: expected at most"),
+        (["--turns", "8", "--message-tokens", "600"], "do not fit into the model's context"),
         (["--engine-args", "[]"], "--engine-args []: expected a JSON object"),
         (
             ["--engine-args", '{"tp_sise": 2}'],

@@ -12,6 +12,7 @@ from sparrow_sglang.calibration.choice import (
     bin_tails,
     choose,
 )
+from sparrow_sglang.calibration.describe import describe_misses
 from sparrow_sglang.calibration.results import check_schedule, make_schedule
 from sparrow_sglang.calibration.rule import RuleChoice
 from sparrow_sglang.mismatch.tail import BinTail
@@ -71,10 +72,30 @@ def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:
     assert [c.budget for c in chosen] == [64, 64, 64, 128, 192, 192]
 
 
+def test_the_closest_budget_is_the_best_of_those_that_miss() -> None:
+    tails = {
+        64: {3: tail(3, 0.99), 4: tail(4, 0.2)},
+        96: {3: tail(3, 0.5), 4: tail(4, 0.6)},
+        128: {3: tail(3, 0.4), 4: tail(4, 0.7, tokens=10)},
+        192: {3: tail(3, 0.3), 4: tail(4, 0.9)},
+    }
+    measured = MeasuredTails(tails, BIN, 500)
+    # 64 holds in bin 3, but a larger budget does not: the model repeats itself.
+    assert measured.closest(3, 0.8) == (96, tails[96][3])
+    assert measured.closest(4, 0.95) == (192, tails[192][4])
+    assert measured.closest(4, 0.8) is None and measured.closest(9, 0.8) is None
+    (miss,) = describe_misses(measured, 0.8)
+    assert miss == (
+        "positions 192-255: no budget holds 0.8; 96 came closest, with a tail of 0.600 (interval"
+        " 0.500-1.000); try more prompts or --samples, or --budgets with 224, and a --work of its"
+        " own, or a --target of at most 0.50"
+    )
+
+
 def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:
     origin = {"model": "m", "model_match": {}}
     tails = {64: {3: tail(3, 0.5)}, 96: {3: tail(3, 0.6), 4: tail(4, 0.1)}}
-    with pytest.raises(CalibrationError, match="no measured budget holds it") as error:
+    with pytest.raises(CalibrationError, match="96 came closest.* at positions 192-255") as error:
         make_schedule("m", 0.8, MeasuredTails(tails, BIN, 500), 16, 320, origin)
     assert "\n" not in str(error.value)
     assert make_schedule("m", 0.55, MeasuredTails(tails, BIN, 500), 16, 320, origin).calibrated

@@ -121,6 +121,12 @@ def test_a_rule_is_measured_unless_the_model_has_linear_attention(
         calibration_job(replace(linear, rule="calibrated"))
 
 
+def test_texts_of_responses_pass_the_check_without_a_tokenizer(tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "a", "response": "b c"}\n')
+    CalibrationOptions(prompts=prompts).require_files()
+
+
 def test_a_model_of_several_modalities_is_known_by_its_language_model(tmp_path: Path) -> None:
     """Its outer config has neither a context length nor layers."""
     config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])

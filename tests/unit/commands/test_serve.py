@@ -13,7 +13,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 @pytest.fixture
 def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = {"smollm2-135m": "/cache/model"}
+    folders = {"smollm2-135m": "/cache/model", "gemma3-270m": "/cache/gemma"}
     monkeypatch.setattr(serve, "model_folder", lambda name: folders.get(name, name))
 
 
@@ -30,6 +30,10 @@ EMBEDDED = [*DEFAULTS, "--served-model-name", "smollm2-135m", "--model-path", "/
         (["smollm2-135m"], EMBEDDED),
         (["--model-path=smollm2-135m"], [*EMBEDDED[:4], "--model-path=/cache/model"]),
         (["--model", "smollm2-135m"], [*EMBEDDED[:4], "--model", "/cache/model"]),
+        (
+            ["gemma3-270m"],
+            [*DEFAULTS, "--served-model-name", "gemma3-270m", "--model-path", "/cache/gemma"],
+        ),
         (["--model-path", "my/model"], [*DEFAULTS, "--model-path", "my/model"]),
         (["--model=my/model"], [*DEFAULTS, "--model=my/model"]),
         (["my/model", "--port", "1"], [*DEFAULTS, "--model-path", "my/model", "--port", "1"]),

@@ -14,6 +14,7 @@ from sparrow_sglang.planning.cost_model import (
     ModelShape,
     paper_costs,
     rollout_costs,
+    step_costs,
 )
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
@@ -146,6 +147,16 @@ def test_a_length_distribution_is_summed_not_averaged(plan: Plan, tmp_path: Path
     assert float(rows[-1][-1].rstrip("x")) > 2
 
 
+def test_intensity_alone_counts_flops(plan: Plan) -> None:
+    text = plan("--intensity", "206.0416667", "--length", "8192")
+    assert "206 FLOPs in the time of reading a byte;" in text
+    (dense, _) = section(text, "Where a decode step goes, TFLOP")
+    cost = step_costs(shape_of(), [8704], 16)
+    assert float(dense[6]) == pytest.approx(float(cost.eflops(206.0416667)[0]) * 16e-12, abs=0.006)
+    same = section(plan("--gpu", "h200", "--length", "8192"), "Expected rollout")
+    assert section(text, "Expected rollout") == same
+
+
 def test_finds_the_schedule_of_the_model(plan: Plan) -> None:
     text = plan(model=str(MODELS / "qwen3-14b" / "config.json"))
     assert text.startswith("qwen3-14b decodes ")
@@ -186,6 +197,7 @@ def test_refuses_counts_below_one(plan: Plan, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--intensity", "nan"], "--intensity=nan"),
         (["--schedule", "qwen3-1.7b-0.87"], "is not known"),
         (["--schedule", "fixed-100"], "budget_tokens"),
         (["--lengths-file", "absent.jsonl"], "absent.jsonl: cannot be read"),

@@ -121,6 +121,48 @@ def test_decode_steps_that_dp_attention_would_turn_into_prefills(make_args, grap
     assert all("pass --disable-prefill-cuda-graph" in problem for problem in problems)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "allowed"),
+    [(9, 3, 2, "1, 3, 9"), (12, 4, 6, "1, 2, 4, 12")],
+)
+def test_heads_that_ranks_cannot_share(make_args, tmp_path, heads, kv_heads, ranks, allowed):
+    """SGLang would assert it in the scheduler, without a message."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 72}
+    model = save_config(tmp_path, **config, **shape)
+    with pytest.raises(ValueError) as error:
+        make_args(model, tp_size=ranks)
+    assert (
+        f"tp_size={ranks}: model LlamaForCausalLM has {heads} query heads, {kv_heads} KV heads,"
+        f" which {ranks} attention ranks cannot share evenly; pass a --tp-size that makes it one of"
+        f" {allowed}"
+    ) in str(error.value)
+    # Replicated attention is not split; KV heads are repeated for more ranks than there are.
+    make_args(model, tp_size=ranks, dp_size=ranks, enable_dp_attention=True)
+    make_args(model, tp_size=int(allowed.rpartition(" ")[2]))
+
+
+def test_experts_that_ranks_cannot_share(make_args, tmp_path):
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
+    model = save_config(tmp_path, **config, **shape, num_experts=8, num_experts_per_tok=2)
+    with pytest.raises(ValueError) as error:
+        make_args(model, tp_size=6, ep_size=6)
+    assert (
+        "ep_size=6: model Qwen3MoeForCausalLM has 8 experts, which 6 ranks cannot share evenly;"
+        " pass an --ep-size that divides them"
+    ) in str(error.value)
+    assert "tp_size" not in str(error.value)
+    make_args(model, tp_size=2, ep_size=2)
+
+
+def test_heads_of_linear_attention_that_ranks_cannot_share(make_args, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = save_config(tmp_path, **QWEN3_NEXT, linear_num_key_heads=3, linear_num_value_heads=6)
+    with pytest.raises(ValueError, match="3 key heads of linear attention, which 2 attention"):
+        make_args(model, tp_size=2, disable_radix_cache=True)
+
+
 def test_a_config_by_which_sglang_cannot_tell_layers_apart(make_args, tmp_path):
     """As transformers saves it; SGLang's own config class would raise an AttributeError."""
     saved = {key: value for key, value in QWEN3_NEXT.items() if key != "full_attention_interval"}
@@ -169,6 +211,10 @@ WRONG = dict.fromkeys(FLAGS.split(), True) | {
     "dllm_algorithm": "LowConfidence",
     "model_impl": "transformers",
     "tokenizer_worker_num": 2,
+    "tp_size": 0,
+    "dp_size": 0,
+    "pp_size": -1,
+    "ep_size": 0,
     "dcp_size": 2,
     "attn_cp_size": 2,
     "kv_cache_dtype": "fp8_e5m2",
@@ -195,6 +241,10 @@ def test_other_ends_of_a_range(make_args, fields):
 @pytest.mark.parametrize(
     ("fields", "messages"),
     [
+        (
+            {"tp_size": 1, "dp_size": 2, "enable_dp_attention": True},
+            ["tp_size=1, dp_size=2: its replicas share", "a --tp-size that is a multiple of"],
+        ),
         (
             {"attention_backend": None, "decode_attention_backend": "sparrow"},
             ["prefill attention backend None, decode attention backend 'sparrow'"],

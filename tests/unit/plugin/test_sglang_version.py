@@ -4,6 +4,7 @@ import logging
 import re
 import tomllib
 from collections.abc import Callable
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,10 +26,11 @@ Pretend = Callable[..., None]
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """Say that this version of SGLang is installed."""
+    """Say that these versions of SGLang are on the path."""
 
-    def installed(found: str) -> None:
-        monkeypatch.setattr(sglang_install, "version", lambda package: found)
+    def installed(*versions: str) -> None:
+        found = [SimpleNamespace(version=v, locate_file=lambda path: path) for v in versions]
+        monkeypatch.setattr(sglang_install, "_installed", lambda: found)
 
     return installed
 
@@ -56,24 +58,54 @@ class TestInstallation:
             pretend(version)
             assert version_problems() == []
 
+    def test_two_on_the_path(self, pretend: Pretend) -> None:
+        pretend("0.5.17", "0.5.20")
+        assert version_problems() == ["SGLang is on the path 2 times (0.5.17, 0.5.20): keep one"]
+
+    def test_a_package_that_hides_the_installed_one(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        for name in ("mine", "theirs"):
+            (tmp_path / name / "sglang" / "srt").mkdir(parents=True)
+            (tmp_path / name / "sglang" / "__init__.py").touch()
+            (tmp_path / name / "sglang" / "srt" / "server_args.py").touch()
+        metadata = tmp_path / "theirs" / "sglang-0.5.17.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Name: sglang\nVersion: 0.5.17\n")
+        monkeypatch.setattr(sglang_install, "_installed", lambda: [PathDistribution(metadata)])
+        mine = SimpleNamespace(origin=str(tmp_path / "mine" / "sglang" / "__init__.py"))
+        monkeypatch.setattr(sglang_install, "find_spec", lambda name: mine)
+        [problem] = version_problems()
+        assert problem == (
+            f"SGLang is on the path twice, in {tmp_path / 'mine' / 'sglang'} and"
+            f" {tmp_path / 'theirs' / 'sglang'}: keep one"
+        )
+
     @pytest.mark.parametrize(
-        ("found", "package", "message"),
+        ("versions", "package", "message"),
         [
-            ("0.5.17", None, "SGLang is not installed; "),
-            ("of an unknown version", "sglang/__init__.py", "expected one that pip knows; "),
+            ([], None, "SGLang is not installed; "),
+            (["0.5.17"], None, "SGLang is installed in part: its package is missing; "),
+            (["0.5.17"], "empty", "is installed in part: srt/server_args.py is missing; "),
+            ([], "whole", "expected one that pip knows; "),
+            (["git"], "whole", "SGLang git in "),
         ],
     )
-    def test_one_that_is_not_known(
+    def test_a_half_installed_one(
         self,
         pretend: Pretend,
         monkeypatch: pytest.MonkeyPatch,
-        found: str,
+        tmp_path: Path,
+        versions: list[str],
         package: str | None,
         message: str,
     ) -> None:
-        pretend(found)
-        spec = SimpleNamespace(origin=package) if package else None
-        monkeypatch.setattr(sglang_install, "find_spec", lambda name: spec)
+        pretend(*versions)
+        found = SimpleNamespace(origin=str(tmp_path / "__init__.py")) if package else None
+        if package == "whole":
+            (tmp_path / "srt").mkdir()
+            (tmp_path / "srt" / "server_args.py").touch()
+        monkeypatch.setattr(sglang_install, "find_spec", lambda name: found)
         [problem] = version_problems()
         assert message in problem and "\n" not in problem and problem.endswith(INSTALL)
 

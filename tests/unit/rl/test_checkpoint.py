@@ -14,14 +14,14 @@ import torch
 from engines import random_prompt
 from safetensors.torch import load_file
 from sglang.srt.configs.model_config import _get_and_verify_dtype
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import MOMENTS
-from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, try_checkpoint
 
 SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9), [5, 6])]
 
@@ -147,12 +147,33 @@ def test_a_generation_config_that_transformers_does_not_save_survives(byte_model
     """Many fine-tunes have a temperature without do_sample, which `save_pretrained` refuses."""
     source = shutil.copytree(byte_model, tmp_path / "model")
     (source / "generation_config.json").write_text(json.dumps(wrong | {"do_sample": False}))
+    model = AutoModelForCausalLM.from_pretrained(source)
+    try_checkpoint(
+        config(tmp_path / "run"), model, str(source), AutoTokenizer.from_pretrained(source)
+    )
     trained = policy(str(source), "float32")
     folder = Checkpoints(tmp_path / "run", keep=1).save(
         learner(trained), Tokenizer(), config(tmp_path / "run"), State(1)
     )
     saved = GenerationConfig.from_pretrained(folder / "model")
     assert all(getattr(saved, name) == value for name, value in wrong.items())
+
+
+def test_a_checkpoint_is_tried_before_the_run(byte_model, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(byte_model)
+    run = config(tmp_path / "new" / "run")
+
+    class Unwritable(Tokenizer):
+        def save_pretrained(self, folder: Path) -> None:
+            raise TypeError("is not JSON serializable")
+
+    with pytest.raises(InputError, match="written and read again .TypeError: is not JSON"):
+        try_checkpoint(run, model, byte_model, Unwritable())
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(InputError, match="0.0 GiB are free there, .* lower checkpoint.keep than 2"):
+        try_checkpoint(run, model, byte_model, AutoTokenizer.from_pretrained(byte_model))
+    assert not run.run_dir.exists() and not list(tmp_path.iterdir())
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):

@@ -65,8 +65,16 @@ def test_values_of_the_file_arrive(tmp_path: Path) -> None:
         ("[optimzer]\nlr = 1.0", "unknown key 'optimzer': did you mean 'optimizer'"),
         ("[algorithm]\ntis_cpa = 2.0", r"\[algorithm\] unknown key 'tis_cpa': did you mean 'tis_c"),
         ("[rollout]\ntemperature = 0", "rollout.temperature=0 is not allowed: .* equal to 0.01"),
-        ("[rollout]\ntop_p = 0.95", r"\[rollout\] unknown key 'top_p'"),
+        ("[rollout]\ntop_p = 0.95", "rollout.top_p=0.95 is not allowed: .* untruncated distribut"),
+        (
+            "[rollout]\ntop_k = 50",
+            "rollout.top_k=50 is not allowed: expected -1: .* ratios of a distribution",
+        ),
         ("[algorithm]\nmini_batches = 5", "mini_batches=5 does not divide rollout.prompts_per_st"),
+        (
+            "[algorithm]\nmini_batches = 2\nold_logprobs = 'update'",
+            "old_logprobs='update' with mini_batches=2: .* expected 'scored', or mini_batches = 1",
+        ),
         (
             "[rollout]\noversubscribe = 1.5\ndynamic_sampling = 4",
             r"\[rollout\] oversubscribe=1.5 with dynamic_sampling=4: .* expected 1 for one of them",

@@ -117,7 +117,7 @@ def test_on_the_same_responses_a_policy_with_an_adapter_learns_the_same(sharp_ll
             scored = trained.score(responses)
             trained.acceptance(responses, SCHEDULE)
             weights = correct(scored.logprobs, recorded - 5, responses.lengths, given.algorithm)
-            trained.update(responses, scored.logprobs, weights.weights, None, 1e-3)
+            trained.update(responses, scored, weights.weights, None, 1e-3)
             trained.distill(responses, SCHEDULE)
             if adapter is not None:
                 adapter.scale = scale

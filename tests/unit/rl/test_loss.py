@@ -8,7 +8,7 @@ import torch
 
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.correction import CORRECTIONS, correct
-from sparrow_sglang.rl.loss import MiniBatchLoss, policy_loss, token_shares
+from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, policy_loss, token_shares
 
 
 def tensors(*values: list[float]) -> list[torch.Tensor]:
@@ -97,6 +97,30 @@ def test_refuses_shapes_that_differ_and_a_batch_below_its_part() -> None:
         loss_of(a, a, b, a, batch_tokens=3)
     with pytest.raises(ValueError, match="batch_tokens=2"):
         loss_of(a, a, a, a, batch_tokens=2)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_on_policy_it_is_the_loss_of_log_probs_that_were_scored_before(name: str) -> None:
+    """This holds whatever the micro-batches, which take sequences in an order of their own."""
+    torch.manual_seed(3)
+    lengths = [5, 7, 4]
+    settings = AlgorithmConfig(correction=name, mask_high=1.5, kl_coefficient=0.1)
+    new = -2 * torch.rand(16)
+    rollout, adv = new + 0.5 * torch.randn(16), torch.randn(16)
+    weights = correct(new, rollout, lengths, settings).weights
+    shares = token_shares("sequence_mean", lengths, 100)
+    scored = MiniBatchLoss(new, adv, weights, settings, shares, new - 1)
+    on_policy = OnPolicyLoss(rollout, adv, lengths, settings, shares, new - 1)
+    parts = [torch.arange(5, 12), torch.cat([torch.arange(12, 16), torch.arange(5)])]
+    gradients = []
+    for loss in (scored, on_policy):
+        total = new.clone().requires_grad_()
+        sum(loss(total[where], where) for where in parts).backward()
+        gradients.append(total.grad)
+    torch.testing.assert_close(*gradients, atol=1e-7, rtol=1e-5)
+    assert gradients[0].abs().max() > 0.01
+    assert torch.equal(on_policy.dense_logprobs, new)
+    assert on_policy.metrics == pytest.approx(scored.metrics)
 
 
 # Sums over tokens of loss l_it of response i, written as in the papers that name them.

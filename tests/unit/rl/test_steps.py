@@ -258,6 +258,38 @@ def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
     assert all(row["sparrow/zero_std_groups"] == 0 for row in rows(tmp_path / "parts"))
 
 
+def test_the_updates_own_log_probs_make_the_same_run(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They replace those of a pass before the update, which only responses not in the loss need."""
+
+    monkeypatch.setattr(RewardPool, "score", lambda pool, groups: scores_of(groups, same_for_some))
+    passes: list[int] = []
+    score = DensePolicy.score_with_entropy
+    monkeypatch.setattr(
+        DensePolicy,
+        "score_with_entropy",
+        lambda policy, sequences, *rest: (
+            passes.append(len(sequences)) or score(policy, sequences, *rest)
+        ),
+    )
+    folders = []
+    for kind in ("scored", "update"):
+        torch.manual_seed(0)
+        config = settings(model, tmp_path / kind, algorithm={"old_logprobs": kind}, steps=4)
+        config["rollout"] |= {"temperature": 0.9, "prompts_per_step": 3}
+        folders.append(trainer.train(TrainConfig.parse(config)))
+    before, after = (untimed(tmp_path / kind) for kind in ("scored", "update"))
+    for one, other in zip(before, after, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    useless = [4 * int(row["sparrow/zero_std_groups"]) for row in before]
+    assert passes == [12] * 4 + [count for count in useless if count] and sum(useless) > 0
+    one, other = (AutoModelForCausalLM.from_pretrained(folder / "model") for folder in folders)
+    for weight, same in zip(one.parameters(), other.parameters(), strict=True):
+        # Adam moves a weight by up to 1e-3 a step, whatever its gradient.
+        torch.testing.assert_close(weight, same, atol=2e-4, rtol=0)
+
+
 def test_a_kl_term_begins_at_none_and_a_resumed_run_has_the_same_reference(
     model: str, tmp_path: Path, stand_ins: list[Sampler]
 ) -> None:

@@ -109,7 +109,7 @@ def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
     for wrong in (0, "2", True):
         with pytest.raises(InputError, match=f"task.options.words={wrong!r} is not allowed"):
             load("story", options={"words": wrong})
-    assert set(TASKS) == {"math", "code", "story", "files", "mix"}
+    assert set(TASKS) == {"math", "code", "story", "calculator", "files", "mix"}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_files_and_columns_are_refused_of_tasks_that_read_none(field: str, value
             load_task(TaskConfig(name=name, **fields), render)
         return str(caught.value)
 
-    for name in ("story", "mix"):
+    for name in ("story", "calculator", "mix"):
         message = (
             f"task.{field}={value!r}: task {name!r} reads no files; expected it at one of the tasks"
             " math, code, files"

@@ -1,4 +1,4 @@
-"""Tasks of several turns: what follows a turn, token by token."""
+"""Tasks of several turns: what follows a turn, token by token, and the calculator."""
 
 import copy
 from dataclasses import replace
@@ -8,8 +8,9 @@ import pytest
 from transformers import AddedToken, AutoTokenizer
 
 from sparrow_sglang.models import model_folder
+from sparrow_sglang.rl.config import TaskConfig
 from sparrow_sglang.rl.metrics import kv_metrics, prefill_metrics
-from sparrow_sglang.rl.tasks import ChatRender
+from sparrow_sglang.rl.tasks import ChatRender, calculator, load_task
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
@@ -38,7 +39,7 @@ def prompt_of(rollout: Rollout) -> Prompt:
 
 
 def test_the_next_turn_sees_what_the_template_would_render(tokenizer) -> None:
-    said = "I ask for 2 * 3"
+    said = "I ask <calculator>2 * 3</calculator>"
     rollout = turn_of(tokenizer, said)
     more = ENVIRONMENT.answered(rollout, prompt_of(rollout), tokenizer, 100)
     assert more.response_ids[: len(rollout.response_ids)] == rollout.response_ids
@@ -95,7 +96,7 @@ def two_turns() -> Rollout:
 
 
 def test_a_lower_limit_cuts_a_response_where_it_had_been_cut_before_the_answer(tokenizer) -> None:
-    rollout = turn_of(tokenizer, "I ask for 2 * 3")
+    rollout = turn_of(tokenizer, "I ask <calculator>2 * 3</calculator>")
     length = len(rollout.response_ids)
     answered = ENVIRONMENT.answered(rollout, prompt_of(rollout), tokenizer, 100)
     full = ENVIRONMENT.answered(rollout, prompt_of(rollout), tokenizer, length + 1)
@@ -122,3 +123,30 @@ def test_given_tokens_are_context_and_nothing_else() -> None:
         "sparrow/continued_cached_tokens": 32.0,
         "sparrow/continued_prefilled_tokens": (16 + 100) / 2,
     }
+
+
+def test_the_calculator_evaluates_integers_only() -> None:
+    assert calculator.evaluate(" (12 + -7) * 100 - 3\n") == 497
+    for wrong in ("2 ** 9", "abs(1)", "1 / 2", "1.5 + 1", "True + 1", "9" * 201, "(", "__import__"):
+        with pytest.raises((ValueError, SyntaxError)):
+            calculator.evaluate(wrong)
+
+
+def test_the_calculator_answers_so_many_calls_and_the_last_turn_counts(tokenizer) -> None:
+    task = load_task(
+        TaskConfig(name="calculator", options={"train": 3, "heldout": 2, "calls": 1}),
+        ChatRender(tokenizer),
+    )
+    assert (len(task.train), len(task.heldout)) == (3, 2)
+    prompt = task.train[0]
+    question = tokenizer.decode(prompt.input_ids)
+    expression = question.split("What is ")[1].split("?")[0]
+    call = f"<calculator>{expression}</calculator>"
+    value = str(prompt.payload["answer"])
+    assert task.reply(prompt, (call,)) == {"role": "user", "content": value}
+    assert task.reply(prompt, (call, call)) is None and task.reply(prompt, ("none",)) is None
+    assert "error" in task.reply(prompt, ("<calculator>2 ** 9</calculator>",))["content"]
+    assert task.reward(prompt, f"So. Answer: {value}") == 1.0
+    # A value without "Answer:", a wrong value and several answers earn nothing.
+    for text in (value, f"Answer: {value}1", f"Answer: {value} or Answer: 1", ""):
+        assert task.reward(prompt, text) == 0.0
