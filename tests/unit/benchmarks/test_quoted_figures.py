@@ -33,18 +33,28 @@ def table(section: str) -> list[tuple[dict[str, str], list[dict[str, Any]]]]:
     return found
 
 
-def test_training_runs_of_the_fidelity_page() -> None:
+@pytest.mark.parametrize(
+    "part, file",
+    [
+        (1, "h100/stability_smollm2-135m_story.json"),
+        (2, "h200/stability_smollm2-135m_adapter.json"),
+    ],
+)
+def test_training_runs_of_the_fidelity_page(part: int, file: str) -> None:
     """Each row is an arm of the linked comparison, the first one its reference."""
-    arms = json.loads((RESULTS / "h100" / "stability_smollm2-135m_story.json").read_text())["arms"]
+    arms = json.loads((RESULTS / file).read_text())["arms"]
     page = (ROOT / "docs" / "fidelity.md").read_text("utf-8")
-    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if " | KV read |" in line]
-    [heads] = lines
-    rows = page.partition(" | KV read |\n")[2].splitlines()[1 : 1 + len(arms)]
+    before, after = page.split(" | KV read |\n")[part - 1 : part + 1]
+    heads = [*before.splitlines()[-1].strip("| ").split(" | "), "KV read"]
+    rows = after.splitlines()[1 : 1 + len(arms)]
     for line, arm in zip(rows, arms, strict=True):
         cells = dict(zip(heads, line.strip("| ").split(" | "), strict=True))
-        schedule, _, adapter = cells["schedule"].partition(", ")
-        enabled = bool(adapter)
-        assert arm["arm"] == f"distill.enabled={enabled}, engine.schedule={schedule}"
+        schedule, *how = cells["schedule"].split(", ")
+        settings = dict(setting.split("=") for setting in arm["arm"].split(", "))
+        assert settings["engine.schedule"] == schedule
+        assert settings["distill.enabled"] == str(any("adapter" in word for word in how))
+        assert float(settings.get("distill.lr", 0)) == 2e-4 or "adapter at 2e-4" not in how
+        assert (settings.get("algorithm.correction") == "none") == ("no correction" in how)
         assert int(cells["seeds"]) == len(arm["seeds"])
         for head, metric, span, places in (
             ("pass rate", "eval/pass_rate", "at the end", 3),
