@@ -3,8 +3,6 @@
 As in `test_kernels.py`, they run in Triton's interpreter on a CPU, and compiled on a GPU.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,12 +12,10 @@ from kernel_step import (
     DEVICES,
     FP8,
     FP16,
-    INTERPRETED,
     ON_GPU,
     Step,
     fixed_budget,
     relative_error,
-    require_passes_interpreted,
     rounding_of_a_gpu,  # noqa: F401
 )
 from pools import Pool, make_schedule
@@ -41,11 +37,6 @@ from sparrow_sglang.selection import SelectionRule
 
 SCALES = (0.5, 1.7)
 INT4 = SelectionRule(landmark_tokens=4, landmark_bits=4, landmark_pairs=24, group_score="best_head")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_the_cases_below_in_tritons_interpreter() -> None:
-    require_passes_interpreted(Path(__file__))
 
 
 def bf16(mean: np.ndarray) -> np.ndarray:

@@ -1,10 +1,8 @@
 """The Triton kernels against the torch definition, and against the float64 loop of `contract.py`.
 
-On a CPU they run in Triton's interpreter, which must be enabled before Triton is imported, so one
-test runs this file again in a process of its own. On a GPU the same cases run compiled.
+On a CPU they run in Triton's interpreter, see `test_interpreted.py`; on a GPU the same cases run
+compiled.
 """
-
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +12,6 @@ from kernel_step import (
     BF16,
     DEVICES,
     FP16,
-    INTERPRETED,
-    ON_GPU,
     POISON,
     RECENTS,
     SINKS,
@@ -24,7 +20,6 @@ from kernel_step import (
     budgets_of,
     fixed_budget,
     relative_error,
-    require_passes_interpreted,
     rounding_of_a_gpu,  # noqa: F401
 )
 from pools import Pool, make_schedule
@@ -32,10 +27,9 @@ from pools import Pool, make_schedule
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
-from sparrow_sglang.attention_backends.kernels import decode, landmark, select
+from sparrow_sglang.attention_backends.kernels import landmark
 from sparrow_sglang.attention_backends.kernels.decode import (
     DecodeLaunch,
-    allocate_decode_scratch,
     decode_launch,
 )
 from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS
@@ -49,11 +43,6 @@ from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_the_cases_below_in_tritons_interpreter() -> None:
-    require_passes_interpreted(Path(__file__))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -483,35 +472,3 @@ def test_launchers_name_what_they_refuse(device: str) -> None:
     step.q = torch.cat([step.q] * 9, dim=1)
     with pytest.raises(ValueError, match=r"num_q_heads=36 .* 1 to 16 query heads"):
         step.select(budgets, 4, SelectLaunch(1, 8))
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no CUDA graphs")
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
-    step = Step(device, [5000, 333, 2048, 16], (16, 8), 128, seed=3)
-    budgets = fixed_budget(step, 40)
-    pick = select_launch(4, 8, 128, step.page_table.shape[1], step.q.device)
-    attend = decode_launch(4, 8, 128, 40 * 16, step.q.device, step.k.itemsize)
-    scratch = allocate_select_scratch(4, 8, step.page_table.shape[1], step.q.device)
-    parts = allocate_decode_scratch(4 * 16 * attend.splits, 4 * 8, 128, step.q.device)
-    ids = torch.full((4, 8, 40), POISON, dtype=torch.int32, device=device)
-    counts = step.snapshot(budgets)
-    out = torch.full_like(step.q, torch.nan)
-    pages = {"page_size": 16, "sink_pages": SINKS, "recent_pages": RECENTS}
-    pools = (step.k, step.stored(), step.page_table, step.seq_lens)
-
-    def run() -> None:
-        select.select_pages(step.q, *pools, counts, ids, **pages, scratch=scratch, launch=pick)
-        attention = {"page_size": 16, "sm_scale": 0.1, "scratch": parts, "launch": attend}
-        decode.sparse_decode(step.q, step.k, step.v, ids, counts, step.seq_lens, out, **attention)
-
-    run()
-    eager = [ids.clone(), out.clone()]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        ids.fill_(POISON)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(eager, (ids, out), strict=True))

@@ -3,7 +3,6 @@
 As in `test_kernels.py`, they run in Triton's interpreter on a CPU, and compiled on a GPU.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from kernel_step import (
     Step,
     fixed_budget,
     relative_error,
-    require_passes_interpreted,
     rounding_of_a_gpu,  # noqa: F401
 )
 from pools import Pool, chosen_pairs, make_schedule
@@ -50,11 +48,6 @@ def rule_of(tokens: int, pairs: Any, group_score: str) -> SelectionRule:
 
 
 RULE = rule_of(4, 24, "best_head")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_the_cases_below_in_tritons_interpreter() -> None:
-    require_passes_interpreted(Path(__file__))
 
 
 def products(step: Step, row: int, head: int) -> torch.Tensor:

@@ -1,0 +1,11 @@
+"""Kernels in Triton's interpreter, which must be enabled before Triton is imported."""
+
+from pathlib import Path
+
+from kernel_step import require_passes_interpreted
+
+KERNELS = ("test_kernels.py", "test_rule_kernels.py", "test_fp8_kernels.py")
+
+
+def test_kernels_in_tritons_interpreter() -> None:
+    require_passes_interpreted(*(Path(__file__).with_name(name) for name in KERNELS))
