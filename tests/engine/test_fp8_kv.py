@@ -4,9 +4,8 @@ import random
 
 import pytest
 import torch
-from engines import RULED, SCHEDULE, EngineDied, start_engine
+from engines import RULED, SCHEDULE, start_engine
 from oracle import ContractModel
-from scaled_kv import save_with_kv_scales
 
 from sparrow_sglang.client.endpoint import connect
 
@@ -51,20 +50,3 @@ def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path, sc
     # Dense decode, or exact keys and values, would fail the check above.
     assert of_dense.mean() > 20 * errors.mean()
     assert of_exact.mean() > 20 * errors.mean()
-
-
-def test_scales_of_a_checkpoint_are_refused_on_a_cpu(sharp_llama, schedule_file, tmp_path, capfd):
-    """On a CPU, SGLang's dense attention applies the scales when it writes KV, not on reading."""
-    model = save_with_kv_scales(sharp_llama, tmp_path / "scaled", (0.25, 0.5))
-    with (
-        pytest.raises(EngineDied),
-        start_engine(
-            model,
-            attention_backend="sparrow",
-            sparrow_schedule=schedule_file,
-            kv_cache_dtype="fp8_e4m3",
-            dtype="bfloat16",
-        ),
-    ):
-        pass
-    assert "attention layer 3: v_scale=0.5 is not supported" in capfd.readouterr().err

@@ -90,18 +90,6 @@ def test_radix_cache_hits_in_whole_pages(engine, dense_model):
     assert turn["meta_info"]["cached_tokens"] == 128
 
 
-def test_retraction_and_eviction(sharp_llama, dense_model):
-    """Six requests of 60 + 100 tokens in a pool of 512: some have to be retracted and resumed."""
-    prompts = [prompt(60, seed) for seed in range(6)]
-    arguments = {"max_total_tokens": 512, "schedule_conservativeness": 0.1}
-    with start_engine(sharp_llama, page_size=PAGE, **arguments) as small:
-        outputs = generate(small, prompts, 100)
-    for tokens, output in zip(prompts, outputs, strict=True):
-        assert output["meta_info"]["completion_tokens"] == 100
-        assert_greedy(dense_model, tokens, output)
-    assert sum(output["meta_info"].get("num_retractions", 0) for output in outputs) >= 1
-
-
 def test_lora_load_generate_unload(sharp_llama, dense_model, tmp_path):
     from safetensors.torch import load_file
 
