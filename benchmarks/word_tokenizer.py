@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+PAD = "<|pad|>"
 
 
 def save_shapes(folder: Path, config: Mapping[str, Any]) -> None:
@@ -30,20 +31,21 @@ def save_chat_tokenizer(folder: Path, vocab_size: int) -> None:
     token; the first four words make room for them.
     """
     words = {f"w{index}": index for index in range(4, vocab_size)}
-    marks = {"w0": 0, "w1": 1, "\n": 2, "<|im_end|>": 3}
-    tokenizer = _word_tokenizer(marks | words)
+    # No mark may begin a word: special tokens are found inside words, too.
+    marks = {PAD: 0, "<|endoftext|>": 1, "\n": 2, "<|im_end|>": 3}
+    tokenizer = _word_tokenizer(marks | words, unknown=PAD)
     # As special tokens they are split off before whitespace is dropped.
     tokenizer.add_tokens(["\n", "<|im_end|>"], special_tokens=True)
-    tokenizer.pad_token, tokenizer.eos_token = "w0", "w1"
+    tokenizer.pad_token, tokenizer.eos_token = PAD, "<|endoftext|>"
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
 
 
-def _word_tokenizer(vocabulary: dict[str, int]) -> Any:
-    """A `transformers.PreTrainedTokenizerFast`; words that are not in the vocabulary are w0."""
+def _word_tokenizer(vocabulary: dict[str, int], unknown: str = "w0") -> Any:
+    """A `transformers.PreTrainedTokenizerFast`; words outside the vocabulary become `unknown`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -22,7 +22,7 @@ def test_any_token_ids_survive_the_way_to_text_and_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "ids"),
-    [("\n", [2]), ("<|im_end|>", [3]), ("w4 foreign\nw299<|im_end|>", [4, 0, 2, 299, 3])],
+    [("\n", [2]), ("<|im_end|>", [3]), ("w4 foreign\nw199<|im_end|>", [4, 0, 2, 199, 3])],
 )
 def test_a_chat_tokenizer_has_line_breaks_and_ends_of_turns(
     tmp_path: Path, text: str, ids: list[int]
