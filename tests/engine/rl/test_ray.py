@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
@@ -144,44 +144,13 @@ class Sender:
         engines.load(partial(self.send, model.state_dict().items, version), version)
 
 
-def test_training_on_colocated_engines_survives_the_death_of_one(cluster, tmp_path, monkeypatch):
+def test_training_on_a_colocated_engine(cluster, tmp_path, monkeypatch):
     """As with the engine in this process: each step samples from the weights of the last one."""
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     model = ascii_task.save_model_of_bytes(tmp_path / "model")
-    base = settings(model, tmp_path / "run", "dense", steps=2, evaluation={"every_steps": 0})
-    arguments = base.engine.server_args | {"sleep_on_idle": True}
-    config = base.model_copy(
-        update={
-            "engine": EngineConfig(schedule="dense", server_args=arguments),
-            "cluster": ClusterConfig(trainers=2, engines=2, colocate=True),
-        }
-    )
-    stream, killed = RayEngines.stream, []
-
-    def doomed(engines, asked, *request):
-        if killed or engines._version != "1":
-            yield from stream(engines, asked, *request)
-            return
-        before = pids(engines)
-        killed.extend(family(before[0]))
-        # Suspend the scheduler, so that its engine has delivered nothing of its share when it dies.
-        killed[0].suspend()
-        positions = []
-        for position, group in stream(engines, asked, *request):
-            positions.append(position)
-            yield position, group
-            if len(positions) == 1:
-                os.kill(before[0], signal.SIGKILL)
-                with suppress(psutil.NoSuchProcess):
-                    killed[0].resume()
-        assert sorted(positions) == list(range(len(asked)))
-        assert pids(engines)[0] != before[0] and pids(engines)[1] == before[1]
-        # All processes of the dead engine, which held its memory, are gone.
-        assert wait_until(lambda: not any(process.is_running() for process in killed))
-
-    monkeypatch.setattr(RayEngines, "stream", doomed)
+    config = settings(model, tmp_path / "run", "dense", steps=2, evaluation={"every_steps": 0})
+    config = config.model_copy(update={"cluster": ClusterConfig(colocate=True)})
     train(config)
-    assert killed
     written = rows(config.run_dir)
     assert [row["step"] for row in written] == [0, 1]
     assert max(row["training/rollout_probs_diff_max"] for row in written) < FP32
@@ -336,27 +305,19 @@ def test_after_an_update_both_engines_sample_from_the_new_weights(
     assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) > 100 * FP32
 
 
-def test_an_engine_that_dies_during_an_update_is_replaced(engines, sender, model) -> None:
+def test_an_engine_that_dies_in_a_rollout_is_replaced_with_the_weights(
+    engines, sender, model
+) -> None:
+    sender.load(engines, model, "2")
     before = pids(engines)
-    scheduler = family(before[1])[0]
-
-    def tensors():
-        yield from model.state_dict().items()
-        if scheduler.is_running():
-            scheduler.kill()
-
-    engines.load(partial(sender.send, tensors, "2"), "2")
-    assert pids(engines)[0] == before[0] and pids(engines)[1] != before[1]
-    require_from_both(engines, model, "2")
-
-
-def test_an_engine_that_dies_in_a_rollout_is_replaced_with_the_weights(engines, model) -> None:
-    before = pids(engines)
+    victims = family(before[0])
     stream = engines.stream(begun(MANY, 2), SAMPLING)
     first = next(stream)
-    family(before[0])[0].kill()
+    os.kill(before[0], signal.SIGKILL)
     groups = dict([first, *stream])
     assert pids(engines)[0] != before[0] and pids(engines)[1] == before[1]
+    # So are its engine's processes, which held its memory.
+    assert wait_until(lambda: not any(process.is_running() for process in victims))
     require_complete([groups[i] for i in range(len(MANY))], MANY, 2, SAMPLING, "2")
     require_from_both(engines, model, "2")
 
