@@ -119,13 +119,3 @@ def test_wrong_arguments(engine, saved, tmp_path):
         push_adapter(engine, "mine", {}, {"r": object()})
     with pytest.raises(ValueError, match=r"cannot be read .* adapter_model.safetensors"):
         push_adapter(engine, "mine", tmp_path)
-
-
-def test_an_engine_without_lora_says_so(sharp_llama, saved):
-    with (
-        start_engine(
-            sharp_llama, attention_backend="sparrow", sparrow_schedule=SCHEDULE.name
-        ) as plain,
-        pytest.raises(EndpointError, match="LoRA is off: start the server with --enable-lora"),
-    ):
-        push_adapter(plain, "mine", saved["some"][0])

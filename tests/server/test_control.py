@@ -4,10 +4,12 @@ import asyncio
 
 import httpx
 import pytest
+import torch
 from engines import last_of, random_prompt, start_engine, start_request
 from oracle import ContractModel
 from servers import start_server
 
+from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
@@ -118,6 +120,11 @@ def test_a_loaded_schedule_of_the_same_name_is_replaced(engine, assert_decoded_b
     assert_decoded_by(answer(engine, {"schedule": "fixed-128"}), "mine")
     set_schedule(engine, "fixed-64")
     assert_decoded_by(answer(engine, {"schedule": "fixed-128"}), "mine")
+
+
+def test_an_engine_without_lora_says_so(engine):
+    with pytest.raises(EndpointError, match="LoRA is off: start the server with --enable-lora"):
+        push_adapter(engine, "mine", {"x": torch.zeros(1)}, {"r": 1})
 
 
 def test_refused_and_nothing_changes(engine, assert_decoded_by, tmp_path):

@@ -1,7 +1,6 @@
 """Acceptance rates computed in the server, against transformers in float64 and the contract."""
 
 import itertools
-import os
 from contextlib import ExitStack
 
 import numpy as np
@@ -122,10 +121,3 @@ def test_a_slot_that_the_server_does_not_have_is_an_error_of_its_reader(engine) 
         assert len(answer["output_ids"]) == 2
     [(_, rates)] = measured(engine, [random_prompt(1, 70)], [4])
     assert len(rates) == 3 and not np.isnan(rates).any()
-
-
-def test_a_server_that_does_not_record_is_an_error(sharp_llama, server_args) -> None:
-    assert "SPARROW_RECORD" not in os.environ
-    with start_engine(sharp_llama, **server_args) as engine:
-        with pytest.raises(ValueError, match="records nothing"):
-            measured(engine, [random_prompt(1, 70)], [4])

@@ -86,11 +86,15 @@ def replicas(model: str, failing: None) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def halves(model: str, failing: None) -> Iterator[Any]:
+    """The engine started last: SGLang 0.5.23 asks its LoRA settings, whichever engine is meant."""
     with start_engine(
         model,
         attention_backend="sparrow",
         sparrow_schedule="fixed-64",
         tp_size=2,
+        enable_lora=True,
+        max_lora_rank=4,
+        lora_target_modules=list(TARGETS),
     ) as engine:
         yield engine
 
@@ -153,7 +157,7 @@ def test_replicas_that_disagree_are_reported_until_one_schedule_is_set(replicas:
 
 
 def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
-    """Before the engine of two halves starts: SGLang 0.5.23 then asks that one how many it has."""
+    """Before other engines start: SGLang 0.5.23 then asks those how many they have."""
     set_schedule(replicas, "fixed-64")
     for rank in (0, 1):
         replicas.generate(
@@ -161,15 +165,6 @@ def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
         )
     found = connect(replicas).call_sparrow("landmarks")
     assert found == {"pages": 2 * (len(PROMPT) // 16)}
-
-
-def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
-    """SGLang itself hears the answer of the first rank only."""
-    with pytest.raises(EndpointError, match="not switched: tp rank 1: out of memory"):
-        set_schedule(halves, schedule("fails-tp-rank-1"))
-    assert get_schedule(halves) == BudgetSchedule.fixed(64)
-    assert set_schedule(halves, "fixed-128").name == "fixed-64"
-    assert get_schedule(halves).name == "fixed-128"
 
 
 def measured_pairs(engine: Any) -> dict[str, Any]:
@@ -210,26 +205,25 @@ def test_each_rank_keeps_the_rotary_pairs_of_its_kv_heads(model: str, tmp_path: 
     assert ContractModel(model, others).errors(PROMPT, answer).max() > 2e-4
 
 
+def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
+    """SGLang itself hears the answer of the first rank only."""
+    with pytest.raises(EndpointError, match="not switched: tp rank 1: out of memory"):
+        set_schedule(halves, schedule("fails-tp-rank-1"))
+    assert get_schedule(halves) == BudgetSchedule.fixed(64)
+    assert set_schedule(halves, "fixed-128").name == "fixed-64"
+    assert get_schedule(halves).name == "fixed-128"
+
+
 def test_an_adapter_that_one_rank_has_not_loaded_is_on_none(
-    failing: None, model: str, tmp_path: Path
+    halves: Any, model: str, tmp_path: Path
 ) -> None:
-    """The engine started last: SGLang 0.5.23 asks its LoRA settings, whichever engine is meant."""
     folder, _ = save_adapter(model, tmp_path, 1, TARGETS)
-    with start_engine(
-        model,
-        attention_backend="sparrow",
-        sparrow_schedule="fixed-64",
-        tp_size=2,
-        enable_lora=True,
-        max_lora_rank=4,
-        lora_target_modules=list(TARGETS),
-    ) as engine:
-        with pytest.raises(EndpointError, match="tp rank 1: the adapter was not loaded"):
-            push_adapter(engine, "fails", folder)
-        with pytest.raises(ValueError, match="fails"):
-            engine.generate(input_ids=PROMPT, lora_path="fails")
-        push_adapter(engine, "mine", folder)
-        answer = engine.generate(
-            input_ids=PROMPT, sampling_params={"max_new_tokens": 4}, lora_path="mine"
-        )
+    with pytest.raises(EndpointError, match="tp rank 1: the adapter was not loaded"):
+        push_adapter(halves, "fails", folder)
+    with pytest.raises(ValueError, match="fails"):
+        halves.generate(input_ids=PROMPT, lora_path="fails")
+    push_adapter(halves, "mine", folder)
+    answer = halves.generate(
+        input_ids=PROMPT, sampling_params={"max_new_tokens": 4}, lora_path="mine"
+    )
     assert answer["meta_info"]["completion_tokens"] == 4
