@@ -66,34 +66,15 @@ class TestEngineChannels:
         difference = [abs(a - b) for a, b in zip(dense[1], by_keyword[1], strict=True)]
         assert max(difference) > 0.01
 
-    @pytest.mark.parametrize(
-        ("keywords", "environment", "source"),
-        [
-            ({"sparrow_schedule": "FILE"}, {}, "--sparrow-schedule"),
-            ({}, {"SPARROW_SCHEDULE": "FILE"}, "SPARROW_SCHEDULE"),
-        ],
-    )
-    def test_channel(
-        self,
-        sharp_llama,
-        schedule_file,
-        by_keyword,
-        monkeypatch,
-        capfd,
-        keywords,
-        environment,
-        source,
-    ):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value.replace("FILE", schedule_file))
-        keywords = {name: value.replace("FILE", schedule_file) for name, value in keywords.items()}
-        with start_engine(sharp_llama, attention_backend="sparrow", **keywords) as engine:
+    def test_environment(self, sharp_llama, schedule_file, by_keyword, monkeypatch, capfd):
+        monkeypatch.setenv("SPARROW_SCHEDULE", schedule_file)
+        with start_engine(sharp_llama, attention_backend="sparrow") as engine:
             assert engine.get_server_info()["page_size"] == 16
             assert_same(answer(engine), by_keyword)
         [line] = [line for line in capfd.readouterr().err.splitlines() if START_UP in line]
         assert line.endswith(
-            f"{START_UP} mine (calibrated), from {source}: KV budget 64..64 tokens, sparse from"
-            " 65 tokens on, page size 16, dense layers [0, 1]"
+            f"{START_UP} mine (calibrated), from SPARROW_SCHEDULE: KV budget 64..64 tokens, sparse"
+            " from 65 tokens on, page size 16, dense layers [0, 1]"
         )
 
     def test_config_file_and_ready_made_server_args(self, sharp_llama, schedule_file, by_keyword):
@@ -228,9 +209,9 @@ class TestBrokenPlugin:
     """SGLang logs what goes wrong in a plugin and goes on; the scheduler must not."""
 
     @pytest.fixture
-    def registration(self, monkeypatch, tiny_llama):
-        with start_engine(tiny_llama):
-            pass  # From here on SGLang has loaded its plugins in this process.
+    def registration(self, monkeypatch):
+        # SGLang loads its plugins in this process.
+        import_for_fork()
         from sparrow_sglang.plugin.state import PROCESS
 
         monkeypatch.setattr(PROCESS, "error", None)
