@@ -63,7 +63,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for count, line in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
+    for count, line in enumerate(path.read_text("utf-8", "replace").splitlines(keepends=True), 1):
         if not line.endswith("\n"):
             break
         try:

@@ -473,6 +473,7 @@ def test_ids_are_unique_and_nothing_is_loaded(calibration_page: Page) -> None:
         ("empty", [], "empty: nothing to report on; looked for the metrics.jsonl of a training"),
         ("work", [], "work holds measurements of a calibration"),
         ("new", [], "metrics.jsonl: holds no training step yet"),
+        ("binary", [], "metrics.jsonl:1: "),
         ("text.json", [], "text.json: cannot be read as JSON"),
         ("run", ["--out", "run.txt"], "--out run.txt: expected a name that ends in .html"),
         ("run", ["--out", "run.json"], "compares runs: expected two or more, got 1"),
@@ -492,6 +493,8 @@ def test_wrong_input_is_one_line_and_writes_nothing(
     (tmp_path / "empty").mkdir()
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").touch()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "metrics.jsonl").write_bytes(b"\xd9\x00\n")
     (tmp_path / "text.json").write_text("text")
     shutil.copytree(run, tmp_path / "run")
     shutil.copytree(calibration / "work", tmp_path / "work")
