@@ -132,7 +132,7 @@ def _config_problem(config: Path) -> str | None:
     names = values.get("architectures")
     if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
         return None
-    return f"architectures={quoted(names)} in its config.json: not a list of a class's name or more"
+    return f"architectures={quoted(names)} in its config.json: expected a list of class names"
 
 
 def missing_weights(folder: Path) -> str | None:

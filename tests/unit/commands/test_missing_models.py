@@ -55,8 +55,8 @@ def test_a_folder_without_a_config_is_not_called_missing(tmp_path: Path) -> None
     [
         ("[]", "its config.json holds no JSON object"),
         ("{", "its config.json cannot be read"),
-        ('{"architectures": null}', "architectures=None in its config.json: not a list"),
-        ('{"architectures": []}', "architectures=[] in its config.json: not a list"),
+        ('{"architectures": null}', "architectures=None in its config.json: expected a list"),
+        ('{"architectures": []}', "architectures=[] in its config.json: expected a list"),
         (LLAMA % '"num_attention_heads": 0', "it cannot be read (ZeroDivisionError: "),
         (LLAMA % '"hidden_size": "wide"', "Field 'hidden_size' expected int, got str"),
     ],

@@ -196,8 +196,14 @@ def test_rules_that_model_or_engine_cannot_follow_are_refused_by_their_key(tmp_p
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (Qwen3MoeConfig(), "model of type qwen3_moe has a mixture of 128 experts: expected"),
-        (Gemma3TextConfig(), "model of type gemma3_text has layers of type sliding_attention"),
+        (
+            Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"]),
+            "model of type qwen3_moe has a mixture of 128 experts: expected",
+        ),
+        (
+            Gemma3TextConfig(architectures=["Gemma3ForCausalLM"]),
+            "model of type gemma3_text has layers of type sliding_attention",
+        ),
     ],
     ids=["experts", "windows"],
 )
