@@ -88,7 +88,7 @@ def test_bench_serving_measures_both_servers_into_one_file(
     monkeypatch.setattr(serving, "running_server", forked_server)
     forked = SimpleNamespace(run=forked_client, PIPE=None, STDOUT=None)
     monkeypatch.setattr(serving, "subprocess", forked)
-    monkeypatch.setattr(serving, "comparison", lambda options, on_gpu: compared)
+    monkeypatch.setattr(serving, "comparison", lambda options: compared)
     monkeypatch.setattr(serving, "require_cuda", lambda *needs: None)
     out = tmp_path / "serving.json"
     assert (
