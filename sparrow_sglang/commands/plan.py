@@ -15,7 +15,7 @@ from sparrow_sglang.command_line import count
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
-from sparrow_sglang.json_values import read_object
+from sparrow_sglang.json_values import quoted, read_object
 from sparrow_sglang.models import model_folder, model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
@@ -26,6 +26,17 @@ from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 _HUB_TIMEOUT_S = 10.0
 _MAX_LENGTH = 10_000_000  # every step up to it is computed, in some seconds
+_TYPE_NAMES: dict[type, str] = {int: "a whole number", list: "a list", dict: "an object"}
+# Fields that are read without a check of their own.
+_TYPES: dict[str, type] = {
+    "text_config": dict,
+    "max_position_embeddings": int,
+    "head_dim": int,
+    "num_key_value_heads": int,
+    "decoder_sparse_step": int,
+    "layer_types": list,
+    "mlp_only_layers": list,
+}
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -115,7 +126,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.lengths_file is not None:
         lengths = sorted(read_lengths(args.lengths_file))
     else:
-        room = text_config(config).get("max_position_embeddings", 2**30) - args.prompt_tokens
+        context = text_config(config).get("max_position_embeddings") or 2**30
+        room = context - args.prompt_tokens
         fitting = [length for length in DEFAULT_LENGTHS if length <= room]
         lengths = sorted(args.length or fitting or [max(1, room)])
     if args.prompt_tokens + lengths[-1] > _MAX_LENGTH:
@@ -149,7 +161,17 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
         name = path.resolve().parent.name
     else:
         name, path = path.name, _shipped_config(path.name) or _hub_config(model_path)
-    return name, read_object(path, "a model's config.json for --model-path")
+    config = read_object(path, "a model's config.json for --model-path")
+    inner = config.get("text_config")
+    for fields in (config, inner if isinstance(inner, Mapping) else {}):
+        for key, kind in _TYPES.items():
+            value = fields.get(key)
+            if value is not None and not isinstance(value, kind):
+                raise InputError(
+                    f"{key}={quoted(value)} in the model's config.json: expected"
+                    f" {_TYPE_NAMES[kind]}"
+                )
+    return name, config
 
 
 def _shipped_config(name: str) -> Path | None:

@@ -220,3 +220,23 @@ def test_refuses_models_without_a_usable_config(plan: Plan, tmp_path: Path) -> N
         plan(model=str(tmp_path))
     with pytest.raises(ValueError, match="no such folder"):
         plan(model="/absent/folder")
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "message"),
+    [
+        ("qwen3-1.7b", "max_position_embeddings", "x", "='x' in .*: expected a whole number"),
+        ("qwen3-30b-a3b", "mlp_only_layers", 3, "=3 in .*: expected a list"),
+        ("gemma3-12b", "layer_types", 1.5, "=1.5 in .*: expected a list"),
+        ("qwen3.5-9b", "text_config", "x", "='x' in .*: expected an object"),
+    ],
+)
+def test_names_a_field_of_another_type(
+    plan: Plan, tmp_path: Path, model: str, field: str, value: object, message: str
+) -> None:
+    config = json.loads((MODELS / model / "config.json").read_text())
+    owner = config["text_config"] if field in config.get("text_config", {}) else config
+    owner[field] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=field + message):
+        plan(model=str(tmp_path))
