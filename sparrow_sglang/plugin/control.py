@@ -69,7 +69,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     state = ServerState(loaded, {call.__name__: partial(call, manager) for call in calls})
     rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
     if rate or server_args.enable_metrics:
-        log = MismatchLog(Path(folder)) if folder else None
+        log = None if folder is None else MismatchLog(Path(folder))
         state.auditor = Auditor(manager, rate, loaded.active, log, state.released)
     setattr(manager, ATTRIBUTE, state)
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")

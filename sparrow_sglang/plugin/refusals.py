@@ -216,12 +216,12 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             f"sparrow_audit_log={server_args.sparrow_audit_log!r}: nothing is audited, so nothing"
             " would be logged; pass --sparrow-audit-rate 0.01, or remove --sparrow-audit-log"
         )
-    elif server_args.sparrow_audit_log is not None:
-        folder = Path(server_args.sparrow_audit_log).absolute()
+    elif (log := server_args.sparrow_audit_log) is not None:
+        folder = Path(log).absolute()
         there = next(place for place in (folder, *folder.parents) if place.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        if not log or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             problems.append(
-                f"sparrow_audit_log={str(folder)!r}: {there} is no folder that can be written to;"
+                f"sparrow_audit_log={log!r}: expected a folder that can be made and written to;"
                 " pass another --sparrow-audit-log"
             )
     # A string or a mapping until SGLang has parsed it; neither has the attribute.

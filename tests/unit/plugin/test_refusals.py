@@ -255,8 +255,12 @@ def test_other_ends_of_a_range(make_args, fields):
         ),
         ({"sparrow_audit_log": "x"}, ["sparrow_audit_log='x': nothing is audited"]),
         (
+            {"sparrow_audit_rate": 0.1, "sparrow_audit_log": ""},
+            ["sparrow_audit_log='': expected a folder"],
+        ),
+        (
             {"sparrow_audit_rate": 0.1, "sparrow_audit_log": f"{__file__}/log"},
-            [f"sparrow_audit_log='{__file__}/log': {__file__} is no folder that can be written to"],
+            [f"sparrow_audit_log='{__file__}/log': expected a folder that can be made and written"],
         ),
         (
             {"cuda_graph_backend_prefill": "full", "device": "cuda"},
