@@ -19,7 +19,7 @@ from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
 CONTEXT = 640
 PLAIN = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
 # Limit of each wait, which takes about a second on an idle machine.
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 class Server:
