@@ -6,7 +6,41 @@ Imports neither torch nor SGLang.
 from collections.abc import Mapping
 from typing import Any
 
+from sparrow_sglang.json_values import quoted
+
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+_EXPECTED = {int: "a whole number from 1 to 2147483647", list: "a list", Mapping: "an object"}
+_TYPES = {
+    "text_config": Mapping,
+    "vocab_size": int,
+    "hidden_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "max_position_embeddings": int,
+    "decoder_sparse_step": int,
+    "layer_types": list,
+    "mlp_only_layers": list,
+}
+
+
+def field_problem(config: Mapping[str, Any]) -> str | None:
+    """Which field of a config.json no model can have, and what is allowed; None if all are fine.
+
+    Fields that are null or absent have defaults, or another name in models of this kind.
+    """
+    inner = config.get("text_config")
+    for fields in (config, inner if isinstance(inner, Mapping) else {}):
+        for key, kind in _TYPES.items():
+            value = fields.get(key)
+            is_kind = isinstance(value, kind) and not isinstance(value, bool)
+            if value is not None and not (is_kind and (kind is not int or 0 < value < 2**31)):
+                return (
+                    f"{key}={quoted(value)} in the model's config.json: expected {_EXPECTED[kind]}"
+                )
+    return None
 
 
 def config_value(hf_config: Any, key: str) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 from sparrow_sglang import gemma
 from sparrow_sglang.atomic_write import delete_drafts, replacing
 from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.hf_config import field_problem
 from sparrow_sglang.json_values import cut, quoted, relative_note
 
 logger = logging.getLogger(__name__)
@@ -109,10 +110,10 @@ def path_problem(model: str) -> str | None:
     Anything that may be a name on the hub is left to transformers.
     """
     folder = Path(model).expanduser()
+    if (folder / "config.json").exists():
+        return _config_problem(folder / "config.json")
     if os.path.isdir(folder):
-        what = _config_problem(folder / "config.json")
-        if what is None:
-            return None
+        what = "the folder has no config.json"
     elif model.startswith(("/", "./", "../", "~")) and not os.path.exists(folder):
         what = "no such folder"
     else:
@@ -121,17 +122,15 @@ def path_problem(model: str) -> str | None:
 
 
 def _config_problem(config: Path) -> str | None:
-    if not config.exists():
-        return "the folder has no config.json"
     try:
         values = json.loads(config.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"its config.json cannot be read ({error})"
     if not isinstance(values, dict):
         return "its config.json holds no JSON object"
     names = values.get("architectures")
     if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
-        return None
+        return field_problem(values)
     return f"architectures={quoted(names)} in its config.json: expected a list of class names"
 
 

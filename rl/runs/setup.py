@@ -168,8 +168,7 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model_config = AutoConfig.from_pretrained(model_path)
     except Exception as error:  # transformers raises anything on a config that it does not expect
-        reason = model_problem(model_path, error)
-        raise InputError(f'{asked}: {reason}, or "{EMBEDDED_MODEL_NAME}"') from None
+        raise _unusable(config, model_path, error) from None
     if problem := unsupported(model_config):
         raise InputError(f"{asked}: {problem}")
     if tokenizer.chat_template is None:
@@ -184,6 +183,11 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
                 " variable"
             )
     return tokenizer, model_config
+
+
+def _unusable(config: TrainConfig, model_path: str, error: Exception) -> InputError:
+    reason = model_problem(model_path, error)
+    return InputError(f'model.path={config.model.path!r}: {reason}, or "{EMBEDDED_MODEL_NAME}"')
 
 
 def _short_enough(which: str, prompts: Sequence[Prompt], config: TrainConfig) -> tuple[Prompt, ...]:
@@ -250,8 +254,11 @@ def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokeni
     from sparrow_sglang.rl.distill import require_modules
     from sparrow_sglang.rl.runs.checkpoint import try_checkpoint
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config)
+    except Exception as error:  # torch's own, on sizes that no tensor has
+        raise _unusable(config, model_path, error) from None
     if config.distill.enabled:
         require_modules(model, config.distill.target_modules)
     try_checkpoint(config, model, model_path, tokenizer)

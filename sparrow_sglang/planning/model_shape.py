@@ -12,6 +12,7 @@ from sparrow_sglang.hf_config import (
     FULL,
     LINEAR,
     WINDOW,
+    field_problem,
     head_dim_of,
     layer_types_of,
     linear_layers,
@@ -139,10 +140,12 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From the fields of a Hugging Face config.json.
 
-        Raises `InputError` on a missing field and on DeepSeek's experts and latent attention,
+        Raises `InputError` on a missing or wrong field, on DeepSeek's experts and latent attention,
         whose weights and KV these formulas do not count, and on a sliding window without
         `layer_types` that say which layers have it.
         """
+        if problem := field_problem(config):
+            raise InputError(problem)
         config = text_config(config)
         windows = window_layers(config)
         refused = list(_REFUSED)
