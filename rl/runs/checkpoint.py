@@ -304,7 +304,8 @@ def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
     with _readable(folder):
         state = json.loads((folder / _STATE).read_text("utf-8"))
         saved, trained_on = state["config"], state["prompts"]
-    for key, before, now in _differences(saved, config.model_dump(mode="json")):
+    whole, chosen = config.model_dump(mode="json"), config.model_dump(exclude_defaults=True)
+    for key, before, now in _differences(saved, whole, chosen):
         if key not in _FREE and key.split(".")[0] not in _FREE:
             raise InputError(
                 f"{key}={now!r}: the run in {folder.parents[1]} was trained with {before!r}; set it"
@@ -319,11 +320,13 @@ def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
 
 
 def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+    before: Mapping[str, Any], now: Mapping[str, Any], chosen: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    for key in {**before, **now}:
+    """Settings that differ. One that `before` lacks is newer than the run, which had its default,
+    so it differs only where it is among those of `now` that are `chosen`: not left at theirs."""
+    for key in {**before, **chosen}:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differences(old, new, f"{prefix}{key}.")
+            yield from _differences(old, new, chosen.get(key, {}), f"{prefix}{key}.")
         elif old != new:
             yield prefix + key, old, new

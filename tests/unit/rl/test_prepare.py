@@ -265,7 +265,13 @@ def test_a_check_says_what_the_run_would_say_of_its_folder(story, tmp_path, caps
         assert main(["train", "--check", str(story), *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
+    # A run from before these settings existed had their defaults.
+    del state["config"]["rollout"]["temperature"], state["config"]["ladder"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
     assert main(["train", "--check", str(story), "--resume"]) == 0
+    for word in ("rollout.temperature=0.5", "ladder.target=0.5"):
+        assert main(["train", "--check", str(story), "--resume", f"--set={word}"]) == 2
+        assert "was trained with None" in capsys.readouterr().err
     # The draft stays, as a run may still be writing it.
     assert draft.exists()
 
