@@ -219,15 +219,15 @@ class Learner:
         torch.cuda.empty_cache()
         engine = cast(LocalEngine, engine)
         engine.resume()
-        engine.update_weights(self.weights(adapted), version)
+        engine.update_weights(self.weights(adapted, engine.dtype), version)
         if not adapted or (adapter := self.unmerged_adapter) is None:
             return None
         engine.set_adapter(ADAPTER, adapter.tensors(), adapter.lora_config())
         return ADAPTER
 
-    def weights(self, adapted: bool, dtype: torch.dtype | None = None) -> NamedTensors:
-        """The weights for an engine, rounded to `dtype` if it is given; all ranks must iterate over
-        all of them."""
+    def weights(self, adapted: bool, dtype: torch.dtype) -> NamedTensors:
+        """The weights for an engine, rounded to its `dtype`, as it would round them itself; fp32
+        would take twice the bytes. All ranks must iterate over all of them."""
         if adapted and self.adapter is not None and self._config.distill.delivery == "merged":
             return self.adapter.merged_weights(dtype)
         return self.policy.named_weights(dtype)

@@ -15,22 +15,16 @@ BUCKET_BYTES = 512 * 2**20
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
-def pack(
-    tensors: NamedTensors, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[Any]:
+def pack(tensors: NamedTensors, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Any]:
     """Copies of all tensors in their order, on their device, as SGLang's `FlattenedTensorBucket`.
 
     One bucket is alive at a time. The tensors of a bucket have one dtype, so that each is aligned.
-    Floating-point tensors are rounded to `dtype` if it is given: an engine that computes in this
-    dtype would round them the same way, and fp32 would take twice the bytes.
     """
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     waiting: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in tensors:
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
         if waiting and (tensor.dtype != waiting[0][1].dtype or size + tensor.nbytes > bucket_bytes):
             yield FlattenedTensorBucket(named_tensors=waiting)
             waiting, size = [], 0

@@ -42,7 +42,7 @@ class LocalEngine(RolloutEngine):
     Must be built and used in one thread. On CUDA, SGLang's memory saver is on unless `server_args`
     say otherwise. Methods that wait for the engine raise `EngineDied` if one of its processes is
     gone. `engine` is the `sglang.Engine`, for uses that this interface does not cover, and `dtype`
-    is what it computes in; weights are rounded to that.
+    is what it computes in.
     """
 
     def __init__(self, model_path: str, schedule: str = "auto", **server_args: Any) -> None:
@@ -107,7 +107,7 @@ class LocalEngine(RolloutEngine):
                 nothing until all are loaded again.
         """
         self.prepare_load()
-        for bucket in pack(tensors, self.dtype):
+        for bucket in pack(tensors):
             self.load_parts([serialized(bucket) for _ in range(self._tp_size)], version)
         self.finish_load(version)
 

@@ -18,6 +18,8 @@ TOKENS = 8
 class Sampler:
     """A `RolloutEngine` whose responses and log-probs come from a stock model, without a cache."""
 
+    dtype = torch.float32
+
     def __init__(self, model_path: str, schedule: str, **server_args: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         self.arguments = server_args
