@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, Literal
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
 from sparrow_sglang.benchmarks.common import (
     MODELS,
     add_row,
@@ -21,15 +18,11 @@ from sparrow_sglang.benchmarks.common import (
     known_models,
     require_cuda,
 )
-from sparrow_sglang.benchmarks.gpu_times import seconds_of
 from sparrow_sglang.benchmarks.step import model_shape
 from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.planning.cost_model import GPUS
 from sparrow_sglang.planning.model_shape import ModelShape
-from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
-from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
 
@@ -48,21 +41,6 @@ EXAMPLES = """\
   sparrow bench train --tokens 8192 --dtypes bfloat16
   sparrow bench train --model qwen3-4b --tokens 32768 --offload --without-adapter
 """
-
-
-def new_model(model: str, dtype: str, device: str) -> PreTrainedModel:
-    """The model of one of the folders of `models/` with random weights."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(MODELS / model), dtype=getattr(torch, dtype)
-        )
-    return made
-
-
-def random_sequence(vocab_size: int, tokens: int, seed: int) -> TokenSequence:
-    ids = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(seed))
-    return ids[:PROMPT_TOKENS].tolist(), ids[PROMPT_TOKENS:].tolist()
 
 
 def step_flops(shape: ModelShape, tokens: int) -> float:
@@ -86,19 +64,32 @@ def measure(
     A first training step and a first adapter step warm up. The first training step allocates the
     optimizer's state; `step_peak_gib` includes it. Tokens per second are those of the fastest step.
     """
+    # Imported here because wrong options are to be answered at once.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sparrow_sglang.benchmarks.gpu_times import seconds_of
+    from sparrow_sglang.rl.distill import SparseAdapter
+    from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 
     gc.collect()
     torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(MODELS / options.model), dtype=getattr(torch, dtype)
+        )
     policy = DensePolicy(
-        new_model(options.model, dtype, DEVICE),
+        model,
         ModelConfig(dtype=dtype),
         OptimizerConfig(offload=options.offload),
         DEVICE,
     )
-    vocab_size = policy.model.config.vocab_size
-    sequences = [
-        random_sequence(vocab_size, tokens, tokens + index) for index in range(options.sequences)
-    ]
+    sequences = []
+    for index in range(options.sequences):
+        generator = torch.Generator().manual_seed(tokens + index)
+        ids = torch.randint(model.config.vocab_size, (tokens,), generator=generator).tolist()
+        sequences.append((ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]))
     weights = torch.cuda.memory_allocated()
 
     def update() -> object:

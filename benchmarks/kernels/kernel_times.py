@@ -1,11 +1,12 @@
-"""`sparrow bench kernels`: times of a sparse decode step's kernels against their bytes floor.
+"""Times of a sparse decode step's kernels against their bytes floor.
 
 Every case is checked against the torch definition before it is timed. The times are those of CUDA
 graph replays over input sets that do not fit in the L2 cache.
 """
 
+import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import landmark
 from sparrow_sglang.attention_backends.kernels.page_table import snapshot_page_table
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
-from sparrow_sglang.benchmarks.common import add_row, begin, bench_parser, require_cuda
+from sparrow_sglang.benchmarks.common import add_row, begin
 from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 from sparrow_sglang.benchmarks.kernels.cases import (
     HEAD_DIM,
@@ -30,26 +31,10 @@ from sparrow_sglang.benchmarks.kernels.cases import (
     replay_us,
 )
 from sparrow_sglang.benchmarks.kernels.peers import flashinfer_decode, torch_select
-from sparrow_sglang.command_line import OneLineParser
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedule_names import load_schedule
 from sparrow_sglang.selection import SelectionRule
 
-DESCRIPTION = """\
-Time the GPU kernels of one layer of a sparse decode step, each after a check against the plain
-torch definition, and kernels of other libraries for the same work. The floor is the time to move
-the bytes that a kernel needs, at the copy bandwidth measured at the start.
-"""
-EXAMPLES = """\
-  sparrow bench kernels --quick                            main shapes only, without other libraries
-  sparrow bench kernels --out kernels.json                 everything
-  sparrow bench kernels --schedule qwen3-1.7b-0.86         a schedule's selection rule and budgets
-  sparrow bench kernels --quick --kv-cache-dtype fp8_e4m3  over an FP8 KV cache
-"""
-# KV pools and landmarks of 2**20 tokens take 7 GB, the buffers of the bandwidth test 9 GB.
-_MEMORY_GB = 24
-KV_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+_KV_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 # Pages of the published 0.86 schedules, rounded; they set how much the select kernel writes.
 _BUDGETS = {4096: 96, 16384: 192, 32768: 256, 65536: 320}
 _QUICK_SELECT = [(1, 32768), (16, 32768), (64, 16384)]
@@ -203,40 +188,15 @@ def time_peers(table: Table, pools: Pools) -> None:
         table.measure(title, num_bytes, partial(measure, flashinfer_decode, attending))
 
 
-def _parser() -> OneLineParser:
-    parser = bench_parser("kernels", DESCRIPTION, EXAMPLES, "kernels.json")
-    parser.add_argument(
-        "--quick", action="store_true", help="main shapes only, without other libraries"
-    )
-    parser.add_argument(
-        "--schedule",
-        metavar="SCHEDULE",
-        help="time selection by the rule of this schedule (shipped name or .json file) and"
-        " attention under its budgets, instead of the published rule's cases",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=tuple(KV_DTYPES),
-        default="auto",
-        help="dtype of the KV cache; auto is bf16; with fp8_e4m3 other libraries are left out",
-    )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit code is 1 if one of our kernels failed, 2 without a GPU."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        schedule = load_schedule(args.schedule, PAGE_SIZE) if args.schedule else None
-    except InputError as error:
-        parser.error(str(error))
+def run(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, schedule: BudgetSchedule | None
+) -> int:
+    """Measure and print; the exit code is 1 if one of our kernels failed."""
     rule = schedule.selection if schedule else SelectionRule()
-    require_cuda(parser, _MEMORY_GB, "the KV pools of the cases")
     torch.manual_seed(0)
     table = Table(args.out, copy_bandwidth())
     begin(parser, args, selection=str(rule), copy_bandwidth=table.copy_bandwidth)
-    kv_dtype = KV_DTYPES[args.kv_cache_dtype]
+    kv_dtype = _KV_DTYPES[args.kv_cache_dtype]
     pools = Pools.random(2**20, 2**17 if args.quick else 2**20, rule, kv_dtype)
     if schedule:
         time_rule(table, pools, schedule, args.quick)
@@ -248,7 +208,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             time_peers(table, pools)
     ours_failed = [row for row in table.rows if "failed" in row and ": " not in row["name"]]
     return 1 if ours_failed else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -181,9 +181,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _bench(benchmark: str, argv: Sequence[str]) -> int:
-    # Only the one that is asked for, as some import torch, Triton and transformers.
-    name = "kernels.kernel_times" if benchmark == "kernels" else benchmark
-    code: int = import_module(f"sparrow_sglang.benchmarks.{name}").main(argv)
+    code: int = import_module(f"sparrow_sglang.benchmarks.{benchmark}").main(argv)
     return code
 
 

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import pytest
 
 import sparrow_sglang
-from sparrow_sglang.benchmarks import rollout, serving, step, train
-from sparrow_sglang.benchmarks.kernels import kernel_times
+from sparrow_sglang.benchmarks import kernels, rollout, serving, step, train
 from sparrow_sglang.commands import cli
 from sparrow_sglang.plugin.audit import statistics as audit_report
 from sparrow_sglang.plugin.server_args import FIELDS
@@ -55,7 +54,7 @@ BENCHMARK_PARSERS = {
     "rollout": rollout._parser,
     "serving": serving._parser,
     "train": train._parser,
-    "kernels": kernel_times._parser,
+    "kernels": kernels._parser,
 }
 
 

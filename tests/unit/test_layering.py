@@ -8,6 +8,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from sparrow_sglang.commands.cli import BENCHMARKS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "sparrow_sglang": ROOT / "sparrow_sglang",
@@ -160,7 +162,8 @@ def test_kernels_import_themselves_and_the_landmarks_alone() -> None:
 
 
 def test_light_modules_import_neither_torch_nor_sglang() -> None:
-    names = ("schedule", "selection", "config", "models", "commands.cli")
+    benchmarks = [f"benchmarks.{name}" for name in BENCHMARKS]
+    names = ("schedule", "selection", "config", "models", "commands.cli", *benchmarks)
     code = """
 import importlib, sys
 from sparrow_sglang import BudgetSchedule

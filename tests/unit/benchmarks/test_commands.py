@@ -8,8 +8,7 @@ import pytest
 import torch
 from command_lines import refusal
 
-from sparrow_sglang.benchmarks import rollout, serving, step, train
-from sparrow_sglang.benchmarks.kernels import kernel_times
+from sparrow_sglang.benchmarks import kernels, rollout, serving, step, train
 from sparrow_sglang.commands import cli
 
 
@@ -30,7 +29,7 @@ def test_the_commands_in_the_help_are_accepted(
     monkeypatch.chdir(tmp_path)
     Path("lengths.jsonl").write_text("1000\n" * 64)
     texts = [cli.BENCH_EPILOG]
-    texts += [each.EXAMPLES for each in (step, kernel_times, rollout, serving, train)]
+    texts += [each.EXAMPLES for each in (step, kernels, rollout, serving, train)]
     commands = re.findall(r"^  (sparrow bench .*?)(?: {2,}.*)?$", "\n".join(texts), re.M)
     assert len(commands) > 20
     for command in commands:
