@@ -7,6 +7,7 @@ SGLang is imported inside functions, because that takes some ten seconds and `--
 import argparse
 import copy
 import errno
+import functools
 import os
 import signal
 import socket
@@ -170,9 +171,8 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
     model = model_argument(argv)
     if model is not None and (problem := path_problem(model)):
         raise InputError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
-    parser = _sglang_parser()
-    full = with_defaults(_with_config_file(argv, parser))
-    model_path = parser.parse_args(full).model_path
+    full = with_defaults(_with_config_file(argv))
+    model_path = _sglang_parser().parse_args(full).model_path
     from sglang.srt.server_args import prepare_server_args
 
     try:
@@ -246,8 +246,7 @@ def _resolve_name(argv: Sequence[str], i: int) -> str:
 def check_port(argv: Sequence[str]) -> None:
     """Raise `InputError` if the server could not listen at its host and port, which SGLang notices
     only once the model is loaded."""
-    if _value(argv, "--config") is not None:
-        argv = _with_config_file(argv, _sglang_parser())
+    argv = _with_config_file(argv)
     host = _value(argv, "--host") or _DEFAULT_HOST
     port = _value(argv, "--port") or _DEFAULT_PORT
     if not port.isdecimal():
@@ -297,6 +296,7 @@ class _OneLineParser(argparse.ArgumentParser):
         raise InputError(f"{message}; {_ALL_FLAGS}")
 
 
+@functools.cache
 def _sglang_parser() -> argparse.ArgumentParser:
     try:
         from sglang.srt.plugins import load_plugins
@@ -309,7 +309,7 @@ def _sglang_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def _with_config_file(argv: Sequence[str]) -> list[str]:
     """`argv` with the flags of a --config file put in front of the user's own.
 
     SGLang would put them in front of our defaults, which would then override the file.
@@ -323,6 +323,6 @@ def _with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> l
     if "--config" not in words:
         return words
     try:
-        return config_file_merger(parser).merge_config_with_args(words)
+        return config_file_merger(_sglang_parser()).merge_config_with_args(words)
     except ValueError as error:
         raise InputError(f"--config: {error}") from error
