@@ -25,11 +25,12 @@ from numpy.typing import ArrayLike, NDArray
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule
-from sparrow_sglang.schedule_names import known_schedules
+from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule_names import known_schedules, load_schedule
 
 KEY = "sparrow"
 _PLACE = f'custom_params["{KEY}"]'
+_ALLOWED = "dense, schedule, kv_budget_tokens or report"
 ATTRIBUTE = "sparrow"
 """Attribute of SGLang's objects, requests and the TokenizerManager, that holds our state."""
 
@@ -93,7 +94,9 @@ class RequestOption:
         if given is None:
             return cls(loaded.active)
         if not isinstance(given, Mapping) or not given:
-            raise RequestError(f'{_PLACE}={quoted(given)}: expected an object, {{"dense": true}}')
+            raise RequestError(
+                f"{_PLACE}={quoted(given)}: expected an object with one of {_ALLOWED}"
+            )
         for name, value in given.items():
             if (problem := _problem(name, value, loaded)) is not None:
                 raise RequestError(f"{_PLACE}[{quoted(name, 60)}]={quoted(value)}: {problem}")
@@ -166,7 +169,7 @@ def _problem(name: Any, value: Any, loaded: LoadedSchedules) -> str | None:
     if name == "schedule":
         return None if value in loaded.names else _not_loaded(value, loaded)
     if name != "kv_budget_tokens":
-        return "unknown: expected dense, schedule, kv_budget_tokens or report"
+        return f"unknown: expected {_ALLOWED}"
     page_size = loaded.active.page_size
     floor = loaded.active.least_pages * page_size
     if not isinstance(value, int) or isinstance(value, bool):
@@ -181,5 +184,10 @@ def _not_loaded(name: Any, loaded: LoadedSchedules) -> str:
     known = f"expected one of {', '.join(loaded.names)}, which are loaded"
     if not isinstance(name, str) or name not in known_schedules():
         return known
+    try:
+        schedules = [loaded.get(other) for other in loaded.names]
+        LoadedSchedules.of([*schedules, load_schedule(name, loaded.active.page_size)])
+    except ScheduleError as error:
+        return f"shipped, but not loaded: {known}; {error}"
     names = ",".join([*loaded.names, name])
     return f"shipped, but not loaded: {known}; start it with --sparrow-schedule {names}"

@@ -28,6 +28,11 @@ REFUSED = [
         {"schedule": "qwen3-8b-0.86"},
         f"shipped, but not loaded: {LOADED_NAMES}; start it with --sparrow-schedule a,b,qwen3-8b",
     ),
+    (
+        {"schedule": "smollm2-135m-int4-0.86"},
+        f"shipped, but not loaded: {LOADED_NAMES}; schedule smollm2-135m-int4-0.86: dense_layers=[]"
+        " differs from that of a: expected [0, 1]; serve it with a server of its own",
+    ),
     ({"schedule": ["b"]}, f"['schedule']=['b']: {LOADED_NAMES}"),
     ({"kv_budget_tokens": 32}, "['kv_budget_tokens']=32: expected 48 tokens"),
     ({"kv_budget_tokens": 100}, "=100: expected a multiple of the page size, 16"),
@@ -36,7 +41,7 @@ REFUSED = [
     ({"kv_budget_tokens": "80"}, "='80': expected a whole number of tokens"),
     ({"budget": 80}, "['budget']=80: unknown: expected dense, schedule, kv_budget_tokens or rep"),
     ({"report": 1}, "['report']=1: expected true or false"),
-    ({}, "={}: expected an object"),
+    ({}, "={}: expected an object with one of dense, schedule, kv_budget_tokens or report"),
     ("dense", "='dense': expected an object"),
 ]
 
