@@ -5,9 +5,12 @@ a list of chat messages; "id" is optional. The other fields depend on the task.
 """
 
 import json
+import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,7 +19,7 @@ import jinja2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.json_values import relative_note
+from sparrow_sglang.json_values import quoted, relative_note
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks.formats import read_example
 from sparrow_sglang.rl.tasks.reward_worker import Reward
@@ -32,6 +35,7 @@ Render = Callable[[Sequence[Message]], tuple[int, ...]]
 ReadPayload = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 Kind = Literal["math", "code"]
+_MESSAGES_AS_JSON = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 # Fields of an example; the third is what a response is judged by.
 _FIELDS: dict[Kind, tuple[str, ...]] = {
     "math": ("prompt", "id", "answer"),
@@ -231,7 +235,7 @@ class _File:
                 if name in prompts:
                     raise ValueError(f"id {name!r} is used twice: expected a unique id, or none")
                 rendered = render(messages)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 self.skipped.append(SkippedRow(where, str(error)))
                 continue
             self._repeated += text in seen
@@ -272,7 +276,7 @@ class _File:
 
     def _check(self, usable: int) -> None:
         limit = self._config.max_bad_rows
-        if len(self.skipped) > limit * self._rows:
+        if self.skipped and (len(self.skipped) > limit * self._rows or not usable):
             count = f"{len(self.skipped)} of {self._rows} rows cannot be used"
             more = f" ({count}, task.max_bad_rows={limit:g})" if len(self.skipped) > 1 else ""
             raise InputError(f"{self.skipped[0].line()}{more}")
@@ -298,6 +302,9 @@ def _column(row: Mapping[str, Any], field: str, column: str) -> Any:
 
 def _messages(example: Mapping[str, Any], options: FileOptions) -> list[Message]:
     prompt = require(example, "prompt", (str, list), "a string or a list of chat messages")
+    if isinstance(prompt, str) and _MESSAGES_AS_JSON.match(prompt):
+        with suppress(ValueError):
+            prompt = json.loads(prompt)
     if isinstance(prompt, str):
         system = [{"role": "system", "content": options.system}] if options.system else []
         text = f"{prompt}\n{options.instruction}" if options.instruction else prompt
@@ -310,11 +317,12 @@ def _messages(example: Mapping[str, Any], options: FileOptions) -> list[Message]
             continue
         if not fields or not all(isinstance(field, str) for field in fields):
             raise ValueError(
-                f"prompt holds {message!r}: expected messages with the strings role and content"
+                f"prompt holds {quoted(message)}: expected messages with the strings role and"
+                " content"
             )
         messages.append({name: value for name, value in message.items() if value is not None})
     if not messages:
-        raise ValueError(f"prompt={prompt!r}: expected a string or a list of chat messages")
+        raise ValueError(f"prompt={quoted(prompt)}: expected a string or a list of chat messages")
     return messages
 
 
@@ -325,6 +333,9 @@ def require(example: Mapping[str, Any], field: str, kinds: tuple[type, ...], exp
             f"field {field!r} is missing: expected {expected}; found {', '.join(example) or 'none'}"
         )
     value = example[field]
-    if not isinstance(value, kinds) or isinstance(value, bool) or value in ("", []):
-        raise ValueError(f"{field}={value!r}: expected {expected}, not empty")
+    empty = not value.strip() if isinstance(value, str) else value == []
+    # pandas writes a missing value as NaN.
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if not isinstance(value, kinds) or isinstance(value, bool) or empty or not finite:
+        raise ValueError(f"{field}={quoted(value)}: expected {expected}, not empty")
     return value

@@ -13,18 +13,21 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.tasks.answers import last_box
 
 Example = dict[str, Any]
 _QUESTIONS = ("problem", "question", "Problem", "Question", "question_content")
 _ANSWERS = ("answer", "final_answer", "Answer")
 _SOLUTIONS = ("solution", "Solution")
-# Answers of NuminaMath's rows that cannot be compared.
-_NO_ANSWER = ("proof", "notfound", "not found", "n/a")
+# Answers that cannot be compared: of NuminaMath, and of pandas where one is missing.
+_NO_ANSWER = ("proof", "notfound", "not found", "n/a", "nan")
 
 
 def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
     """The format of a row and its fields; raises `ValueError` if the row cannot be used."""
+    # pandas writes a missing value as NaN, the only value that is not equal to itself.
+    row = {name: value if value == value else None for name, value in row.items()}
     if isinstance(row.get("reward_model"), Mapping):
         return "verl (reward_model)", _of_verl(row)
     if "public_test_cases" in row:
@@ -108,7 +111,7 @@ def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
             raise ValueError("the solution has no box: expected one with the answer")
         return "problem and solution with a box", {"prompt": prompt, "answer": box[0]}
     if isinstance(answer, str) and answer.strip().lower() in _NO_ANSWER:
-        raise ValueError(f"answer={answer!r} cannot be compared")
+        raise ValueError(f"answer={quoted(answer)} cannot be compared")
     return "problem and answer", {"prompt": prompt, "answer": answer}
 
 

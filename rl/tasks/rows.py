@@ -47,7 +47,10 @@ def read_rows(path: Path) -> Iterator[Row]:
             continue
         try:
             example = json.loads(line)
-        except json.JSONDecodeError as error:
+            if "\\u" in line:
+                # Half a character, which JSON may hold, can be neither tokenized nor printed.
+                json.dumps(example, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
             example = ValueError(f"not JSON ({error}); expected one object per line")
         if not isinstance(example, dict | ValueError):
             kind = type(example).__name__
@@ -61,12 +64,12 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+        # In batches, as data sets with tests have gigabytes.
+        rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield f"{path} row {number}", number, row
+    except pyarrow.ArrowException as error:
         raise InputError(f"{path}: not a Parquet file ({error})") from None
-    # In batches, as data sets with tests have gigabytes.
-    rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
-    for number, row in enumerate(rows, 1):
-        yield f"{path} row {number}", number, row
 
 
 def _dataset_rows(address: str) -> Iterator[Row]:

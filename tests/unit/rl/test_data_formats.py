@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import pickle
 import zlib
 from pathlib import Path
@@ -30,7 +31,7 @@ def any_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "check_sandbox", lambda sandbox: None)
 
 
-def verl_row(truth: str, index: int = 0, prompt: Any = CHAT) -> dict[str, Any]:
+def verl_row(truth: Any, index: int = 0, prompt: Any = CHAT) -> dict[str, Any]:
     return {
         "data_source": "math_dapo",
         "prompt": prompt,
@@ -124,13 +125,18 @@ def test_a_mixture_gives_each_task_its_rows(tmp_path: Path) -> None:
     assert [prompt.task for prompt in load("mix", options=parts).train] == ["math", "code"]
 
 
-def test_messages_with_null_padding_and_files_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_messages_padded_or_as_json_and_files_with_a_byte_order_mark(
+    tmp_path: Path,
+) -> None:
     prompt = [
         None,
         {"role": "user", "content": "Hi", "name": None},
         {"role": None, "content": None},
     ]
     task = load("math", jsonl(tmp_path / "a.jsonl", [verl_row("34", prompt=prompt)]))
+    assert bytes(task.train[0].input_ids) == b"<user>Hi"
+    as_text = json.dumps(prompt[1:])
+    task = load("math", jsonl(tmp_path / "a.jsonl", [verl_row("34", prompt=as_text)]))
     assert bytes(task.train[0].input_ids) == b"<user>Hi"
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())
     assert load("math", tmp_path / "b.jsonl").train[0].payload == {"answer": "34"}
@@ -142,6 +148,12 @@ def test_messages_with_null_padding_and_files_with_a_byte_order_mark(tmp_path: P
         ({"problem": "Prove it.", "answer": "proof"}, "answer='proof' cannot be compared"),
         ({"problem": "2?", "solution": "no box"}, "the solution has no box"),
         ({"prompt": "2?", "answer": ""}, "answer='': expected a number or a string"),
+        ({"prompt": " ", "answer": "2"}, "prompt=' ': expected a string"),
+        # As pandas writes rows without an answer.
+        ({"prompt": "2?", "answer": math.nan}, "field 'answer' is missing"),
+        ({"problem": "2?", "answer": "nan"}, "answer='nan' cannot be compared"),
+        (verl_row(math.nan, prompt="2?"), "answer=nan: expected a number"),
+        ({"prompt": "half a character: \ud800", "answer": "2"}, "surrogates not allowed"),
     ],
 )
 def test_few_rows_that_cannot_be_used_are_skipped_and_told(
@@ -165,6 +177,7 @@ def test_few_rows_that_cannot_be_used_are_skipped_and_told(
     [
         ({"prompt": "?", "tests": TESTS, "checker": "int main() {}"}, "checker=.*special checker"),
         ({"prompt": "?", "tests": [TESTS[0] | {"spj": "x"}]}, "spj='x'.*special checker"),
+        ({"prompt": "?", "tests": "[" * 100_000}, "maximum recursion depth"),
         ({"prompt": "?", "tests": "[1"}, "tests='\\[1': not JSON"),
         ({"prompt": "?", "tests": TESTS, "tolerance": -1}, "tolerance=-1: expected"),
         ({"question": "?", "input_output": '{"inputs": ["1"], "outputs": []}'}, "as long"),
