@@ -7,7 +7,6 @@ looks first. During these calls no score of the audit runs.
 
 import asyncio
 import functools
-import logging
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
@@ -17,8 +16,6 @@ from sparrow_sglang.plugin.scheduler_calls import ControlError, drained, is_idle
 from sparrow_sglang.plugin.state import ServerState, server_state
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
-
-logger = logging.getLogger("sparrow_sglang")
 
 
 def _hook(guard: Call) -> Call:
@@ -49,6 +46,16 @@ async def without_scores(call: Call, manager: Any, state: ServerState, request: 
 
 
 @_hook
+async def flush_cache(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
+    """As `without_scores`; remembers that no prefixes are left."""
+    async with _without_scores(state):
+        answer = await call()
+    if answer.success:
+        state.has_prefixes = state.has_old_prefixes = False
+    return answer
+
+
+@_hook
 async def check_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """As `without_scores`; SGLang's check may also overwrite the weights (0.5.17)."""
     async with _without_scores(state, new_weights=True):
@@ -65,9 +72,11 @@ async def update_weights(call: Call, manager: Any, state: ServerState, request: 
     async with _without_scores(state, new_weights=True):
         problem = await _update_problem(manager, state, request)
         if problem is None:
-            if not request.flush_cache:
-                _warn_of_old_prefixes()
-            return await call()
+            answer = await call()
+            if answer[0]:
+                state.has_prefixes &= not request.flush_cache
+                state.has_old_prefixes = state.has_prefixes
+            return answer
     failure = False, f"the weights were not updated: {problem}"
     # The answer to an update from disk has one number more.
     return (*failure, 0) if hasattr(request, "model_path") else failure
@@ -173,14 +182,6 @@ async def _update_problem(manager: Any, state: ServerState, request: Any) -> str
                 " them finish, or pass flush_cache=false"
             )
     return None
-
-
-@functools.cache
-def _warn_of_old_prefixes() -> None:
-    logger.warning(
-        "weights are updated with flush_cache=false: later requests take KV of the old weights"
-        " out of the prefix cache unless /flush_cache empties it before they come"
-    )
 
 
 def _tags(request: Any) -> set[str]:

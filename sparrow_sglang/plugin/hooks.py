@@ -57,7 +57,7 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_MANAGER}._handle_batch_output", "BEFORE", request_hooks.show_outputs, "recv_obj"),
     # The launching process: control calls that a score disturbs, or that would end the scheduler.
     (f"{_MANAGER}.pause_generation", "AROUND", control_guards.without_scores),
-    (f"{_MANAGER}.flush_cache", "AROUND", control_guards.without_scores),
+    (f"{_MANAGER}.flush_cache", "AROUND", control_guards.flush_cache),
     (f"{_MANAGER}.check_weights", "AROUND", control_guards.check_weights),
     (f"{_MANAGER}.update_weights_from_disk", "AROUND", control_guards.update_weights, "obj"),
     (f"{_MANAGER}.update_weights_from_tensor", "AROUND", control_guards.update_weights, "obj"),

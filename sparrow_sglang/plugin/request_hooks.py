@@ -6,6 +6,7 @@ error that names the field, its value and what is allowed. SGLang answers such a
 computed from the token counts in the answers, so the schedulers do nothing for it.
 """
 
+import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -78,6 +79,9 @@ def check_request(
             f"memory is released ({', '.join(sorted(state.released))}): expected requests after"
             " /resume_memory_occupation only"
         )
+    if state.has_old_prefixes:
+        _warn_of_old_prefixes()
+    state.has_prefixes = True
     if getattr(request, "lora_id", None) is not None and not given.lora_path:
         raise RequestError(
             f"lora_id={quoted(request.lora_id)}: SGLang sets it; expected the name of an adapter in"
@@ -86,6 +90,14 @@ def check_request(
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size)
+
+
+@functools.cache
+def _warn_of_old_prefixes() -> None:
+    logger.warning(
+        "weights were updated with flush_cache=false, and the prefix cache was not emptied since:"
+        " requests take KV of the old weights out of it; call /flush_cache after an update"
+    )
 
 
 def report_in_response(

@@ -31,6 +31,8 @@ class ServerState:
         module_shapes: [out, in] of the model's linear modules, once an adapter has been checked.
         released: tags of the memory that is currently released.
         weight_update: held open between SGLang's calls that begin and end an update of weights.
+        has_prefixes: whether requests have come since the prefix cache was emptied.
+        has_old_prefixes: whether weights have been updated since, too.
     """
 
     loaded: LoadedSchedules
@@ -39,6 +41,8 @@ class ServerState:
     module_shapes: dict[str, tuple[int, int]] | None = None
     released: set[str] = field(default_factory=set)
     weight_update: AsyncExitStack | None = None
+    has_prefixes: bool = False
+    has_old_prefixes: bool = False
 
     def switch(self, loaded: LoadedSchedules) -> None:
         """Check requests against `loaded` from now on, and audit under its active schedule."""
