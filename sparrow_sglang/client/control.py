@@ -33,8 +33,8 @@ def set_schedule(
 ) -> BudgetSchedule:
     """Make another schedule active, without a restart, and return the previous one.
 
-    The server holds new requests back and waits for the running ones; then it empties the prefix
-    cache. A schedule that was loaded under the same name is replaced.
+    The server holds new requests back and waits for the running ones. The prefix cache is kept, as
+    it holds dense KV only. A schedule that was loaded under the same name is replaced.
 
     Args:
         target: an `sglang.Engine` or a server's base URL.

@@ -18,7 +18,13 @@ from sparrow_sglang.plugin.adapter_checks import (
     check_factors,
     module_shapes,
 )
-from sparrow_sglang.plugin.scheduler_calls import ControlError, call_schedulers, idle, scheduler_rpc
+from sparrow_sglang.plugin.scheduler_calls import (
+    ControlError,
+    call_schedulers,
+    flush,
+    idle,
+    scheduler_rpc,
+)
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_versions import adapter_request
@@ -107,6 +113,7 @@ async def load_adapter(
     room = {"r": rank, "lora_alpha": config["lora_alpha"], "target_modules": sorted(needed)}
     await call_schedulers(manager, _ROOM, room)
     async with idle(manager, f"loading adapter {name!r}"):
+        await flush(manager)
         # SGLang fails without the type, which PEFT always writes.
         fields = {"peft_type": "LORA", **config}
         await _replace(manager, name, fields, _completed(tensors, shapes))

@@ -204,12 +204,12 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
     budgets = require_scheduler_state().budgets
     previous = budgets.loaded.active
-    # SGLang 0.5.23 empties the cache beside retracted requests, which keep their old schedule.
-    if not (scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)):
+    # Requests that a pause has retracted count, too: they would keep their old schedule.
+    if not scheduler.is_fully_idle():
         raise ControlError("requests are running")
     budgets.load(loaded)
     announce(
-        f"{rank_name(scheduler)}: schedule {previous.name} is replaced, prefix cache empty:"
+        f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
         f" {describe(loaded.active, 'set_schedule', scheduler.model_config.hf_config)}"
     )
 

@@ -137,21 +137,21 @@ async def drained(
 async def idle(
     manager: "TokenizerManager", what: str, timeout_s: float | None = None
 ) -> AsyncIterator[None]:
-    """As `drained`; in addition, the prefix cache is empty.
+    """As `drained`; in addition, no scheduler holds KV of a request.
 
     Raises:
         ControlError: see `drained`; or requests are paused and keep their KV, or SGLang remained
             busy.
     """
     async with drained(manager, what, timeout_s) as wait_s:
-        if not await _flushed(manager, wait_s):
+        if not await is_idle(manager, wait_s):
             reason = "generation is paused with requests" if manager.is_pause else "SGLang is busy"
             raise ControlError(f"{what} was given up: {reason}; abort them or let them finish")
         yield
 
 
-async def _flushed(manager: "TokenizerManager", timeout_s: float) -> bool:
-    """Flush the prefix cache of every rank; returns whether all ranks succeeded.
+async def flush(manager: "TokenizerManager") -> None:
+    """Empty the prefix cache of every rank, which must be idle; `ControlError` where one is not.
 
     SGLang's own `flush_cache` returns only the first data-parallel rank's answer (0.5.17).
     """
@@ -159,8 +159,9 @@ async def _flushed(manager: "TokenizerManager", timeout_s: float) -> bool:
 
     manager.auto_create_handle_loop()
     control: Any = manager
-    outputs = await control.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
-    return all(output.success for output in outputs)
+    outputs = await control.flush_cache_communicator(FlushCacheReqInput(timeout_s=_IDLE_TIMEOUT_S))
+    if not all(output.success for output in outputs):
+        raise ControlError("the prefix cache was not emptied: requests are running")
 
 
 @scheduler_rpc(_IDLE)
