@@ -16,9 +16,13 @@ FIGURES = ROOT / "docs" / "figures"
 DEVICE, BATCH, TARGET = "H200", 16, "0.86"
 # Files of `sparrow bench step` that have a model's sparse and dense steps.
 MODELS = {
-    "qwen3-1.7b": ("decode_step_qwen3-1.7b", "decode_step_qwen3-1.7b_fa3"),
+    "qwen3-1.7b": (
+        "decode_step_qwen3-1.7b",
+        "decode_step_qwen3-1.7b_fa3",
+        "decode_step_qwen3-1.7b_sglang-0.5.23",
+    ),
     "qwen3-4b": ("decode_step_qwen3-4b-8b",),
-    "qwen3-8b": ("decode_step_qwen3-4b-8b", "decode_step_qwen3-8b_fa3"),
+    "qwen3-8b": ("decode_step_qwen3-4b-8b", "decode_step_qwen3-8b"),
     "qwen3-14b": ("decode_step_qwen3-14b", "decode_step_qwen3-14b_int4_pairs"),
 }
 COLOURS = ("#2a78d6", "#c2571a", "#178a5b", "#8b5bd1")

@@ -128,11 +128,11 @@ def test_steps(cells: dict[str, str], rows: list[dict[str, Any]]) -> None:
     model, *ways = cells["model"].split(", ")
     case = cells["batch × context"].replace(" × ", "x")
     expected = {"tp": 1, "ep": 1} | {
-        way.split()[0].lower(): int(way.split()[1]) for way in ways if way != "FP8 KV"
+        way.split()[0].lower(): int(way.split()[1]) for way in ways if not way.startswith("FP8")
     }
     for row in rows:
-        if "FP8 KV" in ways:
-            assert row["kv_cache_dtype"] == "fp8_e4m3"
+        assert (row.get("kv_cache_dtype") == "fp8_e4m3") == ("FP8 KV" in ways)
+        assert (row.get("quantization") == "fp8") == ("FP8 weights" in ways)
     same = [row for row in rows if (row["model"], row["case"]) == (model, case)]
     same = [row for row in same if all(row.get(k, 1) == v for k, v in expected.items())]
     dense_ms, backend = backend_in(cells["dense ms"])
