@@ -109,11 +109,6 @@ class SparseAdapter:
         # the adapter, but not with weights that are not finite.
         self._optimizer = ClippedAdamW("adapter", self._params, grad_clip=1.0, lr=settings.lr)
 
-    def restart(self) -> None:
-        for layer in self._layers.values():
-            layer.reset_lora_parameters(ADAPTER, True)
-        self._optimizer = ClippedAdamW("adapter", self._params, grad_clip=1.0, lr=self._settings.lr)
-
     @contextmanager
     def enabled(self) -> Iterator[None]:
         """The model computes with the adapter."""
@@ -184,15 +179,11 @@ class SparseAdapter:
                 policy_loss = term.loss(torch.cat(policy.score(sequences, temperature, schedule)))
         policy.model.train()
         tokens = sum(len(response) for _, response in sequences)
-        def divergence(sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-            if settings.direction == "tv":
-                return (sparse.softmax(-1) - dense.softmax(-1)).abs().sum(-1) / 2
-            if settings.direction == "forward":
-                sparse, dense = dense, sparse
-            if settings.loss == "exact":
-                return exact_kl(sparse, dense)
-            return top_k_kl(sparse, dense, settings.top_k)
-
+        divergence = (
+            exact_kl
+            if settings.loss == "exact"
+            else lambda sparse, dense: top_k_kl(sparse, dense, settings.top_k)
+        )
         totals = {"sparrow/distill_kl": 0.0}
 
         def parts_of(packed: Packed) -> dict[str, torch.Tensor]:

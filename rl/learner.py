@@ -74,7 +74,6 @@ class Learner:
     ) -> None:
         self.policy = policy
         self.adapter = adapter
-        self._anchor: ReferencePolicy | None = None
         self._config = config
         self._reference = reference
 
@@ -207,20 +206,7 @@ class Learner:
             chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
         )
         temperature = self._config.rollout.temperature
-        moved = 0.0
-        if self._config.distill.restart_kl:
-            if self._anchor is None:
-                self._anchor = ReferencePolicy(self.policy)
-            now = torch.cat(self.policy.score(chosen.segments, temperature))
-            with self._anchor._in_place():
-                then = torch.cat(self.policy.score(chosen.segments, temperature))
-            gap = then - now
-            moved = float((gap.exp() - 1 - gap).mean())
-            if moved > self._config.distill.restart_kl:
-                self.adapter.restart()
-                self._anchor = ReferencePolicy(self.policy)
         metrics = self.adapter.step(chosen.segments, schedule, term, temperature)
-        metrics["sparrow/distill_policy_moved"] = moved
         held_out = batch.sample_evenly(measured)
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 

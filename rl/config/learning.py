@@ -113,10 +113,6 @@ class DistillConfig(Section):
     left a worse policy)."""
     sequences: PositiveInt = 32
     """Responses per step to learn from, spread evenly over the batch."""
-    direction: Literal["reverse", "forward", "tv"] = "reverse"
-    """KL(sparse || dense), KL(dense || sparse) or total variation."""
-    restart_kl: float = Field(default=0.0, ge=0)
-    """Start the adapter again once the policy has moved by so much; 0 for never."""
     loss: Literal["top_k", "exact"] = "top_k"
     """KL(sparse || dense): "top_k" takes the likeliest tokens of both sides and adds up all others
     in one bucket, "exact" takes the whole vocabulary."""

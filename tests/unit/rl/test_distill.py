@@ -61,11 +61,11 @@ def test_every_module_to_be_adapted_is_in_the_model(sharp_llama):
     SparseAdapter(new_policy(sharp_llama), settings(target_modules=["self_attn.q_proj"]))
 
 
-@pytest.mark.parametrize("loss,direction", [("top_k","reverse"),("top_k","forward"),("exact","forward"),("exact","tv")])
-def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeypatch, loss, direction):
+@pytest.mark.parametrize("loss", ["top_k", "exact"])
+def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeypatch, loss):
     policy = new_policy(sharp_llama)
     untouched = new_policy(sharp_llama)
-    adapter = SparseAdapter(policy, settings(loss=loss, lr=1e-2, direction=direction))
+    adapter = SparseAdapter(policy, settings(loss=loss, lr=1e-2))
     before = policy.acceptance(SEQUENCES, SCHEDULE, adapter.enabled)
     for rates, plain in zip(before, policy.acceptance(SEQUENCES, SCHEDULE), strict=True):
         np.testing.assert_array_equal(rates, plain)
@@ -331,17 +331,3 @@ def test_a_step_lowers_the_divergence_at_its_temperature(sharp_llama, temperatur
     )
     alpha = np.minimum(np.exp(p), np.exp(q)).sum(1)
     np.testing.assert_allclose(np.sort(rates), np.sort(alpha), atol=1e-4)
-def test_restart(sharp_llama):
-    from sparrow_sglang.rl.learner import Learner
-    import inspect
-    policy = new_policy(sharp_llama); a = SparseAdapter(policy, settings(lr=1e-2))
-    for _ in range(4): a.step(SEQUENCES, SCHEDULE)
-    a.restart()
-    assert all((t==0).all() for n,t in a.tensors().items() if "lora_B" in n)
-    m=[a.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"] for _ in range(6)]
-    print(m); assert m[-1]<m[0]
-    from sparrow_sglang.rl.reference_policy import ReferencePolicy
-    anchor=ReferencePolicy(policy)
-    now=torch.cat(policy.score(SEQUENCES))
-    with anchor._in_place(): then=torch.cat(policy.score(SEQUENCES))
-    assert torch.equal(now,then)
