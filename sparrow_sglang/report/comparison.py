@@ -36,6 +36,7 @@ _QUANTITIES = {
 }
 # Settings that differ between runs of one arm.
 _OF_A_RUN = ("run_dir", "seed", "logging.", "checkpoint.")
+_OFF = "off"
 _MADE_BY = ("device", "python", "packages", "commit")
 _END = 0.2
 _SPANS = {"at the end": "at_the_end", "over the run": "over_the_run"}
@@ -122,13 +123,14 @@ def runs_of(folders: Sequence[Path], left_out: list[str]) -> list[SeededRun]:
             left_out.append(str(error))
     settings = {folder: _compared(run.config) for folder, run in found.items()}
     names = {name for values in settings.values() for name in values}
-    differing = sorted(n for n in names if len({v.get(n) for v in settings.values()}) > 1)
+    differing = sorted(n for n in names if len({v.get(n) for v in settings.values()} - {_OFF}) > 1)
 
     def arm(folder: Path, run: RunFiles) -> str:
         if not run.config:
             return folder.name
         own = settings[folder]
-        return ", ".join(f"{name}={own.get(name, '–')}" for name in differing) or "all"
+        named = ((name, own.get(name, "–")) for name in differing)
+        return ", ".join(f"{name}={value}" for name, value in named if value != _OFF) or "all"
 
     ends = {folder: int(run.rows[-1]["step"]) for folder, run in found.items()}
     end = min(ends.values(), default=0)
@@ -147,12 +149,21 @@ def runs_of(folders: Sequence[Path], left_out: list[str]) -> list[SeededRun]:
 
 
 def _compared(config: Mapping[str, Any]) -> dict[str, str]:
-    return {name: v for name, v in flat(config).items() if not name.startswith(_OF_A_RUN)}
+    """Settings by name; those of a part that is switched off are all alike."""
+    values = flat(config)
+    switches = {name for name in values if name.endswith(".enabled")}
+    off = tuple(name.removesuffix("enabled") for name in switches if values[name] == "False")
+    return {
+        name: _OFF if name.startswith(off) and name not in switches else value
+        for name, value in values.items()
+        if not name.startswith(_OF_A_RUN)
+    }
 
 
 def _shared_settings(runs: Sequence[SeededRun]) -> dict[str, str]:
     first, *others = [_compared(run.made_by.get("config", {})) for run in runs]
-    return {name: v for name, v in first.items() if all(o.get(name) == v for o in others)}
+    shared = {name: v for name, v in first.items() if all(o.get(name) == v for o in others)}
+    return {name: v for name, v in shared.items() if v != _OFF}
 
 
 def comparison_section(runs: Sequence[SeededRun], title: str) -> Section:

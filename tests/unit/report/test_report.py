@@ -297,7 +297,8 @@ def write_seeds(folder: Path, values: dict[str, list[float]]) -> None:
             place = folder / f"lr{rate}-{seed}"
             place.mkdir(parents=True)
             own = {"run_dir": str(place), "seed": seed, "optimizer": {"lr": rate}}
-            config = {"model": {"path": "m"}, **own}
+            # Settings of a part that is off make no arm.
+            config = {"model": {"path": "m"}, "distill": {"enabled": False, "lr": seed}, **own}
             start = {"step": 0, "config": config, "device": "NVIDIA H100", "commit": "abc"}
             (place / "run.json").write_text(json.dumps({"starts": [start]}))
             rewards = [0.0] * 8 + [mean - 0.1, mean + 0.1]
@@ -336,7 +337,7 @@ def test_runs_are_compared_over_their_seeds(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "r.json").read_text())
     [made_by] = content["made_by"]
     assert (made_by["device"], made_by["commit"]) == ("NVIDIA H100", "abc")
-    assert content["settings"] == {"model.path": "m"}
+    assert content["settings"] == {"model.path": "m", "distill.enabled": "False"}
     first, second = content["arms"]
     assert (second["arm"], second["seeds"], second["steps"]) == (arms[1], [0, 1, 2], [9, 9, 9])
     gap = second["critic/score/mean - eval/pass_rate"]["over the run"]
