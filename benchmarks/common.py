@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.command_line import OneLineParser
+from sparrow_sglang.command_line import OneLineParser, exit_on_sigterm
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder, path_problem
 from sparrow_sglang.plugin.refusals import BACKEND
@@ -217,7 +216,7 @@ def begin(
         write_json(options.out, content)
     except OSError as error:
         parser.error(f"--out {options.out}: cannot be written ({error.strerror})")
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    exit_on_sigterm()
     return content
 
 

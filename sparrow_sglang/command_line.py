@@ -1,6 +1,9 @@
-"""Command lines that are refused in one line, with the option, its value and what is allowed."""
+"""Command lines that are refused in one line, with the option, its value and what is allowed; and
+commands that leave no process behind."""
 
 import argparse
+import signal
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -24,6 +27,14 @@ def at_least(least: int) -> Callable[[str], int]:
 
 count = at_least(1)
 """An argparse `type` of whole numbers from 1 on."""
+
+
+def exit_on_sigterm() -> None:
+    """Have SIGTERM, which `timeout` sends, raise SystemExit, so that child processes are ended.
+
+    SGLang's processes end with their parent only once they have imported SGLang.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 class OneLineParser(argparse.ArgumentParser):

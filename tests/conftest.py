@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def sigterm_restored() -> Iterator[None]:
     """Restore the handler of SIGTERM after a test of a command that sets its own."""
     before = signal.getsignal(signal.SIGTERM)

@@ -17,6 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sparrow_sglang.command_line import exit_on_sigterm
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.models import (
@@ -99,6 +100,7 @@ def serve(argv: Sequence[str]) -> None:
         _announce_again(server_args)
 
     _explain_interrupts()
+    exit_on_sigterm()
     try:
         if uses_sparrow(server_args) and not server_args.encoder_only:
             # Repeat the scheduler's line when the server is ready, after SGLang's own messages.

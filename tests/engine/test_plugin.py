@@ -11,6 +11,7 @@ import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 from engines import import_for_fork, start_engine
@@ -183,6 +184,33 @@ def test_sparrow_serve_says_when_it_is_ready_and_ends_by_ctrl_c(sharp_llama, by_
         os.killpg(server.pid, signal.SIGINT)
         server.join(120)
         assert server.exitcode == 0
+
+
+def test_sigterm_ends_what_a_server_has_started_before_it_serves(sharp_llama):
+    """A process of SGLang's ends with its parent only once it has imported SGLang."""
+    import_for_fork()
+    from sglang.srt.entrypoints import http_server
+
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    words = ["serve", *server_flags(sharp_llama), "--sparrow-schedule", "fixed-64"]
+
+    def starting(server_args, launch_callback):
+        writer.send(subprocess.Popen(["sleep", "600"]).pid)
+        time.sleep(600)
+
+    def serve() -> None:
+        os.setsid()
+        http_server.launch_server = starting
+        sys.exit(cli.main([*words, "--port", str(free_port())]))
+
+    server = multiprocessing.get_context("fork").Process(target=serve)
+    server.start()
+    writer.close()
+    child = psutil.Process(reader.recv())
+    server.terminate()
+    server.join(60)
+    assert server.exitcode == 128 + signal.SIGTERM
+    child.wait(10)
 
 
 def test_sglang_serve(sharp_llama, schedule_file, by_keyword, monkeypatch, capfd):
