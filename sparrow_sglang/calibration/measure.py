@@ -117,13 +117,15 @@ def measure(
 ) -> None:
     """Measure the samples that `work` does not hold yet, `batch` at a time.
 
-    `engine` is an `sglang.Engine` that records at least `batch` generations. Samples under one
-    switched schedule follow each other. Raises `CalibrationError` if the engine dies or refuses, or
-    the disk is full. Whatever ends the measurement, samples that were measured are kept.
+    `engine` is an `sglang.Engine` that records at least `batch` generations. Raises
+    `CalibrationError` if the engine dies or refuses, or the disk is full. Whatever ends the
+    measurement, samples that were measured are kept.
     """
     endpoint = EngineEndpoint(engine)
     done = work.load().keys()
     missing = [sample for sample in samples if sample.number not in done]
+    if any(sample.variant.switched for sample in missing):
+        missing = _sharing_prefixes(missing, engine.get_server_info()["max_total_num_tokens"])
     finished = len(samples) - len(missing)
     progress.advance(finished)
     active: BudgetSchedule | None = None
@@ -153,6 +155,20 @@ def measure(
                 work.add(sorted(measured, key=lambda tokens: tokens.sample))
         finished += len(group)
         progress.advance(len(group))
+
+
+def _sharing_prefixes(samples: Sequence[Sample], room: int) -> list[Sample]:
+    """Samples in an order in which each prompt is prefilled once, not under every schedule: of as
+    many prompts together as fit into a prefix cache of `room` tokens, with what they generate and
+    what is scored."""
+    part, parts, tokens = 0, dict[str, int](), 0
+    for sample in samples:
+        if sample.prompt.name not in parts:
+            tokens += (own := len(sample.prompt.input_ids) + 2 * sample.new_tokens)
+            if tokens > room:
+                part, tokens = part + 1, own
+            parts[sample.prompt.name] = part
+    return sorted(samples, key=lambda sample: parts[sample.prompt.name])
 
 
 def _batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
