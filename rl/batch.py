@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from sparrow_sglang.rl.advantages import Advantages
-from sparrow_sglang.rl.types import Group, Rollout
+from sparrow_sglang.rl.types import Group, Rollout, SamplingMask
 
 TokenSequence = tuple[Sequence[int], ...]
 """Prompt and response token ids, at least one of each; with several turns, given and sampled token
@@ -69,6 +69,11 @@ class Batch:
     def lengths(self) -> list[int]:
         """Sampled tokens of each rollout."""
         return [len(rollout.logprobs) for rollout in self.rollouts]
+
+    def sampling_mask(self, tokens: torch.Tensor) -> SamplingMask | None:
+        """What the sampled tokens with these indices were drawn from; None without truncation."""
+        whole = SamplingMask.joined(rollout.sampling_mask for rollout in self.rollouts)
+        return None if whole is None else whole.at(tokens.numpy())
 
     def masking_truncated(self) -> "Batch":
         """The same batch, with responses that were cut at the length limit left out of the loss."""

@@ -122,7 +122,9 @@ class Learner:
         sequences, tokens = batch.part(wanted)
         scored = Scored(torch.empty(count), torch.empty(count))
         if sequences:
-            parts = self.policy.score_with_entropy(sequences, settings.rollout.temperature)
+            parts = self.policy.score_with_entropy(
+                sequences, settings.rollout.temperature, mask=batch.sampling_mask(tokens)
+            )
             scored.logprobs[tokens], scored.entropies[tokens] = map(torch.cat, parts)
         return scored
 
@@ -177,7 +179,9 @@ class Learner:
             else:
                 dense = scored.logprobs[tokens]
                 loss = MiniBatchLoss(dense, advantages, weights[tokens], settings, shares, kept)
-            result = policy.loss_step(sequences, loss, temperature, entropies)
+            result = policy.loss_step(
+                sequences, loss, temperature, entropies, batch.sampling_mask(tokens)
+            )
             if entropies is not None:
                 scored.logprobs[tokens] = policy.ranks.add(loss.dense_logprobs)
                 scored.entropies[tokens] = entropies

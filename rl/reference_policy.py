@@ -28,7 +28,8 @@ class ReferencePolicy:
         sequences, tokens = batch.part(batch.in_loss)
         if sequences:
             with self._in_place():
-                result[tokens] = torch.cat(self._policy.score(sequences, temperature))
+                mask = batch.sampling_mask(tokens)
+                result[tokens] = torch.cat(self._policy.score(sequences, temperature, mask=mask))
         return result
 
     @contextmanager

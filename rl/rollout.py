@@ -16,7 +16,7 @@ import numpy as np
 
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.rl.turns import Environment
-from sparrow_sglang.rl.types import ABORTED, Prompt, Rollout, Segment
+from sparrow_sglang.rl.types import ABORTED, Prompt, Rollout, SamplingMask, Segment
 
 
 class RolloutError(SparrowError, RuntimeError):
@@ -27,9 +27,8 @@ class RolloutError(SparrowError, RuntimeError):
 class Sampling:
     """How responses are drawn, without penalties.
 
-    Log-probs are recorded at `temperature`, normalised over the whole vocabulary; 0 is greedy.
-    Responses drawn with a `top_p` below 1 or a `top_k` cannot be trained on. `dense` reads all of
-    the KV cache whatever the engine's schedule says, as in evaluation. `adapter` names a loaded
+    Log-probs are recorded at `temperature`; 0 is greedy. `dense` reads all of the KV cache whatever
+    the engine's schedule says: evaluation, of which nothing is learnt. `adapter` names a loaded
     LoRA adapter. `environment` answers the model's turns in tasks with several turns.
     An engine that finishes no response for `timeout_s` counts as dead.
     """
@@ -42,6 +41,12 @@ class Sampling:
     top_k: int = -1
     environment: Environment | None = None
     timeout_s: float = 7200.0
+
+    @property
+    def keeps_mask(self) -> bool:
+        """Whether responses carry a `SamplingMask`, over which log-probs are normalised: those that
+        are truncated and trained on."""
+        return not self.dense and (self.top_p < 1 or self.top_k > 0)
 
 
 def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
@@ -95,6 +100,8 @@ def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True
         "sampling_params": parameters,
         "return_logprob": True,
     }
+    if sampling.keeps_mask:
+        request["return_sampling_mask"] = True
     return request | ({"lora_path": sampling.adapter} if sampling.adapter else {})
 
 
@@ -117,7 +124,7 @@ def continued(
             shorter or longer than its finish reason says.
     """
     meta = answer["meta_info"]
-    recorded = meta.get("output_token_logprobs") or []
+    recorded = _recorded(meta, sampling.keeps_mask)
     finish = meta["finish_reason"] or {"type": "none"}
     before = len(rollout.response_ids)
     if not stopped or finish["type"] != ABORTED:
@@ -133,8 +140,9 @@ def continued(
         )
     if problem:
         raise RolloutError(f"rollout {rollout.prompt_id!r}/{rollout.sample}: {problem}")
-    ids = (*rollout.response_ids, *(token for _, token, *_ in recorded))
+    ids = (*rollout.response_ids, *(token for _, token, _ in recorded))
     logprobs = np.array([logprob for logprob, *_ in recorded], dtype=np.float32)
+    mask = SamplingMask.of([row for *_, row in recorded]) if sampling.keeps_mask else None
     # SGLang does not report `num_retractions` of a request that is aborted in its queue. Of such
     # requests only a retracted one can have tokens.
     retracted = bool(meta.get("num_retractions", finish["type"] == ABORTED))
@@ -150,6 +158,7 @@ def continued(
         # Absent from engines without a tokenizer.
         text=answer.get("text", ""),
         segments=(*rollout.segments, segment) if recorded else rollout.segments,
+        sampling_mask=SamplingMask.joined([rollout.sampling_mask, mask]),
     )
     goes_on = rollout.segments and rollout.segments[-1].end == before
     if goes_on or not longer.finished:
@@ -158,6 +167,18 @@ def continued(
         text = decode(turn[:-1] if isinstance(finish.get("matched"), int) else turn)
         return replace(longer, text=text)
     return longer
+
+
+def _recorded(meta: Mapping[str, Any], truncated: bool) -> list[tuple[float, int, Sequence[int]]]:
+    """Log-prob, token id and, if `truncated`, the tokens that it was drawn from, of each token."""
+    tokens = [(logprob, token) for logprob, token, *_ in meta.get("output_token_logprobs") or []]
+    if not truncated:
+        return [(logprob, token, ()) for logprob, token in tokens]
+    rows = meta.get("output_token_sampling_mask") or []
+    logprobs = meta.get("output_token_sampling_logprobs") or []
+    # Not strict: `_problem` counts the tokens, and an aborted response goes on from the shortest.
+    triples = zip(logprobs, tokens, rows, strict=False)
+    return [(logprob, token, row) for logprob, (_, token), row in triples]
 
 
 def _problem(meta: Mapping[str, Any], length: int, limit: int) -> str | None:

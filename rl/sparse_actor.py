@@ -83,6 +83,8 @@ class SparseActor:
             settings.max_new_tokens,
             settings.temperature,
             adapter=self._adapter,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
             environment=self._environment,
             timeout_s=self._config.rollout.timeout_s,
         )

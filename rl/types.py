@@ -4,8 +4,9 @@ All are frozen. Token ids are plain tuples, so that they hash, compare and trave
 processes; log-probs are arrays, because there are many of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -54,6 +55,39 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """The tokens that top-k and top-p left to draw from, for each of T sampled tokens.
+
+    `lengths` [T] int32 says how many; `ids` [sum of lengths] int32 has those of one sampled token
+    after another.
+    """
+
+    lengths: NDArray[np.int32]
+    ids: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> "SamplingMask":
+        """From one list of token ids per sampled token."""
+        lengths = np.array([len(row) for row in rows], np.int32)
+        return cls(lengths, np.fromiter(chain.from_iterable(rows), np.int32))
+
+    @classmethod
+    def joined(cls, masks: Iterable["SamplingMask | None"]) -> "SamplingMask | None":
+        """The masks one after another; None if there are none, as nothing was truncated."""
+        known = [mask for mask in masks if mask is not None]
+        if not known:
+            return None
+        lengths, ids = zip(*((mask.lengths, mask.ids) for mask in known), strict=True)
+        return cls(np.concatenate(lengths), np.concatenate(ids))
+
+    def at(self, tokens: NDArray[np.int64]) -> "SamplingMask":
+        """The mask of the sampled tokens with these indices, in their order."""
+        lengths = self.lengths[tokens]
+        shift = np.repeat(self.lengths.cumsum()[tokens] - lengths.cumsum(), lengths)
+        return SamplingMask(lengths, self.ids[shift + np.arange(len(shift))])
+
+
+@dataclass(frozen=True, eq=False)
 class Rollout:
     """One sampled response, as the sparse actor produced and recorded it.
 
@@ -63,7 +97,8 @@ class Rollout:
     generated. `finish_reason` is SGLang's: "stop", "length", or "abort" for a response that is to
     be continued. `segments` cover the sampled tokens, in order; tokens between them are an
     environment's, and not in the loss. By default all tokens are one segment. `text` is that of the
-    last turn, `earlier_turns` are the texts of the turns before it.
+    last turn, `earlier_turns` are the texts of the turns before it. `sampling_mask` is there if
+    sampling was truncated.
     """
 
     prompt_id: str
@@ -77,6 +112,7 @@ class Rollout:
     text: str
     segments: tuple[Segment, ...] = ()
     earlier_turns: tuple[str, ...] = ()
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` unless there is one finite log-prob per sampled token."""

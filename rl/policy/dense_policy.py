@@ -7,7 +7,7 @@ attends to itself only, by full causal attention.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tenso
 from sparrow_sglang.rl.policy.sparse_policy import ATTENTION, SparseRule
 from sparrow_sglang.rl.policy.supported_models import unsupported
 from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.types import SamplingMask
 from sparrow_sglang.schedule import BudgetSchedule
 
 _Result = TypeVar("_Result")
@@ -140,13 +141,14 @@ class DensePolicy:
         sequences: Sequence[TokenSequence],
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
+        mask: SamplingMask | None = None,
     ) -> list[torch.Tensor]:
         """Log-probs of each response's tokens: fp32 [T] per sequence, on the CPU.
 
         They are dense log-probs, or with a `schedule` those of the distribution that a server with
-        this schedule samples from.
+        this schedule samples from; over the tokens in `mask`, if it is given.
         """
-        return self.score_with_entropy(sequences, temperature, schedule)[0]
+        return self.score_with_entropy(sequences, temperature, schedule, mask)[0]
 
     @torch.no_grad()
     def score_with_entropy(
@@ -154,13 +156,14 @@ class DensePolicy:
         sequences: Sequence[TokenSequence],
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
+        mask: SamplingMask | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Log-probs as from `score`, and the entropies in nats of the same distributions: each fp32
         [T] per sequence, on the CPU."""
         self.model.eval()
         counts = [sampled_tokens(sequence) for sequence in sequences]
         logprobs, entropies = torch.zeros(sum(counts)), torch.zeros(sum(counts))
-        for packed in self.micro_batches(sequences):
+        for packed in self.micro_batches(sequences, mask):
             rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
             where = packed.where.cpu()
             part, entropy = self._logprobs(packed, temperature, True, rule)
@@ -178,7 +181,12 @@ class DensePolicy:
         """`token_logprobs` of a micro-batch."""
         return self.gathered(
             lambda: token_logprobs(
-                self.hidden(packed, rule), self.head, packed.targets, temperature, entropies
+                self.hidden(packed, rule),
+                self.head,
+                packed.targets,
+                temperature,
+                entropies,
+                packed.mask,
             )
         )
 
@@ -245,18 +253,20 @@ class DensePolicy:
         loss: Loss,
         temperature: float = 1.0,
         entropies: torch.Tensor | None = None,
+        mask: SamplingMask | None = None,
     ) -> StepResult:
         """Take one optimizer step with the clipped gradient of the summed micro-batch losses.
 
-        `entropies`, [N] zeros on the CPU, is filled with what `score_with_entropy` would give. A
-        gradient that is not finite is logged, and weights and optimizer stay as they are.
+        `entropies`, [N] zeros on the CPU, is filled with what `score_with_entropy` would give;
+        `mask` is as there. A gradient that is not finite is logged, and weights and optimizer stay
+        as they are.
         """
         self.model.train()
         # If the loss raised in an earlier call, that call has left gradients behind.
         self.model.zero_grad()
         self.optimizer.zero_grad()
         total, count = torch.zeros(1, dtype=torch.float64), 0
-        for packed in self.micro_batches(sequences):
+        for packed in self.micro_batches(sequences, mask):
             logprobs, entropy = self._logprobs(packed, temperature, entropies is not None)
             if entropies is not None:
                 entropies[packed.where.cpu()] = entropy.cpu()
@@ -343,7 +353,10 @@ class DensePolicy:
         hidden = hidden[packed.predictors]
         return hidden.bfloat16() if on_gpu else hidden
 
-    def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
+    def micro_batches(
+        self, sequences: Sequence[TokenSequence], mask: SamplingMask | None = None
+    ) -> Iterator[Packed]:
+        """Micro-batches of this rank; `mask` is that of all sampled tokens, if there is one."""
         for index, sequence in enumerate(sequences):
             if not all(map(len, sequence)):
                 raise ValueError(
@@ -358,5 +371,6 @@ class DensePolicy:
                 yield idle(self.device)
                 continue
             chosen = [sequences[i] for i in members]
-            where = [np.arange(starts[i], starts[i + 1]) for i in members]
-            yield build_micro_batch(chosen, np.concatenate(where), self.device)
+            where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+            packed = build_micro_batch(chosen, where, self.device)
+            yield packed if mask is None else replace(packed, mask=mask.at(where))

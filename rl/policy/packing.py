@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.types import SamplingMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +19,8 @@ class Packed:
     """A micro-batch: concatenated sequences, [T].
 
     `predictors` [n] are the positions whose output predicts the sampled tokens `targets` [n];
-    `where` [n] are the indices of these among all sampled tokens of the batch.
+    `where` [n] are the indices of these among all sampled tokens of the batch; `mask`, if sampling
+    was truncated, is that of the targets.
     """
 
     tokens: torch.Tensor
@@ -28,6 +30,7 @@ class Packed:
     predictors: torch.Tensor
     targets: torch.Tensor
     where: torch.Tensor
+    mask: SamplingMask | None = None
 
     @property
     def idle(self) -> bool:

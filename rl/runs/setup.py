@@ -33,6 +33,8 @@ from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+from sparrow_sglang.sglang_install import installed_version
+from sparrow_sglang.sglang_versions import reports_sampling_masks
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ def prepare(config: TrainConfig) -> Setup:
             wrong or does not fit the rest; the message says which, and what is allowed.
     """
     _check_settings(config)
+    if config.rollout.top_k != -1 and not reports_sampling_masks():
+        raise InputError(
+            f"rollout.top_k={config.rollout.top_k}: SGLang {installed_version()} does not report"
+            " the tokens that were left to draw from; expected 0.5.16 or newer, or top_k -1"
+        )
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)
     schedules = _schedules(config, model_config)

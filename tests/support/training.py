@@ -9,9 +9,12 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from engines import random_prompt
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.sglang_versions import reports_sampling_masks
 
 # An upper bound of the rounding differences between SGLang and transformers in 32 bits.
 FP32 = 2e-4
@@ -71,6 +74,21 @@ def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarra
     logits = model(ids).logits[0, start - 1 : -1].double() / temperature
     logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, start:, None])[:, 0].numpy()
     return np.concatenate([logprobs[part.start : part.end] for part in rollout.segments])
+
+
+def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits [T, V] as transformers truncates them, -inf for tokens left out.
+
+    Top-p comes first, as SGLang takes it of the whole distribution.
+    """
+    if sampling.top_p < 1:
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    return TopKLogitsWarper(sampling.top_k)(None, logits) if sampling.top_k > 0 else logits
+
+
+def truncation() -> dict[str, float]:
+    """Settings of `[rollout]` that truncate, if this SGLang reports masks."""
+    return {"top_k": 40, "top_p": 0.9} if reports_sampling_masks() else {}
 
 
 def begun(prompts: Sequence[Prompt], samples: int) -> list[Group]:

@@ -31,7 +31,7 @@ class _WithoutPinnedMemory(TorchFunctionMode):
 
 
 def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook: LoRA asks for pinned memory unconditionally (0.5.17)."""
+    """AROUND hook: LoRA asks for pinned memory unconditionally (0.5.17 and 0.5.23)."""
     with _WithoutPinnedMemory():
         return original(*args, **kwargs)
 
@@ -46,8 +46,9 @@ def without_accelerator(original: Callable[..., Any], *args: Any, **kwargs: Any)
 def with_pool_for_windows(
     original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND hook: out-of-tree platforms get one pool for all layers, but SGLang counts and caches
-    as if sliding-window layers had their own pool (0.5.17)."""
+    """AROUND hook for SGLang up to 0.5.20, where out-of-tree platforms get one pool for all layers,
+    but SGLang counts and caches as if sliding-window layers had their own; 0.5.23 asks the
+    platform."""
     if not configurator.is_hybrid_swa:
         return original(configurator, *args, **kwargs)
     from sglang.srt.mem_cache.allocator import swa
@@ -71,7 +72,8 @@ def no_triton(backend: str) -> bool:
 def last_locations(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
-    """REPLACE hook: SGLang uses its torch version only for two backends, by name (0.5.17)."""
+    """REPLACE hook: SGLang uses its torch version only for two backends, by name (0.5.17 and
+    0.5.23)."""
     return last_locations_in_torch()(req_to_token, req_pool_indices, prefix_lens)
 
 

@@ -22,18 +22,21 @@ from training import (
     begun,
     error,
     transformers_logprobs,
+    truncated,
     turns_of,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.client.scoring import score_dense
-from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TaskConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import ChatRender
 from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import ABORTED, Rollout
+from sparrow_sglang.sglang_versions import reports_sampling_masks
 
 SAMPLING = Sampling(max_new_tokens=60)
 
@@ -92,6 +95,33 @@ def test_recorded_logprobs_are_those_at_the_sampling_temperature(engine, model, 
         np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32 / min(1, temperature))
         untempered = transformers_logprobs(model, rollout)
         assert np.abs(rollout.logprobs - untempered).max() > 100 * FP32
+
+
+@pytest.mark.skipif(not reports_sampling_masks(), reason="this SGLang reports no masks")
+@pytest.mark.parametrize(
+    "sampling", [Sampling(60, 0.7, top_p=0.8, top_k=20), Sampling(60, top_k=5)]
+)
+def test_a_truncated_response_carries_its_distribution(engine, model, sampling) -> None:
+    """Its ratio to the dense policy over the same tokens, which the loss corrects by, is 1."""
+    groups = engine.generate(PROMPTS, 2, sampling)
+    policy = DensePolicy(deepcopy(model), ModelConfig(), OptimizerConfig(), "cpu")
+    exact, others = deepcopy(model).double(), 0
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        start = len(rollout.prompt_ids)
+        with torch.no_grad():
+            logits = exact(ids).logits[0, start - 1 : -1] / sampling.temperature
+        left = torch.zeros_like(logits, dtype=torch.bool)
+        left[np.repeat(range(60), rollout.sampling_mask.lengths), rollout.sampling_mask.ids] = True
+        others += int((left != truncated(logits, sampling).isfinite()).any(1).sum())
+        law = logits.masked_fill(~left, -torch.inf).log_softmax(1)
+        expected = law[range(60), rollout.response_ids]
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=2 * FP32)
+        (scored,) = policy.score([rollout.parts], sampling.temperature, mask=rollout.sampling_mask)
+        np.testing.assert_allclose(scored, expected, atol=2 * FP32)
+        assert 1 < rollout.sampling_mask.lengths.max() <= sampling.top_k
+    # Rounding may leave out a token at the limit, or let it in.
+    assert others <= 1
 
 
 def scaled(model):

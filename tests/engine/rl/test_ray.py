@@ -20,7 +20,7 @@ import torch
 from ascii_task import rows
 from cluster_engine import pids
 from engines import import_for_fork, kill, unused_model_files
-from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings
+from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings, truncation
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import train
@@ -149,7 +149,9 @@ def test_training_on_a_colocated_engine(cluster, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     model = ascii_task.save_model_of_bytes(tmp_path / "model")
     config = settings(model, tmp_path / "run", "dense", steps=2, evaluation={"every_steps": 0})
-    config = config.model_copy(update={"cluster": ClusterConfig(colocate=True)})
+    rollout = config.rollout.model_copy(update=truncation())
+    cluster_config = ClusterConfig(colocate=True)
+    config = config.model_copy(update={"cluster": cluster_config, "rollout": rollout})
     train(config)
     written = rows(config.run_dir)
     assert [row["step"] for row in written] == [0, 1]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from ascii_task import rows
 from oracle import ContractModel
-from training import ALL, FP32, optimizer_steps, settings, turns_of
+from training import ALL, FP32, optimizer_steps, settings, truncation, turns_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.errors import InputError
@@ -277,6 +277,9 @@ def test_an_environment_speaks_between_turns(tmp_path, monkeypatch, schedule):
         model, tmp_path / "run", schedule, steps=1, mismatch={"sequences": 4},
         evaluation={"every_steps": 0},
     )  # fmt: skip
+    if schedule == ALL:
+        rollout = config.rollout.model_copy(update=truncation())
+        config = config.model_copy(update={"rollout": rollout})
     kept, of = [], Batch.of
     monkeypatch.setattr(Batch, "of", lambda groups, *rest: kept.extend(groups) or of(groups, *rest))
     trainer.train(config)

@@ -17,7 +17,7 @@ from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl import learner, trainer
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.runs import memory_check
+from sparrow_sglang.rl.runs import memory_check, setup
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS, load_task
 
@@ -285,3 +285,13 @@ def test_a_check_says_whether_the_gpu_is_large_enough(story, capsys, monkeypatch
     last = capsys.readouterr().out.strip().splitlines()[-1]
     expected = "fits" if code == 0 else "too small for update, peak; expected optimizer.offload"
     assert last.startswith("GPU of a test: ") and expected in last
+
+
+def test_an_sglang_that_reports_no_masks_gets_no_truncation(tmp_path, byte_model, monkeypatch):
+    monkeypatch.setattr(setup, "reports_sampling_masks", lambda: False)
+    config = settings(byte_model, tmp_path / "run", "fixed-48")
+    truncated = config.rollout.model_copy(update={"top_k": 20})
+    with pytest.raises(
+        InputError, match="rollout.top_k=20: SGLang .* expected 0.5.16 or newer, or"
+    ):
+        prepare(config.model_copy(update={"rollout": truncated}))
