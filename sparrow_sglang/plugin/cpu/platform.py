@@ -62,6 +62,10 @@ class SparrowCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # Inductor needs a C++ compiler, and delays the first request by ten seconds.
         return "eager"
 
+    def get_kv_pool_cls(self, *, kind: str) -> None:
+        # SGLang's own class, which versions before 0.5.23 ask for by name, below.
+        return None
+
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
