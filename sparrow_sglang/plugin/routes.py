@@ -24,6 +24,11 @@ _PREFIX = "/sparrow/"
 _GENERATE = "/generate"
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
+# SageMaker's name of the chat route.
+_INVOCATIONS = "/invocations"
+# Routes of which SGLang hands no custom_params on.
+_WITHOUT_OPTIONS = ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
+_CHECKED = (_GENERATE, _CHAT, _COMPLETIONS, _INVOCATIONS, *_WITHOUT_OPTIONS)
 _ERROR_EVENT = b'data: {"error":'
 
 
@@ -69,7 +74,7 @@ def add_routes(app: "FastAPI") -> None:
         path, changed = getattr(route, "path", None), cast(Any, route)
         if path == _GENERATE:
             changed.app = with_early_errors(changed.app)
-        if path in (_GENERATE, _CHAT, _COMPLETIONS):
+        if path in _CHECKED:
             changed.app = with_checked_body(changed.app, path)
 
     def handler(name: str) -> Callable[["Request"], Awaitable["Response"]]:
@@ -147,6 +152,9 @@ def body_problem(content: bytes, path: str) -> str | None:
     right = '"custom_params"'
     if path == _GENERATE:
         right = f"sampling_params[{right}]"
+        places["custom_params"] = body.get("custom_params")
+    elif path in _WITHOUT_OPTIONS:
+        right = f"{right} of {_CHAT} or {_COMPLETIONS}"
         places["custom_params"] = body.get("custom_params")
     if isinstance(extra, dict):
         places['extra_body["custom_params"]'] = extra.get("custom_params")
