@@ -63,7 +63,8 @@ def command(model: str, prompts: Path, *more: str) -> list[str]:
 
 BUDGETS = ["--rule", "published", "--bin-tokens", "64", "--budgets", "64", "96", "128", "160"]
 # For tests of rules, which measure each layer as well.
-FEWER_TOKENS = ["--bin-tokens", "64", "--budgets", "96", "160", "--new-tokens", "64"]
+FEWER_TOKENS = ["--bin-tokens", "64", "--budgets", "96", "160", "--new-tokens", "40",
+                "--min-tokens", "100"]  # fmt: skip
 TARGETS = ("0.75", "0.82", "0.88")
 
 
@@ -241,7 +242,7 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
 ) -> None:
     # `calibrated` has imported all that a forked child needs.
     words = command(model, calibrated / "p.jsonl", "--samples", "1", "--min-tokens", "100")
-    sizes = ["--rule", "published", "--bin-tokens", "64", "--budgets", "64", "96", "--batch", "8"]
+    sizes = [*BUDGETS[:4], "--budgets", "64", "96", "--batch", "8", "--new-tokens", "40"]
     out = ["--target", "0.7", "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
     argv = [*words, *sizes, *out]
     child = _start(argv, None, tmp_path / "log")

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import ray
 import torch
-from ascii_task import rows
+from ascii_task import rows, untimed
 from cluster_engine import Repeatable, pid, pids
 from fluent_engine import FluentEngine, Reader
 from ray.cluster_utils import Cluster
@@ -138,14 +138,6 @@ def settings(model: str, run_dir: Path, **sections: Any) -> TrainConfig:
         "checkpoint": {"every_steps": 1},
     }
     return TrainConfig.parse(fields | sections)
-
-
-def untimed(run_dir: Path) -> list[dict[str, float]]:
-    timed = ("timing_s/", "sparrow/rollout_tokens_per_s")
-    return [
-        {name: value for name, value in row.items() if not name.startswith(timed)}
-        for row in rows(run_dir)
-    ]
 
 
 def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:

@@ -52,3 +52,11 @@ def save_model_of_bytes(folder: Path, **overrides: Any) -> str:
 def rows(run_dir: Path) -> list[dict]:
     """Rows of the run's metrics, in order."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(run_dir: Path) -> list[dict[str, float]]:
+    timed = ("timing_s/", "sparrow/rollout_tokens_per_s")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(timed)}
+        for row in rows(run_dir)
+    ]

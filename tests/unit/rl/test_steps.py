@@ -12,7 +12,7 @@ import ascii_task
 import numpy as np
 import pytest
 import torch
-from ascii_task import rows
+from ascii_task import rows, untimed
 from reward_groups import AtOnce, scores_of
 from sampler import TOKENS, Sampler
 from training import optimizer_steps
@@ -221,14 +221,6 @@ def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
         patch.setattr(trainer, "train", press_ctrl_c)
         assert main(["train", str(path), "--resume"]) == 130
     assert "no checkpoint was saved; --resume begins again" in capsys.readouterr().err
-
-
-def untimed(run_dir: Path) -> list[dict[str, float]]:
-    timed = ("timing_s/", "sparrow/rollout_tokens_per_s")
-    return [
-        {name: value for name, value in row.items() if not name.startswith(timed)}
-        for row in rows(run_dir)
-    ]
 
 
 def test_rewards_while_rolling_out_change_nothing_but_the_time(
