@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ascii_task
-import cluster_engine
+import forked_workers
 import numpy as np
 import psutil
 import pytest
@@ -34,9 +34,8 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import learner, trainer
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.cluster import ray_engines, remote_learner
+from sparrow_sglang.rl.cluster import ray_engines
 from sparrow_sglang.rl.cluster.ray_engines import RayEngines
-from sparrow_sglang.rl.cluster.ray_session import actor_options
 from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig, TrainConfig
 from sparrow_sglang.rl.rollout import Sampling
@@ -46,7 +45,6 @@ from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.run_folder import METRICS_FILE
 
-LIGHT_SGLANG = str(Path(cluster_engine.__file__).parent / "light_sglang")
 KILLS = int(os.environ.get("SPARROW_KILLS", 0))
 RESPONSES = int(os.environ.get("SPARROW_RESPONSES", 0))
 SEED = int(os.environ.get("SPARROW_SEED", 0))
@@ -93,24 +91,16 @@ def cluster() -> Iterator[Cluster]:
         hosts = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         try:
             hosts.add_node(**node)
-            ray.init(hosts.address, log_to_driver=False)
+            workers = forked_workers.runtime_env()
+            ray.init(hosts.address, log_to_driver=False, runtime_env=workers)
             yield hosts
         finally:
             ray.shutdown()
             hosts.shutdown()
 
 
-def light_options(*arguments: Any, **variables: str) -> dict[str, Any]:
-    options = actor_options(*arguments, **variables)
-    variables = options["runtime_env"]["env_vars"]
-    variables["PYTHONPATH"] = os.pathsep.join([LIGHT_SGLANG, variables["PYTHONPATH"]])
-    return options
-
-
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ray_engines, remote_learner):
-        monkeypatch.setattr(module, "actor_options", light_options)
     monkeypatch.setattr(learner, "LocalEngine", Repeatable)
     monkeypatch.setattr(ray_engines, "START", Repeatable)
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
@@ -252,7 +242,6 @@ def test_fewer_gpus_than_needed_are_refused(cluster: Cluster, model: str, tmp_pa
         trainer.train(settings(model, tmp_path / "run", **parts))
 
 
-# Each death starts new actors, which are processes that import torch and SGLang.
 @pytest.mark.timeout(1800)
 def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
     cluster: Cluster, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any

@@ -1,7 +1,10 @@
 """Training runs start engines, forked from this process."""
 
+import forked_workers
 import pytest
 from engines import import_for_fork
+
+forked_workers.start_forking()
 
 
 @pytest.fixture(scope="module")

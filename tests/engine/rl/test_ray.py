@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import ascii_task
+import forked_workers
 import psutil
 import pytest
 import ray
@@ -63,7 +64,7 @@ def cluster() -> Iterator[None]:
     forkserver.ensure_running()
     with mock.patch.dict(os.environ, ENVIRONMENT | disabled):
         try:
-            _start_ray()
+            _start_ray(forked_workers.runtime_env())
             yield
         finally:
             ray.shutdown()
@@ -72,7 +73,7 @@ def cluster() -> Iterator[None]:
             assert left, "processes of Ray or of an engine outlived ray.shutdown()"
 
 
-def _start_ray() -> None:
+def _start_ray(runtime_env: dict[str, str]) -> None:
     try:
         ray.init(
             "local",
@@ -83,6 +84,7 @@ def _start_ray() -> None:
             object_store_memory=100 * 2**20,
             include_dashboard=False,
             log_to_driver=False,
+            runtime_env=runtime_env,
         )
     except Exception as error:
         # Ray raises errors of no particular type if one of its own processes does not start.
