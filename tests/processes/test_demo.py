@@ -1,5 +1,6 @@
 """What `make demo` runs: its arithmetic, the demo itself, and that it leaves nothing behind."""
 
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 import psutil
 import pytest
 from demo_module import DEMO, demo
+from engines import import_for_fork
 
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.schedule_names import load_schedule
@@ -23,22 +25,11 @@ def test_the_prompt_is_long_enough_to_be_sparse_and_fits_the_model() -> None:
     assert schedule.kv_budget_tokens(tokens) * 3 < tokens
 
 
-def start_demo(*flags: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, str(DEMO), *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background jobs ignore Ctrl-C, and so would the demo.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def engine_processes(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The processes of the demo's engine, once there are some."""
+def engine_processes(pid: int, count: int) -> list[psutil.Process]:
+    """The processes of the demo's engine, once there are `count`."""
     end = time.monotonic() + 240
     while time.monotonic() < end:
-        if len(children := psutil.Process(process.pid).children(recursive=True)) > 2:
+        if len(children := psutil.Process(pid).children(recursive=True)) >= count:
             return children
         time.sleep(0.1)
     raise AssertionError("the demo did not start its engine")
@@ -51,15 +42,22 @@ def running(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_shows_both_answers_and_leaves_nothing_behind() -> None:
-    process = start_demo("--no-training", "--tokens", "8")
+def test_the_demo_shows_both_answers_and_leaves_nothing_behind(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import_for_fork()
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(demo.main(["--no-training", "--tokens", "8"]))
+    )
+    process.start()
     try:
-        engine = engine_processes(process)
-        out, err = process.communicate(timeout=560)
+        engine = engine_processes(process.pid, 2)
+        process.join(560)
     finally:
         process.kill()
-        process.wait()
-    assert process.returncode == 0, err
+        process.join()
+    out, err = capfd.readouterr()
+    assert process.exitcode == 0, err
     assert (
         "sparse answer:" in out and "dense answer:" in out and "generated         8 tokens" in out
     )
@@ -74,11 +72,12 @@ def test_the_demo_shows_both_answers_and_leaves_nothing_behind() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_stopped_demo_stops_its_engine() -> None:
-    process = start_demo()
+    """A process as the user's, with an engine that is spawned and not forked."""
+    process = subprocess.Popen([sys.executable, str(DEMO)], stdout=subprocess.DEVNULL)
     try:
-        engine = engine_processes(process)
+        engine = engine_processes(process.pid, 3)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=240)
+        process.wait(240)
     finally:
         process.kill()
         process.wait()
