@@ -114,6 +114,7 @@ async def load_adapter(
     await call_schedulers(manager, _ROOM, room)
     async with idle(manager, f"loading adapter {name!r}"):
         await flush(manager)
+        state.has_prefixes = state.has_old_prefixes = False
         # SGLang fails without the type, which PEFT always writes.
         fields = {"peft_type": "LORA", **config}
         await _replace(manager, name, fields, _completed(tensors, shapes))
