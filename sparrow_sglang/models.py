@@ -110,7 +110,8 @@ def path_problem(model: str) -> str | None:
     Anything that may be a name on the hub is left to transformers.
     """
     folder = Path(model).expanduser()
-    if (folder / "config.json").exists():
+    # Not `Path.exists`, which raises where a name is too long.
+    if os.path.exists(folder / "config.json"):
         return _config_problem(folder / "config.json")
     if os.path.isdir(folder):
         what = "the folder has no config.json"

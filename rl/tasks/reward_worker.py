@@ -73,7 +73,10 @@ class Worker:
         self.ended = True
         started: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
-            started = psutil.Process(self._process.pid).children(recursive=True)
+            worker = psutil.Process(self._process.pid)
+            # So that it starts nothing after they have been listed.
+            worker.suspend()
+            started = worker.children(recursive=True)
         self._process.kill()
         self._process.join()
         # The sandbox cleans up on SIGTERM.

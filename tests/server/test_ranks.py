@@ -159,6 +159,7 @@ def test_replicas_that_disagree_are_reported_until_one_schedule_is_set(replicas:
 def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
     """Before other engines start: SGLang 0.5.23 then asks those how many they have."""
     set_schedule(replicas, "fixed-64")
+    connect(replicas).flush_cache()
     for rank in (0, 1):
         replicas.generate(
             input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, routed_dp_rank=rank
