@@ -8,7 +8,6 @@ accelerator and no network are needed.
 import argparse
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 from sparrow_sglang import noise
-from sparrow_sglang.command_line import at_least
+from sparrow_sglang.command_line import at_least, exit_on_sigterm
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
 
 # In plain torch, 32-bit arithmetic is the fast path of most CPUs, and so is a prompt in one chunk.
@@ -185,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--no-training", action="store_true", help="leave the training out")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    exit_on_sigterm()
     try:
         print(
             "model: preparing SmolLM2-135M-Instruct (half a minute at the first time)", flush=True
