@@ -3,6 +3,7 @@
 In: a job. Out: its measurements in the work folder; the engine is shut down afterwards.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
@@ -20,11 +21,17 @@ from sparrow_sglang.progress import Progress
 
 
 class MeasuringEngine(ExitStack):
-    """An engine for the measurements of one calibration, which starts when the first is missing."""
+    """An engine for the measurements of one calibration, which starts when the first is missing.
+
+    `cost` says what they took: seconds since this object was made, without what an earlier run had
+    measured, and the GiB then in use on the first GPU.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.cost: dict[str, float] = {}
         self._engine: Any = None
+        self._began = time.monotonic()
 
     def measure_missing(self, job: Job) -> None:
         """Measure the samples that the job's work folder lacks; starts no engine if it lacks none.
@@ -46,6 +53,7 @@ class MeasuringEngine(ExitStack):
                     engine = running_engine(job.model.path, job.engine_args)
                     self._engine = self.enter_context(engine)
             measure(self._engine, job.samples, job.work, job.options.batch, progress)
+        self.cost = {"seconds": round(time.monotonic() - self._began)} | _gpu_memory()
 
     def _has_switched(self, schedule: str) -> bool:
         """Whether an engine runs, and decodes under `schedule` from now on."""
@@ -57,6 +65,15 @@ class MeasuringEngine(ExitStack):
             # It refuses the schedule, or has died since.
             return False
         return True
+
+
+def _gpu_memory() -> dict[str, float]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info(0)
+    return {"gpu_memory_gib": round((total - free) / 2**30, 1)}
 
 
 @contextmanager

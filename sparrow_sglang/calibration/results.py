@@ -33,8 +33,10 @@ from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.schedule import BudgetSchedule
 
 
-def write_schedules(job: Job) -> Iterator[str]:
+def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
     """Write schedule files from the stored measurements; yields lines to print.
+
+    `cost` is what this run of the command spent on them, for the files.
 
     If a target is held nowhere, raises `CalibrationError` after writing everything else.
     """
@@ -51,7 +53,7 @@ def write_schedules(job: Job) -> Iterator[str]:
         str(budget): [{"bin": index} | interval(tail) for index, tail in bins.items()]
         for budget, bins in sorted(by_budget.items())
     }
-    evidence = origin(job.model) | {"settings": job.settings, "tails": rows}
+    evidence = origin(job.model) | {"settings": job.settings, "cost": cost, "tails": rows}
     yield f"measured: {TAIL_PERCENTILE:g}th percentile of the acceptance rate per bin and budget"
     yield f"{describe_tails(tails, job.targets)}\n"
     failures = []

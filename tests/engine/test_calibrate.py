@@ -89,6 +89,7 @@ def test_budgets_grow_with_the_target_and_carry_their_evidence(calibrated: Path)
     for schedule, target in zip(found, TARGETS, strict=True):
         assert (schedule.calibrated, schedule.tail_target) == (True, float(target))
         assert schedule.provenance["settings"]["num_prompts"] == 24
+        assert 0 < schedule.provenance["cost"]["seconds"] < 3600
         for row in schedule.provenance["bins"]:
             if row["basis"] == "measured" and row["budget_tokens"] == row["needed_tokens"]:
                 assert row["tail_low"] >= float(target) and row["tokens"] >= 200
