@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -72,8 +73,12 @@ class Batch:
 
     def sampling_mask(self, tokens: torch.Tensor) -> SamplingMask | None:
         """What the sampled tokens with these indices were drawn from; None without truncation."""
-        whole = SamplingMask.joined(rollout.sampling_mask for rollout in self.rollouts)
+        whole = self._sampling_mask
         return None if whole is None else whole.at(tokens.numpy())
+
+    @cached_property
+    def _sampling_mask(self) -> SamplingMask | None:
+        return SamplingMask.joined(rollout.sampling_mask for rollout in self.rollouts)
 
     def masking_truncated(self) -> "Batch":
         """The same batch, with responses that were cut at the length limit left out of the loss."""
