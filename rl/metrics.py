@@ -79,6 +79,18 @@ def mismatch_metrics(
     }
 
 
+def entropy_metrics(rollout: torch.Tensor, entropies: torch.Tensor) -> dict[str, float]:
+    """Mean entropy of the dense policy at the sampled tokens, and how much that of the sparse actor
+    is above it: both [N] in nats, `rollout` the log-probs that the actor sampled with.
+
+    The mean of -log p_rollout estimates the actor's entropy without bias. A gap below 0 says that
+    rollouts are sharper than the policy, which then meets fewer of its own mistakes.
+    """
+    policy = float(entropies.double().mean())
+    gap = -float(rollout.double().mean()) - policy
+    return {"actor/entropy": policy, "sparrow/entropy_gap": gap}
+
+
 def effective_sample_share(log_ratio: torch.Tensor) -> float:
     """Kish's effective sample size of the weights exp(log_ratio) [N] as a share of N.
 

@@ -18,7 +18,12 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import Correction, correct
 from sparrow_sglang.rl.evaluation import evaluate
 from sparrow_sglang.rl.learner import Scored, TrainersLost
-from sparrow_sglang.rl.metrics import kv_metrics, prefill_metrics, rollout_metrics
+from sparrow_sglang.rl.metrics import (
+    entropy_metrics,
+    kv_metrics,
+    prefill_metrics,
+    rollout_metrics,
+)
 from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.runs.log import Clock
 from sparrow_sglang.rl.runs.response_rows import evaluation_rows, response_rows
@@ -142,7 +147,7 @@ def train_step(run: Run, step: int) -> None:
             | correction.metrics
             | measured
             | read
-            | {"actor/entropy": float(updated.scored.entropies.double().mean())}
+            | entropy_metrics(batch.rollout_logprobs, updated.scored.entropies)
             | updated.metrics
             | distilled
             | {"actor/lr": lr}

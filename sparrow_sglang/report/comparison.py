@@ -24,7 +24,7 @@ _QUANTITIES = {
     "sparrow/zero_std_fraction": "groups with equal rewards",
     "response_length/mean": "response length, tokens",
     "actor/entropy": "entropy of the dense policy at the rollouts' tokens, nats",
-    "rollout_corr/rollout_log_ppl": "- log p_rollout of the rollouts' tokens, nats",
+    "sparrow/entropy_gap": "entropy of the sparse actor less the policy's, nats",
     "sparrow/accept_p05": "tail of the acceptance rate",
     "sparrow/kv_tokens_read": "KV tokens read",
     "sparrow/distill_scale": "scale of the adapter",

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.special import softmax
+from scipy.stats import entropy
 
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.metrics import mismatch_metrics, rollout_metrics
+from sparrow_sglang.rl.metrics import entropy_metrics, mismatch_metrics, rollout_metrics
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
 # Two responses, whose ratios dense / rollout are 1/2, 4 and 3, 1/10, 1, 6.
@@ -155,6 +157,20 @@ def test_mismatch_metrics_equal_a_loop() -> None:
         "sparrow/ess_response": math.fsum(product) ** 2 / (4 * math.fsum(x * x for x in product)),
     }
     assert got == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.4])
+def test_the_entropy_gap_is_that_of_the_actor_less_the_policys(temperature: float) -> None:
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(8, 50)) * 2
+    policy, actor = softmax(logits, 1), softmax(logits / temperature, 1)
+    tokens = [draw.choice(50, size=4000, p=p) for p in actor]
+    sampled = np.concatenate([np.log(p[some]) for p, some in zip(actor, tokens, strict=True)])
+    entropies = np.repeat([entropy(p) for p in policy], 4000)
+    found = entropy_metrics(torch.tensor(sampled), torch.tensor(entropies))
+    assert found["actor/entropy"] == pytest.approx(entropies.mean())
+    expected = np.mean([entropy(p) for p in actor]) - entropies.mean()
+    assert found["sparrow/entropy_gap"] == pytest.approx(expected, abs=0.02)
 
 
 def test_tail_of_exact_acceptance_rates_by_bin() -> None:
