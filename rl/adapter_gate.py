@@ -31,6 +31,7 @@ def choose_scale(
     batch: Batch,
     schedule: BudgetSchedule,
     temperature: float,
+    most: float = 1.0,
 ) -> dict[str, float]:
     """Set `adapter.scale` to the `best_scale` on the responses of `batch`; returns metrics.
 
@@ -42,7 +43,7 @@ def choose_scale(
     measured = [Acceptance.of(batch.rollouts, np.concatenate(some), schedule) for some in rates]
     counted = measured[0].counted
     if counted.any():
-        adapter.scale = best_scale(adapter.scale, measured)
+        adapter.scale = best_scale(min(adapter.scale, most), measured, most)
     return {"sparrow/distill_scale": adapter.scale} | {
         f"sparrow/distill_p05_scale{scale:g}": tail_percentile(some.rates[counted])
         for scale, some in zip(SCALES, measured, strict=True)
@@ -50,7 +51,7 @@ def choose_scale(
     }
 
 
-def best_scale(current: float, measured: Sequence[Acceptance]) -> float:
+def best_scale(current: float, measured: Sequence[Acceptance], most: float = 1.0) -> float:
     """The one of `SCALES`, each with its measurement of the same tokens, that rollouts should use.
 
     Compared is the share of tokens whose acceptance rate is at most what, in their bin, is the tail
@@ -74,6 +75,6 @@ def best_scale(current: float, measured: Sequence[Acceptance]) -> float:
         if len(counts) < MIN_OBSERVATIONS:
             return current
         gain = Share.of(counts)
-        if gain.value > STANDARD_ERRORS * gain.error:
+        if scale <= most and gain.value > STANDARD_ERRORS * gain.error:
             better[scale] = gain.value
     return max(better, key=lambda scale: better[scale], default=current)

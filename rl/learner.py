@@ -76,6 +76,7 @@ class Learner:
         self.adapter = adapter
         self._config = config
         self._reference = reference
+        self._replayed: list[Any] = []
 
     @classmethod
     def load(cls, config: TrainConfig, ranks: Ranks = ALONE) -> "Learner":
@@ -210,9 +211,13 @@ class Learner:
             chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
         )
         temperature = self._config.rollout.temperature
-        metrics = self.adapter.step(chosen.segments, schedule, term, temperature)
+        self._replayed = [*self._replayed, chosen.segments][-self._config.distill.replay :]
+        learnt = [segment for step in self._replayed for segment in step]
+        metrics = self.adapter.step(learnt, schedule, term, temperature)
         held_out = batch.sample_evenly(measured)
-        return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
+        return metrics | choose_scale(
+            self.adapter, self.policy, held_out, schedule, temperature, self._config.distill.most
+        )
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
         """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.

@@ -113,6 +113,10 @@ class DistillConfig(Section):
     left a worse policy)."""
     sequences: PositiveInt = 32
     """Responses per step to learn from, spread evenly over the batch."""
+    replay: PositiveInt = 1
+    """Learn from the responses of so many latest steps."""
+    most: float = Field(default=1.0, gt=0, le=1)
+    """Largest scale that rollouts take."""
     loss: Literal["top_k", "exact"] = "top_k"
     """KL(sparse || dense): "top_k" takes the likeliest tokens of both sides and adds up all others
     in one bucket, "exact" takes the whole vocabulary."""
