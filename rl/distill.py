@@ -184,7 +184,7 @@ class SparseAdapter:
             if settings.loss == "exact"
             else lambda sparse, dense: top_k_kl(sparse, dense, settings.top_k)
         )
-        totals = {"sparrow/distill_kl": 0.0}
+        totals = {"sparrow/distill_kl": 0.0, "sparrow/distill_entropy_gap": 0.0}
 
         def parts_of(packed: Packed) -> dict[str, torch.Tensor]:
             with torch.no_grad():
@@ -192,7 +192,10 @@ class SparseAdapter:
             with self.enabled():
                 sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
             total = summed(divergence, sparse, dense, policy.head, temperature)
-            parts = {"sparrow/distill_kl": total / tokens}
+            parts = {
+                "sparrow/distill_kl": total[0] / tokens,
+                "sparrow/distill_entropy_gap": total[1] / tokens,
+            }
             if policy_loss is not None and not packed.idle:
                 logprobs, _ = token_logprobs(sparse, policy.head, packed.targets, temperature)
                 parts["sparrow/distill_pg_loss"] = policy_loss(logprobs, packed.where)
@@ -201,7 +204,9 @@ class SparseAdapter:
         with policy.frozen():
             for packed in policy.micro_batches(sequences):
                 parts = policy.gathered(partial(parts_of, packed))
-                loss = parts["sparrow/distill_kl"]
+                gap = parts["sparrow/distill_entropy_gap"]
+                share = max(1, len(packed.where)) / tokens
+                loss = parts["sparrow/distill_kl"] + settings.entropy * gap.square() / share
                 if "sparrow/distill_pg_loss" in parts:
                     loss = loss + settings.policy_loss * parts["sparrow/distill_pg_loss"]
                 # The backward pass recomputes checkpointed layers, with the adapter as before.
@@ -347,16 +352,24 @@ def summed(
     head: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """Sum of `divergence` over rows, in chunks whose logits the backward pass recomputes."""
+    """Sums over rows of `divergence` and of the difference of entropies, in chunks whose logits the
+    backward pass recomputes."""
 
     def part(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return divergence(
-            logits_of(left, head, temperature), logits_of(right, head, temperature)
-        ).sum()
+        sparse = logits_of(left, head, temperature)
+        dense = logits_of(right, head, temperature)
+        gap = entropies(sparse) - entropies(dense)
+        return torch.stack([divergence(sparse, dense).sum(), gap.sum()])
 
     rows = max(1, CHUNK_ELEMENTS // head.shape[0])
     parts: list[torch.Tensor] = [
         checkpoint(part, left, right, use_reentrant=False)
         for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
     ]
-    return torch.stack(parts).sum()
+    return torch.stack(parts).sum(0)
+
+
+def entropies(logits: torch.Tensor) -> torch.Tensor:
+    """Entropies [n] in nats of the distributions of logits [n, V]."""
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)

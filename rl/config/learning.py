@@ -115,6 +115,8 @@ class DistillConfig(Section):
     """Responses per step to learn from, spread evenly over the batch."""
     replay: PositiveInt = 1
     """Learn from the responses of so many latest steps."""
+    entropy: float = Field(default=0.0, ge=0)
+    """Weight of the squared difference of both entropies' means."""
     most: float = Field(default=1.0, gt=0, le=1)
     """Largest scale that rollouts take."""
     loss: Literal["top_k", "exact"] = "top_k"
