@@ -31,7 +31,6 @@ def choose_scale(
     batch: Batch,
     schedule: BudgetSchedule,
     temperature: float,
-    most: float = 1.0,
 ) -> dict[str, float]:
     """Set `adapter.scale` to the `best_scale` on the responses of `batch`; returns metrics.
 
@@ -43,7 +42,7 @@ def choose_scale(
     measured = [Acceptance.of(batch.rollouts, np.concatenate(some), schedule) for some in rates]
     counted = measured[0].counted
     if counted.any():
-        adapter.scale = best_scale(min(adapter.scale, most), measured, most)
+        adapter.scale = best_scale(adapter.scale, measured)
     return {"sparrow/distill_scale": adapter.scale} | {
         f"sparrow/distill_p05_scale{scale:g}": tail_percentile(some.rates[counted])
         for scale, some in zip(SCALES, measured, strict=True)
@@ -51,7 +50,7 @@ def choose_scale(
     }
 
 
-def best_scale(current: float, measured: Sequence[Acceptance], most: float = 1.0) -> float:
+def best_scale(current: float, measured: Sequence[Acceptance]) -> float:
     """The one of `SCALES`, each with its measurement of the same tokens, that rollouts should use.
 
     Compared is the share of tokens whose acceptance rate is at most what, in their bin, is the tail
@@ -75,6 +74,6 @@ def best_scale(current: float, measured: Sequence[Acceptance], most: float = 1.0
         if len(counts) < MIN_OBSERVATIONS:
             return current
         gain = Share.of(counts)
-        if scale <= most and gain.value > STANDARD_ERRORS * gain.error:
+        if gain.value > STANDARD_ERRORS * gain.error:
             better[scale] = gain.value
     return max(better, key=lambda scale: better[scale], default=current)

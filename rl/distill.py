@@ -164,7 +164,8 @@ class SparseAdapter:
         term: PolicyTerm | None = None,
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """One optimizer step that lowers KL(sparse || dense), a mean over response tokens.
+        """One optimizer step that lowers KL(sparse || dense), a mean over response tokens, and the
+        square of the difference of mean entropies in each micro-batch.
 
         Both distributions are taken at `temperature`. The dense one is that of the policy's current
         weights, which the next rollouts will use. The policy loss of `term` is added with the
@@ -191,11 +192,8 @@ class SparseAdapter:
                 dense = policy.hidden(packed)
             with self.enabled():
                 sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
-            total = summed(divergence, sparse, dense, policy.head, temperature)
-            parts = {
-                "sparrow/distill_kl": total[0] / tokens,
-                "sparrow/distill_entropy_gap": total[1] / tokens,
-            }
+            kl, gap = summed(divergence, sparse, dense, policy.head, temperature) / tokens
+            parts = {"sparrow/distill_kl": kl, "sparrow/distill_entropy_gap": gap}
             if policy_loss is not None and not packed.idle:
                 logprobs, _ = token_logprobs(sparse, policy.head, packed.targets, temperature)
                 parts["sparrow/distill_pg_loss"] = policy_loss(logprobs, packed.where)
@@ -323,16 +321,15 @@ def lora_arguments(settings: DistillConfig) -> dict[str, Any]:
 def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
     """KL(sparse || dense) of two distributions reduced to their likeliest tokens: [n].
 
-    Logits are [n, V]; tokens in neither side's top k form one bucket. The result is a lower bound
-    of the exact divergence, with gradient in `sparse`.
+    Log-probs are [n, V]; tokens in neither side's top k form one bucket. The result is a lower
+    bound of the exact divergence, with gradient in `sparse`.
     """
-    log_sparse, log_dense = sparse.log_softmax(-1), dense.log_softmax(-1)
     k = min(k, sparse.shape[-1])
     ours, theirs = sparse.topk(k).indices, dense.topk(k).indices
     known = (theirs[:, :, None] == ours[:, None, :]).any(-1)
     ids = torch.cat([ours, theirs], dim=1)
     counted = torch.cat([torch.ones_like(known), ~known], dim=1)
-    p, q = log_sparse.gather(1, ids), log_dense.gather(1, ids)
+    p, q = sparse.gather(1, ids), dense.gather(1, ids)
     listed = torch.where(counted, p.exp() * (p - q), 0.0).sum(1)
     rest_p = (1 - torch.where(counted, p.exp(), 0.0).sum(1)).clamp(min=_LEAST_REST)
     rest_q = (1 - torch.where(counted, q.exp(), 0.0).sum(1)).clamp(min=_LEAST_REST)
@@ -340,9 +337,13 @@ def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def exact_kl(sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """KL(sparse || dense) over the whole vocabulary: [n] from logits [n, V]."""
-    p, q = sparse.log_softmax(-1), dense.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+    """KL(sparse || dense) over the whole vocabulary: [n] from log-probs [n, V]."""
+    return (sparse.exp() * (sparse - dense)).sum(-1)
+
+
+def entropies(logprobs: torch.Tensor) -> torch.Tensor:
+    """Entropies in nats: [n] from log-probs [n, V]."""
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def summed(
@@ -352,12 +353,15 @@ def summed(
     head: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """Sums over rows of `divergence` and of the difference of entropies, in chunks whose logits the
-    backward pass recomputes."""
+    """Sums [2] over rows: of `divergence`, and of the sparse entropy less the dense one.
+
+    The backward pass recomputes the logits of a chunk of rows.
+    """
 
     def part(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        sparse = logits_of(left, head, temperature)
-        dense = logits_of(right, head, temperature)
+        sparse, dense = (
+            logits_of(hidden, head, temperature).log_softmax(-1) for hidden in (left, right)
+        )
         gap = entropies(sparse) - entropies(dense)
         return torch.stack([divergence(sparse, dense).sum(), gap.sum()])
 
@@ -367,9 +371,3 @@ def summed(
         for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
     ]
     return torch.stack(parts).sum(0)
-
-
-def entropies(logits: torch.Tensor) -> torch.Tensor:
-    """Entropies [n] in nats of the distributions of logits [n, V]."""
-    logprobs = logits.log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1)

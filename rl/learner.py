@@ -76,7 +76,6 @@ class Learner:
         self.adapter = adapter
         self._config = config
         self._reference = reference
-        self._replayed: list[Any] = []
 
     @classmethod
     def load(cls, config: TrainConfig, ranks: Ranks = ALONE) -> "Learner":
@@ -211,13 +210,9 @@ class Learner:
             chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
         )
         temperature = self._config.rollout.temperature
-        self._replayed = [*self._replayed, chosen.segments][-self._config.distill.replay :]
-        learnt = [segment for step in self._replayed for segment in step]
-        metrics = self.adapter.step(learnt, schedule, term, temperature)
+        metrics = self.adapter.step(chosen.segments, schedule, term, temperature)
         held_out = batch.sample_evenly(measured)
-        return metrics | choose_scale(
-            self.adapter, self.policy, held_out, schedule, temperature, self._config.distill.most
-        )
+        return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
         """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.

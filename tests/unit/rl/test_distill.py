@@ -9,7 +9,8 @@ import torch
 from distillation import SCHEDULE, SEQUENCES, new_policy, settings
 from engines import random_prompt
 from peft import PeftModel
-from scipy.special import log_softmax
+from scipy.special import log_softmax, softmax
+from scipy.stats import entropy
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import distill
@@ -40,7 +41,7 @@ def test_divergences_equal_loops_over_the_tokens():
         rest = [sum(np.exp(side[i]) for i in range(40) if i not in union) for side in (a, b)]
         known = sum(np.exp(a[i]) * (a[i] - b[i]) for i in union)
         listed.append(known + rest[0] * np.log(rest[0] / rest[1]))
-    left, right = torch.tensor(sparse), torch.tensor(dense)
+    left, right = torch.tensor(p), torch.tensor(q)
     np.testing.assert_allclose(exact_kl(left, right), exact, rtol=1e-10)
     np.testing.assert_allclose(top_k_kl(left, right, 6), listed, rtol=1e-10)
     np.testing.assert_allclose(top_k_kl(left, right, 40), exact, atol=1e-4)
@@ -92,6 +93,29 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
     assert all(map(torch.equal, before, adapter.tensors().values()))
 
 
+def test_steps_keep_the_mean_entropy_that_of_dense_decode(sharp_llama):
+    gaps = {}
+    for weight in (0.0, 5.0):
+        policy = new_policy(sharp_llama)
+        torch.manual_seed(0)
+        adapter = SparseAdapter(policy, settings(loss="exact", lr=3e-3, entropy=weight))
+        for _ in range(16):
+            adapter.step(SEQUENCES, SCHEDULE)
+        expected = []
+        with torch.no_grad():
+            for packed in policy.micro_batches(SEQUENCES):
+                dense = policy.hidden(packed) @ policy.head.T
+                with adapter.enabled():
+                    sparse = policy.hidden(packed, SparseRule(SCHEDULE, packed.prompt_lengths))
+                sparse, dense = softmax(sparse @ policy.head.T, 1), softmax(dense, 1)
+                expected.append(entropy(sparse, axis=1) - entropy(dense, axis=1))
+        gaps[weight] = np.concatenate(expected).mean()
+        found = adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_entropy_gap"]
+        assert found == pytest.approx(gaps[weight], abs=1e-5)
+    assert gaps[0.0] < -0.015
+    assert abs(gaps[5.0]) < 0.3 * abs(gaps[0.0])
+
+
 def test_the_target_is_dense_decode_without_the_adapter(sharp_llama):
     policy = new_policy(sharp_llama)
     adapter = SparseAdapter(policy, settings(loss="exact", lr=1e-1))
@@ -103,7 +127,8 @@ def test_the_target_is_dense_decode_without_the_adapter(sharp_llama):
             dense = policy.hidden(packed) @ policy.head.T
             with adapter.enabled():
                 sparse = policy.hidden(packed, SparseRule(SCHEDULE, packed.prompt_lengths))
-            expected.append(exact_kl(sparse @ policy.head.T, dense))
+            sparse = (sparse @ policy.head.T).log_softmax(-1)
+            expected.append(exact_kl(sparse, dense.log_softmax(-1)))
     found = adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]
     assert found == pytest.approx(float(torch.cat(expected).mean()), rel=1e-4)
 
