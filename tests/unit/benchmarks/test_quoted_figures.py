@@ -38,9 +38,21 @@ def words_of(arm: dict[str, Any]) -> str:
     own = dict(setting.split("=") for setting in arm["arm"].split(", "))
     words = [own["engine.schedule"]]
     if own["distill.enabled"] == "True":
-        words.append("adapter" if float(own["distill.lr"]) == 2e-4 else "adapter at 1e-3")
-        words += {"forward": ["forward KL"], "tv": ["tv"]}.get(own["distill.direction"], [])
-        words += ["restarted"] if own["distill.restart_kl"] == "0.05" else []
+        changes = {
+            "at 1e-3": float(own["distill.lr"]) == 1e-3,
+            "exact KL": own["distill.loss"] == "exact",
+            "forward KL": own["distill.direction"] == "forward",
+            "total variation": own["distill.direction"] == "tv",
+            "restarted": own["distill.restart_kl"] == "0.05",
+            "half": own["distill.most"] == "0.5",
+        }
+        changed = [change for change, holds in changes.items() if holds]
+        if own["distill.entropy"] == "5.0":
+            words.append("adapter")
+        elif words == ["smollm2-135m-0.75"]:
+            words = ["without term", *changed] if changed else ["adapter without entropy term"]
+        else:
+            words += ["adapter", *changed]
     return ", ".join(words + ["no correction"] * (own["algorithm.correction"] == "none"))
 
 
@@ -108,6 +120,49 @@ def test_what_the_calibrated_rule_saves_on_gemma() -> None:
         ]
         first, second, third = (f"{ratio:.2f}" for ratio in ratios)
         assert f"{first}, {second} and {third} of the {unit}" in text
+
+
+@pytest.mark.parametrize(("rule", "misses"), [("calibrated", 4), ("published", 5)])
+def test_checks_of_gemma(rule: str, misses: int) -> None:
+    for kind, expected in (("fresh", 0), ("texts", misses)):
+        name = f"calibration_check_gemma3-270m_{rule}_{kind}.json"
+        checks = json.loads((RESULTS / "h100" / name).read_text())["checks"]
+        verdicts = [row["verdict"] for check in checks for row in check["bins"]]
+        judged = [verdict for verdict in verdicts if not verdict.startswith("too few")]
+        assert (len(judged), judged.count("fails")) == (24, expected)
+        link = f"[{misses}](../benchmarks/results/h100/{name})"
+        assert kind == "fresh" or link in (ROOT / "docs" / "selection.md").read_text("utf-8")
+
+
+def test_runs_of_the_task_of_sums() -> None:
+    name = "stability_smollm2-135m_math.json"
+    arms = json.loads((RESULTS / "h100" / name).read_text())["arms"]
+    text = (ROOT / "docs" / "fidelity.md").read_text("utf-8")
+    sums = text[text.index("**Sums**") :].partition("\n\n")[0]
+    none, adapter, _, dense = (
+        [
+            f"{arm['sparrow/accept_p05']['over the run']['mean']['value']:.3f}",
+            f"{arm['critic/score/mean']['at the end']['mean']['value']:.3f}",
+        ]
+        for arm in arms
+    )
+    for number in none + adapter + dense:
+        assert number in sums
+
+
+def test_calibration_costs() -> None:
+    page = (ROOT / "docs" / "schedules.md").read_text("utf-8")
+    for gpu in ("h100", "h200"):
+        for row in json.loads((RESULTS / gpu / "calibration_cost.json").read_text())["rows"]:
+            spent = row["seconds"]
+            budgets = spent["budgets"]
+            counts = row["generations"]
+            done, planned = f"{counts['measured']:,}", f"{counts['planned']:,}"
+            minutes = round(row["seconds_in_all_extrapolated"] / 60)
+            assert (
+                f"| {sum(spent.values()) - budgets} s | {budgets} s for {done} of {planned}"
+                f" | {minutes} min |" in page
+            )
 
 
 def backend_in(cell: str) -> tuple[str, str]:
