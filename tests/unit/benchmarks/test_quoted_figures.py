@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -148,6 +149,23 @@ def test_runs_of_the_task_of_sums() -> None:
     )
     for number in none + adapter + dense:
         assert number in sums
+
+
+def test_the_second_seed_in_verl() -> None:
+    text = (ROOT / "examples" / "verl" / "README.md").read_text("utf-8")
+    runs = json.loads((RESULTS / "h200" / "verl_words_smollm2-135m_seed2.json").read_text())["runs"]
+    sparse, dense = runs["sparse"]["metrics"], runs["dense"]["metrics"]
+    scores = [
+        f"{fmean(part):.3f}"
+        for metrics in (sparse, dense)
+        for values in [metrics["critic/score/mean"]]
+        for part in (values[:9], values[-9:])
+    ]
+    tail = f"{fmean(sparse['sparrow/accept_p05']):.3f}"
+    kl = [f"{fmean(metrics['rollout_corr/kl']):.4f}" for metrics in (sparse, dense)]
+    said = " ".join(text[text.index("[A second seed]") :].partition("In the shapes")[0].split())
+    for number in (*scores, tail, *kl):
+        assert number in said
 
 
 def test_calibration_costs() -> None:
