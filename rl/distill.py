@@ -202,6 +202,7 @@ class SparseAdapter:
         with policy.frozen():
             for packed in policy.micro_batches(sequences):
                 parts = policy.gathered(partial(parts_of, packed))
+                # The square of the micro-batch's own mean, weighted by its share of the tokens.
                 gap = parts["sparrow/distill_entropy_gap"]
                 share = max(1, len(packed.where)) / tokens
                 loss = parts["sparrow/distill_kl"] + settings.entropy * gap.square() / share

@@ -25,6 +25,7 @@ _QUANTITIES = {
     "response_length/mean": "response length, tokens",
     "actor/entropy": "entropy of the dense policy at the rollouts' tokens, nats",
     "sparrow/entropy_gap": "entropy of the sparse actor less the policy's, nats",
+    "sparrow/distill_entropy_gap": "the same where the adapter learns, before its step",
     "sparrow/accept_p05": "tail of the acceptance rate",
     "sparrow/kv_tokens_read": "KV tokens read",
     "sparrow/distill_scale": "scale of the adapter",
