@@ -332,7 +332,7 @@ def test_a_rule_is_measured_with_its_schedule(
     # As many as a choice of rotary pairs takes.
     prompts = write_prompts(tmp_path / "p.jsonl", 0, count=PROMPTS)
     words = command(model, prompts, *FEWER_TOKENS)
-    words += ["--rule", "calibrated", "--target", "0.75", "--out", str(tmp_path / "m.json")]
+    words += ["--rule", "calibrated", "--target", "0.3", "--out", str(tmp_path / "m.json")]
     starts = []
     monkeypatch.setattr(
         engine, "running_engine", lambda *given: starts.append(given) or forked_engine(*given)
@@ -351,10 +351,10 @@ def test_a_rule_is_measured_with_its_schedule(
     assert schedule.dense_layers == () and schedule.calibrated
     # Everything lies in the work folder, so nothing is measured again.
     monkeypatch.setattr(engine, "running_engine", None)
-    words[words.index("0.75")] = "0.7"
+    words[words.index("0.3")] = "0.25"
     assert cli.main(words) == 0
     again = BudgetSchedule.from_json(tmp_path / "m.json")
-    assert (again.selection, again.tail_target) == (rule, 0.7)
+    assert (again.selection, again.tail_target) == (rule, 0.25)
 
 
 def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> None:
