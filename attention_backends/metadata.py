@@ -60,8 +60,9 @@ class BudgetTable:
             bin_pages[slot] = schedule.bin_pages
             if schedule.selection.layer_weights is not None:
                 weights[slot] = torch.tensor(schedule.selection.layer_weights)
-                dense = [layer for layer in schedule.dense_layers if layer < weights.shape[1]]
-                weights[slot, dense] = 1
+            if loaded.weighted_layers is not None:
+                # Those of them that have landmarks read all pages under any budget.
+                weights[slot, list(schedule.dense_layers)] = NO_CAP
         self.tensors.table.copy_(table)
         self.tensors.bin_pages.copy_(bin_pages)
         self.tensors.weights.copy_(weights)

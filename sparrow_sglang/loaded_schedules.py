@@ -13,7 +13,7 @@ from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 MAX_LOADED = 14
 MAX_BINS = 1024
-_SHARED = ("page_size", "sink_pages", "recent_pages", "dense_layers")
+_SHARED = ("page_size", "sink_pages", "recent_pages")
 
 
 def _shared_fields(schedule: BudgetSchedule) -> dict[str, Any]:
@@ -33,11 +33,13 @@ class LoadedSchedules:
         named: the schedules that were loaded by name, in the order in which they were given.
         weighted_layers: number of layers that the device's tables tell apart, as many as the layer
             weights of one of the first schedules; None where none of them had any.
+        dense_layers: those of the first schedule, which have no landmarks.
     """
 
     active: BudgetSchedule
     named: tuple[BudgetSchedule, ...] = ()
     weighted_layers: int | None = None
+    dense_layers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, schedules: Sequence[BudgetSchedule]) -> "LoadedSchedules":
@@ -56,7 +58,7 @@ class LoadedSchedules:
                 raise ScheduleError(f"schedule {name!r} is named twice: expected distinct names")
         weights = (schedule.selection.layer_weights for schedule in schedules)
         layers = next((len(values) for values in weights if values is not None), None)
-        loaded = cls(schedules[0], tuple(schedules), layers)
+        loaded = cls(schedules[0], tuple(schedules), layers, schedules[0].dense_layers)
         for schedule in schedules:
             loaded.require_fit(schedule)
         return loaded
@@ -78,11 +80,19 @@ class LoadedSchedules:
     def require_fit(self, schedule: BudgetSchedule) -> None:
         """Raise `ScheduleError` unless `schedule` may be used beside the active one.
 
-        Page size, dense layers and the selection rule decide which landmarks exist, and all
-        requests of a batch share sinks and recent pages. Of the rule only layer weights may differ,
-        as they are stored on the device beside the budgets, in tables for as many layers as the
-        server started with.
+        Page size and the selection rule decide which landmarks exist, and all requests of a batch
+        share sinks and recent pages. Of the rule only layer weights may differ, as they are stored
+        on the device beside the budgets, in tables for as many layers as the server started with.
+        With such tables further layers may be dense; these have landmarks, but read all pages.
         """
+        without, dense = list(self.dense_layers), list(schedule.dense_layers)
+        more = self.weighted_layers is not None and set(dense) >= set(without)
+        if dense != without and not more:
+            raise ScheduleError(
+                f"schedule {schedule.name}: dense_layers={quoted(dense)} differs from that of"
+                f" {self.named[0].name}: expected {quoted(without)}"
+                f"{' or more' if self.weighted_layers else ''}; serve it with a server of its own"
+            )
         shared = _shared_fields(self.active)
         for field, got in _shared_fields(schedule).items():
             expected = shared[field]

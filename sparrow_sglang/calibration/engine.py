@@ -36,15 +36,13 @@ class MeasuringEngine(ExitStack):
     def measure_missing(self, job: Job) -> None:
         """Measure the samples that the job's work folder lacks; starts no engine if it lacks none.
 
-        The engine of an earlier job is used again if it can switch to this job's schedule, as it
-        can where both have the same landmarks. Raises `CalibrationError` as `measure` does.
+        The engine of an earlier job is used again, which must have this job's landmarks. Raises
+        `CalibrationError` as `measure` does.
         """
         if len(job.work.load()) == len(job.samples):
             return
         with closing(Progress(len(job.samples), "generation")) as progress:
-            if not self._has_switched(job.engine_args["sparrow_schedule"]):
-                self._engine = None
-                self.close()
+            if self._engine is None:
                 progress.show("starting the engine")
                 with (
                     recording(job.options.batch, job.options.new_tokens),
@@ -52,19 +50,15 @@ class MeasuringEngine(ExitStack):
                 ):
                     engine = running_engine(job.model.path, job.engine_args)
                     self._engine = self.enter_context(engine)
+            else:
+                try:
+                    set_schedule(self._engine, job.engine_args["sparrow_schedule"])
+                except RuntimeError as error:
+                    raise CalibrationError(
+                        f"the engine failed ({error}): repeat the command"
+                    ) from error
             measure(self._engine, job.samples, job.work, job.options.batch, progress)
         self.cost = {"seconds": round(time.monotonic() - self._began)} | _gpu_memory()
-
-    def _has_switched(self, schedule: str) -> bool:
-        """Whether an engine runs, and decodes under `schedule` from now on."""
-        if self._engine is None:
-            return False
-        try:
-            set_schedule(self._engine, schedule)
-        except RuntimeError:
-            # It refuses the schedule, or has died since.
-            return False
-        return True
 
 
 def _gpu_memory() -> dict[str, float]:

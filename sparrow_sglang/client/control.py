@@ -41,7 +41,7 @@ def set_schedule(
         schedule: a schedule; or a name that the server has loaded, a shipped name, fixed-<tokens>,
             or the path of a .json file on this machine. Its page size, sinks, recent pages,
             dense layers and landmarks must be those of the schedule that the server was started
-            with.
+            with; more layers may be dense where that one has layer weights.
         api_key: as in `get_schedule`.
         timeout_s: how long to wait for the running requests; without it, until the last one ends.
 

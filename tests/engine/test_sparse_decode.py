@@ -275,6 +275,22 @@ def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_orac
     assert (answers[0]["log_probs"] - answers[1]["log_probs"]).abs().max() > 10 * FP32
 
 
+def test_layers_become_dense_on_a_running_engine(ruled_engine, ruled_oracle, sharp_llama):
+    """They keep their landmarks, so that they can be sparse again."""
+    rule = RULE.model_copy(update={"layer_weights": (0.5, 0.0, 1.5, 0.0)})
+    fields = RULED.model_dump() | {"name": "denser", "dense_layers": (1, 3), "selection": rule}
+    denser = BudgetSchedule(**fields)
+    prompts = [tokens(length, length) for length in (70, 130)]
+    set_schedule(ruled_engine, denser)
+    options = [{"report": True}, {"kv_budget_tokens": 64}]
+    answers = generate(ruled_engine, prompts, 40, options=options)
+    for cap, prompt, answer in zip([None, 64], prompts, answers, strict=True):
+        assert_follows(ContractModel(sharp_llama, denser, cap=cap), prompt, answer)
+    connect(ruled_engine).call_sparrow("landmarks")
+    set_schedule(ruled_engine, "ruled")
+    assert_follows(ruled_oracle, prompts[1], generate(ruled_engine, prompts[1:], 40)[0])
+
+
 def test_what_a_switch_would_have_to_reallocate_is_refused(ruled_engine):
     fields = RULED.model_dump(mode="json") | {"name": "new"}
     for selection, message in [
@@ -284,5 +300,5 @@ def test_what_a_switch_would_have_to_reallocate_is_refused(ruled_engine):
     ]:
         with pytest.raises(EndpointError, match=message):
             set_schedule(ruled_engine, BudgetSchedule(**fields | {"selection": selection}))
-    with pytest.raises(EndpointError, match="dense_layers=.* differs"):
+    with pytest.raises(EndpointError, match="selection.landmark_tokens=16 differs"):
         set_schedule(ruled_engine, "fixed-64")

@@ -31,7 +31,7 @@ REFUSED = [
     (
         {"schedule": "smollm2-135m-int4-0.86"},
         f"shipped, but not loaded: {LOADED_NAMES}; schedule smollm2-135m-int4-0.86: dense_layers=[]"
-        " differs from that of a: expected [0, 1]; serve it with a server of its own",
+        " differs from that of a: expected [0, 1] or more; serve it with a server of its own",
     ),
     ({"schedule": ["b"]}, f"['schedule']=['b']: {LOADED_NAMES}"),
     ({"kv_budget_tokens": 32}, "['kv_budget_tokens']=32: expected 48 tokens"),
@@ -135,6 +135,16 @@ class TestLoading:
             loaded.with_active(longer)
         with pytest.raises(ScheduleError, match="u: .*numbers: expected null, as others have none"):
             LoadedSchedules.of([A]).with_active(uneven)
+
+    def test_more_layers_may_be_dense_where_tables_tell_layers_apart(self):
+        even = schedule("e", 6, selection={"layer_weights": [1] * 4})
+        more, fewer = (schedule("d", 6, dense_layers=layers) for layers in [(0, 1, 3), (0,)])
+        loaded = LoadedSchedules.of([even]).with_active(more)
+        assert loaded.with_active(even).active == even
+        with pytest.raises(ScheduleError, match=r"=\[0\] differs .* e: expected \[0, 1\] or more;"):
+            loaded.with_active(fewer)
+        with pytest.raises(ScheduleError, match=r"\[0, 1, 3\] differs .* a: expected \[0, 1\];"):
+            LOADED.with_active(more)
 
     def test_a_whole_page_may_be_spelt_out(self):
         spelt = schedule("b", 6, selection={"landmark_tokens": PAGE})
