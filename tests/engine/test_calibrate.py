@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 import transformers
-from engines import save_tiny_model, start_engine
+from engines import NEEDS_GEMMA3, save_tiny_model, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.calibration import engine, measure_rule
@@ -365,6 +365,7 @@ def test_a_rule_is_measured_with_its_schedule(
     assert (again.selection, again.tail_target) == (rule, 0.25)
 
 
+@NEEDS_GEMMA3
 def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> None:
     """Every other layer has a window; the layers without one share the budget."""
     shape = {"vocab_size": 32, "max_position_embeddings": 320}

@@ -1,9 +1,8 @@
 """Models in which some layers have a sliding window: sparse decode in the others only."""
 
 import pytest
-from engines import RULE, SCHEDULE, random_prompt, save_tiny_model, start_engine
+from engines import NEEDS_GEMMA3, RULE, SCHEDULE, random_prompt, save_tiny_model, start_engine
 from oracle import ContractModel
-from packaging.version import Version
 
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
@@ -24,7 +23,7 @@ RULED = BudgetSchedule(
 )
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=[pytest.param("gemma3", marks=NEEDS_GEMMA3), "gpt_oss"])
 def model(request, tmp_path_factory) -> str:
     """SGLang keeps the windows of gemma3 in the same KV pool, those of gpt_oss in one of their own.
 
@@ -32,8 +31,6 @@ def model(request, tmp_path_factory) -> str:
     """
     if request.param == "gpt_oss" and installed_version() not in ("0.5.17", "0.5.23"):
         pytest.skip("gpt-oss has been fitted to SGLang 0.5.17 and 0.5.23 only")
-    if request.param == "gemma3" and Version(installed_version()) < Version("0.5.17"):
-        pytest.skip("older SGLangs call the attention of Gemma 3 bidirectional, which is refused")
     folder = tmp_path_factory.mktemp(request.param)
     return save_tiny_model(folder, request.param, spread=0.15)
 

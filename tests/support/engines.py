@@ -22,14 +22,21 @@ from typing import Any
 from unittest import mock
 
 import psutil
+import pytest
 import torch
 import zmq
+from packaging.version import Version
 from pools import chosen_pairs
 from ports import free_port
 
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.sglang_install import installed_version
 
+NEEDS_GEMMA3 = pytest.mark.skipif(
+    Version(installed_version()) < Version("0.5.17"),
+    reason="older SGLangs call the attention of Gemma 3 bidirectional, which is refused",
+)
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
 SERVED_MODEL_FILES = (
