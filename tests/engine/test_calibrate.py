@@ -340,8 +340,10 @@ def test_a_rule_is_measured_with_its_schedule(
 ) -> None:
     shape = {"vocab_size": 32, "max_position_embeddings": 320, "head_dim": 32}
     model = save_tiny_model(tmp_path / "wide", spread=0.12, **shape)
+    prompts = write_prompts(tmp_path / "p.jsonl", 0, count=3 * PROMPTS)
     # As many as a choice of rotary pairs takes.
-    prompts = write_prompts(tmp_path / "p.jsonl", 0, count=PROMPTS)
+    longest = tmp_path / "longest.jsonl"
+    longest.write_text("".join(prompts.read_text().splitlines(keepends=True)[-PROMPTS:]))
     words = command(model, prompts, *FEWER_TOKENS, "--bin-tokens", "128")
     words += ["--rule", "calibrated", "--target", "0.3", "--out", str(tmp_path / "m.json")]
     monkeypatch.setattr(measure_rule, "choose_rule", layer_0_best_dense)
@@ -351,7 +353,7 @@ def test_a_rule_is_measured_with_its_schedule(
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")
     rule, evidence = schedule.selection, schedule.provenance["selection"]
     assert (rule.landmark_tokens, rule.landmark_bits, rule.group_score) == (4, 4, "best_head")
-    assert rule.landmark_pairs == pairs_that_vary_most(model, prompts, 8)
+    assert rule.landmark_pairs == pairs_that_vary_most(model, longest, 8)
     assert np.array(evidence["variance_kept"]).shape == (4, 3)
     assert 0.5 < np.min(evidence["variance_kept"]) < np.max(evidence["variance_kept"]) < 1
     assert rule.layer_weights is not None
