@@ -49,8 +49,16 @@ KILLS = int(os.environ.get("SPARROW_KILLS", 0))
 RESPONSES = int(os.environ.get("SPARROW_RESPONSES", 0))
 SEED = int(os.environ.get("SPARROW_SEED", 0))
 
+# Without the entropy term, whose gradient amplifies what two workers round in another order.
 DISTILL = {
-    "distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3, "policy_loss": 0.5},
+    "distill": {
+        "enabled": True,
+        "rank": 2,
+        "sequences": 4,
+        "lr": 1e-3,
+        "policy_loss": 0.5,
+        "entropy": 0.0,
+    },
 }
 # From a schedule that reads everything to one that does not, after the first step.
 LADDER = {
