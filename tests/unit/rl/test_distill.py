@@ -1,6 +1,7 @@
 """DistillSparse: divergences against float64 loops, and what an adapter step moves."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,18 @@ from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
+
+
+def logits_of_both(policy, adapted=nullcontext):
+    """Logits [N, V] of the sampled tokens of SEQUENCES: the sparse actor's and the policy's."""
+    sparse, dense = [], []
+    with torch.no_grad():
+        for packed in policy.micro_batches(SEQUENCES):
+            dense.append(policy.hidden(packed) @ policy.head.T)
+            with adapted():
+                hidden = policy.hidden(packed, SparseRule(SCHEDULE, packed.prompt_lengths))
+            sparse.append(hidden @ policy.head.T)
+    return torch.cat(sparse), torch.cat(dense)
 
 
 def test_divergences_equal_loops_over_the_tokens():
@@ -101,15 +114,8 @@ def test_steps_keep_the_mean_entropy_that_of_dense_decode(sharp_llama):
         adapter = SparseAdapter(policy, settings(loss="exact", lr=3e-3, entropy=weight))
         for _ in range(16):
             adapter.step(SEQUENCES, SCHEDULE)
-        expected = []
-        with torch.no_grad():
-            for packed in policy.micro_batches(SEQUENCES):
-                dense = policy.hidden(packed) @ policy.head.T
-                with adapter.enabled():
-                    sparse = policy.hidden(packed, SparseRule(SCHEDULE, packed.prompt_lengths))
-                sparse, dense = softmax(sparse @ policy.head.T, 1), softmax(dense, 1)
-                expected.append(entropy(sparse, axis=1) - entropy(dense, axis=1))
-        gaps[weight] = np.concatenate(expected).mean()
+        sparse, dense = (softmax(logits, 1) for logits in logits_of_both(policy, adapter.enabled))
+        gaps[weight] = (entropy(sparse, axis=1) - entropy(dense, axis=1)).mean()
         found = adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_entropy_gap"]
         assert found == pytest.approx(gaps[weight], abs=1e-5)
     assert gaps[0.0] < -0.015
@@ -121,16 +127,9 @@ def test_the_target_is_dense_decode_without_the_adapter(sharp_llama):
     adapter = SparseAdapter(policy, settings(loss="exact", lr=1e-1))
     for _ in range(3):
         adapter.step(SEQUENCES, SCHEDULE)
-    expected = []
-    with torch.no_grad():
-        for packed in policy.micro_batches(SEQUENCES):
-            dense = policy.hidden(packed) @ policy.head.T
-            with adapter.enabled():
-                sparse = policy.hidden(packed, SparseRule(SCHEDULE, packed.prompt_lengths))
-            sparse = (sparse @ policy.head.T).log_softmax(-1)
-            expected.append(exact_kl(sparse, dense.log_softmax(-1)))
+    sparse, dense = (each.log_softmax(-1) for each in logits_of_both(policy, adapter.enabled))
     found = adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]
-    assert found == pytest.approx(float(torch.cat(expected).mean()), rel=1e-4)
+    assert found == pytest.approx(float(exact_kl(sparse, dense).mean()), rel=1e-4)
 
 
 def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama, monkeypatch):
@@ -338,15 +337,9 @@ def test_a_step_lowers_the_divergence_at_its_temperature(sharp_llama, temperatur
     """The divergence is that of whole distributions, of a sparse and a dense forward pass."""
     policy = new_policy(sharp_llama)
     adapter = SparseAdapter(policy, settings(loss="exact"))
-    logits = {"sparse": [], "dense": []}
-    for packed in policy.micro_batches(SEQUENCES):
-        rule = SparseRule(SCHEDULE, packed.prompt_lengths)
-        with torch.no_grad():
-            for name, given in (("sparse", rule), ("dense", None)):
-                logits[name].append((policy.hidden(packed, given) @ policy.head.t()).double())
     p, q = (
-        log_softmax(torch.cat(logits[name]).numpy() / temperature, axis=1)
-        for name in ("sparse", "dense")
+        log_softmax(logits.double().numpy() / temperature, axis=1)
+        for logits in logits_of_both(policy)
     )
     metrics = adapter.step(SEQUENCES, SCHEDULE, temperature=temperature)
     expected = (np.exp(p) * (p - q)).sum(1).mean()
