@@ -21,15 +21,10 @@ from sparrow_sglang.progress import Progress
 
 
 class MeasuringEngine(ExitStack):
-    """An engine for the measurements of one calibration, which starts when the first is missing.
-
-    `cost` says what they took: seconds since this object was made, without what an earlier run had
-    measured, and the GiB then in use on the first GPU.
-    """
+    """An engine for the measurements of one calibration, which starts when the first is missing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cost: dict[str, float] = {}
         self._engine: Any = None
         self._began = time.monotonic()
 
@@ -58,16 +53,19 @@ class MeasuringEngine(ExitStack):
                         f"the engine failed ({error}): repeat the command"
                     ) from error
             measure(self._engine, job.samples, job.work, job.options.batch, progress)
-        self.cost = {"seconds": round(time.monotonic() - self._began)} | _gpu_memory()
 
+    def cost(self) -> dict[str, float]:
+        """Seconds since this object was made, without what an earlier run had measured, and the GiB
+        in use on the first GPU; empty if nothing was missing."""
+        import torch
 
-def _gpu_memory() -> dict[str, float]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    free, total = torch.cuda.mem_get_info(0)
-    return {"gpu_memory_gib": round((total - free) / 2**30, 1)}
+        if self._engine is None:
+            return {}
+        cost: dict[str, float] = {"seconds": round(time.monotonic() - self._began)}
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info(0)
+            cost["gpu_memory_gib"] = round((total - free) / 2**30, 1)
+        return cost
 
 
 @contextmanager

@@ -149,11 +149,12 @@ def _calibrate(options: CalibrationOptions) -> int:
             assert job.rule is not None
             print(f"{describe_rule(job.rule)}\n")
         engine.measure_missing(job)
-    if engine.cost:
-        memory = engine.cost.get("gpu_memory_gib")
+        cost = engine.cost()
+    if cost:
+        memory = cost.get("gpu_memory_gib")
         in_use = f", {memory} GiB of the GPU in use" if memory else ""
-        print(f"measured in {engine.cost['seconds']} s{in_use}\n")
-    for line in write_schedules(job, engine.cost):
+        print(f"measured in {cost['seconds']} s{in_use}\n")
+    for line in write_schedules(job, cost):
         print(line)
     files = list(job.files)
     print(f"to look at it: sparrow report {files[0] if len(files) == 1 else files[0].parent}")
