@@ -1,7 +1,6 @@
 """Times of GPU work, and the memory bandwidth from which lower bounds of times are computed."""
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -20,15 +19,6 @@ def median_s(launch: Callable[[], object], repeats: int) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times[WARM_UP:])
-
-
-def seconds_of(step: Callable[[], object]) -> float:
-    """Host seconds of a step, until the GPU work that it launched has finished."""
-    start = time.perf_counter()
-    step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def copy_bandwidth(gib: float = 4.0, repeats: int = 20) -> float:

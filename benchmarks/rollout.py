@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
 
@@ -37,7 +36,6 @@ from sparrow_sglang.benchmarks.common import (
 )
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
-from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZE
 
@@ -62,7 +60,7 @@ EXAMPLES = """\
   sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K
   sparrow bench rollout --sequences 128 --mean-tokens 10000 --out rollout.json
   sparrow bench rollout --turns 8             conversations of eight turns
-  sparrow bench rollout --model qwen3-8b --lengths-file lengths.jsonl
+  sparrow bench rollout --model qwen3-8b --sequences 32
 """
 
 
@@ -140,20 +138,16 @@ def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[in
 def request_lengths(options: argparse.Namespace) -> list[int]:
     """Response lengths in tokens, cut off at --max-tokens.
 
-    Raises `ValueError` if --lengths-file or --mean-tokens is not usable, if --sequences is not a
-    multiple of the group size, or if a length is shorter than --turns.
+    Raises `ValueError` if --mean-tokens is not usable, if --sequences is not a multiple of the
+    group size, or if a length is shorter than --turns.
     """
     if options.sequences % GROUP:
         raise ValueError(
             f"--sequences {options.sequences}: expected a multiple of {GROUP}, the size of a group"
         )
-    if options.lengths_file is None:
-        lengths = synthetic_lengths(
-            options.sequences, options.mean_tokens, options.max_tokens, options.seed
-        )
-    else:
-        recorded = read_lengths(options.lengths_file)[: options.sequences]
-        lengths = [min(length, options.max_tokens) for length in recorded]
+    lengths = synthetic_lengths(
+        options.sequences, options.mean_tokens, options.max_tokens, options.seed
+    )
     if min(lengths) < options.turns:
         raise ValueError(
             f"--turns {options.turns}: expected at most {min(lengths)}, the tokens of the shortest"
@@ -364,12 +358,6 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         default=32768,
         help="longer lengths are cut off there (default: %(default)s)",
-    )
-    add(
-        "--lengths-file",
-        type=Path,
-        help="file of recorded lengths to use instead, the first --sequences of them: a JSON list"
-        ' or JSONL, with items like 1234 or {"length": 1234}',
     )
     add("--prompt-tokens", type=count, default=256, help="tokens per prompt (default: %(default)s)")
     add("--turns", type=count, default=1, help="turns of a sequence (default: %(default)s)")

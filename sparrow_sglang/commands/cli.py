@@ -54,10 +54,9 @@ commit.
   kernels   the kernels of one layer, compared with the memory bandwidth and with other libraries
   rollout   a replay of a rollout's response lengths until the last sequence ends, sparse and dense:
             seconds to the first token and to the last, tokens/s over time; takes minutes
-  serving   SGLang's bench_serving against a sparse and a dense server in turn
-  train     memory and time of a training step on long sequences, and of an adapter's step
 
-rollout and serving also take your own model, with --model-path, and then need no GPU.
+rollout also takes your own model, with --model-path, and then needs no GPU. To measure a server,
+run SGLang's python -m sglang.bench_serving against it.
 """
 
 BENCH_EPILOG = """\
@@ -71,7 +70,7 @@ examples:
 options of step; the other benchmarks have a --help, too.
 """
 
-BENCHMARKS = ("step", "kernels", "rollout", "serving", "train")
+BENCHMARKS = ("step", "kernels", "rollout")
 # Each is a module of this folder, which is imported only when the command is used.
 COMMANDS = {
     "plan": "predict from the model's shapes what a schedule saves (no GPU needed)",
@@ -106,7 +105,7 @@ def parser_for(named: str | None) -> argparse.ArgumentParser:
             commands.add_parser(command, help=what)
     bench = commands.add_parser(
         "bench",
-        help="measure steps, kernels, rollouts and servers on this GPU",
+        help="measure steps, kernels and rollouts on this GPU",
         usage=f"sparrow bench {{{','.join(BENCHMARKS)}}} [options ...]",
         description=BENCH_HELP,
         epilog=BENCH_EPILOG,

@@ -19,7 +19,6 @@ from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import model_folder, model_problem
 from sparrow_sglang.planning.cost_model import GPUS, Hardware
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.planning.response_lengths import read_lengths
 from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
@@ -52,15 +51,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default=PAGE_SIZE,
         help="tokens per page of named and fixed schedules (default: %(default)s)",
     )
-    lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument(
+    parser.add_argument(
         "--length", type=count, nargs="+", help="generated tokens; each length gets a row"
-    )
-    lengths.add_argument(
-        "--lengths-file",
-        type=Path,
-        help="file of recorded lengths to use instead: a JSON list or JSONL, with items like 1234"
-        ' or {"length": 1234}',
     )
     parser.add_argument(
         "--prompt-tokens", type=count, default=512, help="tokens per prompt (default: %(default)s)"
@@ -112,13 +104,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     model, config = _read_config(args.model_path)
     shape = ModelShape.from_config(config)
     shape = dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[args.kv_cache_dtype])
-    if args.lengths_file is not None:
-        lengths = sorted(read_lengths(args.lengths_file))
-    else:
-        context = text_config(config).get("max_position_embeddings") or 2**30
-        room = context - args.prompt_tokens
-        fitting = [length for length in DEFAULT_LENGTHS if length <= room]
-        lengths = sorted(args.length or fitting or [max(1, room)])
+    context = text_config(config).get("max_position_embeddings") or 2**30
+    room = context - args.prompt_tokens
+    fitting = [length for length in DEFAULT_LENGTHS if length <= room]
+    lengths = sorted(args.length or fitting or [max(1, room)])
     if args.prompt_tokens + lengths[-1] > _MAX_LENGTH:
         raise InputError(
             f"a prompt of {args.prompt_tokens} and a response of {lengths[-1]} tokens: expected"
@@ -132,7 +121,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         calibration=schedule.calibration(config),
         hardware=GPUS[args.gpu] if args.intensity is None else Hardware("", args.intensity, 1.0),
         lengths=tuple(lengths),
-        expected=args.lengths_file is not None,
         prompt_tokens=args.prompt_tokens,
         samples=args.samples,
         batch=args.batch,

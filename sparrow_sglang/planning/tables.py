@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from sparrow_sglang.planning.cost_model import (
     Hardware,
     paper_costs,
@@ -27,8 +25,7 @@ DEFAULT_LENGTHS = (2048, 4096, 8192, 16384, 32768)
 class Plan:
     """Everything that the tables are computed from.
 
-    `lengths` are generated tokens; `expected` says whether they are a sample of real generations,
-    to be averaged over, rather than lengths of interest. `hardware` has no name and a peak of 0
+    `lengths` are generated tokens. `hardware` has no name and a peak of 0
     where only its intensity is known: then the tables count FLOPs instead of milliseconds.
     `calibration` says whether the schedule was calibrated for the model.
     """
@@ -39,18 +36,9 @@ class Plan:
     calibration: str
     hardware: Hardware
     lengths: tuple[int, ...]
-    expected: bool
     prompt_tokens: int
     samples: int
     batch: int
-
-    @property
-    def shown(self) -> list[int]:
-        """Lengths with a row of their own."""
-        if not self.expected:
-            return list(self.lengths)
-        longest = max(self.lengths)
-        return [length for length in DEFAULT_LENGTHS if length < longest] + [longest]
 
 
 def render(plan: Plan) -> str:
@@ -59,13 +47,9 @@ def render(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    """One figure, and what it means: the step model over all lengths, or at the longest."""
-    lengths = plan.lengths if plan.expected else plan.lengths[-1:]
-    what = (
-        f"{len(lengths):,} generations of {np.mean(lengths):,.0f} tokens on average"
-        if plan.expected
-        else f"generations of {lengths[0]:,} tokens"
-    )
+    """One figure, and what it means: the step model at the longest length."""
+    lengths = plan.lengths[-1:]
+    what = f"generations of {lengths[0]:,} tokens"
     device = plan.hardware.name or f"a device of {plan.hardware.intensity:.0f} FLOPs per byte"
     return (
         f"{plan.model} decodes {_speedups(plan, lengths)[1]} as fast as dense under"
@@ -110,7 +94,7 @@ def _step_table(plan: Plan) -> str:
     unit = "ms" if timed else f"TFLOP (a byte read counts as {intensity:.0f} FLOPs)"
     scale = plan.batch * (1e3 / plan.hardware.flops_per_s if timed else 1e-12)
     rows = []
-    for length in plan.shown:
+    for length in plan.lengths:
         cached = plan.prompt_tokens + length
         dense, sparse = (
             step_costs(plan.shape, [cached], plan.batch, schedule)
@@ -134,13 +118,9 @@ def _step_table(plan: Plan) -> str:
 def _rollout_table(plan: Plan) -> str:
     rows = [
         [f"{length:,}", *_budget_cells(plan, length), *_speedups(plan, [length])]
-        for length in plan.shown
+        for length in plan.lengths
     ]
     title = "Expected rollout speed-up"
-    if plan.expected:
-        mean = f"mean {np.mean(plan.lengths):,.0f}"
-        rows.append([mean, "", "", *_speedups(plan, plan.lengths)])
-        title += f" over {len(plan.lengths):,} generations"
     heads = ["generated", "budget", "KV read", "paper's formula", "step model"]
     dense = [i for i in plan.schedule.dense_layers if i not in plan.shape.partial_layers]
     return (

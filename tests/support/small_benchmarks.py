@@ -1,7 +1,5 @@
 """Command line options with which benchmarks take seconds."""
 
-REQUESTS, INPUT, OUTPUT = 3, 40, 60
-SERVING = ["--num-prompts", str(REQUESTS), "--input-len", str(INPUT), "--output-len", str(OUTPUT)]
 ROLLOUT = [
     "--sequences",
     "8",

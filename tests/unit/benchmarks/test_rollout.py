@@ -96,7 +96,6 @@ def test_what_was_measured_survives_a_side_that_fails(
         ),
         (["--schedule", "fixed-60"], "60"),
         (["--dense-backend", "sparrow"], "--dense-backend sparrow: expected a dense backend"),
-        (["--lengths-file", "nowhere.json"], "nowhere.json: cannot be read"),
         (["--model-path", "/nowhere"], "--model-path /nowhere: no such folder"),
         (["--out", "/proc/no/such.json"], "--out /proc/no/such.json: cannot be written"),
     ],

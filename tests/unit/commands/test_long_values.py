@@ -15,7 +15,6 @@ LONG = "x" * 5000
         ["serve", "--port", "9" * 4000],
         ["doctor", "--model-path", LONG],
         ["plan", "--model-path", LONG],
-        ["plan", "--model-path", "smollm2-135m", "--lengths-file", LONG],
         ["calibrate", "--model-path", LONG],
         ["calibrate", "--engine-args", LONG],
         ["train", LONG],

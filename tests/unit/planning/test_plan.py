@@ -80,18 +80,12 @@ def test_a_mixture_of_experts_says_what_a_token_takes(plan: Plan) -> None:
     assert section(text, "Where a decode step")[0][2] == "8.29"
 
 
-def test_the_headline_is_the_step_models_speedup(plan: Plan, tmp_path: Path) -> None:
+def test_the_headline_is_the_step_models_speedup(plan: Plan) -> None:
     schedule, intensity = load_schedule("qwen3-1.7b-0.86", 16), GPUS["h200"].intensity
     expected = speedups([16384], schedule, intensity)
     text = plan("--length", "4096", "16384")
     assert text.startswith(f"qwen3-1.7b decodes {expected:.2f}x as fast as dense")
     assert "generations of 16,384 tokens, 16 at a time on H200" in text.splitlines()[1]
-    file = tmp_path / "lengths.json"
-    file.write_text("[100, 20000]")
-    expected = speedups([100, 20000], schedule, intensity)
-    text = plan("--lengths-file", str(file))
-    assert text.startswith(f"qwen3-1.7b decodes {expected:.2f}x as fast as dense")
-    assert "2 generations of 10,050 tokens on average" in text.splitlines()[1]
 
 
 def test_the_embedded_model_goes_by_its_name(plan: Plan) -> None:
@@ -132,19 +126,6 @@ def test_an_fp8_cache_halves_what_is_read_of_keys_and_values(plan: Plan) -> None
         assert float(after[2]) == pytest.approx(float(before[2]) / 2, abs=0.011)
         # Weights, landmarks and FLOPs stay the same.
         assert [after[i] for i in (1, 3, 4)] == [before[i] for i in (1, 3, 4)]
-
-
-def test_a_length_distribution_is_summed_not_averaged(plan: Plan, tmp_path: Path) -> None:
-    lengths = [100] * 50 + [1000, 20000, 30000]
-    file = tmp_path / "lengths.jsonl"
-    file.write_text("\n".join([*map(str, lengths[:-1]), '{"length": 30000, "id": 7}', ""]))
-    rows = section(plan("--lengths-file", str(file)), "Expected rollout speed-up over 53 gen")
-    schedule = load_schedule("qwen3-1.7b-0.86", 16)
-    assert [row[0] for row in rows] == ["2,048", "4,096", "8,192", "16,384", "30,000", "mean 1,057"]
-    intensity = GPUS["h200"].intensity
-    assert rows[-1][-1] == f"{speedups(lengths, schedule, intensity):.2f}x"
-    # Nearly all requests are short and gain nothing, nearly all tokens belong to the long ones.
-    assert float(rows[-1][-1].rstrip("x")) > 2
 
 
 def test_intensity_alone_counts_flops(plan: Plan) -> None:
@@ -200,7 +181,6 @@ def test_refuses_counts_below_one(plan: Plan, capsys: pytest.CaptureFixture[str]
         (["--intensity", "nan"], "--intensity=nan"),
         (["--schedule", "qwen3-1.7b-0.87"], "is not known"),
         (["--schedule", "fixed-100"], "budget_tokens"),
-        (["--lengths-file", "absent.jsonl"], "absent.jsonl: cannot be read"),
         (["--length", "8", "10000000000"], "at most 10000000"),
     ],
 )
